@@ -1,0 +1,54 @@
+"""graphplan: place a PyTorch model over several devices, graph first.
+
+>>> import torch, graphplan
+>>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+>>> placed = graphplan.partition(model, {"cpu": "1GiB"}, args=(torch.ones(2, 8),))
+>>> bool((placed(torch.ones(2, 8)) == model(torch.ones(2, 8))).all())
+True
+"""
+
+from graphplan.device import DeviceSpec, Link, Topology
+from graphplan.errors import (
+    BudgetError,
+    CaptureError,
+    DeviceError,
+    GraphplanError,
+    InfeasibleError,
+    InputError,
+    PlanError,
+    SimulatedOutOfMemoryError,
+    VerificationError,
+)
+from graphplan.graph import Graph, Operation, Value, Weight
+from graphplan.placement import Plan, Stage, Transfer
+from graphplan.planner import partition, plan
+from graphplan.runtime.simulate import SimulatedMachine, simulate
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BudgetError",
+    "CaptureError",
+    "DeviceError",
+    "DeviceSpec",
+    "Graph",
+    "GraphplanError",
+    "InfeasibleError",
+    "InputError",
+    "Link",
+    "Operation",
+    "Plan",
+    "PlanError",
+    "SimulatedMachine",
+    "SimulatedOutOfMemoryError",
+    "Stage",
+    "Topology",
+    "Transfer",
+    "Value",
+    "VerificationError",
+    "Weight",
+    "__version__",
+    "partition",
+    "plan",
+    "simulate",
+]

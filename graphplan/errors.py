@@ -1,0 +1,87 @@
+"""The exceptions of graphplan: one root, one class for each thing a caller can put right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = [
+    "BudgetError",
+    "CaptureError",
+    "DeviceError",
+    "GraphplanError",
+    "InfeasibleError",
+    "InputError",
+    "PlanError",
+    "SimulatedOutOfMemoryError",
+    "VerificationError",
+    "readable_bytes",
+]
+
+
+def readable_bytes(nbytes: int) -> str:
+    """Bytes for people, exact where it matters: ``1536 -> "1.50 KiB (1536 bytes)"``."""
+    size = float(nbytes)
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{nbytes} bytes" if unit == "bytes" else f"{size:.2f} {unit} ({nbytes} bytes)"
+
+
+class GraphplanError(Exception):
+    """Root of every error that graphplan raises on purpose."""
+
+
+class BudgetError(GraphplanError, ValueError):
+    """``max_memory`` cannot be read: empty, negative, or not a number of bytes."""
+
+
+class DeviceError(GraphplanError, ValueError):
+    """A device key that means nothing, or names a device that this machine lacks."""
+
+
+class InputError(GraphplanError, ValueError):
+    """The example inputs, or the inputs of a call, do not fit the model."""
+
+
+class CaptureError(GraphplanError):
+    """The model could not be traced into a graph."""
+
+
+class PlanError(GraphplanError, ValueError):
+    """A plan that is asked for what it does not hold, or a JSON text that is not a plan."""
+
+
+class VerificationError(GraphplanError):
+    """A graph, schedule or lowered module breaks one of its invariants."""
+
+
+class SimulatedOutOfMemoryError(GraphplanError, RuntimeError):
+    """A simulated device was asked for more bytes than its capacity."""
+
+
+class InfeasibleError(GraphplanError):
+    """No placement was found within the budgets.
+
+    Attributes:
+        needed: device key -> bytes: the smallest budgets found to do, when all budgets grow in
+            the proportion in which they were given.
+        available: device key -> bytes that ``max_memory`` allowed.
+        operation: the operation at which the tightest device reaches its need, or None.
+        device: the key of that tightest device, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        needed: Mapping[int | str, int] | None = None,
+        available: Mapping[int | str, int] | None = None,
+        operation: str | None = None,
+        device: int | str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.needed = dict(needed or {})
+        self.available = dict(available or {})
+        self.operation = operation
+        self.device = device

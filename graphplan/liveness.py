@@ -1,0 +1,195 @@
+"""Bytes on each device at each step of a schedule: the one place where memory is counted.
+
+A device holds, at a step: the weights that live there for the whole call, every storage whose last
+reader has not run yet, and the workspace of the operation that runs. A view holds its base's storage
+and brings none. What the caller passed in stays on the caller's device throughout.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from graphplan.device import CPU, DeviceKey, DeviceSpec, Topology
+from graphplan.errors import VerificationError
+from graphplan.graph import Graph
+from graphplan.schedule import Move, Run, Schedule
+
+__all__ = ["Memory", "Peak", "measure_memory"]
+
+_Instance = tuple[str, DeviceKey]
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most bytes that a device holds, and when.
+
+    Attributes:
+        nbytes: weights, activations, copies and workspace, allocator rounding included.
+        weights: the part that is weights living there.
+        step: index of the step of the schedule at which it is reached, or -1 before the first.
+        operation: the operation that runs or waits for its input at that step.
+    """
+
+    nbytes: int
+    weights: int
+    step: int
+    operation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Peaks per device, and the live bytes after each step where they were asked for.
+
+    ``profile[key][i]`` is the most bytes on ``key`` during step ``i``.
+    """
+
+    peaks: Mapping[DeviceKey, Peak]
+    profile: Mapping[DeviceKey, tuple[int, ...]]
+
+
+@dataclass(slots=True)
+class _Storage:
+    device: DeviceKey
+    nbytes: int
+    last_use: int
+
+
+def measure_memory(graph: Graph, topology: Topology, schedule: Schedule) -> Memory:
+    """Count the bytes on each device at each step.
+
+    Raises:
+        VerificationError: a step reads a value that is not on its device.
+    """
+    return _Sweep(graph, topology, schedule).run()
+
+
+class _Sweep:
+    def __init__(self, graph: Graph, topology: Topology, schedule: Schedule) -> None:
+        self.graph, self.schedule = graph, schedule
+        self.specs = {spec.key: spec for spec in topology.devices}
+        if schedule.host not in self.specs:
+            self.specs[schedule.host] = DeviceSpec(schedule.host, CPU, 0, 1.0, 1.0, 0.0)
+        self.storage: dict[_Instance, _Storage] = {}
+        self.born: list[list[_Storage]] = [[] for _ in schedule.steps]
+        self.home: dict[str, DeviceKey] = {}
+
+    def run(self) -> Memory:
+        resident = self._place_weights()
+        caller = self._place_inputs()
+        for index, step in enumerate(self.schedule.steps):
+            if isinstance(step, Move):
+                self._move(index, step)
+            else:
+                self._operate(index, step)
+        self._hold_outputs()
+        return self._sweep(resident, caller)
+
+    def _place_weights(self) -> dict[DeviceKey, int]:
+        resident: dict[DeviceKey, int] = defaultdict(int)
+        for weight in self.graph.weights.values():
+            key = self.schedule.assignment.weights[weight.name]
+            self.home[weight.name] = key
+            resident[key] += self.specs[key].allocated(weight.nbytes)
+            # a weight outlives the call, so its storage is counted once, here, and never freed
+            self.storage[weight.name, key] = _Storage(key, 0, len(self.schedule.steps))
+        return resident
+
+    def _place_inputs(self) -> int:
+        host, total = self.schedule.host, 0
+        for name in self.graph.inputs:
+            self.home[name] = host
+            self.storage[name, host] = _Storage(host, 0, len(self.schedule.steps))
+            total += self.specs[host].allocated(self.graph.values[name].nbytes)
+        return total
+
+    def _bear(self, index: int, instance: _Instance, nbytes: int) -> None:
+        storage = _Storage(instance[1], self.specs[instance[1]].allocated(nbytes), index)
+        self.storage[instance] = storage
+        self.born[index].append(storage)
+
+    def _use(self, index: int, instance: _Instance) -> None:
+        storage = self.storage.get(instance)
+        if storage is None:
+            raise VerificationError(
+                f"step {index} reads {instance[0]!r} on {instance[1]!r}, where it is not\n"
+                + steps_around(self.schedule, index)
+            )
+        storage.last_use = max(storage.last_use, index)
+
+    def _move(self, index: int, step: Move) -> None:
+        self._use(index, (step.value, step.source))
+        if step.kind == "writeback":
+            self._use(index, (step.value, step.destination))
+            return
+        self._bear(index, (step.value, step.destination), step.nbytes)
+
+    def _operate(self, index: int, step: Run) -> None:
+        operation = self.graph.operations[step.operation]
+        values = self.graph.values
+        for name in operation.inputs:
+            if name in values and not values[name].is_tensor:
+                continue
+            where = self.home[name] if operation.host_only else step.device
+            self._use(index, (name, where))
+        for name in operation.outputs:
+            self.home[name] = step.device
+            value = values[name]
+            if value.alias_of is not None and (value.alias_of, step.device) in self.storage:
+                self.storage[name, step.device] = self.storage[value.alias_of, step.device]
+                self._use(index, (name, step.device))
+            else:
+                self._bear(index, (name, step.device), value.nbytes)
+
+    def _hold_outputs(self) -> None:
+        end, host = len(self.schedule.steps), self.schedule.host
+        for name in self.graph.outputs:
+            moved = self.schedule.returns_to_host and (name, host) in self.storage
+            if not moved and name not in self.home:
+                continue  # a host scalar of a hand-built graph
+            self._use(end, (name, host if moved else self.home[name]))
+
+    def _sweep(self, resident: Mapping[DeviceKey, int], caller: int) -> Memory:
+        live = {key: resident.get(key, 0) for key in self.specs}
+        live[self.schedule.host] += caller
+        peaks = {key: Peak(nbytes, resident.get(key, 0), -1, "") for key, nbytes in live.items()}
+        profile: dict[DeviceKey, list[int]] = {key: [] for key in self.specs}
+        dying: list[list[_Storage]] = [[] for _ in range(len(self.schedule.steps) + 1)]
+        waiting = _operation_of_each_step(self.schedule)
+        for index, step in enumerate(self.schedule.steps):
+            for storage in self.born[index]:
+                live[storage.device] += storage.nbytes
+                dying[storage.last_use].append(storage)
+            device = step.device if isinstance(step, Run) else step.destination
+            now = live[device]
+            if isinstance(step, Run):
+                spec = self.specs[device]
+                workspace = self.graph.operations[step.operation].workspace_on(spec.type)
+                now += spec.allocated(workspace)
+            if now > peaks[device].nbytes:
+                peaks[device] = Peak(now, resident.get(device, 0), index, waiting[index])
+            for key, line in profile.items():
+                line.append(now if key == device else live[key])
+            for storage in dying[index]:
+                live[storage.device] -= storage.nbytes
+        return Memory(peaks, {key: tuple(line) for key, line in profile.items()})
+
+
+def _operation_of_each_step(schedule: Schedule) -> list[str]:
+    names, following = [""] * len(schedule.steps), "output"
+    for index in range(len(schedule.steps) - 1, -1, -1):
+        step = schedule.steps[index]
+        following = step.operation if isinstance(step, Run) else following
+        names[index] = following
+    return names
+
+
+def steps_around(schedule: Schedule, index: int, reach: int = 5) -> str:
+    """The steps around one index, the culprit marked: for messages."""
+    lines = str(schedule).splitlines()
+    first = max(0, index - reach)
+    return "\n".join(
+        f"{'->' if i == index else '  '} {line}"
+        for i, line in list(enumerate(lines))[first : index + reach + 1]
+    )

@@ -1,0 +1,345 @@
+"""The plan: where everything is, what moves, what it costs, and how good it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphplan.checks import check_schedule
+from graphplan.device import DeviceKey, DeviceSpec, Link, Topology
+from graphplan.errors import PlanError, VerificationError
+from graphplan.graph import Graph, Operation
+from graphplan.liveness import Memory, Peak, measure_memory
+from graphplan.schedule import Assignment, Move, Run, Schedule, Step
+from graphplan.visualize import summary_text, to_dot
+
+__all__ = ["Plan", "Stage", "Transfer"]
+
+_FORMAT = "graphplan.plan"
+_VERSION = 1
+
+Transfer = Move
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A run of consecutive operations on one device.
+
+    Attributes:
+        index: position among the stages of the call.
+        device: key of ``max_memory``.
+        operations: names, in order.
+    """
+
+    index: int
+    device: DeviceKey
+    operations: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A placed model. Sizes are bytes, times seconds, devices the caller's keys of ``max_memory``.
+
+    Attributes:
+        graph: the operations, values and weights that were placed.
+        topology: the devices, their budgets and the links between them.
+        schedule: every move and every operation of one call, in order.
+        makespan: modelled seconds of one call.
+        lower_bound: seconds below which no placement within the budgets can go.
+        proof: what proved the bound.
+        method: how the model was captured.
+    """
+
+    graph: Graph
+    topology: Topology
+    schedule: Schedule
+    makespan: float
+    lower_bound: float
+    proof: str
+    method: str = "export"
+
+    # -- where things are -------------------------------------------------------------------------
+
+    @cached_property
+    def placement(self) -> dict[str, DeviceKey]:
+        """Every parameter's and buffer's name -> the key of the device where it resides."""
+        home = self.schedule.assignment.weights
+        return {
+            name: home[weight.name]
+            for weight in self.graph.weights.values()
+            if weight.kind != "constant"
+            for name in weight.names or (weight.name,)
+        }
+
+    @cached_property
+    def devices(self) -> dict[DeviceKey, torch.device]:
+        """Each key -> its torch device."""
+        return {spec.key: spec.torch_device for spec in self.topology.devices}
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """The runs of operations between which the device changes."""
+        runs = [
+            run for run in self.schedule.runs() if not self.graph.operations[run.operation].host_only
+        ]
+        grouped = groupby(runs, key=lambda run: run.device)
+        return tuple(
+            Stage(index, device, tuple(run.operation for run in members))
+            for index, (device, members) in enumerate(grouped)
+        )
+
+    def device_of(self, name: str) -> DeviceKey:
+        """The device of a parameter or buffer (where it resides), operation or module (where it runs).
+
+        Raises:
+            PlanError: no such name, or a module that runs on several devices.
+        """
+        if name in self.placement:
+            return self.placement[name]
+        found = list(dict.fromkeys(stage.device for stage in self._stages_of(name)))
+        if len(found) > 1:
+            listed = ", ".join(map(repr, found))
+            raise PlanError(f"{name!r} runs on several devices ({listed}): ask for a part of it")
+        return found[0]
+
+    def stage_of(self, name: str) -> Stage:
+        """The first stage that runs an operation, a module, or an operation that reads a weight."""
+        return next(iter(self._stages_of(name)))
+
+    def _stages_of(self, name: str) -> tuple[Stage, ...]:
+        operations = {operation.name for operation in self._operations_of(name)}
+        found = tuple(stage for stage in self.stages if operations.intersection(stage.operations))
+        if not found:
+            raise PlanError(f"no operation, module or weight named {name!r} runs in this plan")
+        return found
+
+    def _operations_of(self, name: str) -> Iterator[Operation]:
+        weight = self.graph.weight_named(name)
+        for operation in self.graph.operations.values():
+            path = operation.module_path
+            inside = path == name or path.startswith(name + ".") or not name
+            reads = weight is not None and weight.name in operation.inputs
+            if operation.name == name or inside or reads:
+                yield operation
+
+    @property
+    def first_device(self) -> DeviceKey:
+        """Where the first operation runs."""
+        return self.stages[0].device if self.stages else self.topology.keys[0]
+
+    @property
+    def last_device(self) -> DeviceKey:
+        """Where the last operation runs."""
+        return self.stages[-1].device if self.stages else self.topology.keys[0]
+
+    def next_device(self, key: DeviceKey) -> DeviceKey | None:
+        """The device after ``key`` in the caller's order, or None after the last."""
+        keys = self.topology.keys
+        index = keys.index(self.topology[key].key)
+        return keys[index + 1] if index + 1 < len(keys) else None
+
+    def device_map(self) -> dict[str, DeviceKey]:
+        """Module name -> device, as accelerate and transformers read it.
+
+        Modules are named as high up as all of their parameters and buffers share a device; where a
+        module's own parameters differ from its children's they are named one by one.
+        """
+        return _device_map("", list(self.placement.items()))
+
+    # -- what moves -------------------------------------------------------------------------------
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Activations that cross from device to device, once per call each."""
+        return tuple(self.schedule.moves("activation"))
+
+    @cached_property
+    def fetches(self) -> tuple[Transfer, ...]:
+        """Weights that are copied to where they are used, at every call."""
+        return tuple(self.schedule.moves("weight"))
+
+    @cached_property
+    def io_transfers(self) -> tuple[Transfer, ...]:
+        """Inputs brought from the caller's device and outputs brought back."""
+        return tuple(self.schedule.moves("input", "output", "writeback"))
+
+    @property
+    def transfer_bytes(self) -> int:
+        """Bytes of activations that cross between devices in one call."""
+        return sum(move.nbytes for move in self.transfers)
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes of weights copied in one call."""
+        return sum(move.nbytes for move in self.fetches)
+
+    # -- what it costs ----------------------------------------------------------------------------
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Peaks, and the live bytes at every step."""
+        return measure_memory(self.graph, self.topology, self.schedule)
+
+    @property
+    def peaks(self) -> Mapping[DeviceKey, Peak]:
+        """Each device's peak with the operation at which it is reached."""
+        return self.memory.peaks
+
+    @cached_property
+    def peak_bytes(self) -> dict[DeviceKey, int]:
+        """Key -> the most bytes that the device holds during a call, allocator rounding included."""
+        return {spec.key: self.peaks[spec.key].nbytes for spec in self.topology.devices}
+
+    @property
+    def gap(self) -> float:
+        """How far above the lower bound the makespan may be, as a fraction of the makespan."""
+        if not self.makespan:
+            return 0.0
+        return max(0.0, (self.makespan - self.lower_bound) / self.makespan)
+
+    @property
+    def activations_known(self) -> bool:
+        """False without example inputs: then ``peak_bytes`` counts weights only."""
+        return self.graph.shapes_known
+
+    def verify(self) -> None:
+        """Prove the plan from its own data; raise VerificationError if it does not hold."""
+        self.graph.verify()
+        check_schedule(self.graph, self.topology, self.schedule)
+        if self.lower_bound > self.makespan * (1 + 1e-9):
+            raise VerificationError(
+                f"the lower bound, {self.lower_bound} s, is above the makespan, {self.makespan} s"
+            )
+
+    # -- for people and files ---------------------------------------------------------------------
+
+    def summary(self) -> str:
+        """A table: devices with budgets and peaks, stages, what moves, and how good the plan is."""
+        return summary_text(self)
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan({len(self.stages)} stages on {len({s.device for s in self.stages})} devices, "
+            f"{self.transfer_bytes} bytes transferred, {self.streamed_bytes} streamed)"
+        )
+
+    def to_json(self) -> str:
+        """The plan as JSON text; :meth:`from_json` reads it back."""
+        return json.dumps(_encode(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read a plan.
+
+        Raises:
+            PlanError: the text is no plan, or one of an unknown version.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"this is no JSON: {error}") from error
+        if not isinstance(data, dict) or data.get("format") != _FORMAT:
+            raise PlanError(f"this JSON is no plan: it lacks \"format\": \"{_FORMAT}\"")
+        if data.get("version") != _VERSION:
+            raise PlanError(
+                f"this plan has format version {data.get('version')}, this graphplan reads {_VERSION}"
+            )
+        try:
+            return _decode(cls, data)
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"this plan is damaged: {type(error).__name__}: {error}") from error
+
+    def save_json(self, path: str | Path) -> None:
+        """Write :meth:`to_json` to a file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    def save_dot(self, path: str | Path) -> None:
+        """Write the plan as a graphviz graph: a cluster per stage, an edge per value that passes."""
+        Path(path).write_text(to_dot(self), encoding="utf-8")
+
+
+def _device_map(prefix: str, placed: list[tuple[str, DeviceKey]]) -> dict[str, DeviceKey]:
+    keys = {key for _, key in placed}
+    if len(keys) == 1:
+        return {prefix: keys.pop()}
+    start = len(prefix) + 1 if prefix else 0
+    found: dict[str, DeviceKey] = {}
+    for child, members in _by_child(placed, start).items():
+        path = f"{prefix}.{child}" if prefix else child
+        found.update(_device_map(path, members))
+    return found
+
+
+def _by_child(
+    placed: list[tuple[str, DeviceKey]], start: int
+) -> dict[str, list[tuple[str, DeviceKey]]]:
+    children: dict[str, list[tuple[str, DeviceKey]]] = {}
+    for name, key in placed:
+        children.setdefault(name[start:].partition(".")[0], []).append((name, key))
+    return children
+
+
+def _encode(plan: Plan) -> dict[str, Any]:
+    topology, schedule = plan.topology, plan.schedule
+    return {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "method": plan.method,
+        "makespan": plan.makespan,
+        "lower_bound": plan.lower_bound,
+        "proof": plan.proof,
+        "peak_bytes": [[key, nbytes] for key, nbytes in plan.peak_bytes.items()],
+        "devices": [asdict(spec) for spec in topology.devices],
+        "links": [[a, b, asdict(link)] for (a, b), link in topology.links.items()],
+        "default_link": asdict(topology.default_link),
+        "host": schedule.host,
+        "returns_to_host": schedule.returns_to_host,
+        "operations": [[name, key] for name, key in schedule.assignment.operations.items()],
+        "weights": [[name, key] for name, key in schedule.assignment.weights.items()],
+        "steps": [_encode_step(step) for step in schedule.steps],
+        "graph": plan.graph.to_dict(),
+    }
+
+
+def _encode_step(step: Step) -> dict[str, Any]:
+    kind = "run" if isinstance(step, Run) else "move"
+    data = asdict(step)
+    if kind == "move":
+        data["what"] = data.pop("kind")
+    return {"kind": kind, **data}
+
+
+def _decode_step(data: Mapping[str, Any]) -> Step:
+    if data["kind"] == "run":
+        return Run(data["operation"], data["device"])
+    return Move(data["value"], data["source"], data["destination"], data["nbytes"], data["what"])
+
+
+def _decode(cls: type[Plan], data: Mapping[str, Any]) -> Plan:
+    topology = Topology(
+        tuple(DeviceSpec(**spec) for spec in data["devices"]),
+        {(a, b): Link(**link) for a, b, link in data["links"]},
+        Link(**data["default_link"]),
+    )
+    assignment = Assignment(dict(map(tuple, data["operations"])), dict(map(tuple, data["weights"])))
+    steps = tuple(map(_decode_step, data["steps"]))
+    schedule = Schedule(steps, assignment, data["host"], data["returns_to_host"])
+    return cls(
+        Graph.from_dict(data["graph"]),
+        topology,
+        schedule,
+        data["makespan"],
+        data["lower_bound"],
+        data["proof"],
+        data["method"],
+    )

@@ -1,0 +1,187 @@
+"""How a call's arguments become a flat list of leaves, and which calls one captured graph serves.
+
+Arguments are bound to the names of ``forward`` first, so ``model(x)`` and ``model(x=x)`` are the same
+call; an argument that equals its default is left out. The rest is flattened by pytree: tensors are
+inputs of the graph, every other leaf is a constant of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from graphplan.errors import InputError
+
+__all__ = ["BoundCall", "InputSignature", "TensorLeaf", "bind_call", "register_dataclasses"]
+
+
+@dataclass(frozen=True, slots=True)
+class BoundCall:
+    """Arguments in their one canonical form.
+
+    Attributes:
+        args: positional-only arguments and ``*args``.
+        kwargs: everything else by name, in the order of the signature.
+        leaves: the flattened ``(args, kwargs)``.
+        spec: the structure that ``leaves`` came from.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tensor leaves, in order."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of the first tensor, to which outputs return; None without tensors."""
+        tensors = self.tensors
+        return tensors[0].device if tensors else None
+
+
+def bind_call(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> BoundCall:
+    """Bind arguments to the parameters of ``forward``.
+
+    Raises:
+        InputError: they do not fit the signature.
+    """
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise InputError(f"the inputs do not fit forward{signature}: {error}") from error
+    positional: list[Any] = []
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        parameter = signature.parameters[name]
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            positional.extend(value)
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            named.update(sorted(value.items()))
+        elif parameter.kind is parameter.POSITIONAL_ONLY or _feeds_varargs(signature, bound):
+            positional.append(value)
+        elif not _is_default(value, parameter.default):
+            named[name] = value
+    register_dataclasses((positional, named))
+    leaves, spec = pytree.tree_flatten((tuple(positional), named))
+    return BoundCall(tuple(positional), named, tuple(leaves), spec)
+
+
+def _feeds_varargs(signature: inspect.Signature, bound: inspect.BoundArguments) -> bool:
+    """Whether ``*args`` is used, so that what stands before it must stay positional."""
+    return any(
+        parameter.kind is parameter.VAR_POSITIONAL and bound.arguments.get(name)
+        for name, parameter in signature.parameters.items()
+    )
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    if value is default:
+        return True
+    simple = (bool, int, float, str)
+    return type(value) is type(default) and isinstance(value, simple) and bool(value == default)
+
+
+def register_dataclasses(tree: Any) -> None:
+    """Make pytree look inside every plain dataclass instance in ``tree`` (once per class)."""
+    for leaf in pytree.tree_leaves(tree):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            cls = type(leaf)
+            if cls not in pytree.SUPPORTED_NODES:
+                pytree.register_dataclass(cls)
+            register_dataclasses([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLeaf:
+    """What a graph asks of one tensor: dtype, and each size, None where it is dynamic."""
+
+    dtype: torch.dtype
+    shape: tuple[int | None, ...]
+    ranges: tuple[tuple[int, int] | None, ...] = ()
+
+    def mismatch(self, name: str, leaf: Any) -> str | None:
+        """Why ``leaf`` does not fit, or None."""
+        if not isinstance(leaf, torch.Tensor):
+            return f"{name} is {type(leaf).__name__}, not a tensor"
+        if leaf.dtype != self.dtype:
+            return f"{name} has {leaf.dtype}, not {self.dtype}"
+        if leaf.dim() != len(self.shape):
+            return f"{name} has {leaf.dim()} dimensions, not {len(self.shape)}"
+        for axis, (have, want) in enumerate(zip(leaf.shape, self.shape, strict=True)):
+            if want is not None and have != want:
+                return f"{name} has size {have} along dimension {axis}, not {want}"
+            bounds = self.ranges[axis] if self.ranges else None
+            if bounds is not None and not bounds[0] <= have <= bounds[1]:
+                return f"{name} has size {have} along dimension {axis}, outside {bounds}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class InputSignature:
+    """Which calls a captured graph serves.
+
+    Attributes:
+        spec: the structure of the bound arguments.
+        leaves: one entry per leaf: what a tensor must be, or the constant that was traced.
+        names: a readable name per leaf (``"input_ids"``, ``"past[0].keys"``).
+        symbolic: True where no inputs were seen: then any leaves do.
+    """
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    names: tuple[str, ...]
+    symbolic: bool = False
+
+    def mismatch(self, call: BoundCall) -> str | None:
+        """Why this graph cannot serve ``call``, or None when it can."""
+        if call.spec != self.spec:
+            return f"the arguments are {_outline(call)}, not ({', '.join(self.names)})"
+        if self.symbolic:
+            return None
+        for name, want, leaf in zip(self.names, self.leaves, call.leaves, strict=True):
+            if isinstance(want, TensorLeaf):
+                problem = want.mismatch(name, leaf)
+            elif isinstance(leaf, torch.Tensor) or not _same_constant(leaf, want):
+                problem = f"{name} is {_short(leaf)}, not {want!r}"
+            else:
+                problem = None
+            if problem is not None:
+                return problem
+        return None
+
+
+def _same_constant(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and bool(a == b))
+
+
+def _short(leaf: Any) -> str:
+    return "a tensor" if isinstance(leaf, torch.Tensor) else repr(leaf)
+
+
+def _outline(call: BoundCall) -> str:
+    return "(" + ", ".join(leaf_names(call)) + ")"
+
+
+def leaf_names(call: BoundCall) -> tuple[str, ...]:
+    """A readable name per leaf."""
+    paths, _ = pytree.tree_flatten_with_path((call.args, call.kwargs))
+    names = []
+    for path, _leaf in paths:
+        name = pytree.keystr(path[1:])
+        names.append(name.removeprefix("['").replace("']", "", 1) if name.startswith("['") else f"args{name}")
+    return tuple(names)
+
+
+Forward = Callable[..., Any]

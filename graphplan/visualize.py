@@ -1,0 +1,123 @@
+"""A plan as text and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from graphplan.placement import Plan
+
+__all__ = ["summary_text", "to_dot"]
+
+
+def _size(nbytes: int) -> str:
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.1f} µs"
+    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    lines = []
+    for row in (header, *rows):
+        cells = [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return lines
+
+
+def summary_text(plan: Plan) -> str:
+    """The plan as a table that a person can read."""
+    graph = plan.graph
+    lines = [
+        f"{len(graph.operations)} operations, {len(graph.weights)} weights of {_size(graph.weight_bytes)}, "
+        f"captured by {plan.method}",
+        "",
+        *_devices(plan),
+        "",
+        *_stages(plan),
+        "",
+        f"transfers  {len(plan.transfers)} values, {_size(plan.transfer_bytes)} per call",
+        f"fetches    {len(plan.fetches)} weights, {_size(plan.streamed_bytes)} per call",
+        f"time       {_time(plan.makespan)} modelled, lower bound {_time(plan.lower_bound)}, "
+        f"gap {100 * plan.gap:.2f} % ({plan.proof})",
+    ]
+    if not plan.activations_known:
+        lines.append("activations are unknown without example inputs: peaks count weights only")
+    return "\n".join(lines)
+
+
+def _devices(plan: Plan) -> list[str]:
+    rows = []
+    for spec in plan.topology.devices:
+        peak = plan.peaks[spec.key]
+        count = sum(len(stage.operations) for stage in plan.stages if stage.device == spec.key)
+        share = f"{100 * peak.nbytes / spec.memory:.0f} %" if spec.memory else "-"
+        budget, most, weights = _size(spec.memory), _size(peak.nbytes), _size(peak.weights)
+        rows.append([str(spec.key), spec.device, budget, most, share, weights, str(count), peak.operation or "-"])
+    header = ["key", "device", "budget", "peak", "used", "weights", "operations", "peak at"]
+    return _table(header, rows)
+
+
+def _stages(plan: Plan) -> list[str]:
+    rows = []
+    for stage in plan.stages:
+        paths = [plan.graph.operations[name].module_path for name in stage.operations]
+        arriving = sum(
+            move.nbytes
+            for move in plan.transfers
+            if _first_reader(plan, move.value, stage.operations)
+            and move.destination == stage.device
+        )
+        ends = f"{paths[0] or '(root)'} .. {paths[-1] or '(root)'}"
+        rows.append([str(stage.index), str(stage.device), str(len(paths)), _size(arriving), ends])
+    shown = rows if len(rows) <= 24 else [*rows[:12], ["...", "", "", "", ""], *rows[-11:]]
+    return _table(["stage", "device", "operations", "reads", "modules"], shown)
+
+
+def _first_reader(plan: Plan, value: str, operations: Sequence[str]) -> bool:
+    return any(name in operations for name in plan.graph.consumers.get(value, ()))
+
+
+_COLOURS = ("#cfe2f3", "#d9ead3", "#fff2cc", "#f4cccc", "#d9d2e9", "#fce5cd", "#d0e0e3", "#ead1dc")
+
+
+def to_dot(plan: Plan) -> str:
+    """The plan in graphviz's language: a cluster per stage, edges with bytes where they cross."""
+    colour = {key: _COLOURS[i % len(_COLOURS)] for i, key in enumerate(plan.topology.keys)}
+    lines = ["digraph plan {", "  rankdir=TB; node [shape=box, style=filled, fontname=Helvetica];"]
+    stage_of: dict[str, int] = {}
+    for stage in plan.stages:
+        lines.append(f"  subgraph cluster_{stage.index} {{")
+        lines.append(f"    label={_quote(f'stage {stage.index} on {stage.device}')}; style=rounded;")
+        for name in stage.operations:
+            stage_of[name] = stage.index
+            operation = plan.graph.operations[name]
+            label = f"{operation.target}\n{operation.module_path}" if operation.module_path else operation.target
+            fill = _quote(colour[stage.device])
+            lines.append(f"    {_quote(name)} [label={_quote(label)}, fillcolor={fill}];")
+        lines.append("  }")
+    for source, target, values in plan.graph.digraph.edges(data="values"):
+        if source not in stage_of or target not in stage_of:
+            continue
+        crosses = stage_of[source] != stage_of[target]
+        nbytes = sum(plan.graph.values[value].copy_bytes for value in values)
+        note = f" [label={_quote(_size(nbytes))}, color=red, penwidth=2]" if crosses else ""
+        lines.append(f"  {_quote(source)} -> {_quote(target)}{note};")
+    lines.append("}")
+    return "\n".join(lines) + "\n"
+
+
+def _quote(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

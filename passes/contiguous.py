@@ -1,0 +1,270 @@
+"""Exact placement of a sequence onto devices, each accelerator one contiguous piece of it.
+
+Dynamic programming over (which accelerators are used, where the sequence is cut). Accelerators of one
+kind are interchangeable, so only how many are used matters; the CPU may be used any number of times.
+A piece that is too large for its accelerator may keep the excess of its weights in CPU memory and
+fetch them at each call. The tables are close to the evaluator, which has the last word.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from graphplan.cost import operation_seconds
+from graphplan.device import CPU, DeviceKey, DeviceSpec, Topology
+from graphplan.passes.chain import Chain, Floats, Ints
+
+__all__ = ["Piece", "split"]
+
+_MAX_STATES = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Operations ``start .. end-1`` on a device; ``excess`` bytes of weights do not fit there."""
+
+    start: int
+    end: int
+    device: DeviceKey
+    excess: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """For cuts ``i < j``: what the piece between them reads from outside and needs.
+
+    ``arriving`` and ``arrivals`` are bytes and number of values (and weights used before) copied in,
+    ``weights`` and ``activations`` bytes, ``widest`` the largest weights of one operation.
+    """
+
+    arriving: Floats
+    arrivals: Floats
+    weights: Floats
+    activations: Floats
+    widest: Floats
+
+
+def split(
+    chain: Chain,
+    topology: Topology,
+    *,
+    use_cpu: bool,
+    fetch: bool,
+    limit: int = 400,
+    shrink: dict[DeviceKey, int] | None = None,
+) -> list[Piece] | None:
+    """The cheapest pieces, or None where no split fits.
+
+    Args:
+        chain: what to split.
+        topology: onto what.
+        use_cpu: whether operations may run on the CPU.
+        fetch: whether weights may stay on the CPU and be fetched.
+        limit: most positions at which to consider a cut.
+        shrink: device -> bytes to leave free, after the evaluator found a split too large.
+    """
+    cuts = chain.positions(limit)
+    tables = _tables(chain, cuts)
+    accelerators = [spec for spec in topology.devices if spec.is_accelerator]
+    if not accelerators:
+        return None
+    cpu = next((s for s in topology.devices if s.device == CPU), None) if use_cpu else None
+    home = next((s for s in topology.devices if s.device == CPU), None) if fetch else None
+    kinds = _kinds(topology, accelerators, shrink or {})
+    spaces = [kind[0].memory - (shrink or {}).get(kind[0].key, 0) for kind in kinds]
+    costs = [
+        _piece_seconds(chain, cuts, tables, kind[0], space, topology, home)
+        for kind, space in zip(kinds, spaces, strict=True)
+    ]
+    free = None
+    if cpu is not None:
+        free = _piece_seconds(chain, cuts, tables, cpu, cpu.memory, topology, None)
+    states = 1
+    for kind in kinds:
+        states *= len(kind) + 1
+    ordered = states > _MAX_STATES
+    path = _in_order(costs, kinds, accelerators, free) if ordered else _by_count(costs, kinds, free)
+    if path is None:
+        return None
+    pieces = []
+    for i, j, spec in path:
+        spec = cpu if spec is None else spec
+        assert spec is not None
+        need = tables.weights[i, j] + tables.activations[i, j]
+        room = spec.memory - (shrink or {}).get(spec.key, 0)
+        excess = 0 if spec is cpu else max(0, int(need - room))
+        pieces.append(Piece(int(cuts[i]), int(cuts[j]), spec.key, excess))
+    return pieces
+
+
+def _kinds(
+    topology: Topology, accelerators: list[DeviceSpec], shrink: dict[DeviceKey, int]
+) -> list[list[DeviceSpec]]:
+    """Accelerators that nothing tells apart, together, in the caller's order."""
+    kinds: dict[object, list[DeviceSpec]] = {}
+    for spec in accelerators:
+        to_cpu = topology.link(CPU, spec.key)
+        key = (spec.memory, spec.flops, spec.bandwidth, spec.overhead, spec.type, to_cpu, shrink.get(spec.key))
+        kinds.setdefault(key, []).append(spec)
+    return list(kinds.values())
+
+
+def _tables(chain: Chain, cuts: Ints) -> _Tables:
+    m, n = len(cuts), chain.count
+    shape = (m, m)
+    tables = _Tables(*(np.zeros(shape) for _ in range(5)))
+    values, weights = chain.value_reads, chain.weight_reads
+    birth, death, size = chain.storages
+    per_operation = np.bincount(weights.reader, weights.nbytes, minlength=n) if n else np.zeros(0)
+    for row, start in enumerate(cuts[:-1]):
+        first = (values.previous < start) & (values.reader >= start)
+        again = (weights.previous >= 0) & (weights.previous < start) & (weights.reader >= start)
+        fresh = (weights.previous < start) & (weights.reader >= start)
+        bytes_in = np.bincount(values.reader[first], values.nbytes[first], minlength=n)
+        bytes_in += np.bincount(weights.reader[again], weights.nbytes[again], minlength=n)
+        count_in = np.bincount(values.reader[first], minlength=n)
+        count_in = count_in + np.bincount(weights.reader[again], minlength=n)
+        weight = np.bincount(weights.reader[fresh], weights.nbytes[fresh], minlength=n)
+        born = birth >= start
+        change = np.zeros(n + 1)
+        np.add.at(change, birth[born], size[born])
+        np.add.at(change, death[born] + 1, -size[born])
+        np.add.at(change, values.reader[first], values.nbytes[first])
+        np.add.at(change, values.until[first] + 1, -values.nbytes[first])
+        live = np.cumsum(change)[:n] + chain.workspace
+        live[:start] = 0
+        ends = cuts[row + 1 :] - 1
+        tables.arriving[row, row + 1 :] = np.cumsum(bytes_in)[ends]
+        tables.arrivals[row, row + 1 :] = np.cumsum(count_in)[ends]
+        tables.weights[row, row + 1 :] = np.cumsum(weight)[ends]
+        tables.activations[row, row + 1 :] = np.maximum.accumulate(live)[ends]
+        widest = np.where(np.arange(n) >= start, per_operation, 0)
+        tables.widest[row, row + 1 :] = np.maximum.accumulate(widest)[ends]
+    return tables
+
+
+def _piece_seconds(
+    chain: Chain,
+    cuts: Ints,
+    tables: _Tables,
+    spec: DeviceSpec,
+    space: int,
+    topology: Topology,
+    home: DeviceSpec | None,
+) -> Floats:
+    """Seconds of each piece on a device, infinite where it does not fit."""
+    each = np.array([operation_seconds(op, spec) for op in chain.operations])
+    total = np.concatenate([[0.0], np.cumsum(each)])
+    links = [topology.link(other.key, spec.key) for other in topology.devices if other is not spec]
+    latency = max((link.latency for link in links), default=0.0)
+    bandwidth = min((link.bandwidth for link in links), default=np.inf)
+    seconds = total[cuts][None, :] - total[cuts][:, None]
+    seconds = seconds + tables.arrivals * latency + tables.arriving / bandwidth
+    excess = tables.weights + tables.activations - space
+    fits = excess <= 0
+    if home is not None:
+        link = topology.link(home.key, spec.key)
+        fetched = excess + tables.widest
+        mean = max(1.0, float(np.mean(chain.weight_reads.nbytes)) if len(chain.weight_reads.nbytes) else 1.0)
+        price = fetched / link.bandwidth + np.ceil(fetched / mean) * link.latency
+        # all weights may be away, but the activations and one operation's weights must fit
+        possible = tables.activations + 2 * tables.widest <= space
+        seconds = np.where(fits, seconds, np.where(possible, seconds + price, np.inf))
+    else:
+        seconds = np.where(fits, seconds, np.inf)
+    seconds[np.tril_indices(len(cuts))] = np.inf
+    return seconds
+
+
+_Path = list[tuple[int, int, DeviceSpec | None]]
+
+
+def _relax(
+    best: Floats, cost: Floats, back: list[tuple[object, int, int] | None], origin: object, kind: int, into: Floats
+) -> None:
+    through = best[:, None] + cost
+    arg = through.argmin(0)
+    value = through[arg, np.arange(through.shape[1])]
+    for j in np.nonzero(value < into - 1e-15)[0]:
+        into[j] = value[j]
+        back[j] = (origin, int(arg[j]), kind)
+
+
+def _by_count(
+    costs: list[Floats], kinds: list[list[DeviceSpec]], free: Floats | None
+) -> _Path | None:
+    """States: how many accelerators of each kind are used."""
+    m = (free if free is not None else costs[0]).shape[0]
+    table: dict[tuple[int, ...], Floats] = {}
+    back: dict[tuple[int, ...], list[tuple[object, int, int] | None]] = {}
+    states = sorted(product(*(range(len(kind) + 1) for kind in kinds)), key=sum)
+    for state in states:
+        table[state] = np.full(m, np.inf)
+        back[state] = [None] * m
+    table[states[0]][0] = 0.0
+    for state in states:
+        if free is not None:
+            _relax(table[state].copy(), free, back[state], state, -1, table[state])
+        for kind, members in enumerate(kinds):
+            if state[kind] < len(members):
+                after = tuple(c + (k == kind) for k, c in enumerate(state))
+                _relax(table[state], costs[kind], back[after], state, kind, table[after])
+    end = min(states, key=lambda s: (table[s][m - 1], sum(s)))
+    if not np.isfinite(table[end][m - 1]):
+        return None
+    path: _Path = []
+    state, j = end, m - 1
+    while j > 0:
+        step = back[state][j]
+        assert step is not None
+        origin, i, kind = step
+        assert isinstance(origin, tuple)
+        path.append((i, j, None if kind < 0 else kinds[kind][state[kind] - 1]))
+        state, j = origin, i
+    return _caller_order(list(reversed(path)), kinds)
+
+
+def _caller_order(path: _Path, kinds: list[list[DeviceSpec]]) -> _Path:
+    """Give equal accelerators out in the caller's order."""
+    waiting = {id(spec): iter(kind) for kind in kinds for spec in kind[:1]}
+    first = {spec.key: kind[0] for kind in kinds for spec in kind}
+    renamed: _Path = []
+    for i, j, spec in path:
+        renamed.append((i, j, None if spec is None else next(waiting[id(first[spec.key])])))
+    return renamed
+
+
+def _in_order(
+    costs: list[Floats],
+    kinds: list[list[DeviceSpec]],
+    accelerators: list[DeviceSpec],
+    free: Floats | None,
+) -> _Path | None:
+    """States: the last accelerator used, in the caller's order, where their subsets are too many."""
+    kind_of = {spec.key: index for index, kind in enumerate(kinds) for spec in kind}
+    m, k = costs[0].shape[0], len(accelerators)
+    table = [np.full(m, np.inf) for _ in range(k + 1)]
+    back: list[list[tuple[object, int, int] | None]] = [[None] * m for _ in range(k + 1)]
+    table[0][0] = 0.0
+    for used in range(k + 1):
+        if free is not None:
+            _relax(table[used].copy(), free, back[used], used, -1, table[used])
+        for after in range(used + 1, k + 1):
+            kind = kind_of[accelerators[after - 1].key]
+            _relax(table[used], costs[kind], back[after], used, kind, table[after])
+    state = min(range(k + 1), key=lambda s: table[s][m - 1])
+    if not np.isfinite(table[state][m - 1]):
+        return None
+    path: _Path = []
+    j = m - 1
+    while j > 0:
+        step = back[state][j]
+        assert step is not None
+        origin, i, kind = step
+        path.append((i, j, None if kind < 0 else accelerators[state - 1]))
+        assert isinstance(origin, int)
+        state, j = origin, i
+    return list(reversed(path))

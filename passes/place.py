@@ -1,0 +1,198 @@
+"""Find a placement: proposals in order of what users prefer, judged by the evaluator.
+
+Accelerators come first: the CPU computes, and weights are fetched from it, only where the model does
+not fit the accelerators without. Within that, seconds decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from graphplan.device import CPU, DeviceKey, Topology
+from graphplan.errors import InfeasibleError, readable_bytes
+from graphplan.passes.bound import lower_bound
+from graphplan.passes.chain import Chain
+from graphplan.passes.contiguous import Piece, split
+from graphplan.passes.evaluate import Evaluation, Problem, evaluate
+from graphplan.passes.refine import refine
+from graphplan.passes.residence import cpu_key, fetch_excess, reside
+
+__all__ = ["Solution", "place"]
+
+_REPAIRS = 4  # times that a split is made again with less room, when the evaluator finds it too large
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A placement within the budgets, and a bound on how much better one could be."""
+
+    evaluation: Evaluation
+    lower_bound: float
+    proof: str
+
+
+def place(problem: Problem) -> Solution:
+    """Place a graph.
+
+    Raises:
+        InfeasibleError: with the smallest budgets that would do.
+    """
+    found = _search(problem)
+    if found is None:
+        raise _infeasible(problem)
+    bound = lower_bound(problem.graph, problem.topology)
+    seconds = min(bound.seconds, found.seconds)
+    return Solution(found, seconds, bound.proof)
+
+
+def _search(problem: Problem, *, polish: bool = True) -> Evaluation | None:
+    spec = next((s for s in problem.topology.devices if s.is_accelerator), problem.topology.devices[0])
+    chain = Chain(problem.graph, spec)
+    for proposals in (_without_offload(problem, chain), _with_offload(problem, chain)):
+        feasible = [found for found in proposals if found is not None and found.feasible]
+        if feasible:
+            best = min(feasible, key=lambda found: found.seconds)  # the first of equals
+            return refine(_only_used(problem, best), chain, best) if polish else best
+    return None
+
+
+def _only_used(problem: Problem, best: Evaluation) -> Problem:
+    """Keep the CPU out of the search where nothing had to be offloaded."""
+    assignment = best.schedule.assignment
+    cpu = cpu_key(problem.topology)
+    read = {n for n in problem.graph.weights if problem.graph.consumers.get(n)}
+    homes = {assignment.weights[name] for name in read}
+    accelerated = any(spec.is_accelerator for spec in problem.topology.devices)
+    if cpu is None or not accelerated or cpu in homes or cpu in assignment.operations.values():
+        return problem
+    kept = tuple(spec for spec in problem.topology.devices if spec.device != CPU)
+    return replace(problem, topology=replace(problem.topology, devices=kept))
+
+
+def _without_offload(problem: Problem, chain: Chain) -> Iterator[Evaluation | None]:
+    accelerators = [spec for spec in problem.topology.devices if spec.is_accelerator]
+    for spec in accelerators:
+        yield _all_on(problem, spec.key)
+    if len(accelerators) > 1:
+        yield _split(problem, chain, use_cpu=False, fetch=False)
+
+
+def _with_offload(problem: Problem, chain: Chain) -> Iterator[Evaluation | None]:
+    cpu = cpu_key(problem.topology)
+    if cpu is None:
+        return
+    yield _split(problem, chain, use_cpu=True, fetch=True)
+    yield _split(problem, chain, use_cpu=True, fetch=False)
+    yield _split(problem, chain, use_cpu=False, fetch=True)
+    for spec in problem.topology.devices:
+        if spec.is_accelerator:
+            everywhere = dict.fromkeys(problem.graph.operations, spec.key)
+            yield fetch_excess(problem, everywhere)
+    yield _all_on(problem, cpu)
+
+
+def _all_on(problem: Problem, key: DeviceKey) -> Evaluation:
+    return evaluate(problem, reside(problem, dict.fromkeys(problem.graph.operations, key)))
+
+
+def _split(problem: Problem, chain: Chain, *, use_cpu: bool, fetch: bool) -> Evaluation | None:
+    shrink: dict[DeviceKey, int] = {}
+    for _ in range(_REPAIRS):
+        pieces = split(chain, problem.topology, use_cpu=use_cpu, fetch=fetch, shrink=shrink)
+        if pieces is None:
+            return None
+        operations = _operations_of(chain, pieces)
+        found = evaluate(problem, reside(problem, operations))
+        if found.excess and fetch:
+            fetched = fetch_excess(problem, operations)
+            found = fetched if fetched is not None else found
+        if found.feasible:
+            return found
+        for key, excess in found.excess.items():
+            shrink[key] = shrink.get(key, 0) + excess
+    return None
+
+
+def _operations_of(chain: Chain, pieces: list[Piece]) -> dict[str, DeviceKey]:
+    return {
+        operation.name: piece.device
+        for piece in pieces
+        for operation in chain.operations[piece.start : piece.end]
+    }
+
+
+def _infeasible(problem: Problem) -> InfeasibleError:
+    topology = problem.topology
+    available = {spec.key: spec.memory for spec in topology.devices}
+    found = _smallest(problem)
+    if found is None:
+        total = readable_bytes(problem.graph.weight_bytes)
+        return InfeasibleError(
+            f"no placement fits: the model's weights take {total}, and no growth of the given budgets "
+            f"in proportion was found to do; the budgets are {_listed(available)}",
+            available=available,
+        )
+    needed = {spec.key: found.peak(spec.key).nbytes for spec in topology.devices}
+    short = {key: needed[key] - available[key] for key in needed if needed[key] > available[key]}
+    device = max(short, key=lambda key: short[key] / max(needed[key], 1))
+    operation = found.peak(device).operation
+    return InfeasibleError(
+        f"no placement fits: device {device!r} needs {readable_bytes(needed[device])} for "
+        f"{operation!r}{_path(problem, operation)}, max_memory allows {readable_bytes(available[device])}. "
+        f"Budgets that would do: {_listed(needed)}",
+        needed=needed,
+        available=available,
+        operation=operation,
+        device=device,
+    )
+
+
+def _listed(budgets: dict[DeviceKey, int]) -> str:
+    return "{" + ", ".join(f"{key!r}: {nbytes}" for key, nbytes in budgets.items()) + "}"
+
+
+def _path(problem: Problem, operation: str) -> str:
+    found = problem.graph.operations.get(operation)
+    return f" (in {found.module_path})" if found is not None and found.module_path else ""
+
+
+def _smallest(problem: Problem) -> Evaluation | None:
+    """A placement for the smallest growth of all budgets, by bisection to half a percent."""
+    topology = _openable(problem.topology)
+    high, found = 1.0, None
+    while found is None and high < 1e9:
+        high *= 2
+        found = _search(replace(problem, topology=topology.scaled(high)), polish=False)
+    if found is None:
+        return None
+    low = high / 2
+    while high / low > 1.005:
+        middle = (low + high) / 2
+        candidate = _search(replace(problem, topology=topology.scaled(middle)), polish=False)
+        if candidate is None:
+            low = middle
+        else:
+            high, found = middle, candidate
+    return _sufficient(problem, found, topology.scaled(high))
+
+
+def _openable(topology: Topology) -> Topology:
+    """Budgets of nothing cannot grow in proportion: start them at one allocation."""
+    return topology.with_memory({s.key: 512 for s in topology.devices if s.memory == 0 and s.computes})
+
+
+def _sufficient(problem: Problem, found: Evaluation, limit: Topology) -> Evaluation:
+    """Make sure that asking for the peaks themselves succeeds; else ask for the grown budgets."""
+    peaks = {
+        spec.key: max(found.peak(spec.key).nbytes, 0) for spec in problem.topology.devices
+    }
+    again = _search(replace(problem, topology=problem.topology.with_memory(peaks)), polish=False)
+    if again is not None:
+        return found
+    raised = {
+        spec.key: replace(found.peak(spec.key), nbytes=limit[spec.key].memory)
+        for spec in problem.topology.devices
+    }
+    memory = replace(found.memory, peaks={**found.memory.peaks, **raised})
+    return replace(found, memory=memory)

@@ -1,0 +1,174 @@
+"""Local search: shift pieces of the sequence between devices while that helps.
+
+A change is priced by what it touches (compute of the operations that move, copies of the values and
+weights at their edges); only one that is cheaper is put before the evaluator, which knows the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from graphplan.cost import operation_seconds
+from graphplan.device import DeviceKey
+from graphplan.passes.chain import Chain
+from graphplan.passes.evaluate import Evaluation, Problem, evaluate
+from graphplan.passes.residence import cpu_key, reside
+
+__all__ = ["refine"]
+
+_EPSILON = 1e-12
+
+
+def refine(problem: Problem, chain: Chain, start: Evaluation, work: int = 200_000) -> Evaluation:
+    """A placement at least as good as ``start``.
+
+    Args:
+        problem: what is placed.
+        chain: its graph in order.
+        start: a feasible placement.
+        work: steps of schedules that may be evaluated; more searches longer. The result depends on
+            the input and on this, not on the clock.
+    """
+    search = _Search(problem, chain, start, work)
+    improved = True
+    while improved and search.left > 0:
+        improved = search.sweep()
+    return search.best
+
+
+class _Search:
+    def __init__(self, problem: Problem, chain: Chain, start: Evaluation, work: int) -> None:
+        self.problem, self.chain, self.best, self.left = problem, chain, start, work
+        self.graph = problem.graph
+        self.devices = [spec for spec in problem.topology.devices if spec.computes]
+        self.cpu = cpu_key(problem.topology)
+        self.seconds = {
+            spec.key: [operation_seconds(op, spec) for op in chain.operations] for spec in self.devices
+        }
+        self.together = {name: group for group in self.graph.together for name in group}
+        self._adopt(start)
+
+    def _adopt(self, evaluation: Evaluation) -> None:
+        self.best = evaluation
+        self.device = dict(evaluation.schedule.assignment.operations)
+        homes = evaluation.schedule.assignment.weights
+        self.fetched = {
+            name
+            for name, key in homes.items()
+            if any(self.device[r] != key for r in self._readers(name)) and key == self.cpu
+        }
+
+    def _readers(self, name: str) -> list[str]:
+        users = self.graph.consumers.get(name, ())
+        return [user for user in users if not self.graph.operations[user].host_only]
+
+    def sweep(self) -> bool:
+        """Try every change once; whether one helped."""
+        improved = self._bring_home()
+        cuts = [int(cut) for cut in self.chain.positions(256)]
+        for start, end in self._intervals(cuts):
+            names = self._closure(start, end)
+            for target in self._targets(start, end):
+                if self.left <= 0:
+                    return improved
+                improved |= self._try(names, target)
+        return improved
+
+    def _intervals(self, cuts: Sequence[int]) -> Iterator[tuple[int, int]]:
+        length = 1
+        while length < len(cuts):
+            for i in range(len(cuts) - length):
+                yield cuts[i], cuts[i + length]
+            length *= 2
+
+    def _closure(self, start: int, end: int) -> list[str]:
+        names = [operation.name for operation in self.chain.operations[start:end]]
+        for name in list(names):
+            names.extend(self.together.get(name, ()))
+        return list(dict.fromkeys(names))
+
+    def _targets(self, start: int, end: int) -> list[DeviceKey]:
+        """Devices worth trying: the neighbours', and any accelerator for what the CPU computes."""
+        operations = self.chain.operations
+        found: dict[DeviceKey, None] = {}
+        for at in (start - 1, end):
+            if 0 <= at < len(operations):
+                found[self.device[operations[at].name]] = None
+        for operation in operations[start:end]:
+            for name in operation.inputs:
+                for other in (self.graph.producer.get(name), *self.graph.consumers.get(name, ())[:2]):
+                    if other is not None:
+                        found[self.device[other]] = None
+        if any(self.device[op.name] == self.cpu for op in operations[start:end]):
+            found.update(dict.fromkeys(spec.key for spec in self.devices if spec.is_accelerator))
+        return list(found)
+
+    def _try(self, names: Sequence[str], target: DeviceKey) -> bool:
+        moving = [name for name in names if self.device[name] != target]
+        if not moving:
+            return False
+        before = self._local_seconds(moving, self.device, self.fetched)
+        changed = dict(self.device)
+        changed.update(dict.fromkeys(moving, target))
+        weights = {w for name in moving for w in self.graph.operations[name].inputs if w in self.graph.weights}
+        for fetched in (self.fetched - weights, self.fetched | weights):
+            if self.cpu is None and fetched:
+                continue
+            if self._local_seconds(moving, changed, fetched) >= before - _EPSILON:
+                continue
+            if self._judge(changed, fetched):
+                return True
+        return False
+
+    def _bring_home(self) -> bool:
+        """Let fetched weights live where they are read, where there is room after all."""
+        improved = False
+        by_size = sorted(self.fetched, key=lambda name: -self.graph.weights[name].nbytes)
+        for name in by_size:
+            if self.left <= 0:
+                break
+            improved |= self._judge(self.device, self.fetched - {name})
+        return improved
+
+    def _judge(self, device: Mapping[str, DeviceKey], fetched: set[str]) -> bool:
+        found = evaluate(self.problem, reside(self.problem, device, fetched))
+        self.left -= len(found.schedule.steps)
+        if not found.feasible or found.seconds >= self.best.seconds - _EPSILON:
+            return False
+        self._adopt(found)
+        return True
+
+    def _local_seconds(
+        self, moving: Sequence[str], device: Mapping[str, DeviceKey], fetched: set[str]
+    ) -> float:
+        """Seconds of everything that moving these operations can change."""
+        names: dict[str, None] = {}
+        total = 0.0
+        for name in moving:
+            operation = self.graph.operations[name]
+            total += self.seconds[device[name]][self.chain.index[name]]
+            names.update(dict.fromkeys((*operation.inputs, *operation.outputs)))
+        return total + sum(self._copy_seconds(name, device, fetched) for name in names)
+
+    def _copy_seconds(
+        self, name: str, device: Mapping[str, DeviceKey], fetched: set[str]
+    ) -> float:
+        graph, topology = self.graph, self.problem.topology
+        readers = {device[reader] for reader in self._readers(name)}
+        weight = graph.weights.get(name)
+        if weight is not None:
+            first = self._readers(name)
+            fixed = (self.problem.fixed_weights or {}).get(name)
+            home = fixed if fixed is not None else self.cpu if name in fetched else device[first[0]]
+            nbytes = weight.nbytes
+        else:
+            value = graph.values[name]
+            if not value.is_tensor:
+                return 0.0
+            made = graph.producer.get(name)
+            home = self.problem.host if made is None else device[made]
+            nbytes = value.copy_bytes
+            if name in graph.outputs and self.problem.returns_to_host:
+                readers.add(self.problem.host)
+        assert home is not None
+        return sum(topology.link(home, key).seconds(nbytes) for key in readers if key != home)

@@ -1,0 +1,82 @@
+"""Make every move explicit: a graph and an assignment become a schedule.
+
+A value is copied to a device right before its first reader there, once; outputs return to the
+caller's device at the end. Before and after, for ``b`` on device 1 and the rest on device 0::
+
+    a = linear(x, w)             move x: cpu -> 0
+    b = relu(a)                  run a on 0
+    c = add(a, b)                move a: 0 -> 1
+                                 run b on 1
+                                 move b: 1 -> 0
+                                 run c on 0
+                                 move c: 0 -> cpu
+"""
+
+from __future__ import annotations
+
+from graphplan.device import DeviceKey
+from graphplan.graph import Graph, Operation
+from graphplan.schedule import Assignment, Move, MoveKind, Run, Schedule, Step
+
+__all__ = ["build_schedule"]
+
+
+def build_schedule(
+    graph: Graph, assignment: Assignment, host: DeviceKey, *, returns_to_host: bool = True
+) -> Schedule:
+    """The schedule that carries out ``assignment`` in the graph's order."""
+    writer = _Writer(graph, assignment, host)
+    for operation in graph.operations.values():
+        writer.run(operation)
+    for name in graph.changed_inputs:
+        writer.write_back(name, host)
+    if returns_to_host:
+        for name in graph.outputs:
+            if name in writer.home and writer.is_tensor(name):
+                writer.bring(name, host, "output")
+    return Schedule(tuple(writer.steps), assignment, host, returns_to_host)
+
+
+class _Writer:
+    def __init__(self, graph: Graph, assignment: Assignment, host: DeviceKey) -> None:
+        self.graph, self.assignment = graph, assignment
+        self.steps: list[Step] = []
+        self.home: dict[str, DeviceKey] = dict(assignment.weights)
+        self.home.update(dict.fromkeys(graph.inputs, host))
+        self.present: set[tuple[str, DeviceKey]] = set(self.home.items())
+
+    def is_tensor(self, name: str) -> bool:
+        value = self.graph.values.get(name)
+        return value is None or value.is_tensor
+
+    def run(self, operation: Operation) -> None:
+        device = self.assignment.operations[operation.name]
+        if not operation.host_only:
+            for name in operation.inputs:
+                if self.is_tensor(name):
+                    self.bring(name, device, self._kind(name))
+        self.steps.append(Run(operation.name, device))
+        for name in operation.outputs:
+            self.home[name] = device
+            self.present.add((name, device))
+
+    def bring(self, name: str, device: DeviceKey, kind: MoveKind) -> None:
+        if (name, device) in self.present:
+            return
+        self.present.add((name, device))
+        self.steps.append(Move(name, self.home[name], device, self._bytes(name), kind))
+
+    def write_back(self, name: str, host: DeviceKey) -> None:
+        # what touches a changed input is tied together, so at most one other device has it
+        for device in {key for value, key in self.present if value == name} - {host}:
+            self.steps.append(Move(name, device, host, self._bytes(name), "writeback"))
+
+    def _bytes(self, name: str) -> int:
+        weight = self.graph.weights.get(name)
+        return self.graph.values[name].copy_bytes if weight is None else weight.nbytes
+
+    def _kind(self, name: str) -> MoveKind:
+        root = self.graph.root(name)
+        if root in self.graph.weights:
+            return "weight"
+        return "input" if root in self.graph.inputs else "activation"

@@ -1,0 +1,119 @@
+"""Prove, without running it, that a lowered graph keeps its tensors together.
+
+Devices are followed through the fx graph: weights bring theirs, ``.to()`` changes it, and every other
+operation must find all its tensors on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphplan.device import Topology
+from graphplan.errors import VerificationError
+from graphplan.graph import Graph
+from graphplan.ops import to_device
+from graphplan.passes.lower import Lowered, constant_attribute, host_device
+from graphplan.schedule import Schedule
+
+__all__ = ["verify_lowered"]
+
+
+def verify_lowered(lowered: Lowered, graph: Graph, schedule: Schedule, topology: Topology) -> None:
+    """Raise VerificationError unless each operation's tensors are on its device, where it was placed.
+
+    Also: each value is moved at most once to each device, and as often as the schedule says.
+    """
+    _Proof(lowered, graph, schedule, topology).run()
+
+
+class _Proof:
+    def __init__(
+        self, lowered: Lowered, graph: Graph, schedule: Schedule, topology: Topology
+    ) -> None:
+        self.lowered, self.graph, self.schedule = lowered, graph, schedule
+        devices = {spec.key: spec.torch_device for spec in topology.devices}
+        self.host = host_device(schedule, topology)
+        devices.setdefault(schedule.host, self.host)
+        self.devices = devices
+        self.residence: dict[str, torch.device] = {}
+        for name, key in schedule.assignment.weights.items():
+            self.residence[name] = devices[key]
+            if graph.weights[name].kind == "constant":
+                self.residence[constant_attribute(name)] = devices[key]
+        self.device: dict[fx.Node, torch.device | None] = {}
+        self.moved: set[tuple[Any, Any]] = set()
+
+    def run(self) -> None:
+        for node in self.lowered.graph.nodes:
+            problem = self._visit(node)
+            if problem:
+                raise VerificationError(f"{problem}\n{self._around(node)}")
+        expected = sum(1 for move in self.schedule.moves() if move.kind != "writeback")
+        if len(self.moved) != expected:
+            raise VerificationError(
+                f"the lowered graph moves {len(self.moved)} values, the schedule {expected}"
+            )
+
+    def _visit(self, node: fx.Node) -> str | None:
+        if node.op == "placeholder":
+            self.device[node] = self.host
+        elif node.op == "get_attr":
+            self.device[node] = self.residence.get(str(node.target))
+        elif node.op == "output":
+            return None
+        elif node.target is getattr:
+            self.device[node] = None
+        elif node.target == "to" or node.target is to_device:
+            return self._move(node)
+        elif node.target == "copy_" and node.op == "call_method":
+            self.device[node] = None
+        else:
+            return self._operate(node)
+        return None
+
+    def _move(self, node: fx.Node) -> str | None:
+        value, target = node.args
+        if (value, str(target)) in self.moved:
+            return f"{value} is moved to {target} twice"
+        self.moved.add((value, str(target)))
+        assert isinstance(value, fx.Node)
+        destination = self.host if isinstance(target, fx.Node) else torch.device(str(target))
+        if self.device[value] == destination:
+            return f"{value} is moved to {destination}, where it is already"
+        self.device[node] = destination
+        return None
+
+    def _operate(self, node: fx.Node) -> str | None:
+        operation = self.graph.operations.get(node.name)
+        inputs = [n for n in node.all_input_nodes if self.device.get(n) is not None]
+        found: Mapping[torch.device, fx.Node] = {self.device[n]: n for n in inputs}  # type: ignore[misc]  # Nones are out
+        if operation is None:  # one result taken out of several
+            self.device[node] = next(iter(found), None)
+            return None
+        placed = self.devices[self.schedule.assignment.operations[operation.name]]
+        values = [self.graph.values[name] for name in operation.outputs]
+        self.device[node] = placed if any(value.is_tensor for value in values) else None
+        if operation.host_only:
+            return None
+        for device, culprit in found.items():
+            if device != placed and not _is_scalar(self.graph, culprit):
+                return f"{node.name} runs on {placed}, its input {culprit} is on {device}"
+        return None
+
+    def _around(self, node: fx.Node, reach: int = 5) -> str:
+        nodes = list(self.lowered.graph.nodes)
+        at = nodes.index(node)
+        lines = []
+        for other in nodes[max(0, at - reach) : at + reach + 1]:
+            mark = "->" if other is node else "  "
+            lines.append(f"{mark} {other.format_node()}  # {self.device.get(other, '?')}")
+        return "\n".join(lines)
+
+
+def _is_scalar(graph: Graph, node: fx.Node) -> bool:
+    value = graph.values.get(node.name)
+    return value is not None and not value.is_tensor

@@ -1,0 +1,1 @@
+"""What runs: placed modules, their weights, and simulated devices."""

@@ -1,0 +1,379 @@
+"""Accelerators simulated on a CPU: real values, counted bytes, logged copies.
+
+Inside ``with simulate({0: "1GiB", 1: "1GiB"}) as machine`` the devices ``sim:0`` and ``sim:1`` exist.
+Their tensors hold CPU data and refuse to be mixed with other devices', as an accelerator's would;
+each storage takes its bytes, rounded up to 512, from the device's capacity until its last tensor
+dies; each copy between devices is logged.
+
+The devices are torch's PrivateUse1 backend, renamed ``sim`` for the whole process on first use; a
+process that uses PrivateUse1 for something else cannot simulate.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _setup_privateuseone_for_python_backend,
+)
+
+from graphplan.device import (
+    CPU,
+    SIMULATED,
+    DeviceKey,
+    Link,
+    MaxMemory,
+    current_machine,
+    read_max_memory,
+)
+from graphplan.errors import DeviceError, SimulatedOutOfMemoryError, readable_bytes
+
+__all__ = ["SimulatedMachine", "SimulatedTransfer", "simulate"]
+
+aten = torch.ops.aten
+_GRANULARITY = 512
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedTransfer:
+    """One copy between devices: ``source`` and ``destination`` are ``"cpu"`` or an index."""
+
+    source: DeviceKey
+    destination: DeviceKey
+    nbytes: int
+
+
+@dataclass
+class SimulatedMachine:
+    """The simulated devices and what happened on them.
+
+    Attributes:
+        capacities: device index -> bytes.
+        cpu_memory: bytes of the CPU's budget, or None where none was given; not enforced.
+        links: (source, destination) -> link, for the planner's cost model.
+        transfers: the copies so far, in order.
+    """
+
+    capacities: dict[int, int]
+    cpu_memory: int | None = None
+    links: Mapping[tuple[DeviceKey, DeviceKey], Link] = field(default_factory=dict)
+    transfers: list[SimulatedTransfer] = field(default_factory=list)
+    _live: dict[int, int] = field(default_factory=dict)
+    _peak: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def device_type(self) -> str:
+        """``"sim"``."""
+        return SIMULATED
+
+    @property
+    def max_memory(self) -> dict[DeviceKey, int]:
+        """The capacities as ``max_memory`` for :func:`graphplan.partition`."""
+        budgets: dict[DeviceKey, int] = dict(self.capacities)
+        if self.cpu_memory is not None:
+            budgets[CPU] = self.cpu_memory
+        return budgets
+
+    def has(self, index: int) -> bool:
+        """Whether ``sim:index`` exists."""
+        return index in self.capacities
+
+    def live_bytes(self, index: int) -> int:
+        """Bytes allocated on a device now."""
+        self._require(index)
+        return self._live.get(index, 0)
+
+    def peak_bytes(self, index: int) -> int:
+        """The most bytes allocated on a device since the start or :meth:`reset_peaks`."""
+        self._require(index)
+        return self._peak.get(index, 0)
+
+    def reset_peaks(self) -> None:
+        """Start measuring peaks again, and forget the transfers so far."""
+        self._peak = dict(self._live)
+        self.transfers.clear()
+
+    def _require(self, index: int) -> None:
+        if index not in self.capacities:
+            have = ", ".join(f"{SIMULATED}:{i}" for i in sorted(self.capacities))
+            raise DeviceError(f"no simulated device {SIMULATED}:{index}: this machine has {have}")
+
+    def take(self, index: int, nbytes: int) -> None:
+        """Allocate; raise SimulatedOutOfMemoryError beyond the capacity."""
+        self._require(index)
+        live, capacity = self._live.get(index, 0), self.capacities[index]
+        if live + nbytes > capacity:
+            raise SimulatedOutOfMemoryError(
+                f"{SIMULATED}:{index} is out of memory: tried to allocate {readable_bytes(nbytes)}, "
+                f"{readable_bytes(live)} of {readable_bytes(capacity)} are taken"
+            )
+        self._live[index] = live + nbytes
+        self._peak[index] = max(self._peak.get(index, 0), live + nbytes)
+
+    def give(self, index: int, nbytes: int) -> None:
+        """Free."""
+        self._live[index] -= nbytes
+
+
+@contextmanager
+def simulate(
+    capacities: MaxMemory, links: Mapping[tuple[DeviceKey, DeviceKey], Link] | None = None
+) -> Iterator[SimulatedMachine]:
+    """Simulate accelerators for the duration of the block.
+
+    Args:
+        capacities: device index -> bytes or text such as ``"1GiB"``; ``"cpu"`` may be among them
+            and is passed on in ``machine.max_memory``.
+        links: what the planner should believe of the links between them.
+
+    Raises:
+        BudgetError: a capacity that is no size.
+        DeviceError: a key that is neither an index nor ``"cpu"``, or a block inside a block.
+    """
+    if current_machine.get() is not None:
+        raise DeviceError("simulate() inside simulate(): name all devices in one")
+    topology = read_max_memory(capacities)
+    sizes: dict[int, int] = {}
+    for spec in topology.devices:
+        if isinstance(spec.key, int):
+            sizes[spec.key] = spec.memory
+        elif spec.key != CPU:
+            raise DeviceError(f"cannot simulate {spec.key!r}: use indices such as 0, 1, and 'cpu'")
+    cpu = topology[CPU].memory if CPU in topology else None
+    machine = SimulatedMachine(sizes, cpu, dict(links or {}))
+    _register_backend()
+    token = current_machine.set(machine)
+    try:
+        # the autograd engine would otherwise ask C++ for a queue per device
+        with torch.autograd.set_multithreading_enabled(False), _SimulationMode():
+            yield machine
+    finally:
+        current_machine.reset(token)
+
+
+def _machine() -> SimulatedMachine:
+    machine = current_machine.get()
+    if not isinstance(machine, SimulatedMachine):
+        raise DeviceError(f"{SIMULATED} devices exist only inside graphplan.simulate()")
+    return machine
+
+
+class _Backend(_DummyBackendModule):  # type: ignore[misc]  # untyped in torch
+    """What torch asks of ``torch.sim``."""
+
+    def device_count(self) -> int:
+        machine = current_machine.get()
+        return 1 + max(machine.capacities) if isinstance(machine, SimulatedMachine) else 0
+
+    def is_available(self) -> bool:
+        return self.device_count() > 0
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+
+_library: list[torch.library.Library] = []
+
+
+def _register_backend() -> None:
+    if _library:
+        return
+    taken = torch._C._get_privateuse1_backend_name()
+    if taken not in ("privateuseone", SIMULATED):
+        raise DeviceError(f"cannot simulate: this process uses PrivateUse1 as {taken!r}")
+    _setup_privateuseone_for_python_backend(SIMULATED, backend_module=_Backend())
+    # factories that C++ reaches with Python modes off, such as torch.tensor(..., device=...)
+    library = torch.library.Library("aten", "IMPL")
+    for op in (aten.empty.memory_format, aten.empty_strided.default, aten._copy_from.default):
+        library.impl(op, _kernel(op), "PrivateUse1")
+    _library.append(library)
+
+
+def _kernel(op: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: _dispatch(op, args, kwargs)
+
+
+class _Allocation:
+    """A storage's claim on a device's capacity; ends with the last tensor that shares it."""
+
+    def __init__(self, device: int, storage: torch.UntypedStorage) -> None:
+        machine = _machine()
+        self.nbytes = -(-storage.nbytes() // _GRANULARITY) * _GRANULARITY
+        machine.take(device, self.nbytes)
+        self.device, self.storage = device, storage  # holding the storage keeps its address unique
+        weakref.finalize(self, machine.give, device, self.nbytes)
+
+
+_allocations: weakref.WeakValueDictionary[tuple[int, int], _Allocation] = weakref.WeakValueDictionary()
+
+
+class SimulatedTensor(torch.Tensor):
+    """A tensor that says ``sim:N`` and keeps its data in ``elem``, on the CPU."""
+
+    elem: torch.Tensor
+    allocation: _Allocation
+
+    @staticmethod
+    def __new__(cls, elem: torch.Tensor, device: torch.device) -> SimulatedTensor:
+        made: SimulatedTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            elem.size(),
+            strides=elem.stride(),
+            storage_offset=elem.storage_offset(),
+            dtype=elem.dtype,
+            layout=elem.layout,
+            device=device,
+        )
+        storage = elem.untyped_storage()
+        key = (storage._cdata, device.index)
+        allocation = _allocations.get(key)
+        if allocation is None:
+            allocation = _allocations[key] = _Allocation(device.index, storage)
+        made.elem, made.allocation = elem, allocation
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["elem"], (self.device,)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor], context: Any, size: Any, stride: Any
+    ) -> SimulatedTensor:
+        return SimulatedTensor(inner["elem"], context[0])
+
+    def __repr__(self, **_: Any) -> str:
+        return f"SimulatedTensor({self.elem!r}, device='{self.device}')"
+
+    def tolist(self) -> Any:
+        return self.elem.tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        if force:
+            return self.elem.numpy(force=True)
+        raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first.")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # what is saved loads anywhere, as a tensor saved from an accelerator does with map_location
+        rebuilt = self.elem.detach().requires_grad_(self.requires_grad)
+        return rebuilt.__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+
+def _is_simulated(device: Any) -> bool:
+    return device is not None and torch.device(device).type == SIMULATED
+
+
+def _inner(leaf: Any) -> Any:
+    return leaf.elem if isinstance(leaf, SimulatedTensor) else leaf
+
+
+def _key(device: torch.device) -> DeviceKey:
+    return device.index if device.type == SIMULATED else device.type
+
+
+def _resolve(device: Any) -> torch.device:
+    device = torch.device(device)
+    if device.type == SIMULATED and device.index is None:
+        device = torch.device(SIMULATED, min(_machine().capacities))
+    if device.type == SIMULATED:
+        _machine()._require(device.index)
+    return device
+
+
+def _dispatch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run one ATen operation on the data, after checking where its tensors are."""
+    if func is aten._copy_from.default:
+        return _copy_into(args[1], args[0])
+    if func is aten.copy_.default:
+        return _copy_into(args[0], args[1])
+    if func is aten._to_copy.default:
+        return _convert(args[0], kwargs)
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    wanted = kwargs.get("device")
+    here = _common_device(func, tensors)
+    device = _resolve(wanted) if _is_simulated(wanted) else (here if wanted is None else None)
+    inner = pytree.tree_map(_inner, dict(kwargs))
+    if _is_simulated(wanted):
+        inner["device"] = torch.device("cpu")
+        inner.pop("pin_memory", None)
+    out = func(*pytree.tree_map(_inner, args), **inner)
+    if device is None:
+        return out
+    wrapped = pytree.tree_map(lambda leaf: _wrap(leaf, device), out)
+    return return_and_correct_aliasing(func, args, dict(kwargs), wrapped)
+
+
+def _wrap(leaf: Any, device: torch.device) -> Any:
+    plain = isinstance(leaf, torch.Tensor) and not isinstance(leaf, SimulatedTensor)
+    return SimulatedTensor(leaf, device) if plain else leaf
+
+
+# torch lets the index tensors of these live on the CPU
+_INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
+
+
+def _common_device(func: Any, tensors: list[torch.Tensor]) -> torch.device | None:
+    simulated = {t.device for t in tensors if t.device.type == SIMULATED}
+    if not simulated:
+        return None
+    # and a zero-dimensional CPU tensor anywhere
+    others = [t for t in tensors if t.device.type != SIMULATED and t.dim() > 0]
+    if func in _INDEXING and tensors[0].device.type == SIMULATED:
+        others = [t for t in others if t.dtype not in (torch.long, torch.int, torch.bool, torch.uint8)]
+    if len(simulated) > 1 or others:
+        found = sorted({str(t.device) for t in tensors})
+        raise RuntimeError(f"Expected all tensors to be on the same device, but found {found} in {func}")
+    return simulated.pop()
+
+
+def _log(source: torch.device, destination: torch.device, tensor: torch.Tensor) -> None:
+    if source != destination:
+        nbytes = tensor.numel() * tensor.element_size()
+        _machine().transfers.append(SimulatedTransfer(_key(source), _key(destination), nbytes))
+
+
+def _copy_into(destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    _log(source.device, destination.device, source)
+    _inner(destination).copy_(_inner(source))
+    return destination
+
+
+def _convert(source: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
+    wanted = kwargs.get("device")
+    device = source.device if wanted is None else _resolve(wanted)
+    _log(source.device, device, source)
+    ignored = ("device", "non_blocking", "pin_memory")
+    rest = {key: value for key, value in kwargs.items() if key not in ignored}
+    out: torch.Tensor = aten._to_copy.default(_inner(source), **rest)
+    return SimulatedTensor(out, device) if device.type == SIMULATED else out
+
+
+class _SimulationMode(TorchDispatchMode):
+    """Catches what has no simulated argument yet: factories, and copies from the CPU."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is aten._pin_memory.default:
+            pinned = args[0].clone()
+            pinned._simulated_pinned = True
+            return pinned
+        if func is aten.is_pinned.default:
+            return getattr(args[0], "_simulated_pinned", False)
+        if _is_simulated(kwargs.get("device")) or any(issubclass(t, SimulatedTensor) for t in types):
+            return _dispatch(func, args, kwargs)
+        return func(*args, **kwargs)
