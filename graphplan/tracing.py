@@ -146,22 +146,19 @@ class Twin:
 def _stand_ins(model: nn.Module) -> dict[int, torch.Tensor]:
     """id of each weight -> a CPU tensor of its shape, in memory that is never touched.
 
-    One private mapping serves all: the system provides its pages only when they are written to, and
-    tracing writes to none.
+    One mapping, as large as the largest weight, serves them all: tracing neither reads nor writes
+    them, and the system provides a page only when it is written to.
     """
     named = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]
     plain = {id(t): t for _, t in named if type(t) in (torch.Tensor, nn.Parameter)}
-    offsets, end = {}, 0
-    for key, tensor in plain.items():
-        offsets[key] = end
-        end += -(-_span(tensor) * tensor.element_size() // 64) * 64
-    memory = mmap.mmap(-1, max(end, 1))
+    largest = max((_span(t) * t.element_size() for t in plain.values()), default=0)
+    memory = mmap.mmap(-1, max(largest, 1))
     found = {}
     for key, tensor in plain.items():
-        twin = _virtual(tensor, memory, offsets[key])
+        twin = _virtual(tensor, memory)
         is_parameter = isinstance(tensor, nn.Parameter)
         found[key] = nn.Parameter(twin, tensor.requires_grad) if is_parameter else twin
     return found
@@ -174,11 +171,11 @@ def _span(tensor: torch.Tensor) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _virtual(tensor: torch.Tensor, memory: mmap.mmap, offset: int) -> torch.Tensor:
+def _virtual(tensor: torch.Tensor, memory: mmap.mmap) -> torch.Tensor:
     count = _span(tensor)
     if not count:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-    flat = torch.frombuffer(memory, dtype=tensor.dtype, count=count, offset=offset)
+    flat = torch.frombuffer(memory, dtype=tensor.dtype, count=count)
     return flat.as_strided(tensor.shape, tensor.stride())
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,10 +123,12 @@ class _Lowering:
         target: Any = str(self.devices[step.destination])
         if step.kind == "output" and self.return_device is not None:
             target = self.return_device
-        if self.graph.shapes_known:
-            moved = self.out.call_method("to", (node, target))
-        else:  # without example inputs nobody knows what is a tensor
-            moved = self.out.call_function(to_device, (node, target))
+        # without example inputs nobody knows what is a tensor
+        kind, call = ("call_method", "to") if self.graph.shapes_known else ("call_function", to_device)
+        suffix = "returned" if step.kind == "output" else f"on_{step.destination}"
+        name = re.sub(r"\W", "_", f"{step.value}_{suffix}")
+        moved = self.out.create_node(kind, call, (node, target), name=name)
+        moved.meta["move"] = step
         self.env[step.value, step.destination] = moved
 
     def _run(self, step: Run) -> None:
@@ -141,6 +144,7 @@ class _Lowering:
             return self._instance(name, self.home[name] if elsewhere else step.device)
 
         made = self.out.node_copy(node, find)
+        made.meta["operation"] = operation.name
         _set_device(made, self.devices[step.device])
         self._bind(node.name, step.device, made)
         for user in node.users:

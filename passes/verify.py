@@ -14,8 +14,7 @@ from torch import fx
 
 from graphplan.device import Topology
 from graphplan.errors import VerificationError
-from graphplan.graph import Graph
-from graphplan.ops import to_device
+from graphplan.graph import Graph, Operation
 from graphplan.passes.lower import Lowered, constant_attribute, host_device
 from graphplan.schedule import Schedule
 
@@ -67,12 +66,12 @@ class _Proof:
             return None
         elif node.target is getattr:
             self.device[node] = None
-        elif node.target == "to" or node.target is to_device:
+        elif "move" in node.meta:
             return self._move(node)
-        elif node.target == "copy_" and node.op == "call_method":
-            self.device[node] = None
-        else:
-            return self._operate(node)
+        elif "operation" in node.meta:
+            return self._operate(node, self.graph.operations[node.meta["operation"]])
+        else:  # one result taken out of several, or an input written back
+            self.device[node] = self.device[node.all_input_nodes[0]]
         return None
 
     def _move(self, node: fx.Node) -> str | None:
@@ -87,20 +86,16 @@ class _Proof:
         self.device[node] = destination
         return None
 
-    def _operate(self, node: fx.Node) -> str | None:
-        operation = self.graph.operations.get(node.name)
+    def _operate(self, node: fx.Node, operation: Operation) -> str | None:
         inputs = [n for n in node.all_input_nodes if self.device.get(n) is not None]
         found: Mapping[torch.device, fx.Node] = {self.device[n]: n for n in inputs}  # type: ignore[misc]  # Nones are out
-        if operation is None:  # one result taken out of several
-            self.device[node] = next(iter(found), None)
-            return None
         placed = self.devices[self.schedule.assignment.operations[operation.name]]
         values = [self.graph.values[name] for name in operation.outputs]
         self.device[node] = placed if any(value.is_tensor for value in values) else None
         if operation.host_only:
             return None
         for device, culprit in found.items():
-            if device != placed and not _is_scalar(self.graph, culprit):
+            if device != placed:
                 return f"{node.name} runs on {placed}, its input {culprit} is on {device}"
         return None
 
@@ -113,7 +108,3 @@ class _Proof:
             lines.append(f"{mark} {other.format_node()}  # {self.device.get(other, '?')}")
         return "\n".join(lines)
 
-
-def _is_scalar(graph: Graph, node: fx.Node) -> bool:
-    value = graph.values.get(node.name)
-    return value is not None and not value.is_tensor

