@@ -476,16 +476,15 @@ def _finite(bound: Any) -> int:
 
 
 class _OpenTracer(fx.Tracer):
-    """Traces into torch's own layers too, so that their weights are the graph's and can be placed."""
+    """Traces into torch's weight-bearing layers, so that their weights are the graph's to place.
 
-    def __init__(self, leaves: frozenset[str]) -> None:
-        super().__init__()
-        self.leaves = leaves
+    Its other layers stay whole: many of them decide by the sizes of what they get.
+    """
+
+    OPEN = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.RMSNorm)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return type(m).__name__ in self.leaves or isinstance(
-            m, nn.RNNBase | nn.MultiheadAttention | nn.TransformerEncoderLayer
-        )
+        return super().is_leaf_module(m, module_qualified_name) and not isinstance(m, self.OPEN)
 
 
 def _symbolic(twin: Twin) -> Capture:
@@ -499,7 +498,7 @@ def _symbolic(twin: Twin) -> Capture:
     required = [p.name for p in parameters if p.default is p.empty]
     try:
         with _quiet():
-            graph = _OpenTracer(frozenset()).trace(twin.module, concrete_args=concrete)
+            graph = _OpenTracer().trace(twin.module, concrete_args=concrete)
     except Exception as error:  # tracing runs the model's own code, which may raise anything
         raise CaptureError(
             f"{type(twin.module).__name__} cannot be traced without example inputs "

@@ -30,7 +30,8 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     lines = []
     for row in (header, *rows):
-        cells = [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        cells[0], cells[-1] = row[0].ljust(widths[0]), row[-1]
         lines.append("  ".join(cells).rstrip())
     lines.insert(1, "  ".join("-" * width for width in widths))
     return lines
@@ -79,7 +80,8 @@ def _stages(plan: Plan) -> list[str]:
             if _first_reader(plan, move.value, stage.operations)
             and move.destination == stage.device
         )
-        ends = f"{paths[0] or '(root)'} .. {paths[-1] or '(root)'}"
+        first, last = paths[0] or "(root)", paths[-1] or "(root)"
+        ends = first if first == last else f"{first} .. {last}"
         rows.append([str(stage.index), str(stage.device), str(len(paths)), _size(arriving), ends])
     shown = rows if len(rows) <= 24 else [*rows[:12], ["...", "", "", "", ""], *rows[-11:]]
     return _table(["stage", "device", "operations", "reads", "modules"], shown)

@@ -134,13 +134,14 @@ class Chain:
         np.add.at(change, reads.reader[made] + 1, -reads.nbytes[made])
         return np.cumsum(change)[: self.count + 1]
 
-    def positions(self, limit: int) -> Ints:
+    def positions(self, limit: int, *, part_groups: bool = False) -> Ints:
         """Where to cut: the ends, and positions at which few bytes cross, at most ``limit`` of them.
 
-        A position that would part operations which must stay together is none.
+        A position that would part operations which must stay together is none, unless
+        ``part_groups``.
         """
         allowed = np.ones(self.count + 1, dtype=bool)
-        for group in self.graph.together:
+        for group in () if part_groups else self.graph.together:
             members = [self.index[name] for name in group]
             allowed[min(members) + 1 : max(members) + 1] = False
         allowed[[0, self.count]] = True

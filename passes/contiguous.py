@@ -53,6 +53,7 @@ def split(
     *,
     use_cpu: bool,
     fetch: bool,
+    part_groups: bool = False,
     limit: int = 400,
     shrink: dict[DeviceKey, int] | None = None,
 ) -> list[Piece] | None:
@@ -63,10 +64,11 @@ def split(
         topology: onto what.
         use_cpu: whether operations may run on the CPU.
         fetch: whether weights may stay on the CPU and be fetched.
+        part_groups: whether cuts may fall inside groups that must stay together (the caller mends it).
         limit: most positions at which to consider a cut.
         shrink: device -> bytes to leave free, after the evaluator found a split too large.
     """
-    cuts = chain.positions(limit)
+    cuts = chain.positions(limit, part_groups=part_groups)
     tables = _tables(chain, cuts)
     accelerators = [spec for spec in topology.devices if spec.is_accelerator]
     if not accelerators:

@@ -15,7 +15,7 @@ from graphplan.passes.bound import lower_bound
 from graphplan.passes.chain import Chain
 from graphplan.passes.contiguous import Piece, split
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
-from graphplan.passes.refine import refine
+from graphplan.passes.refine import refine, repair
 from graphplan.passes.residence import cpu_key, fetch_excess, reside
 
 __all__ = ["Solution", "place"]
@@ -50,9 +50,14 @@ def _search(problem: Problem, *, polish: bool = True) -> Evaluation | None:
     spec = next((s for s in problem.topology.devices if s.is_accelerator), problem.topology.devices[0])
     chain = Chain(problem.graph, spec)
     for proposals in (_without_offload(problem, chain), _with_offload(problem, chain)):
-        feasible = [found for found in proposals if found is not None and found.feasible]
+        found = [evaluation for evaluation in proposals if evaluation is not None]
+        feasible = [evaluation for evaluation in found if evaluation.feasible]
+        if not feasible and found and len(problem.topology.devices) > 1:
+            nearest = min(found, key=lambda evaluation: sum(evaluation.excess.values()))
+            mended = repair(problem, chain, nearest)
+            feasible = [mended] if mended.feasible else []
         if feasible:
-            best = min(feasible, key=lambda found: found.seconds)  # the first of equals
+            best = min(feasible, key=lambda evaluation: evaluation.seconds)  # the first of equals
             return refine(_only_used(problem, best), chain, best) if polish else best
     return None
 
@@ -76,6 +81,8 @@ def _without_offload(problem: Problem, chain: Chain) -> Iterator[Evaluation | No
         yield _all_on(problem, spec.key)
     if len(accelerators) > 1:
         yield _split(problem, chain, use_cpu=False, fetch=False)
+        if problem.graph.together:
+            yield _split(problem, chain, use_cpu=False, fetch=False, part_groups=True)
 
 
 def _with_offload(problem: Problem, chain: Chain) -> Iterator[Evaluation | None]:
@@ -85,6 +92,8 @@ def _with_offload(problem: Problem, chain: Chain) -> Iterator[Evaluation | None]
     yield _split(problem, chain, use_cpu=True, fetch=True)
     yield _split(problem, chain, use_cpu=True, fetch=False)
     yield _split(problem, chain, use_cpu=False, fetch=True)
+    if problem.graph.together:
+        yield _split(problem, chain, use_cpu=True, fetch=True, part_groups=True)
     for spec in problem.topology.devices:
         if spec.is_accelerator:
             everywhere = dict.fromkeys(problem.graph.operations, spec.key)
@@ -96,12 +105,22 @@ def _all_on(problem: Problem, key: DeviceKey) -> Evaluation:
     return evaluate(problem, reside(problem, dict.fromkeys(problem.graph.operations, key)))
 
 
-def _split(problem: Problem, chain: Chain, *, use_cpu: bool, fetch: bool) -> Evaluation | None:
+def _split(
+    problem: Problem, chain: Chain, *, use_cpu: bool, fetch: bool, part_groups: bool = False
+) -> Evaluation | None:
     shrink: dict[DeviceKey, int] = {}
+    found: Evaluation | None = None
     for _ in range(_REPAIRS):
-        pieces = split(chain, problem.topology, use_cpu=use_cpu, fetch=fetch, shrink=shrink)
+        pieces = split(
+            chain,
+            problem.topology,
+            use_cpu=use_cpu,
+            fetch=fetch,
+            part_groups=part_groups,
+            shrink=shrink,
+        )
         if pieces is None:
-            return None
+            return found
         operations = _operations_of(chain, pieces)
         found = evaluate(problem, reside(problem, operations))
         if found.excess and fetch:
@@ -111,15 +130,24 @@ def _split(problem: Problem, chain: Chain, *, use_cpu: bool, fetch: bool) -> Eva
             return found
         for key, excess in found.excess.items():
             shrink[key] = shrink.get(key, 0) + excess
-    return None
+    return found
 
 
 def _operations_of(chain: Chain, pieces: list[Piece]) -> dict[str, DeviceKey]:
-    return {
+    """Each operation's device; a group that must stay together goes where most of its weights are."""
+    devices = {
         operation.name: piece.device
         for piece in pieces
         for operation in chain.operations[piece.start : piece.end]
     }
+    for group in chain.graph.together:
+        pull: dict[DeviceKey, int] = {}
+        for name in sorted(group, key=chain.index.__getitem__):
+            inputs = chain.graph.operations[name].inputs
+            weights = (chain.graph.weights[n].nbytes for n in inputs if n in chain.graph.weights)
+            pull[devices[name]] = pull.get(devices[name], 0) + sum(weights)
+        devices.update(dict.fromkeys(group, max(pull, key=pull.__getitem__)))
+    return devices
 
 
 def _infeasible(problem: Problem) -> InfeasibleError:

@@ -14,7 +14,7 @@ from graphplan.passes.chain import Chain
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.residence import cpu_key, reside
 
-__all__ = ["refine"]
+__all__ = ["refine", "repair"]
 
 _EPSILON = 1e-12
 
@@ -33,6 +33,19 @@ def refine(problem: Problem, chain: Chain, start: Evaluation, work: int = 200_00
     improved = True
     while improved and search.left > 0:
         improved = search.sweep()
+    return search.best
+
+
+def repair(problem: Problem, chain: Chain, start: Evaluation, work: int = 100_000) -> Evaluation:
+    """A placement that passes its budgets by fewer bytes than ``start``, by none if one is found.
+
+    Args:
+        problem, chain, work: as in :func:`refine`.
+        start: a placement that passes a budget.
+    """
+    search = _Search(problem, chain, start, work)
+    while search.best.excess and search.left > 0 and search.relieve():
+        pass
     return search.best
 
 
@@ -65,7 +78,7 @@ class _Search:
     def sweep(self) -> bool:
         """Try every change once; whether one helped."""
         improved = self._bring_home()
-        cuts = [int(cut) for cut in self.chain.positions(256)]
+        cuts = [int(cut) for cut in self.chain.positions(256, part_groups=True)]
         for start, end in self._intervals(cuts):
             names = self._closure(start, end)
             for target in self._targets(start, end):
@@ -73,6 +86,30 @@ class _Search:
                     return improved
                 improved |= self._try(names, target)
         return improved
+
+    def relieve(self) -> bool:
+        """Move something off a device that is over its budget; whether that helped."""
+        cuts = [int(cut) for cut in self.chain.positions(256, part_groups=True)]
+        for start, end in self._intervals(cuts):
+            if self.left <= 0:
+                return False
+            names = self._closure(start, end)
+            if not any(self.device[name] in self.best.excess for name in names):
+                continue
+            for spec in self.devices:
+                changed = {**self.device, **dict.fromkeys(names, spec.key)}
+                if changed != self.device and self._lighten(changed):
+                    return True
+        return False
+
+    def _lighten(self, device: Mapping[str, DeviceKey]) -> bool:
+        found = evaluate(self.problem, reside(self.problem, device, self.fetched))
+        self.left -= len(found.schedule.steps)
+        before, after = self.best.excess, found.excess
+        if sum(after.values()) >= sum(before.values()):
+            return False
+        self._adopt(found)
+        return True
 
     def _intervals(self, cuts: Sequence[int]) -> Iterator[tuple[int, int]]:
         length = 1

@@ -1,0 +1,22 @@
+"""``python -m graphplan``, and the ``graphplan`` command."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line, or say in one line what it lacks."""
+    missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(f"graphplan: the command needs {' and '.join(missing)}: pip install 'graphplan[cli]'")
+    from graphplan.cli import run  # optional packages
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Which operations writes tie together, and that placed models see every write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from builders import bytes_of, largest_difference, run_placed
+from test_annotate import graph_of
+from torch import nn
+
+import graphplan
+
+
+class InPlaceChain(nn.Module):
+    """Only results are read after each write: nothing needs to stay together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1
+        for layer in self.layers:
+            x += layer(x)
+            x.relu_()
+        return x
+
+
+class OldView(nn.Module):
+    """A view taken before a write is read after it, across layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        first = y[0]
+        z = self.b(y)
+        y.mul_(2)
+        return self.c(z) + first
+
+
+class WriteThrough(nn.Module):
+    """The base is read after a write through its view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        view = y.view(-1)
+        z = self.b(y)
+        view[:8] = 0
+        return self.c(z + y)
+
+
+class Cached(nn.Module):
+    """A cache that the caller owns is updated in place by every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, caches: list[torch.Tensor], at: torch.Tensor) -> torch.Tensor:
+        for layer, cache in zip(self.layers, caches, strict=True):
+            cache.index_copy_(0, at, layer(x))
+            x = x + cache.sum(0)
+        return x
+
+
+class Counter(nn.Module):
+    """Buffers that a call writes to, one of them through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("history", torch.zeros(4, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        y = self.a(x)
+        self.history[0].copy_(y[0])
+        return self.b(y) + self.history.sum(0) + self.calls
+
+
+def inputs_of(model: nn.Module) -> tuple[Any, ...]:
+    x = torch.randn(3, 64)
+    if isinstance(model, Cached):
+        return x, [torch.zeros(8, 64) for _ in model.layers], torch.tensor([2, 3, 4])
+    return (x,)
+
+
+def test_writes_whose_results_alone_are_read_tie_nothing() -> None:
+    assert graph_of(InPlaceChain(), torch.randn(3, 64)).together == ()
+
+
+@pytest.mark.parametrize("model", [OldView(), WriteThrough()])
+def test_a_read_by_an_older_name_ties_the_storage_together(model: nn.Module) -> None:
+    (group,) = graph_of(model, torch.randn(3, 64)).together
+    assert "linear" in group
+    assert any("mul_" in name or "fill_" in name or "copy_" in name for name in group)
+
+
+def test_a_cache_ties_its_own_layer_only() -> None:
+    model = Cached()
+    graph = graph_of(model, *inputs_of(model))
+    assert len(graph.together) == 4
+    assert len(graph.changed_inputs) == 4
+
+
+@pytest.mark.parametrize("model", [InPlaceChain, OldView, WriteThrough, Cached, Counter])
+@pytest.mark.parametrize("budgets", [{0: 0.62, 1: 0.62}, {0: 0.62, "cpu": 4.0}, {0: 0.62, 1: 0.62, "cpu": 4.0}])
+def test_placed_models_see_every_write(model: type[nn.Module], budgets: dict[Any, float]) -> None:
+    original = model()
+    inputs = inputs_of(original)
+    ours, theirs = (torch.utils._pytree.tree_map(torch.clone, inputs) for _ in range(2))
+    size = bytes_of(original)
+    with graphplan.simulate({k: int(v * size) + 8192 for k, v in budgets.items()}) as machine:
+        placed = graphplan.partition(original, machine.max_memory, args=inputs)
+        assert len({stage.device for stage in placed.plan.stages}) > 1 or placed.plan.fetches
+        for _ in range(3):
+            result = run_placed(machine, placed, ours)
+            assert largest_difference(result, original(*theirs)) < 1e-5
+            assert largest_difference(ours, theirs) < 1e-5
+        buffers = {name: tensor.cpu() for name, tensor in placed.named_buffers()}
+        assert largest_difference(buffers, dict(original.named_buffers())) < 1e-5
+
+
+class TrainedNorms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def test_batch_norm_updates_its_buffers_in_train_mode() -> None:
+    original = TrainedNorms().train()
+    x = torch.randn(8, 64)
+    size = bytes_of(original)
+    with graphplan.simulate({0: int(0.7 * size) + 16384, 1: int(0.7 * size) + 16384}) as machine:
+        placed = graphplan.partition(original, machine.max_memory, args=(x,))
+        untouched = {n: b.clone() for n, b in original.named_buffers()}
+        for _ in range(2):
+            run_placed(machine, placed, (x,))
+        assert largest_difference(dict(original.named_buffers()), untouched) == 0  # the caller's own
+        original(x), original(x)
+        assert largest_difference({n: b.cpu() for n, b in placed.named_buffers()}, dict(original.named_buffers())) < 1e-5
+        assert int(placed.body[0][1].num_batches_tracked) == 2
+        placed.eval()
+        assert largest_difference(placed(x), original.eval()(x)) < 1e-5
+
+
+def test_a_buffer_on_the_cpu_is_not_the_callers_when_calls_write_to_it() -> None:
+    original = Counter()
+    placed = graphplan.partition(original, {"cpu": "1GiB"}, args=(torch.randn(3, 64),))
+    placed(torch.randn(3, 64))
+    assert int(original.calls) == 0
+    assert int(placed.calls) == 1
+    assert placed.a.weight.data_ptr() == original.a.weight.data_ptr()  # read only, so shared

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphplan import Graph, simulate
+from graphplan.passes.annotate import annotate
+from graphplan.passes.simplify import simplify
+from graphplan.tracing import Twin, capture
+
+
+def graph_of(model: nn.Module, *args: Any, types: tuple[str, ...] = ("cpu",), **kwargs: Any) -> Graph:
+    twin = Twin(model)
+    found = capture(twin, twin.bind(args, kwargs))
+    simplify(found)
+    return annotate(found, twin.weights, types)
+
+
+class Views(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = x @ x
+        b = a.transpose(0, 1)[:2]
+        c, d = a.chunk(2)
+        return b.reshape(-1).sum() + (c * d).sum()
+
+
+def test_views_cost_nothing_and_copies_their_elements() -> None:
+    graph = graph_of(Views(), torch.randn(4, 4))
+    values = graph.values
+    assert (values["matmul"].nbytes, values["matmul"].alias_of) == (64, None)
+    assert (values["transpose"].nbytes, values["transpose"].alias_of) == (0, "matmul")
+    assert (values["slice_1"].nbytes, values["slice_1"].copy_bytes) == (0, 32)
+    assert graph.operations["chunk"].outputs == ("getitem", "getitem_1")
+    assert values["getitem_1"].alias_of == "matmul"
+    assert values["reshape"].nbytes == 32  # not a view of a transposed slice
+    assert graph.operations["matmul"].flops == 2 * 4**3
+    assert graph.operations["chunk"].bytes_accessed == 0
+
+
+def test_an_expanded_tensor_is_a_view_and_copies_as_dense() -> None:
+    class Expand(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x + 1).expand(100, 4) * 2
+
+    value = graph_of(Expand(), torch.randn(1, 4)).values["expand"]
+    assert (value.nbytes, value.copy_bytes) == (0, 1600)
+
+
+def test_true_dtypes_count() -> None:
+    graph = graph_of(nn.Linear(8, 8, dtype=torch.bfloat16), torch.randn(2, 8, dtype=torch.bfloat16))
+    assert graph.weights["weight"].nbytes == 128
+    assert graph.values["linear"].nbytes == 32
+
+
+def test_a_long_text_form_is_readable() -> None:
+    text = str(graph_of(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)))
+    assert "linear = linear(input, 0.weight, 0.bias) : 32 bytes, 64 FLOP  # 0" in text
+    assert "relu = relu(linear) : 32 bytes  # 1" in text
+
+
+def test_results_that_nobody_takes_are_workspace() -> None:
+    class TopValues(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.topk(x, 2)[0]
+
+    operation = graph_of(TopValues(), torch.randn(4, 8)).operations["topk"]
+    assert operation.outputs == ("getitem",)
+    assert operation.workspace_on("cpu") == 512  # the indices, rounded
+
+
+def test_attention_takes_workspace_where_it_has_no_fused_kernel() -> None:
+    class Attention(nn.Module):
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(q, q, q)
+
+    with simulate({0: "1GiB"}):
+        graph = graph_of(Attention(), torch.randn(1, 4, 64, 16), types=("sim", "cpu"))
+    operation = graph.operations["scaled_dot_product_attention"]
+    assert operation.workspace_on("sim") > 4 * 64 * 64 * 4 > operation.workspace_on("cpu")
+    assert operation.flops == 2 * 2 * 4 * 64 * 64 * 16
+
+
+def test_equal_operations_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import graphplan.passes.annotate as module
+
+    measured = []
+    original = module._run_fake
+
+    def spy(*args: Any) -> Any:
+        measured.append(args[0])
+        return original(*args)
+
+    monkeypatch.setattr(module, "_run_fake", spy)
+    graph_of(nn.Sequential(*(nn.Linear(4, 4) for _ in range(20))), torch.randn(2, 4))
+    assert len(measured) == 1
+
+
+def test_what_is_written_to_is_known() -> None:
+    graph = graph_of(nn.BatchNorm1d(4).train(), torch.randn(8, 4))
+    written = {name for op in graph.operations.values() for name in op.mutates}
+    assert written == {"running_mean", "running_var", "num_batches_tracked"}
+    assert all(graph.weights[name].mutated for name in written)
+    assert not graph_of(nn.BatchNorm1d(4).eval(), torch.randn(8, 4)).weights["running_mean"].mutated
+
+
+def test_sizes_are_host_scalars() -> None:
+    class Sizes(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.reshape(x.shape[0] * 2, -1) / x.shape[0]
+
+    twin = Twin(Sizes())
+    call = twin.bind((torch.randn(6, 4),), {})
+    found = capture(twin, call, {"x": {0: torch.export.Dim("n", min=2, max=64)}})
+    simplify(found)
+    graph = annotate(found, twin.weights)
+    hosts = [op.name for op in graph.operations.values() if op.host_only]
+    assert hosts
+    assert graph.values["div"].shape == (12, 2)
+
+
+def test_weights_that_nobody_reads_are_in_the_graph() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(4, 4), "unused": nn.Linear(4, 4)})
+    model.forward = lambda x: model["used"](x)  # type: ignore[method-assign]  # a module with a forward
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    graph = graph_of(Holder(), torch.randn(2, 4))
+    assert "unused.weight" in graph.weights
+    assert "unused.weight" not in graph.consumers
