@@ -149,9 +149,12 @@ class Plan:
         """Module name -> device, as accelerate and transformers read it.
 
         Modules are named as high up as all of their parameters and buffers share a device; where a
-        module's own parameters differ from its children's they are named one by one.
+        module's own parameters differ from its children's they are named one by one; its buffers
+        that are in no ``state_dict`` go with the module that runs, and are not named.
         """
-        return _device_map("", list(self.placement.items()))
+        unsaved = {n for w in self.graph.weights.values() if not w.persistent for n in w.names}
+        mapped = _device_map("", list(self.placement.items()))
+        return {name: key for name, key in mapped.items() if name not in unsaved}
 
     # -- what moves -------------------------------------------------------------------------------
 

@@ -96,6 +96,8 @@ def annotate(capture: Capture, weights: ModelWeights, device_types: Sequence[str
 class _Tracker(TorchDispatchMode):
     """Counts FLOPs, and the bytes that are alive beyond the arguments'."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, known: Iterable[torch.UntypedStorage]) -> None:
         super().__init__()
         self.known = {storage._cdata for storage in known}
@@ -105,6 +107,10 @@ class _Tracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.higher_order.cond:
+            _, true_branch, false_branch, operands = args
+            with self:
+                return [branch(*operands) for branch in (false_branch, true_branch)][1]
         out = func(*args, **(kwargs or {}))
         if func.namespace == "prim":
             return out

@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._C import DispatchKey
+from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import (
     _DummyBackendModule,
     _setup_privateuseone_for_python_backend,
@@ -252,6 +254,10 @@ class SimulatedTensor(torch.Tensor):
     def __repr__(self, **_: Any) -> str:
         return f"SimulatedTensor({self.elem!r}, device='{self.device}')"
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        # the wrapper's own storage is empty; what tells tensors that share memory apart is the data's
+        return self.elem.untyped_storage()
+
     def tolist(self) -> Any:
         return self.elem.tolist()
 
@@ -312,8 +318,25 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
     out = func(*pytree.tree_map(_inner, args), **inner)
     if device is None:
         return out
-    wrapped = pytree.tree_map(lambda leaf: _wrap(leaf, device), out)
-    return return_and_correct_aliasing(func, args, dict(kwargs), wrapped)
+    written = _written_argument(func, args, kwargs)
+    if written is not None:
+        return written
+    return pytree.tree_map(lambda leaf: _wrap(leaf, device), out)
+
+
+def _written_argument(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What an in-place operation, or one with ``out=``, returns: the argument itself."""
+    returns = func._schema.returns
+    if not returns or not (returns[0].alias_info and returns[0].alias_info.is_write):
+        return None
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    found = [
+        given[argument.name]
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write and argument.name in given
+    ]
+    return found[0] if len(returns) == 1 else tuple(found)
 
 
 def _wrap(leaf: Any, device: torch.device) -> Any:
@@ -364,10 +387,14 @@ def _convert(source: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
 class _SimulationMode(TorchDispatchMode):
     """Catches what has no simulated argument yet: factories, and copies from the CPU."""
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return self._control_flow(func, args, kwargs)
         if func is aten._pin_memory.default:
             pinned = args[0].clone()
             pinned._simulated_pinned = True
@@ -377,3 +404,14 @@ class _SimulationMode(TorchDispatchMode):
         if _is_simulated(kwargs.get("device")) or any(issubclass(t, SimulatedTensor) for t in types):
             return _dispatch(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _control_flow(self, func: HigherOrderOperator, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run the branches of ``torch.cond`` and its like on the simulated tensors themselves."""
+        if not any(isinstance(leaf, SimulatedTensor) for leaf in pytree.tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        if func is torch.ops.higher_order.cond:
+            predicate, true_branch, false_branch, operands = args
+            with self:
+                return (true_branch if bool(predicate) else false_branch)(*operands)
+        with self:
+            return func.py_kernels[DispatchKey.CompositeExplicitAutograd](*args, **kwargs)

@@ -1,0 +1,105 @@
+"""transformers architectures, shrunken, over simulated devices at shares of their size."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from architectures import TABLE, Architecture
+from builders import bytes_of, largest_difference, run_placed
+
+import graphplan
+
+RATIOS = (0.5, 0.7, 0.9)
+# one of each kind at every change; the rest under -m slow
+SAMPLE = {
+    "Llama", "Gemma2", "GPT2", "Mixtral", "Mamba", "Bert", "T5", "Bart", "Segformer", "ResNet", "Whisper", "CLIP",
+}  # fmt: skip
+
+
+def budgets_of(size: int, ratio: float, accelerators: int) -> dict[Any, int]:
+    """``accelerators`` of a share of the model each, and a CPU that takes what does not fit."""
+    return {**{i: int(size * ratio) for i in range(accelerators)}, "cpu": 20 * size + (1 << 26)}
+
+
+def check(architecture: Architecture, ratio: float, accelerators: int, model: Any, inputs: Any, expected: Any) -> None:
+    with graphplan.simulate(budgets_of(bytes_of(model), ratio, accelerators)) as machine:
+        placed = graphplan.partition(model, machine.max_memory, kwargs=inputs)
+        result = run_placed(machine, placed, kwargs=inputs)
+        assert type(result) is type(expected)
+        assert largest_difference(result, expected) < 1e-5
+        used = {stage.device for stage in placed.plan.stages}
+        assert used & set(range(accelerators)), f"{architecture.name} uses no accelerator"
+        del placed, result
+        gc.collect()
+        assert all(machine.live_bytes(i) == 0 for i in range(accelerators))
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(a, id=a.name, marks=[] if a.stem in SAMPLE else [pytest.mark.slow]) for a in TABLE],
+)
+def test_architecture(architecture: Architecture) -> None:
+    model, inputs = architecture.build()
+    with torch.no_grad():
+        expected = model(**inputs)
+    for ratio in RATIOS:
+        for accelerators in (1, 2):
+            check(architecture, ratio, accelerators, model, inputs, expected)
+
+
+def test_segformer_of_the_imbalance_report() -> None:
+    from transformers import SegformerConfig, SegformerForSemanticSegmentation
+
+    config = SegformerConfig(
+        image_size=64, num_channels=3, num_encoder_blocks=4, depths=[1, 1, 1, 1], sr_ratios=[8, 4, 2, 1],
+        hidden_sizes=[8, 8, 16, 16], num_attention_heads=[1, 1, 2, 2], hidden_act="gelu",
+        hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1, initializer_range=0.02,
+    )  # fmt: skip
+    model = SegformerForSemanticSegmentation(config).eval()
+    inputs = {"pixel_values": torch.randn(1, 3, 64, 64)}
+    with torch.no_grad():
+        expected = model(**inputs)
+    fuse = "decode_head.linear_fuse.weight"
+    for ratio in RATIOS:
+        with graphplan.simulate(budgets_of(1_195_632, ratio, 1)) as machine:
+            placed = graphplan.partition(model, machine.max_memory, kwargs=inputs)
+            assert largest_difference(run_placed(machine, placed, kwargs=inputs), expected) < 1e-5
+            assert placed.plan.placement[fuse] == "cpu"
+            assert placed.plan.peaks[0].weights >= 140_000  # accelerate: 0, 0 and 26,112
+
+
+def test_t5_over_ids_out_of_order_and_with_gaps() -> None:
+    (architecture,) = [a for a in TABLE if a.stem == "T5"]
+    model, inputs = architecture.build()
+    size = bytes_of(model)
+    with torch.no_grad():
+        expected = model(**inputs)
+    with graphplan.simulate({2: int(0.45 * size), 0: int(0.45 * size), 5: int(0.45 * size)}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, kwargs=inputs)
+        assert list(placed.plan.devices) == [2, 0, 5]
+        assert len({stage.device for stage in placed.plan.stages}) == 3
+        assert largest_difference(run_placed(machine, placed, kwargs=inputs), expected) < 1e-5
+
+
+def test_an_offloaded_model_saves_copies_and_runs(tmp_path: Any) -> None:
+    import copy
+
+    from transformers import AutoModelForCausalLM
+
+    (architecture,) = [a for a in TABLE if a.stem == "Llama"]
+    model, inputs = architecture.build()
+    with graphplan.simulate({0: bytes_of(model) * 2, "cpu": 1 << 30}):
+        placed = graphplan.partition(model, {0: bytes_of(model) // 2, "cpu": 1 << 30}, kwargs=inputs)
+        devices = {tensor.device.type for tensor in placed.state_dict().values()}
+        assert devices == {"cpu", "sim"}
+        placed.save_pretrained(tmp_path)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        assert type(again).__name__ == "LlamaForCausalLM"
+        with torch.no_grad():
+            expected = model(**inputs)
+            assert largest_difference(again(**inputs), expected) < 1e-5
+        twin = copy.deepcopy(placed)
+        assert largest_difference(twin(**inputs), expected) < 1e-5

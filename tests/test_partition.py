@@ -1,0 +1,396 @@
+"""The whole path on simulated devices: values, budgets, names, structures, bad input."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from builders import assert_kept, bytes_of, largest_difference, run_placed
+from torch import nn
+
+import graphplan
+
+
+class Tied(nn.Module):
+    """An embedding, blocks, and a head that is tied to the embedding."""
+
+    def __init__(self, width: int = 32, depth: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, width)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth))
+        self.head = nn.Linear(width, 100, bias=False)
+        self.head.weight = self.embed.weight
+        self.unused = nn.Linear(width, width)
+        self.register_buffer("scale", torch.tensor(2.0), persistent=False)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None, *, double: bool = False) -> dict[str, Any]:
+        x = self.embed(ids) + torch.arange(ids.shape[1], device=ids.device)[:, None]
+        if mask is not None:
+            x = x * mask[..., None]
+        for block in self.blocks:
+            x = block(x) + x
+        x = x * self.scale
+        return {"logits": self.head(x) * (2 if double else 1), "hidden": (x, None), "double": double}
+
+
+IDS = torch.arange(12).reshape(2, 6)
+
+
+def budgets_of(model: nn.Module, shares: dict[Any, float], slack: int = 16384) -> dict[Any, int]:
+    return {key: int(share * bytes_of(model)) + slack for key, share in shares.items()}
+
+
+SHARES: list[dict[Any, float]] = [
+    {0: 2.0},
+    {0: 0.6, 1: 0.6},
+    {2: 0.4, 0: 0.4, 5: 0.4},
+    {0: 0.3, "cpu": 3.0},
+    {0: 0.0, 1: 0.3, "cpu": 3.0},
+    {"cpu": 3.0},
+]
+
+
+@pytest.mark.parametrize("shares", SHARES)
+def test_results_equal_and_budgets_hold(shares: dict[Any, float]) -> None:
+    model = Tied().eval()
+    expected = model(IDS)
+    with graphplan.simulate(budgets_of(model, {**shares, 9: 0.0})) as machine:
+        budgets = {k: v for k, v in machine.max_memory.items() if k in shares}
+        placed = graphplan.partition(model, budgets, kwargs={"ids": IDS})
+        assert list(placed.plan.devices) == [k for k in shares if k in budgets]
+        placed.plan.verify()
+        for _ in range(2):
+            assert largest_difference(run_placed(machine, placed, kwargs={"ids": IDS}), expected) < 1e-5
+
+
+def test_a_model_that_fits_one_device_stays_on_it() -> None:
+    model = Tied().eval()
+    with graphplan.simulate(budgets_of(model, {1: 1.3, 0: 1.3, "cpu": 9.0})) as machine:
+        placed = graphplan.partition(model, machine.max_memory, args=(IDS,))
+        plan = placed.plan
+        assert [stage.device for stage in plan.stages] == [1]
+        assert (plan.transfers, plan.transfer_bytes, plan.fetches) == ((), 0, ())
+        read = {n: k for n, k in plan.placement.items() if not n.startswith("unused")}
+        assert set(read.values()) == {1}
+
+
+def test_a_tied_weight_lives_once() -> None:
+    model = Tied().eval()
+    with graphplan.simulate(budgets_of(model, {0: 0.75, 1: 0.75})) as machine:
+        placed = graphplan.partition(model, machine.max_memory, args=(IDS,))
+        assert placed.head.weight is placed.embed.weight
+        weights = sum(placed.plan.peaks[key].weights for key in (0, 1))
+        assert weights < 1.05 * bytes_of(model) + 512 * 12
+
+
+def test_names_and_types_are_the_models_own() -> None:
+    model = Tied().eval()
+    with graphplan.simulate(budgets_of(model, {0: 0.3, "cpu": 3.0})) as machine:
+        placed = graphplan.partition(model, machine.max_memory, args=(IDS,))
+        assert isinstance(placed, Tied)
+        assert type(placed).__name__ == "Tied"
+        assert list(placed.state_dict()) == list(model.state_dict())
+        assert list(placed.graph_module.state_dict()) == list(model.state_dict())
+        assert [n for n, _ in placed.named_parameters()] == [n for n, _ in model.named_parameters()]
+        assert [n for n, _ in placed.named_modules()] == [n for n, _ in model.named_modules()]
+        assert isinstance(placed.graph_module, torch.fx.GraphModule)
+        for name, tensor in placed.state_dict().items():
+            assert tensor.device == placed.plan.devices[placed.plan.placement[name]]
+            assert torch.equal(tensor.cpu(), model.state_dict()[name])
+        assert {t.device.type for t in placed.parameters()} == {"cpu", "sim"}
+
+
+def test_the_code_shows_every_move() -> None:
+    model = Tied().eval()
+    with graphplan.simulate(budgets_of(model, {0: 0.6, 1: 0.6})) as machine:
+        placed = graphplan.partition(model, machine.max_memory, args=(IDS,))
+        code = placed.code
+        assert code.count(".to(") == len(list(placed.plan.schedule.moves()))
+        assert "self.blocks" in code
+        assert "device(type='sim', index=" in code  # arange's own, rewritten
+        assert "'cpu'" not in code
+        assert "assert" not in code
+
+
+def test_the_caller_keeps_the_model() -> None:
+    model = Tied().eval()
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict().items()}
+    with graphplan.simulate(budgets_of(model, {0: 0.6, 1: 0.6})) as machine:
+        placed = graphplan.partition(model, machine.max_memory, args=(IDS,))
+        placed(IDS)
+        assert type(model) is Tied
+        for name, tensor in model.state_dict().items():
+            assert tensor.data_ptr() == before[name][0]
+            assert torch.equal(tensor, before[name][1])
+        model(IDS)
+
+
+def test_deepcopy_is_independent() -> None:
+    model = Tied().eval()
+    with graphplan.simulate({0: bytes_of(model), 1: bytes_of(model), "cpu": 10**9}) as machine:
+        placed = graphplan.partition(model, budgets_of(model, {0: 0.3, "cpu": 3.0}), args=(IDS,))
+        placed(IDS)
+        twin = copy.deepcopy(placed)
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.zero_()
+        assert float(twin(IDS)["logits"].abs().max()) == 0
+        assert largest_difference(placed(IDS), model(IDS)) < 1e-5
+        assert twin.head.weight is twin.embed.weight
+        assert twin.plan == placed.plan
+        assert machine.live_bytes(0) > 0
+
+
+def test_state_dict_saves_and_loads() -> None:
+    model, other = Tied().eval(), Tied().eval()
+    with graphplan.simulate(budgets_of(model, {0: 0.3, "cpu": 3.0})) as machine:
+        placed = graphplan.partition(model, machine.max_memory, args=(IDS,))
+        file = io.BytesIO()
+        torch.save(placed.state_dict(), file)
+        file.seek(0)
+        loaded = torch.load(file, map_location="cpu")
+        assert largest_difference(dict(loaded), dict(model.state_dict())) == 0
+        placed.load_state_dict(copy.deepcopy(other.state_dict()))
+        assert largest_difference(placed(IDS), other(IDS)) < 1e-5
+
+
+def test_inputs_come_from_and_results_return_to_where_the_caller_is() -> None:
+    model = Tied().eval()
+    expected = model(IDS)
+    with graphplan.simulate({0: "1MiB", 1: "1MiB", "cpu": "1GiB"}):
+        budgets = budgets_of(model, {0: 0.6, 1: 0.6})
+        placed = graphplan.partition(model, budgets, args=(IDS,))
+        assert placed(IDS)["logits"].device == torch.device("cpu")
+        for index in (0, 1):
+            result = placed(IDS.to(f"sim:{index}"))
+            assert result["logits"].device == torch.device(f"sim:{index}")
+            assert largest_difference(torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, result), expected) < 1e-5
+        on_cpu = graphplan.partition(model, {"cpu": "1GiB"}, args=(IDS,))
+        assert on_cpu(IDS.to("sim:1"))["logits"].device == torch.device("sim:1")
+        left = graphplan.partition(model, budgets, args=(IDS,), return_outputs=False)
+        assert left(IDS)["logits"].device.type == "sim"
+        assert left.plan.io_transfers[-1].kind == "input"
+
+
+def test_examples_on_a_device_are_planned_from_there() -> None:
+    model = Tied().eval()
+    with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine:
+        ids = IDS.to("sim:1")
+        placed = graphplan.partition(model, budgets_of(model, {0: 0.6, 1: 0.6}), args=(ids,))
+        assert placed.plan.schedule.host == 1
+        run_placed(machine, placed, (ids,))
+
+
+def test_other_structures_are_captured_with_the_weights_where_they_are() -> None:
+    model = Tied().eval()
+    with graphplan.simulate(budgets_of(model, {0: 0.7, 1: 0.7})) as machine:
+        placed = graphplan.partition(model, machine.max_memory, args=(IDS,))
+        homes = {name: tensor.device for name, tensor in placed.named_parameters()}
+        mask = torch.ones(2, 6)
+        calls: list[dict[str, Any]] = [
+            {"ids": IDS, "mask": mask},
+            {"ids": IDS, "double": True},
+            {"ids": IDS[:1]},
+            {"ids": IDS, "mask": mask * 0, "double": True},
+        ]
+        for kwargs in calls:
+            assert largest_difference(placed(**kwargs), model(**kwargs)) < 1e-5
+        assert len(placed.graph_modules) == 5
+        for kwargs in calls:
+            placed(**kwargs)
+        assert len(placed.graph_modules) == 5
+        assert {name: tensor.device for name, tensor in placed.named_parameters()} == homes
+        for index, plan in enumerate(placed.plans[1:]):
+            machine.reset_peaks()
+            placed(**calls[index])
+            assert_kept(machine, plan)
+
+
+def test_dynamic_shapes_serve_other_sizes_from_one_graph() -> None:
+    model = Tied().eval()
+    with graphplan.simulate({0: "1MiB", 1: "1MiB"}):
+        batch = torch.export.Dim("batch", min=1, max=8)
+        placed = graphplan.partition(
+            model,
+            budgets_of(model, {0: 0.7, 1: 0.7}),
+            kwargs={"ids": IDS},
+            dynamic_shapes={"ids": {0: batch}},
+        )
+        for size in (2, 1, 5):
+            ids = torch.randint(0, 100, (size, 6))
+            assert largest_difference(placed(ids), model(ids)) < 1e-5
+        assert len(placed.graph_modules) == 1
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flipped = torch.cond(x.sum() > 0, lambda y: y + torch.ones(32), lambda y: y - torch.ones(32), (self.a(x),))
+        return self.b(flipped)
+
+
+def test_control_flow_operations_run_on_their_device() -> None:
+    model = Branching().eval()
+    with graphplan.simulate(budgets_of(model, {0: 0.6, 1: 0.6}, 6144)) as machine:
+        x = torch.ones(2, 32)
+        placed = graphplan.partition(model, machine.max_memory, args=(x,))
+        for inputs in (x, -x):
+            assert largest_difference(placed(inputs), model(inputs)) < 1e-5
+
+
+def test_without_inputs_a_symbolic_trace_is_placed() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU()) for _ in range(4))).eval()
+    with graphplan.simulate(budgets_of(model, {0: 0.6, 1: 0.6})) as machine:
+        placed = graphplan.partition(model, machine.max_memory)
+        assert placed.plan.method == "symbolic_trace"
+        assert not placed.plan.activations_known
+        assert "unknown" in placed.plan.summary()
+        assert len(placed.plan.stages) == 2
+        for size in (2, 7):
+            x = torch.randn(size, 32)
+            assert largest_difference(placed(x), model(x)) < 1e-5
+
+
+class Sized(nn.Module):
+    """Cannot be traced without inputs: it decides by a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > 4:
+            x = x[:4]
+        return self.b(self.a(x))
+
+
+def test_without_inputs_the_first_call_is_captured() -> None:
+    model = Sized().eval()
+    x = torch.randn(6, 32)
+    with graphplan.simulate(budgets_of(model, {0: 0.6, 1: 0.6}, 4096)) as machine:
+        with pytest.warns(UserWarning, match="first call"):
+            placed = graphplan.partition(model, machine.max_memory)
+        with pytest.raises(graphplan.PlanError, match="call the module once"):
+            _ = placed.plan
+        assert largest_difference(placed(x), model(x)) < 1e-5
+        assert len(placed.plan.stages) == 2
+
+
+def test_dummy_inputs_of_the_model_serve_as_examples() -> None:
+    class WithDummies(Tied):
+        @property
+        def dummy_inputs(self) -> dict[str, torch.Tensor]:
+            return {"ids": IDS}
+
+    placed = graphplan.partition(WithDummies().eval(), {"cpu": "1GiB"})
+    assert placed.plan.method == "export"
+
+
+def test_gradients_flow_when_asked_for() -> None:
+    model = Tied().eval()
+    with graphplan.simulate({0: "1MiB", 1: "1MiB"}):
+        budgets = budgets_of(model, {0: 0.7, 1: 0.7})
+        placed = graphplan.partition(model, budgets, args=(IDS,), grad=True)
+        placed(IDS)["logits"].sum().backward()
+        model(IDS)["logits"].sum().backward()
+        for (name, ours), theirs in zip(placed.named_parameters(), model.parameters(), strict=True):
+            if theirs.grad is not None:
+                assert ours.grad is not None, name
+                assert largest_difference(ours.grad.cpu(), theirs.grad) < 1e-4
+        assert not graphplan.partition(model, budgets, args=(IDS,))(IDS)["logits"].requires_grad
+
+
+def test_train_mode_is_another_structure() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5), nn.Linear(32, 32)).eval()
+    x = torch.randn(4, 32)
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, args=(x,))
+    placed.train()
+    assert largest_difference(placed(x), placed(x)) > 0
+    placed.eval()
+    assert largest_difference(placed(x), model(x)) == 0
+
+
+# -- planning only ------------------------------------------------------------------------------------
+
+
+def test_plan_needs_neither_weights_nor_devices() -> None:
+    with torch.device("meta"):
+        model = Tied()
+    plan = graphplan.plan(model, {4: "40KiB", 2: "40KiB", "cpu": "1GiB"}, kwargs={"ids": IDS.to("meta")})
+    plan.verify()
+    assert [spec.key for spec in plan.topology.devices] == [4, 2, "cpu"]
+    assert all(p.device.type == "meta" for p in model.parameters())
+
+
+def test_plans_are_deterministic() -> None:
+    texts = {graphplan.plan(Tied().eval(), {0: "20KiB", 1: "30KiB", "cpu": "1GiB"}, (IDS,)).to_json() for _ in range(3)}
+    assert len(texts) == 1
+
+
+# -- bad input -----------------------------------------------------------------------------------------
+
+
+def test_a_budget_that_is_too_small_names_what_would_do() -> None:
+    model = Tied().eval()
+    size = bytes_of(model)
+    with graphplan.simulate({0: 10 * size, 1: 10 * size}):
+        with pytest.raises(graphplan.InfeasibleError) as caught:
+            graphplan.partition(model, {0: size // 4, 1: size // 8}, args=(IDS,))
+        error = caught.value
+        assert error.available == {0: size // 4, 1: size // 8}
+        assert error.device in (0, 1)
+        assert error.operation in str(error)
+        assert str(error.needed[error.device]) in str(error)
+        placed = graphplan.partition(model, error.needed, args=(IDS,))
+        assert largest_difference(placed(IDS), model(IDS)) < 1e-5
+        with pytest.raises(graphplan.InfeasibleError):
+            graphplan.partition(model, {k: int(v * 0.9) for k, v in error.needed.items()}, args=(IDS,))
+
+
+def test_errors_leave_the_model_as_it_was() -> None:
+    model = Tied().eval()
+    before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    attributes = set(vars(model))
+    failures: list[tuple[type[Exception], dict[str, Any]]] = [
+        (graphplan.BudgetError, {"max_memory": {}}),
+        (graphplan.BudgetError, {"max_memory": {"cpu": "lots"}}),
+        (graphplan.DeviceError, {"max_memory": {7: "1GiB"}}),
+        (graphplan.DeviceError, {"max_memory": {"gpu": "1GiB"}}),
+        (graphplan.InfeasibleError, {"max_memory": {"cpu": 100}}),
+        (graphplan.InputError, {"kwargs": {"nonsense": IDS}}),
+        (graphplan.InputError, {"kwargs": {"ids": IDS.float()}}),
+        (graphplan.InputError, {"kwargs": {"ids": IDS, "mask": torch.ones(3, 5)}}),
+        (graphplan.InputError, {"args": IDS}),
+    ]
+    for expected, arguments in failures:
+        call: dict[str, Any] = {"max_memory": {"cpu": "1GiB"}, "kwargs": {"ids": IDS}, **arguments}
+        if "args" in arguments:
+            del call["kwargs"]
+        with pytest.raises(expected) as caught:
+            graphplan.partition(model, **call)
+        assert isinstance(caught.value, graphplan.GraphplanError)
+        assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
+        assert set(vars(model)) == attributes
+    model(IDS)
+
+
+def test_a_meta_model_without_a_checkpoint() -> None:
+    with torch.device("meta"):
+        model = Tied()
+    with pytest.raises(graphplan.InputError, match=r"'embed.weight' and .* more.*graphplan\.plan"):
+        graphplan.partition(model, {"cpu": "1GiB"}, args=(IDS,))
+
+
+def test_a_device_that_is_full_already_is_named() -> None:
+    model = nn.Linear(256, 256)
+    with graphplan.simulate({0: 300_000}):
+        taken = torch.empty(100_000, dtype=torch.uint8, device="sim:0")
+        with pytest.raises(graphplan.GraphplanError, match=r"sim:0"):
+            graphplan.partition(model, {0: 300_000}, args=(torch.ones(1, 256),))
+        del taken

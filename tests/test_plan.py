@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.utils import check_device_map
+from test_partition import IDS, Tied
+
+import graphplan
+from graphplan import Plan
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return graphplan.plan(Tied().eval(), {2: "17KiB", 0: "17KiB", 5: "9KiB", "cpu": "1MiB"}, (IDS,))
+
+
+def test_json_round_trip(plan: Plan) -> None:
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.to_json() == plan.to_json()
+    again.verify()
+    assert (again.placement, again.stages, again.peak_bytes) == (plan.placement, plan.stages, plan.peak_bytes)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nonsense", "no JSON"),
+        ("[]", "no plan"),
+        ("{}", "no plan"),
+        ('{"format": "graphplan.plan", "version": 99}', "version 99"),
+        ('{"format": "graphplan.plan", "version": 1}', "damaged"),
+    ],
+)
+def test_json_that_is_no_plan(text: str, message: str) -> None:
+    with pytest.raises(graphplan.PlanError, match=message):
+        Plan.from_json(text)
+
+
+def test_damage_is_found(plan: Plan) -> None:
+    data = json.loads(plan.to_json())
+    data["devices"][0]["memory"] = 1
+    with pytest.raises(graphplan.VerificationError, match="device 2 needs"):
+        Plan.from_json(json.dumps(data)).verify()
+
+
+def test_devices_are_the_callers_keys_in_their_order(plan: Plan) -> None:
+    assert list(plan.devices) == [2, 0, 5, "cpu"]
+    assert plan.devices["cpu"] == torch.device("cpu")
+    assert [plan.next_device(key) for key in plan.devices] == [0, 5, "cpu", None]
+    assert set(plan.placement.values()) <= {2, 0, 5, "cpu"}
+    assert plan.first_device == plan.stages[0].device
+    assert plan.last_device == plan.stages[-1].device
+    with pytest.raises(graphplan.DeviceError, match="no device 1"):
+        plan.next_device(1)
+
+
+def test_every_parameter_and_buffer_has_a_place(plan: Plan) -> None:
+    model = Tied()
+    names = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    assert set(plan.placement) == names
+    assert plan.placement["head.weight"] == plan.placement["embed.weight"]
+
+
+def test_stages_cover_the_operations_in_order(plan: Plan) -> None:
+    inside = [name for stage in plan.stages for name in stage.operations]
+    assert inside == [n for n, op in plan.graph.operations.items() if not op.host_only]
+    assert all(a.device != b.device for a, b in zip(plan.stages, plan.stages[1:], strict=False))
+
+
+def test_questions_by_name(plan: Plan) -> None:
+    assert plan.device_of("blocks.0.0.weight") == plan.placement["blocks.0.0.weight"]
+    assert plan.device_of("blocks.1.0") == plan.stage_of("blocks.1.0").device
+    first = plan.stages[0].operations[0]
+    assert plan.stage_of(first).index == 0
+    with pytest.raises(graphplan.PlanError, match="several devices"):
+        plan.device_of("blocks")
+    with pytest.raises(graphplan.PlanError, match="no operation, module or weight named 'nonsense'"):
+        plan.device_of("nonsense")
+
+
+def test_sums_are_the_moves(plan: Plan) -> None:
+    assert plan.transfer_bytes == sum(t.nbytes for t in plan.transfers)
+    assert plan.streamed_bytes == sum(t.nbytes for t in plan.fetches)
+    assert {t.kind for t in plan.transfers} <= {"activation"}
+    assert 0 <= plan.gap < 1
+    assert plan.lower_bound <= plan.makespan
+    assert plan.proof
+
+
+def test_device_map_is_accelerates(plan: Plan) -> None:
+    device_map = plan.device_map()
+    check_device_map(Tied(), device_map)
+    for name, key in plan.placement.items():
+        if name == "scale":
+            continue  # a buffer of the root itself, in no state_dict
+        owners = [m for m in device_map if name == m or name.startswith(m + ".") or not m]
+        assert [device_map[m] for m in owners] == [key]
+
+
+def test_device_map_of_one_device() -> None:
+    assert graphplan.plan(Tied().eval(), {"cpu": "1GiB"}, (IDS,)).device_map() == {"": "cpu"}
+
+
+def test_device_map_names_a_modules_own_parameters() -> None:
+    class Mixed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.direct = torch.nn.Parameter(torch.ones(4096))
+            self.child = torch.nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.child(x) + self.direct[:64]
+
+    plan = graphplan.plan(Mixed(), {0: "19KiB", 1: "19KiB"}, (torch.ones(1, 64),))
+    with pytest.warns(UserWarning, match="direct"):  # accelerate knows modules only
+        check_device_map(Mixed(), plan.device_map())
+    assert set(plan.device_map()) == {"direct", "child"}
+
+
+def test_summary_is_a_table(plan: Plan) -> None:
+    text = plan.summary()
+    for expected in ("budget", "peak", "17.0 KiB", "stage", "transfers", "gap", "blocks.0.0"):
+        assert expected in text
+    assert str(plan) == text
+    assert "stages" in repr(plan)
+
+
+def test_files(plan: Plan, tmp_path: Path) -> None:
+    plan.save_json(tmp_path / "plan.json")
+    assert Plan.from_json((tmp_path / "plan.json").read_text(encoding="utf-8")) == plan
+    plan.save_dot(tmp_path / "plan.dot")
+    dot = (tmp_path / "plan.dot").read_text(encoding="utf-8")
+    assert dot.startswith("digraph plan {")
+    assert dot.count("subgraph cluster_") == len(plan.stages)
+    assert dot.count("{") == dot.count("}")
