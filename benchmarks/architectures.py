@@ -104,7 +104,7 @@ class Architecture:
 
 def _shrunken(config_class: type) -> dict[str, Any]:
     default = config_class()
-    known = {**vars(default), **{name: None for name in getattr(default, "attribute_map", {})}}
+    known = {**vars(default), **dict.fromkeys(getattr(default, "attribute_map", {}))}
     return {name: value for name, value in SMALL.items() if name in known}
 
 

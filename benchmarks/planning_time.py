@@ -75,7 +75,9 @@ def measure(layers: int, devices: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 32, 80])
     parser.add_argument("--devices", type=int, default=8)
     options = parser.parse_args()

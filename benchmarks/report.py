@@ -25,7 +25,9 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "gpus": gpus,
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "networkx", "scipy")},
+        "versions": {
+            name: version(name) for name in ("torch", "transformers", "accelerate", "networkx", "scipy")
+        },
     }
 
 
@@ -44,7 +46,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     widths = [max(len(row[i]) for row in text) for i in range(len(header))]
     lines = []
     for row in text:
-        cells = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ]
         lines.append("  ".join(cells).rstrip())
     lines.insert(1, "  ".join("-" * w for w in widths))
     return "\n".join(lines)

@@ -74,9 +74,7 @@ def run_demo() -> DemoResult:
         budgets: dict[DeviceKey, int] = {0: budget, 1: budget, CPU: 4 * size}
         placed = partition(model, budgets, kwargs=inputs)
         embedded = _embed(placed, inputs)
-        name, tensor = next(
-            (n, t) for n, t in placed.named_parameters() if placed.plan.placement[n] == CPU
-        )
+        name, tensor = next((n, t) for n, t in placed.named_parameters() if placed.plan.placement[n] == CPU)
         return DemoResult(
             placed.plan,
             peaks is not None,

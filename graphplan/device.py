@@ -20,10 +20,10 @@ from graphplan.errors import BudgetError, DeviceError
 __all__ = [
     "CPU",
     "DISK",
+    "SIMULATED",
     "DeviceKey",
     "DeviceSpec",
     "Link",
-    "SIMULATED",
     "Machine",
     "MaxMemory",
     "Topology",
@@ -154,15 +154,23 @@ class Machine(Protocol):
     """What stands in for this machine's accelerators while it is current (see ``simulate``)."""
 
     @property
-    def max_memory(self) -> dict[DeviceKey, int]: ...
+    def max_memory(self) -> dict[DeviceKey, int]:
+        """Key -> bytes."""
+        ...
 
     @property
-    def device_type(self) -> str: ...
+    def device_type(self) -> str:
+        """What integer keys mean."""
+        ...
 
     @property
-    def links(self) -> Mapping[tuple[DeviceKey, DeviceKey], Link]: ...
+    def links(self) -> Mapping[tuple[DeviceKey, DeviceKey], Link]:
+        """What is known of the links."""
+        ...
 
-    def has(self, index: int) -> bool: ...
+    def has(self, index: int) -> bool:
+        """Whether the device of this index exists."""
+        ...
 
 
 current_machine: ContextVar[Machine | None] = ContextVar("graphplan_machine", default=None)
@@ -307,5 +315,7 @@ def _reject_twins(specs: Sequence[DeviceSpec]) -> None:
     seen: dict[str, DeviceKey] = {}
     for spec in specs:
         if spec.device in seen:
-            raise DeviceError(f"max_memory keys {seen[spec.device]!r} and {spec.key!r} are both {spec.device}")
+            raise DeviceError(
+                f"max_memory keys {seen[spec.device]!r} and {spec.key!r} are both {spec.device}"
+            )
         seen[spec.device] = spec.key

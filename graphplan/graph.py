@@ -14,7 +14,7 @@ Nothing here knows of ``torch.fx``: a :class:`Graph` can be built by hand in a t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -174,6 +174,11 @@ class Graph:
     def to_networkx(self) -> nx.DiGraph[str]:
         """A copy of the ``networkx.DiGraph``, the caller's to change."""
         return self.digraph.copy()
+
+    def edges(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+        """(producer, consumer, names of the values that pass) for each edge of ``digraph``."""
+        for source, target in self.digraph.edges:
+            yield source, target, self.digraph.edges[source, target]["values"]
 
     @property
     def weight_bytes(self) -> int:

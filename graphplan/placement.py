@@ -86,9 +86,7 @@ class Plan:
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """The runs of operations between which the device changes."""
-        runs = [
-            run for run in self.schedule.runs() if not self.graph.operations[run.operation].host_only
-        ]
+        runs = [run for run in self.schedule.runs() if not self.graph.operations[run.operation].host_only]
         grouped = groupby(runs, key=lambda run: run.device)
         return tuple(
             Stage(index, device, tuple(run.operation for run in members))
@@ -252,7 +250,7 @@ class Plan:
         except json.JSONDecodeError as error:
             raise PlanError(f"this is no JSON: {error}") from error
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise PlanError(f"this JSON is no plan: it lacks \"format\": \"{_FORMAT}\"")
+            raise PlanError(f'this JSON is no plan: it lacks "format": "{_FORMAT}"')
         if data.get("version") != _VERSION:
             raise PlanError(
                 f"this plan has format version {data.get('version')}, this graphplan reads {_VERSION}"
@@ -283,9 +281,7 @@ def _device_map(prefix: str, placed: list[tuple[str, DeviceKey]]) -> dict[str, D
     return found
 
 
-def _by_child(
-    placed: list[tuple[str, DeviceKey]], start: int
-) -> dict[str, list[tuple[str, DeviceKey]]]:
+def _by_child(placed: list[tuple[str, DeviceKey]], start: int) -> dict[str, list[tuple[str, DeviceKey]]]:
     children: dict[str, list[tuple[str, DeviceKey]]] = {}
     for name, key in placed:
         children.setdefault(name[start:].partition(".")[0], []).append((name, key))

@@ -82,8 +82,9 @@ def plan(
         max_memory: device key -> bytes or text such as ``"20GiB"``. Keys are accelerator indices,
             ``"cpu"``, or device names; their order is the order of preference. A budget covers
             everything on the device: weights, activations, copies. None: what is free here.
-        args, kwargs: example inputs, on any device, meta too. Without them the model's
+        args: example inputs by position, on any device, meta too. Without examples the model's
             ``dummy_inputs`` serve, or a symbolic trace, which knows no activation sizes.
+        kwargs: example inputs by name.
         dynamic_shapes: as in ``torch.export.export``.
         links: (source key, destination key) -> :class:`graphplan.Link`, where it differs from
             25 GB/s and 15 microseconds.
@@ -122,9 +123,14 @@ def partition(
 
     Args:
         model: any module, on any device; on the meta device with ``checkpoint``.
-        max_memory, args, kwargs, dynamic_shapes, links: as in :func:`plan`.
+        max_memory: as in :func:`plan`.
+        args: as in :func:`plan`. Without examples, and where a symbolic trace is not possible
+            either, the first call is captured and placed.
+        kwargs: as in :func:`plan`.
+        dynamic_shapes: as in :func:`plan`.
         checkpoint: a safetensors file, or a folder of them, to read the weights from.
         strict: whether names that the checkpoint lacks or the model does not know are errors.
+        links: as in :func:`plan`.
         return_outputs: False leaves results on the device that made them.
         grad: keep autograd alive in calls. Otherwise they run as under ``torch.no_grad()``, so that
             no activation outlives its last reader and the budgets hold.
@@ -180,7 +186,7 @@ def _example(
     model: nn.Module, twin: Twin, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> BoundCall | None:
     """The example inputs, or the model's own, or None."""
-    if isinstance(args, torch.Tensor):
+    if not isinstance(args, tuple | list):
         raise InputError("args must be a tuple of inputs, as in torch.export: write args=(x,)")
     if args or kwargs:
         return twin.bind(tuple(args), kwargs or {})
@@ -204,9 +210,7 @@ class _Compiler:
 
     def plan(self, call: BoundCall | None) -> _Planned:
         """Capture, annotate and place."""
-        captured = capture(
-            self.twin, call, self.options.dynamic_shapes, keep_grad=self.options.grad
-        )
+        captured = capture(self.twin, call, self.options.dynamic_shapes, keep_grad=self.options.grad)
         simplify(captured, keep_grad=self.options.grad)
         types = [spec.type for spec in self.topology.devices if spec.computes]
         graph = annotate(captured, self.twin.weights, types)

@@ -49,9 +49,7 @@ class BoundCall:
         return tensors[0].device if tensors else None
 
 
-def bind_call(
-    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> BoundCall:
+def bind_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:
     """Bind arguments to the parameters of ``forward``.
 
     Raises:

@@ -144,7 +144,7 @@ class Twin:
 
 
 def _stand_ins(model: nn.Module) -> dict[int, torch.Tensor]:
-    """id of each weight -> a CPU tensor of its shape, in memory that is never touched.
+    """Id of each weight -> a CPU tensor of its shape, in memory that is never touched.
 
     One mapping, as large as the largest weight, serves them all: tracing neither reads nor writes
     them, and the system provides a page only when it is written to.
@@ -245,7 +245,9 @@ def _reject_bad_inputs(twin: Twin, call: BoundCall) -> None:
         if type(error).__module__.startswith("torch."):
             return  # a limit of fake tensors, which says nothing about the inputs
         given = ", ".join(
-            f"{name}: {list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, torch.Tensor) else f"{name}: {leaf!r}"
+            f"{name}: {list(leaf.shape)} {leaf.dtype}"
+            if isinstance(leaf, torch.Tensor)
+            else f"{name}: {leaf!r}"
             for name, leaf in zip(leaf_names(call), call.leaves, strict=True)
         )
         raise InputError(
@@ -286,6 +288,7 @@ def _grad(keep_grad: bool) -> torch.set_grad_enabled:
 
 def _through_export(twin: Twin, call: BoundCall, dynamic_shapes: Any, keep_grad: bool) -> Capture:
     module = twin.module
+    own = vars(module).get("forward")
     original = module.forward
 
     @wraps(original)
@@ -294,7 +297,7 @@ def _through_export(twin: Twin, call: BoundCall, dynamic_shapes: Any, keep_grad:
         register_dataclasses(result)
         return result
 
-    module.forward = forward  # type: ignore[method-assign]  # on the twin alone
+    module.forward = forward  # on the twin alone
     try:
         with _quiet(), _grad(keep_grad):
             program = torch.export.export(
@@ -305,7 +308,9 @@ def _through_export(twin: Twin, call: BoundCall, dynamic_shapes: Any, keep_grad:
                 strict=False,
             )
     finally:
-        module.forward = original  # type: ignore[method-assign]
+        del module.forward
+        if own is not None:
+            module.forward = own
     return _from_program(program, call, twin, "export")
 
 
@@ -314,9 +319,7 @@ def _by_name(twin: Twin, call: BoundCall, dynamic_shapes: Any) -> Any:
     if dynamic_shapes is None or isinstance(dynamic_shapes, Mapping):
         if isinstance(dynamic_shapes, Mapping):
             unknown = set(dynamic_shapes) - set(twin.signature.parameters)
-            if unknown and not any(
-                p.kind is p.VAR_KEYWORD for p in twin.signature.parameters.values()
-            ):
+            if unknown and not any(p.kind is p.VAR_KEYWORD for p in twin.signature.parameters.values()):
                 raise InputError(f"dynamic_shapes names {sorted(unknown)}, which forward does not take")
             if not call.args:
                 return {name: dynamic_shapes.get(name) for name in call.kwargs}
@@ -417,15 +420,11 @@ def _bound(traced: Mapping[str, Any]) -> BoundCall:
     return BoundCall((), dict(traced), tuple(leaves), spec)
 
 
-def _with_flags(
-    signature: InputSignature, call: BoundCall
-) -> InputSignature:
+def _with_flags(signature: InputSignature, call: BoundCall) -> InputSignature:
     """The signature of the caller's call, whose output flags (``use_cache``) the exporter took out."""
     known = dict(zip(signature.names, signature.leaves, strict=True))
     names = leaf_names(call)
-    leaves = tuple(
-        known.get(name, _leaf(leaf, None)) for name, leaf in zip(names, call.leaves, strict=True)
-    )
+    leaves = tuple(known.get(name, _leaf(leaf, None)) for name, leaf in zip(names, call.leaves, strict=True))
     return InputSignature(call.spec, leaves, names)
 
 
@@ -461,9 +460,9 @@ def _leaf(leaf: Any, val: Any, ranges: Mapping[Any, Any] | None = None) -> Any:
     shape: list[int | None] = []
     bounds: list[tuple[int, int] | None] = []
     for size in val.shape:
-        dynamic = isinstance(size, torch.SymInt)
-        shape.append(None if dynamic else int(size))
-        found = (ranges or {}).get(size.node.expr) if isinstance(size, torch.SymInt) else None
+        symbol = getattr(size, "node", None)  # a torch.SymInt has one
+        shape.append(int(size) if symbol is None else None)
+        found = None if symbol is None else (ranges or {}).get(symbol.expr)
         bounds.append(None if found is None else (int(found.lower), _finite(found.upper)))
     return TensorLeaf(val.dtype, tuple(shape), tuple(bounds))
 
@@ -533,9 +532,7 @@ def _from_symbolic(twin: Twin, graph: fx.Graph, required: Sequence[str]) -> Capt
     spec = pytree.tree_flatten(((), dict.fromkeys(required, 0)))[1]
     signature = InputSignature(spec, (None,) * len(required), tuple(required), symbolic=True)
     module = fx.GraphModule(twin.module, graph)
-    return Capture(
-        module, weights, constants, tuple(inputs), out_spec, signature, "symbolic_trace"
-    )
+    return Capture(module, weights, constants, tuple(inputs), out_spec, signature, "symbolic_trace")
 
 
 def _attribute(module: nn.Module, path: str) -> Any:

@@ -65,7 +65,9 @@ def _devices(plan: Plan) -> list[str]:
         count = sum(len(stage.operations) for stage in plan.stages if stage.device == spec.key)
         share = f"{100 * peak.nbytes / spec.memory:.0f} %" if spec.memory else "-"
         budget, most, weights = _size(spec.memory), _size(peak.nbytes), _size(peak.weights)
-        rows.append([str(spec.key), spec.device, budget, most, share, weights, str(count), peak.operation or "-"])
+        rows.append(
+            [str(spec.key), spec.device, budget, most, share, weights, str(count), peak.operation or "-"]
+        )
     header = ["key", "device", "budget", "peak", "used", "weights", "operations", "peak at"]
     return _table(header, rows)
 
@@ -77,8 +79,7 @@ def _stages(plan: Plan) -> list[str]:
         arriving = sum(
             move.nbytes
             for move in plan.transfers
-            if _first_reader(plan, move.value, stage.operations)
-            and move.destination == stage.device
+            if _first_reader(plan, move.value, stage.operations) and move.destination == stage.device
         )
         first, last = paths[0] or "(root)", paths[-1] or "(root)"
         ends = first if first == last else f"{first} .. {last}"
@@ -105,11 +106,13 @@ def to_dot(plan: Plan) -> str:
         for name in stage.operations:
             stage_of[name] = stage.index
             operation = plan.graph.operations[name]
-            label = f"{operation.target}\n{operation.module_path}" if operation.module_path else operation.target
+            label = (
+                f"{operation.target}\n{operation.module_path}" if operation.module_path else operation.target
+            )
             fill = _quote(colour[stage.device])
             lines.append(f"    {_quote(name)} [label={_quote(label)}, fillcolor={fill}];")
         lines.append("  }")
-    for source, target, values in plan.graph.digraph.edges(data="values"):
+    for source, target, values in plan.graph.edges():
         if source not in stage_of or target not in stage_of:
             continue
         crosses = stage_of[source] != stage_of[target]

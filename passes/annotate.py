@@ -99,7 +99,7 @@ class _Tracker(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, known: Iterable[torch.UntypedStorage]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.known = {storage._cdata for storage in known}
         self.live: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = self.flops = 0
@@ -180,9 +180,7 @@ class _Interpreter:
         assert effect is not None
         return _Effect(effect.value, effect.results, effect.flops, workspace)
 
-    def _compute_scalar(
-        self, node: fx.Node, leaves: Sequence[Any], spec: pytree.TreeSpec
-    ) -> _Effect:
+    def _compute_scalar(self, node: fx.Node, leaves: Sequence[Any], spec: pytree.TreeSpec) -> _Effect:
         args, kwargs = pytree.tree_unflatten(list(leaves), spec)
         if any(leaf is None for leaf in leaves) and not callable(node.target):
             return _recorded(node, None)
@@ -256,9 +254,7 @@ def _recorded(node: fx.Node, error: Exception | None) -> _Effect:
     return _Effect(value, tuple(_Result(t, t.copy_bytes) for t in tensors), 0, {"cpu": 0})
 
 
-def _run_fake(
-    target: Any, leaves: Sequence[Any], spec: pytree.TreeSpec, device: torch.device
-) -> _Effect:
+def _run_fake(target: Any, leaves: Sequence[Any], spec: pytree.TreeSpec, device: torch.device) -> _Effect:
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         fakes = [
             torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=device)
@@ -375,13 +371,12 @@ class _GraphReader:
         self.written.update(mutates)
         if effect is None:
             values = [self._unknown_value(part, node) for part in made]
-            flops = accessed = workspace = 0
+            flops, accessed, workspace = 0, 0, dict[str, int]()
         else:
             values = self._known_values(node, parts, effect)
             flops, accessed = effect.flops, self._bytes_accessed(node, effect, bool(mutates))
-            workspace = effect.workspace
             unnamed = self._unnamed_bytes(parts, effect)
-            workspace = {kind: nbytes + unnamed for kind, nbytes in workspace.items()}
+            workspace = {kind: nbytes + unnamed for kind, nbytes in effect.workspace.items()}
         self.values.update({value.name: value for value in values})
         self.operations.append(
             Operation(
@@ -392,7 +387,7 @@ class _GraphReader:
                 tuple(dict.fromkeys(mutates)),
                 flops,
                 accessed,
-                workspace or {},
+                workspace,
                 _module_path(node),
                 host_only=not any(value.is_tensor for value in values) and not mutates,
             )
@@ -402,11 +397,7 @@ class _GraphReader:
         return list(dict.fromkeys(self.name_of[node] for node in nodes if node in self.name_of))
 
     def _known_values(self, node: fx.Node, parts: list[fx.Node], effect: _Effect) -> list[Value]:
-        arguments = [
-            self.name_of[n]
-            for n in _flat_nodes(node)
-            if _is_tensor_node(n) and n in self.name_of
-        ]
+        arguments = [self.name_of[n] for n in _flat_nodes(node) if _is_tensor_node(n) and n in self.name_of]
         if not parts:
             if isinstance(effect.value, _Tensor):
                 return [self._result_value(node.name, effect.results[0], arguments, {})]

@@ -68,9 +68,7 @@ def _overflow_seconds(graph: Graph, topology: Topology, accelerators: list[Devic
     cpu = next((spec for spec in topology.devices if spec.device == CPU), None)
     if missing <= 0 or cpu is None:
         return 0.0
-    fetch = min(
-        1.0 / topology.link(cpu.key, spec.key).bandwidth for spec in accelerators
-    )
+    fetch = min(1.0 / topology.link(cpu.key, spec.key).bandwidth for spec in accelerators)
     # an operation moved to the CPU frees all its weights, and pays once
     prices = []
     for name, users in readers.items():
@@ -119,7 +117,7 @@ def _moved_bytes(graph: Graph) -> list[int]:
     """Bytes of everything that a move between two devices can carry."""
     between = [
         graph.values[name].copy_bytes
-        for _, _, values in graph.digraph.edges(data="values")
+        for _, _, values in graph.edges()
         for name in values
         if graph.values[name].is_tensor
     ]
@@ -130,7 +128,7 @@ def _connected(graph: Graph, weighing: set[str]) -> bool:
     """Whether the operations that read weights hang together through values that cost something."""
     links: nx.Graph[str] = nx.Graph()
     links.add_nodes_from(weighing)
-    for source, target, values in graph.digraph.edges(data="values"):
+    for source, target, values in graph.edges():
         if graph.operations[target].host_only:
             continue  # it reads sizes from where the tensor is, and moves nothing
         if any(graph.values[name].is_tensor for name in values):

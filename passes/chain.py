@@ -76,7 +76,7 @@ class Chain:
     def value_reads(self) -> Reads:
         """Reads of tensors, inputs included, that would need a copy on another device."""
         rows: list[tuple[int, int, int, int]] = []
-        at: dict[str, int] = {name: -1 for name in self.graph.inputs}
+        at: dict[str, int] = dict.fromkeys(self.graph.inputs, -1)
         for i, operation in enumerate(self.operations):
             if not operation.host_only:
                 for name in operation.inputs:

@@ -109,7 +109,15 @@ def _kinds(
     kinds: dict[object, list[DeviceSpec]] = {}
     for spec in accelerators:
         to_cpu = topology.link(CPU, spec.key)
-        key = (spec.memory, spec.flops, spec.bandwidth, spec.overhead, spec.type, to_cpu, shrink.get(spec.key))
+        key = (
+            spec.memory,
+            spec.flops,
+            spec.bandwidth,
+            spec.overhead,
+            spec.type,
+            to_cpu,
+            shrink.get(spec.key),
+        )
         kinds.setdefault(key, []).append(spec)
     return list(kinds.values())
 
@@ -185,7 +193,12 @@ _Path = list[tuple[int, int, DeviceSpec | None]]
 
 
 def _relax(
-    best: Floats, cost: Floats, back: list[tuple[object, int, int] | None], origin: object, kind: int, into: Floats
+    best: Floats,
+    cost: Floats,
+    back: list[tuple[object, int, int] | None],
+    origin: object,
+    kind: int,
+    into: Floats,
 ) -> None:
     through = best[:, None] + cost
     arg = through.argmin(0)
@@ -195,9 +208,7 @@ def _relax(
         back[j] = (origin, int(arg[j]), kind)
 
 
-def _by_count(
-    costs: list[Floats], kinds: list[list[DeviceSpec]], free: Floats | None
-) -> _Path | None:
+def _by_count(costs: list[Floats], kinds: list[list[DeviceSpec]], free: Floats | None) -> _Path | None:
     """States: how many accelerators of each kind are used."""
     m = (free if free is not None else costs[0]).shape[0]
     table: dict[tuple[int, ...], Floats] = {}

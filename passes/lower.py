@@ -63,9 +63,7 @@ def host_device(schedule: Schedule, topology: Topology) -> torch.device:
 
 
 class _Lowering:
-    def __init__(
-        self, capture: Capture, graph: Graph, schedule: Schedule, topology: Topology
-    ) -> None:
+    def __init__(self, capture: Capture, graph: Graph, schedule: Schedule, topology: Topology) -> None:
         self.capture, self.graph, self.schedule = capture, graph, schedule
         self.devices = {spec.key: spec.torch_device for spec in topology.devices}
         self.devices.setdefault(schedule.host, host_device(schedule, topology))
@@ -73,13 +71,9 @@ class _Lowering:
         self.out = fx.Graph()
         self.env: dict[tuple[str, DeviceKey], fx.Node] = {}
         self.home: dict[str, DeviceKey] = dict(schedule.assignment.weights)
-        self.name_of = {node: name for node, name in self._names()}
+        self.name_of = {node: capture.weights.get(name, name) for name, node in self.source.items()}
         self.return_device: fx.Node | None = None
         self.branches: dict[str, fx.GraphModule] = {}
-
-    def _names(self) -> list[tuple[fx.Node, str]]:
-        weights = self.capture.weights
-        return [(node, weights.get(name, name)) for name, node in self.source.items()]
 
     def run(self) -> Lowered:
         self._placeholders()

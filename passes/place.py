@@ -212,9 +212,7 @@ def _openable(topology: Topology) -> Topology:
 
 def _sufficient(problem: Problem, found: Evaluation, limit: Topology) -> Evaluation:
     """Make sure that asking for the peaks themselves succeeds; else ask for the grown budgets."""
-    peaks = {
-        spec.key: max(found.peak(spec.key).nbytes, 0) for spec in problem.topology.devices
-    }
+    peaks = {spec.key: max(found.peak(spec.key).nbytes, 0) for spec in problem.topology.devices}
     again = _search(replace(problem, topology=problem.topology.with_memory(peaks)), polish=False)
     if again is not None:
         return found

@@ -40,8 +40,10 @@ def repair(problem: Problem, chain: Chain, start: Evaluation, work: int = 100_00
     """A placement that passes its budgets by fewer bytes than ``start``, by none if one is found.
 
     Args:
-        problem, chain, work: as in :func:`refine`.
+        problem: what is placed.
+        chain: its graph in order.
         start: a placement that passes a budget.
+        work: as in :func:`refine`.
     """
     search = _Search(problem, chain, start, work)
     while search.best.excess and search.left > 0 and search.relieve():
@@ -147,7 +149,9 @@ class _Search:
         before = self._local_seconds(moving, self.device, self.fetched)
         changed = dict(self.device)
         changed.update(dict.fromkeys(moving, target))
-        weights = {w for name in moving for w in self.graph.operations[name].inputs if w in self.graph.weights}
+        weights = {
+            w for name in moving for w in self.graph.operations[name].inputs if w in self.graph.weights
+        }
         for fetched in (self.fetched - weights, self.fetched | weights):
             if self.cpu is None and fetched:
                 continue
@@ -187,9 +191,7 @@ class _Search:
             names.update(dict.fromkeys((*operation.inputs, *operation.outputs)))
         return total + sum(self._copy_seconds(name, device, fetched) for name in names)
 
-    def _copy_seconds(
-        self, name: str, device: Mapping[str, DeviceKey], fetched: set[str]
-    ) -> float:
+    def _copy_seconds(self, name: str, device: Mapping[str, DeviceKey], fetched: set[str]) -> float:
         graph, topology = self.graph, self.problem.topology
         readers = {device[reader] for reader in self._readers(name)}
         weight = graph.weights.get(name)

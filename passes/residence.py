@@ -18,9 +18,7 @@ def cpu_key(topology: Topology) -> DeviceKey | None:
     return next((spec.key for spec in topology.devices if spec.device == CPU), None)
 
 
-def reside(
-    problem: Problem, operations: Mapping[str, DeviceKey], fetched: Iterable[str] = ()
-) -> Assignment:
+def reside(problem: Problem, operations: Mapping[str, DeviceKey], fetched: Iterable[str] = ()) -> Assignment:
     """Give every weight a home.
 
     A weight lives where its first reader runs; one of ``fetched`` lives on the CPU, and its readers
@@ -75,8 +73,7 @@ def fetch_excess(
         if cpu is None:
             return None
         for key in over:
-            step = found.schedule.steps[found.peak(key).step] if found.peak(key).step >= 0 else None
-            chosen = _choose(graph, found, key, found.excess[key], fetched, step)
+            chosen = _choose(graph, found, key, found.excess[key], fetched)
             if chosen is None:
                 return None
             fetched.update(chosen)
@@ -84,7 +81,7 @@ def fetch_excess(
 
 
 def _choose(
-    graph: Graph, found: Evaluation, key: DeviceKey, excess: int, fetched: set[str], step: object
+    graph: Graph, found: Evaluation, key: DeviceKey, excess: int, fetched: set[str]
 ) -> list[str] | None:
     """Weights of ``key`` to fetch from now on, of together about ``excess`` bytes."""
     homes = found.schedule.assignment.weights

@@ -49,7 +49,7 @@ def simplify(capture: Capture, *, keep_grad: bool = False) -> None:
     drop_checks(graph)
     if capture.method != "symbolic_trace":
         _fold_lifted_constants(graph)
-        folds = [*_FOLDS, (_DETACHES, _same)] if not keep_grad else list(_FOLDS)
+        folds = [*_FOLDS, (_DETACHES, lambda _: True)] if not keep_grad else list(_FOLDS)
         _fold(graph, folds)
     _name_states(graph)
     _eliminate_dead_code(graph)
@@ -82,26 +82,23 @@ def _val(node: Any) -> Any:
     return node.meta.get("val") if isinstance(node, fx.Node) else None
 
 
-def _same(node: fx.Node) -> bool:
-    return True
-
-
 def _same_type(node: fx.Node) -> bool:
     if node.kwargs.get("copy") or node.kwargs.get("memory_format") not in (None, torch.preserve_format):
         return False
     before, after = _val(node.args[0]), _val(node)
     # a copy flag given by position follows non_blocking: to.dtype(self, dtype, non_blocking, copy, ...)
+    assert isinstance(node.target, torch._ops.OpOverload)
     schema = [argument.name for argument in node.target._schema.arguments]
     given = dict(zip(schema, node.args, strict=False))
     if given.get("copy") or given.get("memory_format") not in (None, torch.preserve_format):
         return False
-    return before is not None and after is not None and before.dtype == after.dtype
+    return before is not None and after is not None and bool(before.dtype == after.dtype)
 
 
 def _whole_slice(node: fx.Node) -> bool:
     rest = (*node.args[2:], *(None,) * (5 - len(node.args)))
     start, end, step = rest[:3]
-    return start in (None, 0) and (end is None or end == _INT_MAX) and step in (None, 1)
+    return start in (None, 0) and end in (None, _INT_MAX) and step in (None, 1)
 
 
 def _same_shape(node: fx.Node) -> bool:
@@ -109,12 +106,12 @@ def _same_shape(node: fx.Node) -> bool:
     if before is None or after is None or before.dim() != after.dim():
         return False
     pairs = zip((*before.shape, *before.stride()), (*after.shape, *after.stride()), strict=True)
-    return all(statically_known_true(a == b) for a, b in pairs)
+    return all(bool(statically_known_true(a == b)) for a, b in pairs)
 
 
 def _is_identity_dropout(node: fx.Node) -> bool:
     probability, train = node.args[1], node.args[2]
-    return train is False or probability == 0
+    return train is False or bool(probability == 0)
 
 
 _DETACHES = (aten.detach.default, aten.detach_.default, aten.alias.default)

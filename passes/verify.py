@@ -30,9 +30,7 @@ def verify_lowered(lowered: Lowered, graph: Graph, schedule: Schedule, topology:
 
 
 class _Proof:
-    def __init__(
-        self, lowered: Lowered, graph: Graph, schedule: Schedule, topology: Topology
-    ) -> None:
+    def __init__(self, lowered: Lowered, graph: Graph, schedule: Schedule, topology: Topology) -> None:
         self.lowered, self.graph, self.schedule = lowered, graph, schedule
         devices = {spec.key: spec.torch_device for spec in topology.devices}
         self.host = host_device(schedule, topology)
@@ -107,4 +105,3 @@ class _Proof:
             mark = "->" if other is node else "  "
             lines.append(f"{mark} {other.format_node()}  # {self.device.get(other, '?')}")
         return "\n".join(lines)
-

@@ -11,7 +11,6 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -154,11 +153,16 @@ def _rebuild(original: type[nn.Module]) -> nn.Module:
     return cls.__new__(cls)
 
 
-@lru_cache(maxsize=None)
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def placed_class(original: type[nn.Module]) -> type[nn.Module]:
     """The class of the placed copies of a model, under the model's own name."""
-    body = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    return type(original.__name__, (PlacedModule, original), body)
+    if original not in _classes:
+        names = ("__module__", "__qualname__", "__doc__")
+        body = {name: getattr(original, name) for name in names}
+        _classes[original] = type(original.__name__, (PlacedModule, original), body)
+    return _classes[original]
 
 
 def attach(

@@ -51,9 +51,7 @@ class Checkpoint:
         return tensor.to(model.dtype)
 
 
-def read_checkpoint(
-    model: nn.Module, weights: ModelWeights, path: str | Path, *, strict: bool
-) -> Checkpoint:
+def read_checkpoint(model: nn.Module, weights: ModelWeights, path: str | Path, *, strict: bool) -> Checkpoint:
     """Open a checkpoint and compare its names with the model's.
 
     Args:
@@ -71,12 +69,13 @@ def read_checkpoint(
         first
         for first, names in weights.names.items()
         if not any(name in files for name in names)
-        and (strict and set(names) & weights.persistent or weights.tensors[first].device.type == "meta")
+        and ((strict and set(names) & weights.persistent) or weights.tensors[first].device.type == "meta")
     ]
     unexpected = sorted(set(files) - known) if strict else []
     if missing or unexpected:
         raise InputError(
-            f"{path} does not fit {type(model).__name__}: missing {_some(missing)}, unexpected {_some(unexpected)}"
+            f"{path} does not fit {type(model).__name__}: missing {_some(missing)}, "
+            f"unexpected {_some(unexpected)}"
         )
     return Checkpoint(weights, files)
 
@@ -98,7 +97,9 @@ def _files(path: Path) -> dict[str, Path]:
     if path.is_dir():
         path = path / _SINGLE
     if not path.is_file():
-        raise InputError(f"no checkpoint at {path}: give a .safetensors file, or a folder with {_SINGLE} or {_INDEX}")
+        raise InputError(
+            f"no checkpoint at {path}: give a .safetensors file, or a folder with {_SINGLE} or {_INDEX}"
+        )
     try:
         with safe_open(path, framework="pt", device="cpu") as opened:
             return dict.fromkeys(opened.keys(), path)

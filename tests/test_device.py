@@ -14,7 +14,11 @@ def test_keys_keep_the_callers_order() -> None:
 
 def test_integer_keys_name_accelerators_even_without_one() -> None:
     topology = read_max_memory({3: 10, "cuda:1": 10, "disk": 10})
-    assert [spec.device for spec in topology.devices] == [f"{accelerator_type() or 'cuda'}:3", "cuda:1", "disk"]
+    assert [spec.device for spec in topology.devices] == [
+        f"{accelerator_type() or 'cuda'}:3",
+        "cuda:1",
+        "disk",
+    ]
     assert [spec.computes for spec in topology.devices] == [True, True, False]
 
 

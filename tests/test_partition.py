@@ -26,7 +26,9 @@ class Tied(nn.Module):
         self.unused = nn.Linear(width, width)
         self.register_buffer("scale", torch.tensor(2.0), persistent=False)
 
-    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None, *, double: bool = False) -> dict[str, Any]:
+    def forward(
+        self, ids: torch.Tensor, mask: torch.Tensor | None = None, *, double: bool = False
+    ) -> dict[str, Any]:
         x = self.embed(ids) + torch.arange(ids.shape[1], device=ids.device)[:, None]
         if mask is not None:
             x = x * mask[..., None]
@@ -167,7 +169,12 @@ def test_inputs_come_from_and_results_return_to_where_the_caller_is() -> None:
         for index in (0, 1):
             result = placed(IDS.to(f"sim:{index}"))
             assert result["logits"].device == torch.device(f"sim:{index}")
-            assert largest_difference(torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, result), expected) < 1e-5
+            assert (
+                largest_difference(
+                    torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, result), expected
+                )
+                < 1e-5
+            )
         on_cpu = graphplan.partition(model, {"cpu": "1GiB"}, args=(IDS,))
         assert on_cpu(IDS.to("sim:1"))["logits"].device == torch.device("sim:1")
         left = graphplan.partition(model, budgets, args=(IDS,), return_outputs=False)
@@ -231,7 +238,9 @@ class Branching(nn.Module):
         self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flipped = torch.cond(x.sum() > 0, lambda y: y + torch.ones(32), lambda y: y - torch.ones(32), (self.a(x),))
+        flipped = torch.cond(
+            x.sum() > 0, lambda y: y + torch.ones(32), lambda y: y - torch.ones(32), (self.a(x),)
+        )
         return self.b(flipped)
 
 
@@ -245,7 +254,9 @@ def test_control_flow_operations_run_on_their_device() -> None:
 
 
 def test_without_inputs_a_symbolic_trace_is_placed() -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU()) for _ in range(4))).eval()
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU()) for _ in range(4))
+    ).eval()
     with graphplan.simulate(budgets_of(model, {0: 0.6, 1: 0.6})) as machine:
         placed = graphplan.partition(model, machine.max_memory)
         assert placed.plan.method == "symbolic_trace"
@@ -329,7 +340,10 @@ def test_plan_needs_neither_weights_nor_devices() -> None:
 
 
 def test_plans_are_deterministic() -> None:
-    texts = {graphplan.plan(Tied().eval(), {0: "20KiB", 1: "30KiB", "cpu": "1GiB"}, (IDS,)).to_json() for _ in range(3)}
+    texts = {
+        graphplan.plan(Tied().eval(), {0: "20KiB", 1: "30KiB", "cpu": "1GiB"}, (IDS,)).to_json()
+        for _ in range(3)
+    }
     assert len(texts) == 1
 
 

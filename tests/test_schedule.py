@@ -127,7 +127,9 @@ def break_order(s: Schedule) -> Schedule:
 
 
 def drop_move(s: Schedule) -> Schedule:
-    return replace(s, steps=tuple(step for step in s.steps if not (isinstance(step, Move) and step.value == "v0")))
+    return replace(
+        s, steps=tuple(step for step in s.steps if not (isinstance(step, Move) and step.value == "v0"))
+    )
 
 
 def repeat_move(s: Schedule) -> Schedule:
@@ -183,7 +185,9 @@ def test_checks_refuse_a_parted_group() -> None:
 
 def test_checks_refuse_to_fetch_what_is_written() -> None:
     weight = Weight("w", KIB, ("w",), "buffer", mutated=True)
-    graph = Graph([Operation("a", "add_", ("w",), ("a",), ("w",))], [Value("a", 0, KIB, "w")], [weight], [], [])
+    graph = Graph(
+        [Operation("a", "add_", ("w",), ("a",), ("w",))], [Value("a", 0, KIB, "w")], [weight], [], []
+    )
     schedule = build_schedule(graph, Assignment({"a": 0}, {"w": "cpu"}), "cpu")
     with pytest.raises(VerificationError, match="cannot be fetched"):
         check_schedule(graph, BIG, schedule)

@@ -53,7 +53,12 @@ class Steps(nn.Module):
 
 
 def test_states_of_a_mutated_value_have_their_own_names() -> None:
-    assert calls(Steps(), torch.randn(2)) == ["mul.Tensor(x, 2)", "add_.Tensor(%0, 1)", "mul_.Tensor(%1, 3)", "add.Tensor(%2, x)"]
+    assert calls(Steps(), torch.randn(2)) == [
+        "mul.Tensor(x, 2)",
+        "add_.Tensor(%0, 1)",
+        "mul_.Tensor(%1, 3)",
+        "add.Tensor(%2, x)",
+    ]
 
 
 class Scratch(nn.Module):
