@@ -79,7 +79,7 @@ class SimulatedMachine:
     @property
     def max_memory(self) -> dict[DeviceKey, int]:
         """The capacities as ``max_memory`` for :func:`graphplan.partition`."""
-        budgets: dict[DeviceKey, int] = {index: nbytes for index, nbytes in self.capacities.items()}
+        budgets = dict[DeviceKey, int](self.capacities.items())
         if self.cpu_memory is not None:
             budgets[CPU] = self.cpu_memory
         return budgets

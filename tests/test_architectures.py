@@ -14,8 +14,8 @@ import graphplan
 
 RATIOS = (0.5, 0.7, 0.9)
 # one of each kind at every change; the rest under -m slow
-SAMPLE = set(
-    [
+SAMPLE = frozenset(
+    (
         "Llama",
         "Gemma2",
         "GPT2",
@@ -28,7 +28,7 @@ SAMPLE = set(
         "ResNet",
         "Whisper",
         "CLIP",
-    ]
+    )
 )
 
 

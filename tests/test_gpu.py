@@ -1,0 +1,136 @@
+"""The same promises on real GPUs: ``pytest -m gpu``."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from builders import bytes_of, largest_difference
+from torch import nn
+
+import graphplan
+
+FOUND = torch.cuda.device_count() if torch.cuda.is_available() else 0
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(FOUND < 1, reason=f"needs a CUDA device, found {FOUND}"),
+]
+two_gpus = [
+    pytest.mark.multi_gpu,
+    pytest.mark.skipif(FOUND < 2, reason=f"needs two CUDA devices, found {FOUND}"),
+]
+MIB = 1 << 20
+
+
+class Blocks(nn.Module):
+    """Residual blocks of 32 MiB each."""
+
+    def __init__(self, depth: int = 6, width: int = 2048) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(width, width), "down": nn.Linear(width, width)})
+            for _ in range(depth)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + torch.arange(x.shape[-1], device=x.device) * 1e-3
+        for block in self.blocks:
+            x = x + block["down"](torch.relu(block["up"](x))) * 0.1
+        return x
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    for index in range(FOUND):
+        # libraries take their workspaces once, through the same allocator: before anything is measured
+        warm = torch.ones(64, 64, device=f"cuda:{index}")
+        (warm @ warm).sum().item()
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def measured(index: int, work: Any) -> tuple[Any, int]:
+    """The result of ``work``, and the most bytes that it had allocated beyond what was there."""
+    gc.collect()
+    torch.cuda.synchronize(index)
+    before = torch.cuda.memory_allocated(index)
+    torch.cuda.reset_peak_memory_stats(index)
+    result = work()
+    torch.cuda.synchronize(index)
+    return result, torch.cuda.max_memory_allocated(index) - before
+
+
+def budgets_of(model: nn.Module, shares: dict[Any, float]) -> dict[Any, int]:
+    return {key: int(share * bytes_of(model)) + 24 * MIB for key, share in shares.items()}
+
+
+def place_and_run(model: nn.Module, budgets: dict[Any, int], x: torch.Tensor) -> Any:
+    expected = model(x)
+    gpus = [key for key in budgets if key != "cpu"]
+    placed: Any = None
+
+    def work() -> torch.Tensor:
+        nonlocal placed
+        placed = graphplan.partition(model, budgets, args=(x,))
+        return placed(x)
+
+    result, peak = measured(gpus[0], work)
+    plan = placed.plan
+    assert peak <= plan.peak_bytes[gpus[0]] <= budgets[gpus[0]]
+    assert largest_difference(result.cpu(), expected) < 1e-3  # another order of sums
+    assert result.device == x.device
+    return placed
+
+
+def test_a_model_that_fits_is_on_the_gpu() -> None:
+    model = Blocks().eval()
+    placed = place_and_run(model, budgets_of(model, {0: 1.2, "cpu": 4.0}), torch.randn(16, 2048))
+    assert {p.device.type for p in placed.parameters()} == {"cuda"}
+    assert placed.plan.transfers == placed.plan.fetches == ()
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_what_does_not_fit_stays_on_the_cpu_and_says_so(share: float) -> None:
+    model = Blocks().eval()
+    placed = place_and_run(model, budgets_of(model, {0: share, "cpu": 4.0}), torch.randn(16, 2048))
+    assert {p.device.type for p in placed.parameters()} == {"cpu", "cuda"}
+
+
+def test_a_hundred_calls_leak_nothing() -> None:
+    model = Blocks(2).eval()
+    x = torch.randn(16, 2048)
+    placed = graphplan.partition(model, budgets_of(model, {0: 0.7, "cpu": 4.0}), args=(x,))
+    placed(x)
+    gc.collect()
+    before = torch.cuda.memory_allocated(0)
+    for _ in range(100):
+        placed(x)
+    gc.collect()
+    assert torch.cuda.memory_allocated(0) == before
+
+
+def test_deepcopy_and_state_dict() -> None:
+    model = Blocks(2).eval()
+    x = torch.randn(16, 2048)
+    placed = graphplan.partition(model, budgets_of(model, {0: 0.7, "cpu": 4.0}), args=(x,))
+    twin = copy.deepcopy(placed)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert largest_difference(placed(x), model(x)) < 1e-3
+    saved = {name: tensor.cpu() for name, tensor in placed.state_dict().items()}
+    assert largest_difference(saved, dict(model.state_dict())) == 0
+
+
+@pytest.mark.parametrize("shares", [{0: 0.6, 1: 0.6}, {1: 0.6, 0: 0.6}])
+@pytest.mark.parametrize("_two", [pytest.param(None, marks=two_gpus)])
+def test_two_gpus(shares: dict[Any, float], _two: None) -> None:  # noqa: PT019  # carries marks only
+    model = Blocks().eval()
+    placed = place_and_run(model, budgets_of(model, shares), torch.randn(16, 2048))
+    assert {str(p.device) for p in placed.parameters()} == {"cuda:0", "cuda:1"}
+    assert placed.plan.stages[0].device == next(iter(shares))
