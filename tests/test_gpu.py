@@ -129,7 +129,7 @@ def test_deepcopy_and_state_dict() -> None:
 
 @pytest.mark.parametrize("shares", [{0: 0.6, 1: 0.6}, {1: 0.6, 0: 0.6}])
 @pytest.mark.parametrize("_two", [pytest.param(None, marks=two_gpus)])
-def test_two_gpus(shares: dict[Any, float], _two: None) -> None:  # noqa: PT019  # carries marks only
+def test_two_gpus(shares: dict[Any, float], _two: None) -> None:  # carries marks only
     model = Blocks().eval()
     placed = place_and_run(model, budgets_of(model, shares), torch.randn(16, 2048))
     assert {str(p.device) for p in placed.parameters()} == {"cuda:0", "cuda:1"}
