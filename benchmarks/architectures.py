@@ -104,7 +104,8 @@ class Architecture:
 
 def _shrunken(config_class: type) -> dict[str, Any]:
     default = config_class()
-    known = {**vars(default), **dict.fromkeys(getattr(default, "attribute_map", {}))}
+    mapped = getattr(default, "attribute_map", {})
+    known = {name for name in {*vars(default), *mapped} if not isinstance(getattr(default, name, None), list)}
     return {name: value for name, value in SMALL.items() if name in known}
 
 

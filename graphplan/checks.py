@@ -26,10 +26,10 @@ def check_schedule(graph: Graph, topology: Topology, schedule: Schedule) -> Memo
     memory = measure_memory(graph, topology, schedule)
     for spec in topology.devices:
         peak = memory.peaks[spec.key]
-        if peak.nbytes > spec.memory:
+        if peak.nbytes > spec.room:
             raise VerificationError(
                 f"device {spec.key!r} needs {readable_bytes(peak.nbytes)} at {peak.operation!r}, "
-                f"its budget is {readable_bytes(spec.memory)}\n" + steps_around(schedule, peak.step)
+                f"its budget is {readable_bytes(spec.room)}\n" + steps_around(schedule, peak.step)
             )
     return memory
 

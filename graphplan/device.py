@@ -53,6 +53,7 @@ class DeviceSpec:
         flops: FLOP/s that a large matrix product reaches.
         bandwidth: bytes/s of the device's own memory.
         overhead: seconds that an operation takes however small it is.
+        reserve: bytes of ``memory`` that the plan leaves free.
     """
 
     key: DeviceKey
@@ -61,6 +62,12 @@ class DeviceSpec:
     flops: float
     bandwidth: float
     overhead: float
+    reserve: int = 0
+
+    @property
+    def room(self) -> int:
+        """Bytes that a plan may use."""
+        return max(0, self.memory - self.reserve)
 
     @property
     def type(self) -> str:
@@ -218,12 +225,14 @@ def detect_max_memory() -> dict[DeviceKey, int]:
 def read_max_memory(
     max_memory: MaxMemory | None,
     links: Mapping[tuple[DeviceKey, DeviceKey], Link] | None = None,
+    reserve: int | str | Mapping[DeviceKey, int | str] = 0,
 ) -> Topology:
     """Read ``max_memory`` into a :class:`Topology`.
 
     Args:
         max_memory: key -> bytes or text such as ``"10GiB"``; None detects this machine.
         links: what is known of the links; a simulated machine brings its own.
+        reserve: bytes to leave free on every device, or key -> bytes.
 
     Raises:
         BudgetError: an empty mapping, or a value that is no non-negative number of bytes.
@@ -242,7 +251,19 @@ def read_max_memory(
         raise BudgetError("max_memory names only 'disk', which computes nothing: add an accelerator or 'cpu'")
     machine = current_machine.get()
     known = dict(machine.links) if machine is not None else {}
-    return Topology(specs, {**known, **(links or {})})
+    return Topology(_with_reserve(specs, reserve), {**known, **(links or {})})
+
+
+def _with_reserve(
+    specs: tuple[DeviceSpec, ...], reserve: int | str | Mapping[DeviceKey, int | str]
+) -> tuple[DeviceSpec, ...]:
+    if not isinstance(reserve, Mapping):
+        nbytes = _read_bytes("reserve", reserve, "reserve")
+        return tuple(replace(spec, reserve=nbytes) for spec in specs)
+    if unknown := set(reserve) - {spec.key for spec in specs}:
+        raise DeviceError(f"reserve names {unknown.pop()!r}, which is not in max_memory")
+    sizes = {key: _read_bytes(key, value, f"reserve[{key!r}]") for key, value in reserve.items()}
+    return tuple(replace(spec, reserve=sizes.get(spec.key, 0)) for spec in specs)
 
 
 def require_present(topology: Topology) -> None:
@@ -267,15 +288,16 @@ def require_present(topology: Topology) -> None:
             )
 
 
-def _read_bytes(key: DeviceKey, value: object) -> int:
+def _read_bytes(key: DeviceKey, value: object, name: str = "") -> int:
+    name = name or f"max_memory[{key!r}]"
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise BudgetError(f"max_memory[{key!r}] must be bytes or text such as '10GiB', not {value!r}")
+        raise BudgetError(f"{name} must be bytes or text such as '10GiB', not {value!r}")
     try:
         nbytes = int(convert_file_size_to_int(value) if isinstance(value, str) else value)
     except (ValueError, OverflowError) as error:
-        raise BudgetError(f"max_memory[{key!r}] = {value!r} is no size: write bytes or '10GiB'") from error
+        raise BudgetError(f"{name} = {value!r} is no size: write bytes or '10GiB'") from error
     if nbytes < 0:
-        raise BudgetError(f"max_memory[{key!r}] = {value!r} is negative")
+        raise BudgetError(f"{name} = {value!r} is negative")
     return nbytes
 
 

@@ -19,7 +19,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,10 +36,11 @@ from graphplan.device import (
     require_present,
 )
 from graphplan.errors import CaptureError, InputError
-from graphplan.passes.annotate import annotate
-from graphplan.passes.evaluate import Problem
+from graphplan.passes.annotate import Annotator, costlier
+from graphplan.passes.constrain import Wishes, constrain
+from graphplan.passes.evaluate import Problem, evaluate
 from graphplan.passes.lower import constant_attribute, host_device, lower
-from graphplan.passes.place import place
+from graphplan.passes.place import Solution, place
 from graphplan.passes.simplify import simplify
 from graphplan.passes.verify import verify_lowered
 from graphplan.placement import Plan
@@ -53,6 +54,8 @@ __all__ = ["partition", "plan"]
 
 logger = logging.getLogger("graphplan")
 
+_SETTLING = 4  # times that a placement is made again because its own moves made operations take more
+
 Links = Mapping[tuple[DeviceKey, DeviceKey], Link]
 
 
@@ -61,6 +64,7 @@ class _Options:
     dynamic_shapes: Any = None
     grad: bool = False
     return_outputs: bool = True
+    wishes: Wishes = field(default_factory=Wishes)
 
 
 def plan(
@@ -72,6 +76,12 @@ def plan(
     dynamic_shapes: Any = None,
     links: Links | None = None,
     return_outputs: bool = True,
+    pin: Mapping[str, DeviceKey] | None = None,
+    together: Sequence[str | Sequence[str]] = (),
+    offload: bool = True,
+    cpu_compute: bool = True,
+    balance: bool = False,
+    reserve: int | str | Mapping[DeviceKey, int | str] = 0,
 ) -> Plan:
     """Decide where everything in ``model`` goes, and move nothing.
 
@@ -89,6 +99,13 @@ def plan(
         links: (source key, destination key) -> :class:`graphplan.Link`, where it differs from
             25 GB/s and 15 microseconds.
         return_outputs: whether results go back to the device of the first tensor input.
+        pin: module, operation, parameter or buffer -> device key. A module runs there, and its
+            weights live there; a parameter or buffer lives there.
+        together: modules, or lists of them, that must not be split over devices.
+        offload: False for accelerators only: what does not fit them is an error.
+        cpu_compute: False where the CPU may keep weights, but not compute.
+        balance: spread the work evenly over the accelerators instead of moving the fewest bytes.
+        reserve: bytes to leave free on every device, or device key -> bytes.
 
     Raises:
         BudgetError, DeviceError: ``max_memory`` cannot be read.
@@ -96,8 +113,9 @@ def plan(
         CaptureError: the model cannot be traced.
         InfeasibleError: no placement fits; the smallest budgets that would do are in the error.
     """
-    topology = read_max_memory(max_memory, links)
-    options = _Options(dynamic_shapes, False, return_outputs)
+    topology = read_max_memory(max_memory, links, reserve)
+    wishes = Wishes(pin or {}, together, offload, cpu_compute, balance)
+    options = _Options(dynamic_shapes, False, return_outputs, wishes)
     twin = Twin(model)
     return _Compiler(twin, topology, options).plan(_example(model, twin, args, kwargs)).plan
 
@@ -114,6 +132,12 @@ def partition(
     links: Links | None = None,
     return_outputs: bool = True,
     grad: bool = False,
+    pin: Mapping[str, DeviceKey] | None = None,
+    together: Sequence[str | Sequence[str]] = (),
+    offload: bool = True,
+    cpu_compute: bool = True,
+    balance: bool = False,
+    reserve: int | str | Mapping[DeviceKey, int | str] = 0,
 ) -> Any:
     """The model, placed over the devices of ``max_memory`` and ready to run.
 
@@ -134,18 +158,25 @@ def partition(
         return_outputs: False leaves results on the device that made them.
         grad: keep autograd alive in calls. Otherwise they run as under ``torch.no_grad()``, so that
             no activation outlives its last reader and the budgets hold.
+        pin: as in :func:`plan`.
+        together: as in :func:`plan`.
+        offload: as in :func:`plan`.
+        cpu_compute: as in :func:`plan`.
+        balance: as in :func:`plan`.
+        reserve: as in :func:`plan`.
 
     Raises:
         GraphplanError: as in :func:`plan`; also DeviceError for a device that this machine lacks,
             InputError for a meta model without a checkpoint.
     """
-    topology = read_max_memory(max_memory, links)
+    topology = read_max_memory(max_memory, links, reserve)
     require_present(topology)
+    wishes = Wishes(pin or {}, together, offload, cpu_compute, balance)
     twin = Twin(model)
     source = None if checkpoint is None else read_checkpoint(model, twin.weights, checkpoint, strict=strict)
     if source is None:
         require_data(model, twin.weights)
-    compiler = _Compiler(twin, topology, _Options(dynamic_shapes, grad, return_outputs))
+    compiler = _Compiler(twin, topology, _Options(dynamic_shapes, grad, return_outputs, wishes))
 
     def start(call: BoundCall | None) -> nn.Module:
         program = compiler.first(call)
@@ -213,11 +244,9 @@ class _Compiler:
         captured = capture(self.twin, call, self.options.dynamic_shapes, keep_grad=self.options.grad)
         simplify(captured, keep_grad=self.options.grad)
         types = [spec.type for spec in self.topology.devices if spec.computes]
-        graph = annotate(captured, self.twin.weights, types)
-        returns = self.options.return_outputs and bool(graph.inputs)
-        problem = Problem(graph, self.topology, self._host(call), returns, self.homes)
-        solution = place(problem)
-        schedule = solution.evaluation.schedule
+        annotator = Annotator(captured, self.twin.weights, types)
+        problem, solution = self._settle(annotator, call)
+        graph, schedule = problem.graph, solution.evaluation.schedule
         check_schedule(graph, self.topology, schedule)
         made = Plan(
             graph,
@@ -229,6 +258,27 @@ class _Compiler:
             captured.method,
         )
         return _Planned(captured, made)
+
+    def _settle(self, annotator: Annotator, call: BoundCall | None) -> tuple[Problem, Solution]:
+        """Place the graph, and again where the moves themselves make operations take more.
+
+        The graph that is returned is that of the returned placement: its bytes are exact.
+        """
+        graph = annotator.graph()
+        returns = self.options.return_outputs and bool(graph.inputs)
+        plain = Problem(graph, self.topology, self._host(call), returns, self.homes or {})
+        problem = constrain(plain, self.options.wishes)
+        for _ in range(_SETTLING):
+            solution = place(problem)
+            moved = annotator.graph(solution.evaluation.schedule)
+            exact = constrain(replace(plain, graph=moved), self.options.wishes)
+            if exact.graph == problem.graph:
+                return problem, solution
+            again = evaluate(exact, solution.evaluation.schedule.assignment)
+            if again.feasible:
+                return exact, replace(solution, evaluation=again)
+            problem = replace(exact, graph=costlier(problem.graph, exact.graph))
+        return problem, place(problem)
 
     def _host(self, call: BoundCall | None) -> DeviceKey:
         """The key of the device where the caller's tensors are; meta ones are taken to be on the CPU."""

@@ -1,289 +1,89 @@
-"""Give a captured graph its bytes, FLOPs, aliases and workspaces: ``torch.fx`` becomes a ``Graph``.
-
-Each operation is run once on fake tensors (no data, no arithmetic) at the sizes of the example
-inputs. Two operations that look alike are run once between them, so a model of eighty equal layers
-costs little more than one of two. Running them shows what no schema tells: which result is a view,
-and how many bytes a composite operation takes on the way.
-"""
+"""Give a captured graph its bytes, FLOPs, aliases and workspaces: ``torch.fx`` becomes a ``Graph``."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from graphplan.errors import CaptureError
+from graphplan.device import DeviceKey
 from graphplan.graph import Graph, Operation, Value, Weight
 from graphplan.passes.aliases import find_together
+from graphplan.passes.measure import Effect, Interpreter, OperationResult, TensorMeta, describe, round_up
 from graphplan.passes.simplify import mutated_arguments
+from graphplan.schedule import Schedule
 from graphplan.tracing import Capture, ModelWeights, tensor_bytes
 
-__all__ = ["annotate"]
+__all__ = ["Annotator", "annotate", "costlier"]
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A tensor as the interpreter carries it: sizes, strides, dtype."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def copy_bytes(self) -> int:
-        elements = 1
-        for size in self.shape:
-            elements *= size
-        return elements * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """One tensor that an operation returned.
-
-    ``argument`` is the index, among the operation's tensor arguments, of the one that it is a view
-    of; ``sibling`` that of the earlier result whose storage it shares; -1 for neither.
-    """
-
-    tensor: _Tensor
-    nbytes: int
-    argument: int = -1
-    sibling: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class _Effect:
-    """What running one operation showed. ``results`` are a flat list; ``value`` the structure."""
-
-    value: Any
-    results: tuple[_Result, ...]
-    flops: int
-    workspace: Mapping[str, int]
-
-
 def annotate(capture: Capture, weights: ModelWeights, device_types: Sequence[str] = ("cpu",)) -> Graph:
-    """The planner's graph of a capture.
+    """The planner's graph of a capture: see :class:`Annotator`."""
+    return Annotator(capture, weights, device_types).graph()
+
+
+class Annotator:
+    """Writes down the graph of a capture, as it is and as a schedule makes it.
 
     Args:
         capture: simplified.
         weights: of the model that was captured; unused ones are in the graph too.
         device_types: for which to measure workspaces; a type without a backend here counts as CPU.
-
-    Raises:
-        CaptureError: an operation that cannot be run on fake tensors and has no recorded result.
     """
-    reader = _GraphReader(capture, weights)
-    if capture.method == "symbolic_trace":
-        reader.read_unknown()
-    else:
-        reader.read(_Interpreter(capture, device_types))
-    graph = reader.graph()
-    graph.verify()
-    return graph
+
+    def __init__(
+        self, capture: Capture, weights: ModelWeights, device_types: Sequence[str] = ("cpu",)
+    ) -> None:
+        self.capture, self.weights = capture, weights
+        self.interpreter = Interpreter(device_types)
+
+    def graph(self, schedule: Schedule | None = None) -> Graph:
+        """The graph; with ``schedule``, as it is when values are moved as it says.
+
+        A moved value that was a slice arrives dense, after which an operation may copy where it took
+        a view, or take another workspace.
+
+        Raises:
+            CaptureError: an operation that cannot be run on fake tensors and has no recorded result.
+        """
+        reader = _GraphReader(self.capture, self.weights)
+        if self.capture.method == "symbolic_trace":
+            reader.read_unknown()
+        else:
+            reader.read(self.interpreter, schedule)
+        graph = reader.graph()
+        graph.verify()
+        return graph
 
 
-class _Tracker(TorchDispatchMode):
-    """Counts FLOPs, and the bytes that are alive beyond the arguments'."""
+def costlier(a: Graph, b: Graph) -> Graph:
+    """Of two readings of one capture, each value's and operation's larger bytes.
 
-    supports_higher_order_operators = True
-
-    def __init__(self, known: Iterable[torch.UntypedStorage]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.known = {storage._cdata for storage in known}
-        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = self.flops = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.higher_order.cond:
-            _, true_branch, false_branch, operands = args
-            with self:
-                return [branch(*operands) for branch in (false_branch, true_branch)][1]
-        out = func(*args, **(kwargs or {}))
-        if func.namespace == "prim":
-            return out
-        self.flops += _flops(func, args, kwargs or {}, out)
-        self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
-        for leaf in pytree.tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                storage = leaf.untyped_storage()
-                if storage._cdata not in self.known and storage._cdata not in self.live:
-                    self.live[storage._cdata] = (StorageWeakRef(storage), _round(storage.nbytes()))
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.live.values()))
-        return out
+    A value that is a view in one and not in the other is none, so both readings are covered.
+    """
+    values = [_costlier_value(value, b.values[name]) for name, value in a.values.items()]
+    operations = []
+    for name, operation in a.operations.items():
+        other = b.operations[name]
+        kinds = {*operation.workspace, *other.workspace}
+        workspace = {k: max(operation.workspace_on(k), other.workspace_on(k)) for k in sorted(kinds)}
+        operations.append(replace(operation, workspace=workspace))
+    together = {*a.together, *b.together}
+    parts = (operations, values, a.weights.values(), a.inputs, a.outputs)
+    return Graph(*parts, together, shapes_known=a.shapes_known)
 
 
-def _round(nbytes: int) -> int:
-    return -(-nbytes // 512) * 512
-
-
-def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
-    packet = getattr(func, "_overloadpacket", None)
-    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
-        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
-    formula = flop_registry.get(packet)
-    return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
-
-
-class _Interpreter:
-    """Runs the graph on fake tensors, each distinct operation once."""
-
-    def __init__(self, capture: Capture, device_types: Sequence[str]) -> None:
-        self.capture = capture
-        self.device_types = tuple(dict.fromkeys(("cpu", *device_types)))
-        self.env: dict[fx.Node, Any] = {}
-        self.memo: dict[Any, _Effect] = {}
-
-    def load(self, node: fx.Node) -> None:
-        """Take a placeholder's value from the trace."""
-        val = node.meta.get("val")
-        self.env[node] = _describe(val)
-
-    def run(self, node: fx.Node) -> _Effect:
-        """Run one node; its value is remembered for those that read it."""
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.env[n])
-        leaves, spec = pytree.tree_flatten((args, dict(kwargs)), is_leaf=_is_tensor)
-        key = (node.target, spec, tuple(map(_hashable, leaves)))
-        effect = self.memo.get(key)
-        if effect is None:
-            effect = self._measure(node, leaves, spec)
-            self.memo[key] = effect
-        self.env[node] = effect.value
-        return effect
-
-    def _measure(self, node: fx.Node, leaves: Sequence[Any], spec: pytree.TreeSpec) -> _Effect:
-        if not any(isinstance(leaf, _Tensor) for leaf in leaves) and not _makes_tensor(node):
-            return self._compute_scalar(node, leaves, spec)
-        effect: _Effect | None = None
-        workspace: dict[str, int] = {}
-        for device_type in self.device_types:
-            try:
-                run = _run_fake(node.target, leaves, spec, _fake_device(device_type))
-            except Exception as error:  # a kernel without a fake may raise anything
-                if effect is None:
-                    return _recorded(node, error)
-                continue
-            workspace[device_type] = run.workspace[""]
-            effect = effect or run
-        assert effect is not None
-        return _Effect(effect.value, effect.results, effect.flops, workspace)
-
-    def _compute_scalar(self, node: fx.Node, leaves: Sequence[Any], spec: pytree.TreeSpec) -> _Effect:
-        args, kwargs = pytree.tree_unflatten(list(leaves), spec)
-        if any(leaf is None for leaf in leaves) and not callable(node.target):
-            return _recorded(node, None)
-        try:
-            assert callable(node.target)
-            value = node.target(*args, **kwargs)
-        except (TypeError, RuntimeError, ZeroDivisionError, OverflowError) as error:
-            return _recorded(node, error)
-        return _Effect(value, (), 0, {})
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, _Tensor)
-
-
-def _hashable(leaf: Any) -> Any:
-    # True == 1 == 1.0, yet they are different arguments
-    return leaf if isinstance(leaf, _Tensor) else (type(leaf), leaf)
-
-
-def _makes_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor | list | tuple)
-
-
-def _fake_device(device_type: str) -> torch.device:
-    if device_type == "cpu":
-        return torch.device("cpu")
-    backend = getattr(torch, device_type, None)
-    available = backend is not None and backend.is_available()
-    return torch.device(device_type, 0) if available else torch.device("cpu")
-
-
-def _size(size: Any) -> int:
-    """A size at the example inputs; 1 for what only the data decides."""
-    if isinstance(size, torch.SymInt):
-        hint = size.node.hint
-        return 1 if hint is None else int(hint)
-    return int(size)
-
-
-def _describe(val: Any) -> Any:
-    """A traced value as the interpreter carries it."""
-    if isinstance(val, torch.Tensor):
-        shape = tuple(map(_size, val.shape))
-        if val.layout is not torch.strided:
-            return _Tensor(shape, _contiguous(shape), val.dtype)
-        return _Tensor(shape, tuple(map(_size, val.stride())), val.dtype)
-    if isinstance(val, list | tuple):
-        return [_describe(item) for item in val]
-    if isinstance(val, torch.SymInt):
-        return _size(val)
-    if isinstance(val, torch.SymFloat | torch.SymBool):
-        return val.node.hint if val.node.hint is not None else 1.0
-    return val
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
-def _recorded(node: fx.Node, error: Exception | None) -> _Effect:
-    """What the trace itself recorded, for an operation that does not run on fake tensors."""
-    if "val" not in node.meta:
-        raise CaptureError(f"{node.format_node()} cannot be run on fake tensors: {error}") from error
-    value = _describe(node.meta["val"])
-    tensors = [leaf for leaf in pytree.tree_leaves(value, is_leaf=_is_tensor) if _is_tensor(leaf)]
-    return _Effect(value, tuple(_Result(t, t.copy_bytes) for t in tensors), 0, {"cpu": 0})
-
-
-def _run_fake(target: Any, leaves: Sequence[Any], spec: pytree.TreeSpec, device: torch.device) -> _Effect:
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        fakes = [
-            torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=device)
-            if isinstance(leaf, _Tensor)
-            else device
-            if isinstance(leaf, torch.device)
-            else leaf
-            for leaf in leaves
-        ]
-        arguments = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
-        storages = [fake.untyped_storage() for fake in arguments]
-        args, kwargs = pytree.tree_unflatten(fakes, spec)
-        with _Tracker(storages) as tracker:
-            out = target(*args, **kwargs)
-        owner = {storage._cdata: index for index, storage in enumerate(storages)}
-        results: list[_Result] = []
-        first: dict[int, int] = {}
-        own = 0
-        for leaf in pytree.tree_leaves(out):
-            if not isinstance(leaf, torch.Tensor):
-                continue
-            storage = leaf.untyped_storage()
-            argument = owner.get(storage._cdata, -1)
-            sibling = -1 if argument >= 0 else first.setdefault(storage._cdata, len(results))
-            shared = sibling >= 0 and sibling != len(results)
-            nbytes = 0 if argument >= 0 or shared else storage.nbytes()
-            own += _round(nbytes)
-            results.append(_Result(_describe(leaf), nbytes, argument, sibling if shared else -1))
-        return _Effect(_describe(out), tuple(results), tracker.flops, {"": max(0, tracker.peak - own)})
+def _costlier_value(a: Value, b: Value) -> Value:
+    if a.alias_of == b.alias_of:
+        return replace(a, nbytes=max(a.nbytes, b.nbytes), copy_bytes=max(a.copy_bytes, b.copy_bytes))
+    return a if a.alias_of is None else b
 
 
 # Reads of a few rows of a table: what passes through memory is the rows.
@@ -309,17 +109,35 @@ class _GraphReader:
         self.nodes = list(capture.graph.nodes)
         self.sees_shapes = capture.method != "symbolic_trace"
 
-    def read(self, interpreter: _Interpreter) -> None:
+    def read(self, interpreter: Interpreter, schedule: Schedule | None) -> None:
+        self.home: dict[str, DeviceKey] = {}
         for node in self.nodes:
             if node.op == "placeholder":
-                interpreter.load(node)
+                weight = self.model.tensors.get(self.capture.weights.get(node.name, ""))
+                interpreter.load(node, requires_grad=weight is not None and weight.requires_grad)
                 self._placeholder(node, interpreter.env[node])
             elif node.op == "get_attr":  # a submodule of a control-flow operation
                 interpreter.env[node] = getattr(self.capture.module, str(node.target))
             elif node.op == "call_function" and not self._is_part(node):
-                self._operation(node, interpreter.run(node))
+                copied = self._copied_by(schedule, node)
+                self._operation(node, interpreter.run(node, copied))
                 for user in self._parts(node):
                     interpreter.env[user] = interpreter.env[node][user.args[1]]
+
+    def _copied_by(self, schedule: Schedule | None, node: fx.Node) -> Callable[[fx.Node], bool]:
+        """Which arguments of an operation are copies, under a schedule."""
+        if schedule is None:
+            return lambda _: False
+        device = schedule.assignment.operations[node.name]
+        for made in (node, *self._parts(node)):
+            self.home[made.name] = device
+
+        def copied(argument: fx.Node) -> bool:
+            name = self.name_of.get(argument, argument.name)
+            home = schedule.assignment.weights.get(name, self.home.get(name, schedule.host))
+            return home != device
+
+        return copied
 
     def read_unknown(self) -> None:
         """Without example inputs: operations and weights, and no bytes of activations."""
@@ -336,13 +154,13 @@ class _GraphReader:
         if node.name in self.capture.weights:
             self.name_of[node] = self.capture.weights[node.name]
             return
-        if self.sees_shapes and not isinstance(described, _Tensor):
+        if self.sees_shapes and not isinstance(described, TensorMeta):
             return  # a constant, which the trace has taken in
         if node.name not in self.capture.inputs:
             return
         self.name_of[node] = node.name
         self.inputs.append(node.name)
-        nbytes = described.copy_bytes if isinstance(described, _Tensor) else 0
+        nbytes = described.copy_bytes if isinstance(described, TensorMeta) else 0
         self.values[node.name] = _value(node.name, described, nbytes)
 
     def _is_part(self, node: fx.Node) -> bool:
@@ -356,7 +174,7 @@ class _GraphReader:
     def _parts(self, node: fx.Node) -> list[fx.Node]:
         return [user for user in node.users if self._is_part(user)]
 
-    def _operation(self, node: fx.Node, effect: _Effect | None) -> None:
+    def _operation(self, node: fx.Node, effect: Effect | None) -> None:
         parts = self._parts(node)
         made = parts or [node]
         for part in made:
@@ -396,10 +214,10 @@ class _GraphReader:
     def _names(self, nodes: Iterable[fx.Node]) -> list[str]:
         return list(dict.fromkeys(self.name_of[node] for node in nodes if node in self.name_of))
 
-    def _known_values(self, node: fx.Node, parts: list[fx.Node], effect: _Effect) -> list[Value]:
+    def _known_values(self, node: fx.Node, parts: list[fx.Node], effect: Effect) -> list[Value]:
         arguments = [self.name_of[n] for n in _flat_nodes(node) if _is_tensor_node(n) and n in self.name_of]
         if not parts:
-            if isinstance(effect.value, _Tensor):
+            if isinstance(effect.value, TensorMeta):
                 return [self._result_value(node.name, effect.results[0], arguments, {})]
             if not effect.results:
                 return [Value(node.name, is_tensor=False)]
@@ -416,14 +234,14 @@ class _GraphReader:
             result = effect.results[index]
             if owners[index] != part.name:  # the same result taken out twice
                 twin = owners[index]
-                result = _Result(result.tensor, 0)
+                result = OperationResult(result.tensor, 0)
                 values.append(_value(part.name, result.tensor, 0, twin))
                 continue
             values.append(self._result_value(part.name, result, arguments, owners))
         return values
 
     def _result_value(
-        self, name: str, result: _Result, arguments: Sequence[str], owners: Mapping[int, str]
+        self, name: str, result: OperationResult, arguments: Sequence[str], owners: Mapping[int, str]
     ) -> Value:
         base, nbytes = None, result.nbytes
         if 0 <= result.argument < len(arguments):
@@ -433,20 +251,20 @@ class _GraphReader:
             nbytes = 0 if base is not None else result.tensor.copy_bytes
         return _value(name, result.tensor, nbytes, base)
 
-    def _unnamed_bytes(self, parts: list[fx.Node], effect: _Effect) -> int:
+    def _unnamed_bytes(self, parts: list[fx.Node], effect: Effect) -> int:
         """Bytes of results that nobody takes out: they die with the operation."""
         if not parts:
             return 0
         index_of = _result_index(effect.value)
         taken = {index_of.get(part.args[1]) for part in parts}
-        return sum(_round(r.nbytes) for i, r in enumerate(effect.results) if i not in taken)
+        return sum(round_up(r.nbytes) for i, r in enumerate(effect.results) if i not in taken)
 
-    def _bytes_accessed(self, node: fx.Node, effect: _Effect, writes: bool) -> int:
+    def _bytes_accessed(self, node: fx.Node, effect: Effect, writes: bool) -> int:
         made = sum(result.nbytes for result in effect.results)
         if not made and not writes:
             return 0
-        tensors = [_describe(n.meta.get("val")) for n in node.all_input_nodes]
-        read = [t.copy_bytes for t in tensors if isinstance(t, _Tensor)]
+        tensors = [describe(n.meta.get("val")) for n in node.all_input_nodes]
+        read = [t.copy_bytes for t in tensors if isinstance(t, TensorMeta)]
         if node.target in _GATHERS:
             return 2 * made + sum(read[1:])
         return made + sum(read)
@@ -504,7 +322,7 @@ def _constant(name: str, tensor: torch.Tensor, written: bool) -> Weight:
 
 
 def _value(name: str, described: Any, nbytes: int, base: str | None = None) -> Value:
-    if isinstance(described, _Tensor):
+    if isinstance(described, TensorMeta):
         dtype = _dtype_name(described.dtype)
         return Value(name, nbytes, described.copy_bytes, base, True, described.shape, dtype)
     return Value(name, nbytes, 0, base)
@@ -519,7 +337,7 @@ def _result_index(value: Any) -> dict[Any, int]:
     found: dict[Any, int] = {}
     if isinstance(value, list | tuple):
         for position, item in enumerate(value):
-            if isinstance(item, _Tensor):
+            if isinstance(item, TensorMeta):
                 found[position] = len(found)
     return found
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import networkx as nx
 import numpy as np
 
-from graphplan.cost import operation_seconds
 from graphplan.device import CPU, DeviceSpec, Topology
 from graphplan.graph import Graph
+from graphplan.passes.evaluate import Problem
 
 __all__ = ["Bound", "lower_bound"]
 
@@ -28,14 +28,15 @@ class Bound:
     proof: str
 
 
-def lower_bound(graph: Graph, topology: Topology) -> Bound:
+def lower_bound(problem: Problem) -> Bound:
     """The best of the bounds below."""
+    graph, topology = problem.graph, problem.topology
     computing = [spec for spec in topology.devices if spec.computes]
     accelerators = [spec for spec in computing if spec.is_accelerator]
-    fastest = _fastest_seconds(graph, computing)
+    fastest = _fastest_seconds(problem, computing)
     if not accelerators:
         return Bound(fastest, "all operations on the CPU")
-    overflow = _overflow_seconds(graph, topology, accelerators)
+    overflow = _overflow_seconds(problem, accelerators)
     if overflow > 0:
         return Bound(fastest + overflow, "fastest compute plus the weights that no accelerator holds")
     cuts = _cut_seconds(graph, topology, computing)
@@ -43,10 +44,10 @@ def lower_bound(graph: Graph, topology: Topology) -> Bound:
     return Bound(fastest + cuts, proof)
 
 
-def _fastest_seconds(graph: Graph, computing: list[DeviceSpec]) -> float:
+def _fastest_seconds(problem: Problem, computing: list[DeviceSpec]) -> float:
     return sum(
-        min(operation_seconds(operation, spec) for spec in computing)
-        for operation in graph.operations.values()
+        min(problem.seconds(operation, spec) for spec in computing)
+        for operation in problem.graph.operations.values()
     )
 
 
@@ -60,11 +61,12 @@ def _read_weights(graph: Graph) -> dict[str, list[str]]:
     return found
 
 
-def _overflow_seconds(graph: Graph, topology: Topology, accelerators: list[DeviceSpec]) -> float:
+def _overflow_seconds(problem: Problem, accelerators: list[DeviceSpec]) -> float:
     """Seconds that the bytes beyond the accelerators' memory cost at least."""
+    graph, topology = problem.graph, problem.topology
     readers = _read_weights(graph)
     total = sum(graph.weights[name].nbytes for name in readers)
-    missing = total - sum(spec.memory for spec in accelerators)
+    missing = total - sum(spec.room for spec in accelerators)
     cpu = next((spec for spec in topology.devices if spec.device == CPU), None)
     if missing <= 0 or cpu is None:
         return 0.0
@@ -75,7 +77,7 @@ def _overflow_seconds(graph: Graph, topology: Topology, accelerators: list[Devic
         nbytes = graph.weights[name].nbytes
         if not nbytes:
             continue
-        penalty = min(_cpu_penalty(graph, user, cpu, accelerators) for user in users)
+        penalty = min(_cpu_penalty(problem, user, cpu, accelerators) for user in users)
         prices.append((min(fetch, penalty / nbytes), nbytes))
     prices.sort()
     seconds = 0.0
@@ -88,12 +90,12 @@ def _overflow_seconds(graph: Graph, topology: Topology, accelerators: list[Devic
     return seconds
 
 
-def _cpu_penalty(graph: Graph, user: str, cpu: DeviceSpec, accelerators: list[DeviceSpec]) -> float:
+def _cpu_penalty(problem: Problem, user: str, cpu: DeviceSpec, accelerators: list[DeviceSpec]) -> float:
     """Extra seconds of one operation on the CPU, shared out among the weights that it reads."""
-    operation = graph.operations[user]
-    best = min(operation_seconds(operation, spec) for spec in (*accelerators, cpu))
-    extra = operation_seconds(operation, cpu) - best
-    weights = sum(1 for name in operation.inputs if name in graph.weights)
+    operation = problem.graph.operations[user]
+    best = min(problem.seconds(operation, spec) for spec in (*accelerators, cpu))
+    extra = problem.seconds(operation, cpu) - best
+    weights = sum(1 for name in operation.inputs if name in problem.graph.weights)
     return extra / max(weights, 1)
 
 
@@ -101,7 +103,7 @@ def _cut_seconds(graph: Graph, topology: Topology, computing: list[DeviceSpec]) 
     """Latency and bytes of the cheapest edges, one per device beyond the first that must be used."""
     readers = _read_weights(graph)
     total = sum(graph.weights[name].nbytes for name in readers)
-    sizes = sorted((spec.memory for spec in computing), reverse=True)
+    sizes = sorted((spec.room for spec in computing), reverse=True)
     needed = int(np.searchsorted(np.cumsum(sizes), total)) + 1
     if needed < 2 or needed > len(sizes):
         return 0.0

@@ -8,14 +8,15 @@ fetch them at each call. The tables are close to the evaluator, which has the la
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 
-from graphplan.cost import operation_seconds
-from graphplan.device import CPU, DeviceKey, DeviceSpec, Topology
+from graphplan.device import CPU, DeviceKey, DeviceSpec
 from graphplan.passes.chain import Chain, Floats, Ints
+from graphplan.passes.evaluate import Problem
 
 __all__ = ["Piece", "split"]
 
@@ -49,11 +50,12 @@ class _Tables:
 
 def split(
     chain: Chain,
-    topology: Topology,
+    problem: Problem,
     *,
     use_cpu: bool,
     fetch: bool,
     part_groups: bool = False,
+    balance: bool = False,
     limit: int = 400,
     shrink: dict[DeviceKey, int] | None = None,
 ) -> list[Piece] | None:
@@ -61,13 +63,15 @@ def split(
 
     Args:
         chain: what to split.
-        topology: onto what.
+        problem: whose devices to use, and where operations may run.
         use_cpu: whether operations may run on the CPU.
         fetch: whether weights may stay on the CPU and be fetched.
         part_groups: whether cuts may fall inside groups that must stay together (the caller mends it).
+        balance: make the longest piece as short as can be, instead of the sum of all.
         limit: most positions at which to consider a cut.
         shrink: device -> bytes to leave free, after the evaluator found a split too large.
     """
+    topology = problem.topology
     cuts = chain.positions(limit, part_groups=part_groups)
     tables = _tables(chain, cuts)
     accelerators = [spec for spec in topology.devices if spec.is_accelerator]
@@ -75,20 +79,21 @@ def split(
         return None
     cpu = next((s for s in topology.devices if s.device == CPU), None) if use_cpu else None
     home = next((s for s in topology.devices if s.device == CPU), None) if fetch else None
-    kinds = _kinds(topology, accelerators, shrink or {})
-    spaces = [kind[0].memory - (shrink or {}).get(kind[0].key, 0) for kind in kinds]
+    kinds = _kinds(problem, accelerators, shrink or {})
+    spaces = [kind[0].room - (shrink or {}).get(kind[0].key, 0) for kind in kinds]
     costs = [
-        _piece_seconds(chain, cuts, tables, kind[0], space, topology, home)
+        _piece_seconds(chain, cuts, tables, kind[0], space, problem, home)
         for kind, space in zip(kinds, spaces, strict=True)
     ]
     free = None
     if cpu is not None:
-        free = _piece_seconds(chain, cuts, tables, cpu, cpu.memory, topology, None)
+        free = _piece_seconds(chain, cuts, tables, cpu, cpu.room, problem, None)
     states = 1
     for kind in kinds:
         states *= len(kind) + 1
     ordered = states > _MAX_STATES
-    path = _in_order(costs, kinds, accelerators, free) if ordered else _by_count(costs, kinds, free)
+    add: Add = np.maximum if balance else np.add
+    path = _in_order(costs, kinds, accelerators, free, add) if ordered else _by_count(costs, kinds, free, add)
     if path is None:
         return None
     pieces = []
@@ -96,28 +101,25 @@ def split(
         spec = cpu if spec is None else spec
         assert spec is not None
         need = tables.weights[i, j] + tables.activations[i, j]
-        room = spec.memory - (shrink or {}).get(spec.key, 0)
+        room = spec.room - (shrink or {}).get(spec.key, 0)
         excess = 0 if spec is cpu else max(0, int(need - room))
         pieces.append(Piece(int(cuts[i]), int(cuts[j]), spec.key, excess))
     return pieces
 
 
 def _kinds(
-    topology: Topology, accelerators: list[DeviceSpec], shrink: dict[DeviceKey, int]
+    problem: Problem, accelerators: list[DeviceSpec], shrink: dict[DeviceKey, int]
 ) -> list[list[DeviceSpec]]:
     """Accelerators that nothing tells apart, together, in the caller's order."""
     kinds: dict[object, list[DeviceSpec]] = {}
+    rules = list(dict.fromkeys(problem.allowed.values()))
+    pinned = set(problem.fixed_weights.values())
     for spec in accelerators:
-        to_cpu = topology.link(CPU, spec.key)
-        key = (
-            spec.memory,
-            spec.flops,
-            spec.bandwidth,
-            spec.overhead,
-            spec.type,
-            to_cpu,
-            shrink.get(spec.key),
-        )
+        speed = (spec.flops, spec.bandwidth, spec.overhead, spec.type)
+        links = problem.topology.link(CPU, spec.key)
+        may = tuple(spec.key in rule for rule in rules)
+        own = spec.key if spec.key in pinned else None
+        key = (spec.room, *speed, links, shrink.get(spec.key), may, own)
         kinds.setdefault(key, []).append(spec)
     return list(kinds.values())
 
@@ -162,16 +164,19 @@ def _piece_seconds(
     tables: _Tables,
     spec: DeviceSpec,
     space: int,
-    topology: Topology,
+    problem: Problem,
     home: DeviceSpec | None,
 ) -> Floats:
     """Seconds of each piece on a device, infinite where it does not fit."""
-    each = np.array([operation_seconds(op, spec) for op in chain.operations])
-    total = np.concatenate([[0.0], np.cumsum(each)])
+    each = np.array([problem.seconds(op, spec) for op in chain.operations])
+    barred = np.concatenate([[0], np.cumsum(np.isinf(each))])
+    total = np.concatenate([[0.0], np.cumsum(np.where(np.isinf(each), 0.0, each))])
+    topology = problem.topology
     links = [topology.link(other.key, spec.key) for other in topology.devices if other is not spec]
     latency = max((link.latency for link in links), default=0.0)
     bandwidth = min((link.bandwidth for link in links), default=np.inf)
     seconds = total[cuts][None, :] - total[cuts][:, None]
+    seconds = np.where(barred[cuts][None, :] > barred[cuts][:, None], np.inf, seconds)
     seconds = seconds + tables.arrivals * latency + tables.arriving / bandwidth
     excess = tables.weights + tables.activations - space
     fits = excess <= 0
@@ -192,46 +197,55 @@ def _piece_seconds(
 _Path = list[tuple[int, int, DeviceSpec | None]]
 
 
-def _relax(
-    best: Floats,
-    cost: Floats,
-    back: list[tuple[object, int, int] | None],
-    origin: object,
-    kind: int,
-    into: Floats,
-) -> None:
-    through = best[:, None] + cost
+_Back = list[tuple[object, int, int] | None]
+Add = Callable[[Floats, Floats], Floats]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The best seconds with which a state reaches each cut, and the step by which it did."""
+
+    seconds: Floats
+    back: _Back
+
+    @classmethod
+    def empty(cls, size: int) -> _Row:
+        return cls(np.full(size, np.inf), [None] * size)
+
+
+def _relax(row: _Row, cost: Floats, origin: object, kind: int, into: _Row, add: Add) -> None:
+    """Extend ``row`` by one piece."""
+    through = add(row.seconds[:, None], cost)
     arg = through.argmin(0)
     value = through[arg, np.arange(through.shape[1])]
-    for j in np.nonzero(value < into - 1e-15)[0]:
-        into[j] = value[j]
-        back[j] = (origin, int(arg[j]), kind)
+    for j in np.nonzero(value < into.seconds - 1e-15)[0]:
+        into.seconds[j] = value[j]
+        into.back[j] = (origin, int(arg[j]), kind)
 
 
-def _by_count(costs: list[Floats], kinds: list[list[DeviceSpec]], free: Floats | None) -> _Path | None:
+def _by_count(
+    costs: list[Floats], kinds: list[list[DeviceSpec]], free: Floats | None, add: Add
+) -> _Path | None:
     """States: how many accelerators of each kind are used."""
     m = (free if free is not None else costs[0]).shape[0]
-    table: dict[tuple[int, ...], Floats] = {}
-    back: dict[tuple[int, ...], list[tuple[object, int, int] | None]] = {}
     states = sorted(product(*(range(len(kind) + 1) for kind in kinds)), key=sum)
-    for state in states:
-        table[state] = np.full(m, np.inf)
-        back[state] = [None] * m
-    table[states[0]][0] = 0.0
+    table = {state: _Row.empty(m) for state in states}
+    table[states[0]].seconds[0] = 0.0
     for state in states:
         if free is not None:
-            _relax(table[state].copy(), free, back[state], state, -1, table[state])
+            before = _Row(table[state].seconds.copy(), [])
+            _relax(before, free, state, -1, table[state], add)
         for kind, members in enumerate(kinds):
             if state[kind] < len(members):
                 after = tuple(c + (k == kind) for k, c in enumerate(state))
-                _relax(table[state], costs[kind], back[after], state, kind, table[after])
-    end = min(states, key=lambda s: (table[s][m - 1], sum(s)))
-    if not np.isfinite(table[end][m - 1]):
+                _relax(table[state], costs[kind], state, kind, table[after], add)
+    end = min(states, key=lambda s: (table[s].seconds[m - 1], sum(s)))
+    if not np.isfinite(table[end].seconds[m - 1]):
         return None
     path: _Path = []
     state, j = end, m - 1
     while j > 0:
-        step = back[state][j]
+        step = table[state].back[j]
         assert step is not None
         origin, i, kind = step
         assert isinstance(origin, tuple)
@@ -255,26 +269,26 @@ def _in_order(
     kinds: list[list[DeviceSpec]],
     accelerators: list[DeviceSpec],
     free: Floats | None,
+    add: Add,
 ) -> _Path | None:
     """States: the last accelerator used, in the caller's order, where their subsets are too many."""
     kind_of = {spec.key: index for index, kind in enumerate(kinds) for spec in kind}
     m, k = costs[0].shape[0], len(accelerators)
-    table = [np.full(m, np.inf) for _ in range(k + 1)]
-    back: list[list[tuple[object, int, int] | None]] = [[None] * m for _ in range(k + 1)]
-    table[0][0] = 0.0
+    table = [_Row.empty(m) for _ in range(k + 1)]
+    table[0].seconds[0] = 0.0
     for used in range(k + 1):
         if free is not None:
-            _relax(table[used].copy(), free, back[used], used, -1, table[used])
+            _relax(_Row(table[used].seconds.copy(), []), free, used, -1, table[used], add)
         for after in range(used + 1, k + 1):
             kind = kind_of[accelerators[after - 1].key]
-            _relax(table[used], costs[kind], back[after], used, kind, table[after])
-    state = min(range(k + 1), key=lambda s: table[s][m - 1])
-    if not np.isfinite(table[state][m - 1]):
+            _relax(table[used], costs[kind], used, kind, table[after], add)
+    state = min(range(k + 1), key=lambda s: table[s].seconds[m - 1])
+    if not np.isfinite(table[state].seconds[m - 1]):
         return None
     path: _Path = []
     j = m - 1
     while j > 0:
-        step = back[state][j]
+        step = table[state].back[j]
         assert step is not None
         origin, i, kind = step
         path.append((i, j, None if kind < 0 else accelerators[state - 1]))

@@ -5,12 +5,13 @@ Solvers propose, this disposes: it writes the schedule, counts its bytes and add
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from graphplan.cost import move_seconds, operation_seconds
-from graphplan.device import DeviceKey, Topology
-from graphplan.graph import Graph
+from graphplan.device import DeviceKey, DeviceSpec, Topology
+from graphplan.graph import Graph, Operation
 from graphplan.liveness import Memory, Peak, measure_memory
 from graphplan.passes.transfers import build_schedule
 from graphplan.schedule import Assignment, Run, Schedule
@@ -27,14 +28,37 @@ class Problem:
         topology: on what, within which budgets.
         host: key or name of the caller's device.
         returns_to_host: whether outputs go back there.
-        fixed_weights: weights that have a place already (a further graph over the same model).
+        fixed_weights: weights that have a place already: pinned by the caller, or settled by an
+            earlier plan of the same model.
+        allowed: operation -> the devices that it may run on; one that is not named may run on all.
+        offload: whether the CPU may compute, and keep weights that accelerators fetch, where the
+            accelerators do not hold the model.
+        balance: spread the work evenly over the accelerators instead of moving the fewest bytes.
     """
 
     graph: Graph
     topology: Topology
     host: DeviceKey
     returns_to_host: bool = True
-    fixed_weights: Mapping[str, DeviceKey] | None = None
+    fixed_weights: Mapping[str, DeviceKey] = field(default_factory=dict)
+    allowed: Mapping[str, frozenset[DeviceKey]] = field(default_factory=dict)
+    offload: bool = True
+    balance: bool = False
+
+    def seconds(self, operation: Operation, spec: DeviceSpec) -> float:
+        """Seconds of an operation on a device, infinite where it may not run."""
+        allowed = self.allowed.get(operation.name)
+        if allowed is not None and spec.key not in allowed:
+            return float("inf")
+        return operation_seconds(operation, spec)
+
+    def obey(self, operations: Mapping[str, DeviceKey]) -> dict[str, DeviceKey]:
+        """The same devices, but for operations that may not run there: those go where they may."""
+        obeyed = dict(operations)
+        for name, allowed in self.allowed.items():
+            if obeyed[name] not in allowed:
+                obeyed[name] = next(key for key in self.topology.keys if key in allowed)
+        return obeyed
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +75,8 @@ class Evaluation:
 
     @property
     def feasible(self) -> bool:
-        """Whether every budget is kept."""
-        return not self.excess
+        """Whether every budget is kept and every operation runs where it may."""
+        return not self.excess and math.isfinite(self.seconds)
 
     def peak(self, key: DeviceKey) -> Peak:
         """The peak of one device."""
@@ -68,12 +92,10 @@ def evaluate(problem: Problem, assignment: Assignment) -> Evaluation:
     seconds = 0.0
     for step in schedule.steps:
         if isinstance(step, Run):
-            seconds += operation_seconds(graph.operations[step.operation], specs[step.device])
+            seconds += problem.seconds(graph.operations[step.operation], specs[step.device])
         else:
             seconds += move_seconds(step, topology)
     excess = {
-        spec.key: over
-        for spec in topology.devices
-        if (over := memory.peaks[spec.key].nbytes - spec.memory) > 0
+        spec.key: over for spec in topology.devices if (over := memory.peaks[spec.key].nbytes - spec.room) > 0
     }
     return Evaluation(schedule, memory, seconds, excess)

@@ -41,7 +41,7 @@ def place(problem: Problem) -> Solution:
     found = _search(problem)
     if found is None:
         raise _infeasible(problem)
-    bound = lower_bound(problem.graph, problem.topology)
+    bound = lower_bound(problem)
     seconds = min(bound.seconds, found.seconds)
     return Solution(found, seconds, bound.proof)
 
@@ -49,6 +49,10 @@ def place(problem: Problem) -> Solution:
 def _search(problem: Problem, *, polish: bool = True) -> Evaluation | None:
     spec = next((s for s in problem.topology.devices if s.is_accelerator), problem.topology.devices[0])
     chain = Chain(problem.graph, spec)
+    if problem.balance:
+        even = _split(problem, chain, use_cpu=False, fetch=False, balance=True)
+        if even is not None and even.feasible:
+            return even
     for proposals in (_without_offload(problem, chain), _with_offload(problem, chain)):
         found = [evaluation for evaluation in proposals if evaluation is not None]
         feasible = [evaluation for evaluation in found if evaluation.feasible]
@@ -81,13 +85,19 @@ def _without_offload(problem: Problem, chain: Chain) -> Iterator[Evaluation | No
         yield _all_on(problem, spec.key)
     if len(accelerators) > 1:
         yield _split(problem, chain, use_cpu=False, fetch=False)
+        if problem.allowed:  # a pin may make a piece of its own, which no contiguous split has
+            freely = replace(problem, allowed={})
+            free = _split(freely, chain, use_cpu=False, fetch=False)
+            if free is not None:
+                operations = problem.obey(free.schedule.assignment.operations)
+                yield evaluate(problem, reside(problem, operations))
         if problem.graph.together:
             yield _split(problem, chain, use_cpu=False, fetch=False, part_groups=True)
 
 
 def _with_offload(problem: Problem, chain: Chain) -> Iterator[Evaluation | None]:
     cpu = cpu_key(problem.topology)
-    if cpu is None:
+    if cpu is None or not problem.offload:
         return
     yield _split(problem, chain, use_cpu=True, fetch=True)
     yield _split(problem, chain, use_cpu=True, fetch=False)
@@ -96,32 +106,40 @@ def _with_offload(problem: Problem, chain: Chain) -> Iterator[Evaluation | None]
         yield _split(problem, chain, use_cpu=True, fetch=True, part_groups=True)
     for spec in problem.topology.devices:
         if spec.is_accelerator:
-            everywhere = dict.fromkeys(problem.graph.operations, spec.key)
+            everywhere = problem.obey(dict.fromkeys(problem.graph.operations, spec.key))
             yield fetch_excess(problem, everywhere)
     yield _all_on(problem, cpu)
 
 
 def _all_on(problem: Problem, key: DeviceKey) -> Evaluation:
-    return evaluate(problem, reside(problem, dict.fromkeys(problem.graph.operations, key)))
+    operations = problem.obey(dict.fromkeys(problem.graph.operations, key))
+    return evaluate(problem, reside(problem, operations))
 
 
 def _split(
-    problem: Problem, chain: Chain, *, use_cpu: bool, fetch: bool, part_groups: bool = False
+    problem: Problem,
+    chain: Chain,
+    *,
+    use_cpu: bool,
+    fetch: bool,
+    part_groups: bool = False,
+    balance: bool = False,
 ) -> Evaluation | None:
     shrink: dict[DeviceKey, int] = {}
     found: Evaluation | None = None
     for _ in range(_REPAIRS):
         pieces = split(
             chain,
-            problem.topology,
+            problem,
             use_cpu=use_cpu,
             fetch=fetch,
             part_groups=part_groups,
+            balance=balance,
             shrink=shrink,
         )
         if pieces is None:
             return found
-        operations = _operations_of(chain, pieces)
+        operations = problem.obey(_operations_of(chain, pieces))
         found = evaluate(problem, reside(problem, operations))
         if found.excess and fetch:
             fetched = fetch_excess(problem, operations)

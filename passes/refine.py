@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from graphplan.cost import operation_seconds
 from graphplan.device import DeviceKey
 from graphplan.passes.chain import Chain
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
@@ -58,7 +57,7 @@ class _Search:
         self.devices = [spec for spec in problem.topology.devices if spec.computes]
         self.cpu = cpu_key(problem.topology)
         self.seconds = {
-            spec.key: [operation_seconds(op, spec) for op in chain.operations] for spec in self.devices
+            spec.key: [problem.seconds(op, spec) for op in chain.operations] for spec in self.devices
         }
         self.together = {name: group for group in self.graph.together for name in group}
         self._adopt(start)
@@ -197,7 +196,7 @@ class _Search:
         weight = graph.weights.get(name)
         if weight is not None:
             first = self._readers(name)
-            fixed = (self.problem.fixed_weights or {}).get(name)
+            fixed = self.problem.fixed_weights.get(name)
             home = fixed if fixed is not None else self.cpu if name in fetched else device[first[0]]
             nbytes = weight.nbytes
         else:

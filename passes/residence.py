@@ -30,7 +30,7 @@ def reside(problem: Problem, operations: Mapping[str, DeviceKey], fetched: Itera
         fetched: weights to keep on the CPU though an accelerator reads them.
     """
     graph, topology = problem.graph, problem.topology
-    fixed, cpu, away = problem.fixed_weights or {}, cpu_key(topology), set(fetched)
+    fixed, cpu, away = problem.fixed_weights, cpu_key(topology), set(fetched)
     homes: dict[str, DeviceKey] = {}
     taken: dict[DeviceKey, int] = defaultdict(int)
     for weight in graph.weights.values():
@@ -52,7 +52,7 @@ def reside(problem: Problem, operations: Mapping[str, DeviceKey], fetched: Itera
 
 def _roomiest(topology: Topology, taken: Mapping[DeviceKey, int]) -> DeviceKey:
     computing = [spec for spec in topology.devices if spec.computes]
-    return max(computing, key=lambda spec: spec.memory - taken[spec.key]).key
+    return max(computing, key=lambda spec: spec.room - taken[spec.key]).key
 
 
 def fetch_excess(

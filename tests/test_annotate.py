@@ -7,8 +7,11 @@ import torch
 from torch import nn
 
 from graphplan import Graph, simulate
-from graphplan.passes.annotate import annotate
+from graphplan.passes.annotate import Annotator, annotate, costlier
+from graphplan.passes.measure import TensorMeta
 from graphplan.passes.simplify import simplify
+from graphplan.passes.transfers import build_schedule
+from graphplan.schedule import Assignment
 from graphplan.tracing import Twin, capture
 
 
@@ -84,7 +87,7 @@ def test_attention_takes_workspace_where_it_has_no_fused_kernel() -> None:
 
 
 def test_equal_operations_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    import graphplan.passes.annotate as module
+    import graphplan.passes.measure as module
 
     measured = []
     original = module._run_fake
@@ -136,3 +139,59 @@ def test_weights_that_nobody_reads_are_in_the_graph() -> None:
     graph = graph_of(Holder(), torch.randn(2, 4))
     assert "unused.weight" in graph.weights
     assert "unused.weight" not in graph.consumers
+
+
+class FoldsOrNot(nn.Module):
+    """A product of a strided input with a parameter, which torch folds and copies, or does not."""
+
+    def __init__(self, learned: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 48), learned)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(1, 2) @ self.weight
+
+
+def test_a_parameter_that_requires_grad_costs_what_it_costs() -> None:
+    # seen on FalconMamba: the plan's peak was 4,608 bytes too low
+    x = torch.randn(2, 16, 9)
+    frozen, learned = (graph_of(FoldsOrNot(flag), x).operations["matmul"] for flag in (False, True))
+    assert learned.workspace_on("cpu") >= frozen.workspace_on("cpu") + 2 * 16 * 9 * 4
+
+
+def test_a_moved_slice_arrives_dense() -> None:
+    class Sliced(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            part = (x * 2)[:, :4]
+            return part.reshape(-1) + 1
+
+    twin = Twin(Sliced())
+    found = capture(twin, twin.bind((torch.randn(8, 8),), {}))
+    simplify(found)
+    annotator = Annotator(found, twin.weights)
+    stays = annotator.graph()
+    assert stays.values["reshape"].alias_of is None  # a strided slice is copied
+    devices = dict.fromkeys(stays.operations, 0) | {"reshape": 1, "add": 1}
+    moved = annotator.graph(build_schedule(stays, Assignment(devices, {}), "cpu"))
+    assert moved.values["reshape"].alias_of == moved.operations["reshape"].inputs[0]
+    both = costlier(stays, moved)
+    assert both.values["reshape"].nbytes == 128
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride"),
+    [
+        ((4, 4), (8, 1)),
+        ((4, 4), (1, 8)),
+        ((2, 3, 4), (40, 1, 5)),
+        ((3, 1, 4), (0, 4, 1)),
+        ((2, 2), (2, 1)),
+        ((5,), (3,)),
+    ],
+)
+def test_copies_have_the_strides_that_torch_gives_them(
+    shape: tuple[int, ...], stride: tuple[int, ...]
+) -> None:
+    source = torch.empty_strided(shape, stride)
+    copied = TensorMeta(shape, stride, torch.float32).copied()
+    assert copied.stride == source.to(torch.float64).stride()

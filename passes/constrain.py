@@ -1,0 +1,162 @@
+"""What the caller asks of a placement, in the caller's names, made rules for the solver.
+
+::
+
+    pin={"lm_head": 0}            operations of lm_head run on 0, its weights live there
+    together=["model.layers.3"]   operations of that module share a device
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import networkx as nx
+
+from graphplan.device import DISK, DeviceKey, Topology
+from graphplan.errors import PlanError
+from graphplan.graph import Graph
+from graphplan.passes.evaluate import Problem
+
+__all__ = ["Wishes", "constrain"]
+
+Group = str | Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """Constraints on a placement, in the caller's words.
+
+    Attributes:
+        pin: module, operation, parameter or buffer -> device key. A module runs there and its
+            weights live there; a parameter or buffer lives there.
+        together: modules (or lists of names) that must not be split over devices.
+        offload: False for accelerators only, else an error.
+        cpu_compute: False where the CPU may keep weights, but not compute.
+        balance: spread the work evenly over the accelerators.
+    """
+
+    pin: Mapping[str, DeviceKey] = field(default_factory=dict)
+    together: Sequence[Group] = ()
+    offload: bool = True
+    cpu_compute: bool = True
+    balance: bool = False
+
+
+def constrain(problem: Problem, wishes: Wishes) -> Problem:
+    """The same problem with the caller's rules.
+
+    Raises:
+        PlanError: a name that is not in the graph, a device that is not in the plan, or wishes that
+            contradict each other.
+    """
+    graph = _tied(problem.graph, wishes.together)
+    allowed: dict[str, frozenset[DeviceKey]] = {}
+    fixed: dict[str, DeviceKey] = dict(problem.fixed_weights)
+    accelerators = frozenset(s.key for s in problem.topology.devices if s.is_accelerator)
+    if not (wishes.cpu_compute and wishes.offload) and accelerators:
+        allowed.update(dict.fromkeys(graph.operations, accelerators))
+    for name, key in wishes.pin.items():
+        _pin(graph, problem.topology, name, key, allowed, fixed)
+    _agree(graph, allowed)
+    return Problem(
+        graph,
+        problem.topology,
+        problem.host,
+        problem.returns_to_host,
+        fixed,
+        allowed,
+        wishes.offload,
+        wishes.balance,
+    )
+
+
+def _pin(
+    graph: Graph,
+    topology: Topology,
+    name: str,
+    key: DeviceKey,
+    allowed: dict[str, frozenset[DeviceKey]],
+    fixed: dict[str, DeviceKey],
+) -> None:
+    if key not in topology:
+        listed = ", ".join(map(repr, topology.keys))
+        raise PlanError(f"pin={{{name!r}: {key!r}}}: no such device, max_memory has {listed}")
+    if not topology[key].computes:
+        raise PlanError(f"pin={{{name!r}: {key!r}}}: weights cannot be pinned to {DISK!r}")
+    weight = graph.weight_named(name)
+    if weight is not None:
+        fixed[weight.name] = key
+        readers = [] if weight.fetchable else list(graph.consumers.get(weight.name, ()))
+    else:
+        readers = _operations(graph, name, f"pin={{{name!r}: {key!r}}}")
+        for owned in _owned(graph, name):
+            if fixed.setdefault(owned, key) != key:
+                raise PlanError(f"pin puts {owned!r} on {fixed[owned]!r} and, through {name!r}, on {key!r}")
+    for reader in readers:
+        allowed[reader] = frozenset({key})
+
+
+def _owned(graph: Graph, module: str) -> list[str]:
+    """The parameters and buffers of a module, by their first names."""
+    return [
+        weight.name
+        for weight in graph.weights.values()
+        if weight.kind != "constant"
+        and any(name.startswith(module + ".") for name in (weight.name, *weight.names))
+    ]
+
+
+def _operations(graph: Graph, name: str, where: str) -> list[str]:
+    """The operations of a module, or the one of this name."""
+    found = [
+        operation.name
+        for operation in graph.operations.values()
+        if operation.name == name
+        or operation.module_path == name
+        or operation.module_path.startswith(name + ".")
+        or not name
+    ]
+    if not found:
+        paths = {operation.module_path for operation in graph.operations.values()}
+        known = sorted(paths | set(graph.weights) | set(graph.operations))
+        close = difflib.get_close_matches(name, known, 1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise PlanError(f"{where}: no module, operation or weight of that name runs in this graph{hint}")
+    return found
+
+
+def _tied(graph: Graph, together: Iterable[Group]) -> Graph:
+    """The graph with the caller's groups beside those that memory ties."""
+    groups = [[group] if isinstance(group, str) else list(group) for group in together]
+    if not groups:
+        return graph
+    ties: nx.Graph[str] = nx.Graph()
+    for names in graph.together:
+        nx.add_path(ties, sorted(names))
+    for group in groups:
+        members = [op for name in group for op in _operations(graph, name, f"together={group!r}")]
+        nx.add_path(ties, members)
+    return Graph(
+        graph.operations.values(),
+        graph.values.values(),
+        graph.weights.values(),
+        graph.inputs,
+        graph.outputs,
+        [frozenset(members) for members in nx.connected_components(ties) if len(members) > 1],
+        shapes_known=graph.shapes_known,
+    )
+
+
+def _agree(graph: Graph, allowed: dict[str, frozenset[DeviceKey]]) -> None:
+    """Let every member of a group be allowed what all are."""
+    for group in graph.together:
+        rules = [allowed[name] for name in group if name in allowed]
+        if not rules:
+            continue
+        common = frozenset.intersection(*rules)
+        if not common:
+            listed = ", ".join(sorted(group)[:4])
+            raise PlanError(f"{listed} must share a device, and pin sends them to different ones")
+        allowed.update(dict.fromkeys(group, common))
