@@ -20,8 +20,8 @@ from graphplan.errors import (
     VerificationError,
 )
 from graphplan.graph import Graph, Operation, Value, Weight
+from graphplan.partitioning import partition, plan
 from graphplan.placement import Plan, Stage, Transfer
-from graphplan.planner import partition, plan
 from graphplan.runtime.simulate import SimulatedMachine, simulate
 
 __version__ = "0.1.0"

@@ -19,8 +19,8 @@ from torch import nn
 
 from graphplan.device import CPU, DeviceKey, accelerator_type
 from graphplan.errors import GraphplanError
+from graphplan.partitioning import partition
 from graphplan.placement import Plan
-from graphplan.planner import partition
 from graphplan.runtime.simulate import simulate
 
 __all__ = ["DemoResult", "run_demo"]

@@ -7,7 +7,10 @@ seconds, sizes bytes.
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -32,6 +35,8 @@ __all__ = [
     "detect_max_memory",
     "read_max_memory",
     "require_present",
+    "suspended",
+    "unmetered",
 ]
 
 DeviceKey = int | str
@@ -179,6 +184,14 @@ class Machine(Protocol):
         """Whether the device of this index exists."""
         ...
 
+    def unmetered(self) -> AbstractContextManager[None]:
+        """A block in which allocations are not counted: planning is not running."""
+        ...
+
+    def suspended(self) -> AbstractContextManager[None]:
+        """A block in which operations are not intercepted."""
+        ...
+
 
 current_machine: ContextVar[Machine | None] = ContextVar("graphplan_machine", default=None)
 
@@ -201,6 +214,18 @@ _CPU_SPEED = (1e12, 50e9)
 # An operation on the CPU stops the host from queueing work for the accelerators, so its price is
 # the thread pool's wake-up and a drained queue, not a launch.
 _CPU_OVERHEAD = 20e-6
+
+
+def suspended() -> AbstractContextManager[None]:
+    """A block that a simulated machine does not see, so that a trace is what it is without it."""
+    machine = current_machine.get()
+    return nullcontext() if machine is None else machine.suspended()
+
+
+def unmetered() -> AbstractContextManager[None]:
+    """A block in which a simulated machine counts no allocations; nothing on a real one."""
+    machine = current_machine.get()
+    return nullcontext() if machine is None else machine.unmetered()
 
 
 def accelerator_type() -> str | None:
@@ -249,6 +274,10 @@ def read_max_memory(
     _reject_twins(specs)
     if not any(spec.computes for spec in specs):
         raise BudgetError("max_memory names only 'disk', which computes nothing: add an accelerator or 'cpu'")
+    if links is not None and not (
+        isinstance(links, Mapping) and all(isinstance(link, Link) for link in links.values())
+    ):
+        raise DeviceError(f"links must map (source, destination) to graphplan.Link, not be {links!r}")
     machine = current_machine.get()
     known = dict(machine.links) if machine is not None else {}
     return Topology(_with_reserve(specs, reserve), {**known, **(links or {})})
@@ -290,10 +319,12 @@ def require_present(topology: Topology) -> None:
 
 def _read_bytes(key: DeviceKey, value: object, name: str = "") -> int:
     name = name or f"max_memory[{key!r}]"
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
+    if isinstance(value, str) and value.strip().isdigit():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | str):
         raise BudgetError(f"{name} must be bytes or text such as '10GiB', not {value!r}")
     try:
-        nbytes = int(convert_file_size_to_int(value) if isinstance(value, str) else value)
+        nbytes = int(convert_file_size_to_int(value)) if isinstance(value, str) else math.floor(float(value))
     except (ValueError, OverflowError) as error:
         raise BudgetError(f"{name} = {value!r} is no size: write bytes or '10GiB'") from error
     if nbytes < 0:
@@ -302,6 +333,8 @@ def _read_bytes(key: DeviceKey, value: object, name: str = "") -> int:
 
 
 def _spec(key: object, memory: int) -> DeviceSpec:
+    if isinstance(key, numbers.Integral) and not isinstance(key, bool):
+        key = int(key)
     if isinstance(key, bool) or not isinstance(key, int | str):
         raise DeviceError(f"{key!r} is no device key: use an accelerator's index, 'cpu', 'disk' or 'cuda:0'")
     if isinstance(key, int):

@@ -14,7 +14,7 @@ import torch
 
 from graphplan.checks import check_schedule
 from graphplan.device import DeviceKey, DeviceSpec, Link, Topology
-from graphplan.errors import PlanError, VerificationError
+from graphplan.errors import GraphplanError, PlanError, VerificationError
 from graphplan.graph import Graph, Operation
 from graphplan.liveness import Memory, Peak, measure_memory
 from graphplan.schedule import Assignment, Move, Run, Schedule, Step
@@ -256,9 +256,13 @@ class Plan:
                 f"this plan has format version {data.get('version')}, this graphplan reads {_VERSION}"
             )
         try:
-            return _decode(cls, data)
-        except (KeyError, TypeError, ValueError) as error:
+            made = _decode(cls, data)
+            peaks = [[key, nbytes] for key, nbytes in made.peak_bytes.items()]
+        except (KeyError, TypeError, ValueError, AttributeError, GraphplanError) as error:
             raise PlanError(f"this plan is damaged: {type(error).__name__}: {error}") from error
+        if peaks != data.get("peak_bytes"):
+            raise PlanError(f"this plan is damaged: its steps take {peaks}, it says {data.get('peak_bytes')}")
+        return made
 
     def save_json(self, path: str | Path) -> None:
         """Write :meth:`to_json` to a file."""
@@ -321,6 +325,8 @@ def _encode_step(step: Step) -> dict[str, Any]:
 def _decode_step(data: Mapping[str, Any]) -> Step:
     if data["kind"] == "run":
         return Run(data["operation"], data["device"])
+    if data["kind"] != "move":
+        raise ValueError(f"a step of kind {data['kind']!r}")
     return Move(data["value"], data["source"], data["destination"], data["nbytes"], data["what"])
 
 

@@ -66,8 +66,10 @@ def bind_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping
         if parameter.kind is parameter.VAR_POSITIONAL:
             positional.extend(value)
         elif parameter.kind is parameter.VAR_KEYWORD:
-            named.update(sorted(value.items()))
-        elif parameter.kind is parameter.POSITIONAL_ONLY or _feeds_varargs(signature, bound):
+            named.update(value)  # in the caller's order, which a model may depend on
+        elif parameter.kind is parameter.POSITIONAL_ONLY or (
+            parameter.kind is parameter.POSITIONAL_OR_KEYWORD and _feeds_varargs(signature, bound)
+        ):
             positional.append(value)
         elif not _is_default(value, parameter.default):
             named[name] = value
@@ -103,11 +105,19 @@ def register_dataclasses(tree: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TensorLeaf:
-    """What a graph asks of one tensor: dtype, and each size, None where it is dynamic."""
+    """What a graph asks of one tensor.
+
+    Attributes:
+        dtype: the one dtype that it takes.
+        shape: each size, None where it is dynamic.
+        ranges: smallest and largest of each dynamic size.
+        stride: as in the example, or None where it was contiguous and must be.
+    """
 
     dtype: torch.dtype
     shape: tuple[int | None, ...]
     ranges: tuple[tuple[int, int] | None, ...] = ()
+    stride: tuple[int, ...] | None = None
 
     def mismatch(self, name: str, leaf: Any) -> str | None:
         """Why ``leaf`` does not fit, or None."""
@@ -123,7 +133,8 @@ class TensorLeaf:
             bounds = self.ranges[axis] if self.ranges else None
             if bounds is not None and not bounds[0] <= have <= bounds[1]:
                 return f"{name} has size {have} along dimension {axis}, outside {bounds}"
-        return None
+        same = leaf.is_contiguous() if self.stride is None else leaf.stride() == self.stride
+        return None if same or not leaf.numel() else f"{name} has strides {leaf.stride()}"
 
 
 @dataclass(frozen=True, slots=True)

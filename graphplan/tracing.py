@@ -19,7 +19,7 @@ import mmap
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from graphplan.device import suspended
 from graphplan.errors import CaptureError, GraphplanError, InputError
 from graphplan.signature import (
     BoundCall,
@@ -38,7 +39,16 @@ from graphplan.signature import (
     register_dataclasses,
 )
 
-__all__ = ["Capture", "ModelWeights", "Twin", "capture", "is_transformers_model", "tensor_bytes"]
+__all__ = [
+    "Capture",
+    "ModelWeights",
+    "Twin",
+    "capture",
+    "finite_bound",
+    "is_transformers_model",
+    "modes_of",
+    "tensor_bytes",
+]
 
 
 Prepare = Callable[[BoundCall], BoundCall]
@@ -56,6 +66,7 @@ class Capture:
         out_spec: the structure of the result.
         signature: which calls this graph serves.
         method: ``"transformers"``, ``"export"`` or ``"symbolic_trace"``.
+        sizes: symbol of each dynamic size -> the largest that the plan is for.
         prepare: from a call's arguments to those that were traced, where they differ.
     """
 
@@ -66,6 +77,7 @@ class Capture:
     out_spec: pytree.TreeSpec
     signature: InputSignature
     method: str
+    sizes: dict[Any, int] = field(default_factory=dict)
     prepare: Prepare | None = None
 
     @property
@@ -92,20 +104,34 @@ class ModelWeights:
         self.first: dict[str, str] = {}
         self.parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self.persistent = set(model.state_dict(keep_vars=True))
-        seen: dict[Any, str] = {}
+        self.identities: dict[Any, str] = {}
         named = [*model.named_parameters(remove_duplicate=False)]
         named += model.named_buffers(remove_duplicate=False)  # type: ignore[arg-type]  # buffers are tensors
         for name, tensor in named:
             identity = _identity(tensor)
-            first = seen.setdefault(identity, name)
+            first = self.identities.setdefault(identity, name)
             self.first[name] = first
             self.names.setdefault(first, []).append(name)
             self.tensors.setdefault(first, tensor)
 
+    def sharing(self, name: str) -> list[str]:
+        """First names of other weights that lie in the same memory as this one, in another shape."""
+        memory = _memory(self.tensors[name])
+        others = (n for n, t in self.tensors.items() if n != name and _memory(t) == memory)
+        return [] if memory is None else list(others)
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.device.type == "meta":
+        return None
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
 
 def _identity(tensor: torch.Tensor) -> Any:
     """Equal for two tensors that are the same weight, whether one object or one memory."""
-    plain = type(tensor) in (torch.Tensor, nn.Parameter)
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
     if not plain or tensor.device.type == "meta" or not tensor.numel():
         return id(tensor)
     return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -118,6 +144,22 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
         names, _ = flatten()
         return sum(tensor_bytes(getattr(tensor, name)) for name in names)
     return tensor.numel() * tensor.element_size()
+
+
+_ROOT_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def modes_of(module: nn.Module) -> tuple[bool, ...]:
+    """Training or not, for each module of a tree, in the order of ``modules()``."""
+    return tuple(part.training for part in module.modules())
 
 
 class Twin:
@@ -136,7 +178,22 @@ class Twin:
         try:
             self.module: nn.Module = copy.deepcopy(model, stand_ins)
         except (TypeError, RuntimeError, AttributeError) as error:
-            raise CaptureError(f"{type(model).__name__} cannot be copied for tracing: {error}") from error
+            raise CaptureError(
+                f"{type(model).__name__} cannot be copied for tracing: {error}. A tensor attribute that is "
+                "computed from parameters is the usual cause: make it a buffer, or a parametrization"
+            ) from error
+        for name in _ROOT_HOOKS:  # the placed module's own, which run around the graph
+            vars(self.module).get(name, {}).clear()
+
+    @property
+    def modes(self) -> tuple[bool, ...]:
+        """Training or not, for each module."""
+        return modes_of(self.module)
+
+    def set_modes(self, modes: Sequence[bool]) -> None:
+        """Put each module of the copy in training or evaluation mode."""
+        for module, training in zip(self.module.modules(), modes, strict=True):
+            module.training = training
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:
         """Arguments in canonical form."""
@@ -209,6 +266,11 @@ def capture(
     if call is None:
         return _symbolic(twin)
     host = _on_cpu(call)
+    with suspended():
+        return _with_examples(twin, host, dynamic_shapes, keep_grad)
+
+
+def _with_examples(twin: Twin, host: BoundCall, dynamic_shapes: Any, keep_grad: bool) -> Capture:
     reasons = []
     if is_transformers_model(twin.module) and not host.args and dynamic_shapes is None:
         try:
@@ -268,18 +330,27 @@ def _on_cpu(call: BoundCall) -> BoundCall:
     return BoundCall(args, kwargs, tuple(leaves), call.spec)
 
 
+_TALKATIVE = (
+    "transformers",
+    "torch._subclasses.fake_tensor",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.export",
+)
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep the tracers' own warnings and log lines from the user, who did not call them."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    silenced = [(logger, logger.level) for logger in map(logging.getLogger, _TALKATIVE)]
+    for logger, _ in silenced:
+        logger.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in silenced:
+            logger.setLevel(level)
 
 
 def _grad(keep_grad: bool) -> torch.set_grad_enabled:
@@ -392,8 +463,12 @@ def _from_program(
             weights[node] = twin.weights.first[spec.target]
         elif spec.kind is kinds.CONSTANT_TENSOR:
             assert spec.target is not None
-            weights[node] = spec.target
-            constants[spec.target] = program.constants[spec.target]
+            tensor = program.constants[spec.target]
+            # a patched forward may reach the caller's own weights past the twin
+            known = twin.weights.identities.get(_identity(tensor))
+            weights[node] = spec.target if known is None else known
+            if known is None:
+                constants[spec.target] = tensor
         else:
             raise CaptureError(f"the trace has an input of kind {spec.kind.name}, which cannot be placed")
     _flatten_outputs(program)
@@ -411,6 +486,7 @@ def _from_program(
         out_spec,
         signature if traced is None else _with_flags(signature, call),
         method,
+        _largest_sizes(program, inputs, signature),
         prepare,
     )
 
@@ -455,23 +531,54 @@ def _input_signature(
 def _leaf(leaf: Any, val: Any, ranges: Mapping[Any, Any] | None = None) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
+    stride = None if leaf.is_contiguous() else leaf.stride()
     if not isinstance(val, torch.Tensor):
-        return TensorLeaf(leaf.dtype, tuple(leaf.shape))
+        return TensorLeaf(leaf.dtype, tuple(leaf.shape), (), stride)
     shape: list[int | None] = []
     bounds: list[tuple[int, int] | None] = []
     for size in val.shape:
         symbol = getattr(size, "node", None)  # a torch.SymInt has one
         shape.append(int(size) if symbol is None else None)
         found = None if symbol is None else (ranges or {}).get(symbol.expr)
-        bounds.append(None if found is None else (int(found.lower), _finite(found.upper)))
-    return TensorLeaf(val.dtype, tuple(shape), tuple(bounds))
+        here = leaf.shape[len(bounds)]
+        bounds.append(None if symbol is None else _bounds(found, here))
+    return TensorLeaf(val.dtype, tuple(shape), tuple(bounds), stride)
 
 
-def _finite(bound: Any) -> int:
+def _bounds(found: Any, example: int) -> tuple[int, int]:
+    """Smallest and largest size; the example's is the largest where none was given."""
+    if found is None:
+        return 0, example
+    largest = finite_bound(found.upper)
+    return int(found.lower), example if largest is None else largest
+
+
+def finite_bound(bound: Any) -> int | None:
+    """An upper bound of the tracer's as an int; None where it is none."""
     try:
-        return int(bound)
+        number = int(bound)
     except (TypeError, ValueError, OverflowError):
-        return 1 << 62
+        return None
+    return number if number < _UNBOUNDED else None
+
+
+_UNBOUNDED = 1 << 48  # what torch writes for a size without an upper bound is above this
+
+
+def _largest_sizes(
+    program: torch.export.ExportedProgram, inputs: Sequence[str], signature: InputSignature
+) -> dict[Any, int]:
+    """Each symbol of an input's sizes -> the largest that the signature admits."""
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    found: dict[Any, int] = {}
+    for name, leaf in zip(inputs, signature.leaves, strict=True):
+        val = nodes[name].meta.get("val")
+        if not isinstance(leaf, TensorLeaf) or not isinstance(val, torch.Tensor):
+            continue
+        for size, bounds in zip(val.shape, leaf.ranges, strict=False):
+            if bounds is not None and isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
+                found[size.node.expr] = max(found.get(size.node.expr, 0), bounds[1])
+    return found
 
 
 class _OpenTracer(fx.Tracer):
@@ -526,13 +633,25 @@ def _from_symbolic(twin: Twin, graph: fx.Graph, required: Sequence[str]) -> Capt
                 first = node.target
             weights[node.name] = first
     output = graph.output_node()
-    register_dataclasses(output.args[0])
-    flat, out_spec = pytree.tree_flatten(output.args[0])
+    results = _plain(output.args[0])
+    register_dataclasses(results)
+    flat, out_spec = pytree.tree_flatten(results)
     output.args = (tuple(flat),)
     spec = pytree.tree_flatten(((), dict.fromkeys(required, 0)))[1]
     signature = InputSignature(spec, (None,) * len(required), tuple(required), symbolic=True)
     module = fx.GraphModule(twin.module, graph)
     return Capture(module, weights, constants, tuple(inputs), out_spec, signature, "symbolic_trace")
+
+
+def _plain(results: Any) -> Any:
+    """Fx keeps a graph's arguments immutable: give back the containers that the model made."""
+    if isinstance(results, dict):
+        return {key: _plain(value) for key, value in results.items()}
+    if isinstance(results, fx.immutable_collections.immutable_list):
+        return [_plain(value) for value in results]
+    if type(results) is tuple:
+        return tuple(_plain(value) for value in results)
+    return results
 
 
 def _attribute(module: nn.Module, path: str) -> Any:

@@ -2,18 +2,19 @@
 
 A copy on another device is no longer a view: what is written to one is not seen in the other. So
 where a storage is written to, and somebody reads it afterwards by another name than the writer's
-result, everything that touches the storage stays together::
+result, the writer, that reader and the makers of the views between them stay together::
 
     b = view(a)           b shares a's storage
+    e = sin(a)            reads it before the write: free to go anywhere, with a copy
     c = add_(a, 1)        writes to it
     d = mul(b, c)         reads it by the older name: view, add_, mul share a device
 
-Where only the result is read afterwards, nothing is tied: the writer may work on a copy.
+Where only the result is read afterwards, nothing is tied: the writer may work on a copy. What touches
+a weight or an input that is written to stays together whole: the model, or the caller, sees the write
+after the call.
 """
 
 from __future__ import annotations
-
-from collections import defaultdict
 
 import networkx as nx
 
@@ -27,9 +28,10 @@ def find_together(graph: Graph) -> list[frozenset[str]]:
     roots = {name: graph.root(name) for name in graph.values}
     ties: nx.Graph[str] = nx.Graph()
     for root in _written_roots(graph, roots):
-        users = _touching(graph, root, roots)
-        if _must_stay(graph, root, roots):
-            nx.add_path(ties, users)
+        if root in graph.weights or root in graph.inputs:
+            nx.add_path(ties, _touching(graph, root, roots))
+        else:
+            nx.add_path(ties, _entangled(graph, root, roots))
     for operation in graph.operations.values():
         if operation.target == "as_strided" and (origin := _view_origin(graph, operation.inputs[0])):
             nx.add_path(ties, [origin, operation.name])
@@ -51,24 +53,47 @@ def _touching(graph: Graph, root: str, roots: dict[str, str]) -> list[str]:
     ]
 
 
-def _must_stay(graph: Graph, root: str, roots: dict[str, str]) -> bool:
-    if root in graph.weights or root in graph.inputs:
-        return True  # the model, or the caller, sees the write after the call
-    last_read: dict[str, int] = defaultdict(lambda: -1)
-    for index, operation in enumerate(graph.operations.values()):
-        for name in operation.inputs:
-            last_read[name] = index
-    for name in graph.outputs:
-        last_read[name] = len(graph.operations)
+def _entangled(graph: Graph, root: str, roots: dict[str, str]) -> list[str]:
+    """Writers of a storage, those who read it later by an older name, and the makers of both names."""
     members = [name for name, base in roots.items() if base == root]
-    for index, operation in enumerate(graph.operations.values()):
-        for target in operation.mutates:
-            if roots.get(target, target) != root:
-                continue
-            fresh = _descendants(graph, members, operation.outputs)
-            if any(last_read[name] > index for name in members if name not in fresh):
-                return True
-    return False
+    found: dict[str, None] = {}
+    order = list(graph.operations.values())
+    for index, operation in enumerate(order):
+        targets = [name for name in operation.mutates if roots.get(name, name) == root]
+        if not targets:
+            continue
+        fresh = _descendants(graph, members, operation.outputs)
+        stale = [name for name in members if name not in fresh]
+        late = [
+            (later.name, name)
+            for later in order[index + 1 :]
+            if not later.host_only
+            for name in later.inputs
+            if name in stale
+        ]
+        returned = [name for name in graph.outputs if name in stale]
+        if not late and not returned:
+            continue
+        readers = [reader for reader, _ in late]
+        names = {*targets, *returned, *(name for _, name in late)}
+        makers = [maker for name in names for maker in _view_makers(graph, name)]
+        # what is returned is taken from where its maker ran
+        owners = [graph.producer[name] for name in (*returned, root) if returned and name in graph.producer]
+        found.update(dict.fromkeys([operation.name, *readers, *makers, *owners]))
+    return sorted(found, key=list(graph.operations).index)
+
+
+def _view_makers(graph: Graph, name: str) -> list[str]:
+    """The operations that made ``name`` out of its storage, view by view."""
+    found = []
+    while name in graph.values:
+        base = graph.values[name].alias_of
+        if base is None:
+            break
+        if name in graph.producer:
+            found.append(graph.producer[name])
+        name = base
+    return found
 
 
 def _descendants(graph: Graph, members: list[str], outputs: tuple[str, ...]) -> set[str]:

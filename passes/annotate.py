@@ -42,7 +42,7 @@ class Annotator:
         self, capture: Capture, weights: ModelWeights, device_types: Sequence[str] = ("cpu",)
     ) -> None:
         self.capture, self.weights = capture, weights
-        self.interpreter = Interpreter(device_types)
+        self.interpreter = Interpreter(device_types, capture.sizes)
 
     def graph(self, schedule: Schedule | None = None) -> Graph:
         """The graph; with ``schedule``, as it is when values are moved as it says.

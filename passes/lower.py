@@ -140,6 +140,8 @@ class _Lowering:
         made = self.out.node_copy(node, find)
         made.meta["operation"] = operation.name
         _set_device(made, self.devices[step.device])
+        if made.target is torch.ops.higher_order.wrap_with_autocast:
+            made.update_arg(0, self.devices[step.device].type)
         self._bind(node.name, step.device, made)
         for user in node.users:
             if user.name in operation.outputs and user is not node:

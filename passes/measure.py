@@ -19,7 +19,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from graphplan.device import unmetered
 from graphplan.errors import CaptureError
+from graphplan.tracing import finite_bound
 
 __all__ = ["Effect", "Interpreter", "OperationResult", "TensorMeta", "describe", "round_up"]
 
@@ -129,6 +131,15 @@ class _Tracker(TorchDispatchMode):
             _, true_branch, false_branch, operands = args
             with self:
                 return [branch(*operands) for branch in (false_branch, true_branch)][1]
+        if func is torch.ops.higher_order.while_loop:
+            condition, body, carried, additional = args
+            with self:  # the values of one round are alive while the next round's are made
+                first = condition(*carried, *additional)
+                once = body(*carried, *additional)
+                second = condition(*once, *additional)
+                twice = tuple(body(*once, *additional))
+                del first, second
+                return twice
         out = func(*args, **(kwargs or {}))
         if func.namespace == "prim":
             return out
@@ -159,14 +170,15 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
 class Interpreter:
     """Runs the graph on fake tensors, each distinct operation once."""
 
-    def __init__(self, device_types: Sequence[str]) -> None:
+    def __init__(self, device_types: Sequence[str], sizes: Mapping[Any, int] | None = None) -> None:
+        self.sizes = sizes or {}
         self.device_types = tuple(dict.fromkeys(("cpu", *device_types)))
         self.env: dict[fx.Node, Any] = {}
         self.memo: dict[Any, Effect] = {}
 
     def load(self, node: fx.Node, *, requires_grad: bool = False) -> None:
         """Take a placeholder's value from the trace."""
-        value = describe(node.meta.get("val"))
+        value = describe(node.meta.get("val"), self.sizes)
         if isinstance(value, TensorMeta) and requires_grad:
             value = replace(value, requires_grad=True)
         self.env[node] = value
@@ -204,7 +216,7 @@ class Interpreter:
                 run = _run_fake(node.target, leaves, spec, _fake_device(device_type))
             except Exception as error:  # a kernel without a fake may raise anything
                 if effect is None:
-                    return _recorded(node, error)
+                    return self._recorded(node, error)
                 continue
             workspace[device_type] = run.workspace[""]
             effect = effect or run
@@ -214,13 +226,21 @@ class Interpreter:
     def _compute_scalar(self, node: fx.Node, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Effect:
         args, kwargs = pytree.tree_unflatten(list(leaves), spec)
         if any(leaf is None for leaf in leaves) and not callable(node.target):
-            return _recorded(node, None)
+            return self._recorded(node, None)
         try:
             assert callable(node.target)
             value = node.target(*args, **kwargs)
         except (TypeError, RuntimeError, ZeroDivisionError, OverflowError) as error:
-            return _recorded(node, error)
+            return self._recorded(node, error)
         return Effect(value, (), 0, {})
+
+    def _recorded(self, node: fx.Node, error: Exception | None) -> Effect:
+        """What the trace itself recorded, for an operation that does not run on fake tensors."""
+        if "val" not in node.meta:
+            raise CaptureError(f"{node.format_node()} cannot be run on fake tensors: {error}") from error
+        value = describe(node.meta["val"], self.sizes)
+        tensors = [leaf for leaf in pytree.tree_leaves(value, is_leaf=_is_tensor) if _is_tensor(leaf)]
+        return Effect(value, tuple(OperationResult(t, t.copy_bytes) for t in tensors), 0, {"cpu": 0})
 
 
 def _is_tensor(leaf: Any) -> bool:
@@ -244,25 +264,29 @@ def _fake_device(device_type: str) -> torch.device:
     return torch.device(device_type, 0) if available else torch.device("cpu")
 
 
-def _size(size: Any) -> int:
-    """A size at the example inputs; 1 for what only the data decides."""
-    if isinstance(size, torch.SymInt):
-        hint = size.node.hint
-        return 1 if hint is None else int(hint)
-    return int(size)
+def _size(size: Any, sizes: Mapping[Any, int]) -> int:
+    """A size as the plan counts it: a dynamic one at its bound, as one that the data decides."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    expression = size.node.expr.xreplace(sizes)
+    if isinstance(expression, int) or expression.is_number:
+        return int(expression)
+    bound = finite_bound(size.node.shape_env.bound_sympy(expression).upper)
+    return 1 if bound is None else bound
 
 
-def describe(val: Any) -> Any:
-    """A traced value as the interpreter carries it."""
+def describe(val: Any, sizes: Mapping[Any, int] | None = None) -> Any:
+    """A traced value as the interpreter carries it; ``sizes`` are those of its symbols."""
+    sizes = sizes or {}
     if isinstance(val, torch.Tensor):
-        shape = tuple(map(_size, val.shape))
+        shape = tuple(_size(size, sizes) for size in val.shape)
         if val.layout is not torch.strided:
             return TensorMeta(shape, _contiguous(shape), val.dtype)
-        return TensorMeta(shape, tuple(map(_size, val.stride())), val.dtype)
+        return TensorMeta(shape, tuple(_size(step, sizes) for step in val.stride()), val.dtype)
     if isinstance(val, list | tuple):
-        return [describe(item) for item in val]
+        return [describe(item, sizes) for item in val]
     if isinstance(val, torch.SymInt):
-        return _size(val)
+        return _size(val, sizes)
     if isinstance(val, torch.SymFloat | torch.SymBool):
         return val.node.hint if val.node.hint is not None else 1.0
     return val
@@ -276,22 +300,14 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _recorded(node: fx.Node, error: Exception | None) -> Effect:
-    """What the trace itself recorded, for an operation that does not run on fake tensors."""
-    if "val" not in node.meta:
-        raise CaptureError(f"{node.format_node()} cannot be run on fake tensors: {error}") from error
-    value = describe(node.meta["val"])
-    tensors = [leaf for leaf in pytree.tree_leaves(value, is_leaf=_is_tensor) if _is_tensor(leaf)]
-    return Effect(value, tuple(OperationResult(t, t.copy_bytes) for t in tensors), 0, {"cpu": 0})
-
-
 def _fake(meta: TensorMeta, device: torch.device) -> torch.Tensor:
     made = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
     return made.requires_grad_() if meta.requires_grad else made
 
 
 def _run_fake(target: Any, leaves: Sequence[Any], spec: pytree.TreeSpec, device: torch.device) -> Effect:
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    # torch may touch the device itself when it first fakes a tensor there
+    with unmetered(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         fakes = [
             _fake(leaf, device)
             if isinstance(leaf, TensorMeta)

@@ -53,17 +53,41 @@ def _search(problem: Problem, *, polish: bool = True) -> Evaluation | None:
         even = _split(problem, chain, use_cpu=False, fetch=False, balance=True)
         if even is not None and even.feasible:
             return even
-    for proposals in (_without_offload(problem, chain), _with_offload(problem, chain)):
-        found = [evaluation for evaluation in proposals if evaluation is not None]
-        feasible = [evaluation for evaluation in found if evaluation.feasible]
-        if not feasible and found and len(problem.topology.devices) > 1:
-            nearest = min(found, key=lambda evaluation: sum(evaluation.excess.values()))
-            mended = repair(problem, chain, nearest)
-            feasible = [mended] if mended.feasible else []
-        if feasible:
-            best = min(feasible, key=lambda evaluation: evaluation.seconds)  # the first of equals
-            return refine(_only_used(problem, best), chain, best) if polish else best
-    return None
+    plain = _accelerators_alone(problem)
+    best = None if plain is None else _best(plain, chain, list(_without_offload(plain, chain)))
+    if best is not None:
+        # judged again with every device, so that the plan has a line for each
+        best = evaluate(problem, best.schedule.assignment)
+        return refine(_only_used(problem, best), chain, best) if polish else best
+    best = _best(problem, chain, list(_with_offload(problem, chain)))
+    return refine(problem, chain, best) if polish and best is not None else best
+
+
+def _best(problem: Problem, chain: Chain, proposals: list[Evaluation | None]) -> Evaluation | None:
+    """The fastest proposal within the budgets; where there is none, the nearest one, mended."""
+    found = [evaluation for evaluation in proposals if evaluation is not None]
+    feasible = [evaluation for evaluation in found if evaluation.feasible]
+    if feasible:
+        return min(feasible, key=lambda evaluation: evaluation.seconds)  # the first of equals
+    if not found or len(problem.topology.devices) < 2:
+        return None
+    nearest = min(found, key=lambda evaluation: sum(evaluation.excess.values()))
+    mended = repair(problem, chain, nearest)
+    return mended if mended.feasible else None
+
+
+def _accelerators_alone(problem: Problem) -> Problem | None:
+    """The same problem without the CPU, unless the caller has pinned something to it."""
+    devices = problem.topology.devices
+    kept = tuple(spec for spec in devices if spec.is_accelerator)
+    keys = {spec.key for spec in kept}
+    pinned = set(problem.fixed_weights.values()) - keys
+    barred = any(not rule & keys for rule in problem.allowed.values())
+    if pinned or barred:
+        return problem
+    if not kept:
+        return None
+    return replace(problem, topology=replace(problem.topology, devices=kept))
 
 
 def _only_used(problem: Problem, best: Evaluation) -> Problem:

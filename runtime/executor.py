@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,11 +18,11 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from graphplan.errors import PlanError
+from graphplan.errors import CaptureError, InputError, PlanError
 from graphplan.placement import Plan
 from graphplan.signature import BoundCall, InputSignature, bind_call
 
-__all__ = ["PlacedModule", "Program", "attach", "placed_class"]
+__all__ = ["PlacedModule", "Program", "attach", "attach_start", "placed_class", "unplaced"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Program:
         changed: those of the placeholders that the call writes to.
         host: the device where the caller's tensors were planned to be.
         out_spec: the structure of the result.
-        training: whether it was traced in training mode.
+        modes: training or not, for each module, as traced.
         prepare: turns the caller's arguments into the traced ones, or None.
     """
 
@@ -54,11 +55,18 @@ class Program:
     changed: frozenset[int]
     host: torch.device
     out_spec: pytree.TreeSpec
-    training: bool
+    modes: tuple[bool, ...]
     prepare: Callable[[BoundCall], BoundCall] | None = None
 
 
-Compile = Callable[[BoundCall, bool], Program]
+_MANY = 32
+_MANY_PROGRAMS = (
+    f"{_MANY} call structures have been captured for one model: an argument that is no tensor (a float, a "
+    "string) may differ from call to call, or sizes may: pass tensors, or dynamic_shapes"
+)
+
+Compile = Callable[[BoundCall, Sequence[bool]], Program]
+Start = Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], nn.Module]
 
 
 @dataclass
@@ -66,19 +74,34 @@ class _State:
     """What a placed module keeps beside the model's own attributes.
 
     ``graph_modules`` are bound to one module's weights, so a copy of the module makes its own.
-    ``start`` makes the placed module at the first call, where there were no inputs to plan with.
+    ``start`` places the module at its next call: where there were no inputs to plan with, and where
+    pickling has dropped the programs. ``restart`` is what pickling keeps for that.
     """
 
     programs: list[Program]
-    compile: Compile | None
-    signature: inspect.Signature
+    compile: Compile | None = None
+    signature: inspect.Signature | None = None
+    restart: Any = None
     keep_grad: bool = False
     return_outputs: bool = True
-    start: Callable[[BoundCall], nn.Module] | None = None
+    start: Start | None = None
     graph_modules: dict[int, fx.GraphModule] = field(default_factory=dict)
+    modules: list[nn.Module] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
-        return replace(self, programs=list(self.programs), graph_modules={})
+        # constants of the code may be written to, so each copy has its own
+        programs = [
+            replace(p, constants={name: tensor.clone() for name, tensor in p.constants.items()})
+            for p in self.programs
+        ]
+        return replace(self, programs=programs, graph_modules={}, modules=[])
+
+    def __reduce__(self) -> Any:
+        return _restored, (self.restart if self.start is None else self.start,)
+
+
+def _restored(start: Start) -> _State:
+    return _State([], start=start)
 
 
 class PlacedModule(nn.Module):
@@ -93,7 +116,8 @@ class PlacedModule(nn.Module):
         Raises:
             PlanError: nothing has been captured yet.
         """
-        return self._first().plan
+        known: Plan | None = getattr(self._graphplan.start, "known_plan", None)
+        return self._first().plan if known is None else known
 
     def _first(self) -> Program:
         if not self._graphplan.programs:
@@ -123,24 +147,31 @@ class PlacedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the placed model on the model's own arguments."""
-        state = self._graphplan
-        call = bind_call(state.signature, args, kwargs)
-        if state.start is not None:
-            started = state.start(call)
+        if self._graphplan.start is not None:
+            started = self._graphplan.start(self, args, kwargs)
             self.__dict__.clear()
             self.__dict__.update(started.__dict__)
-            state = self._graphplan
+        state = self._graphplan
+        assert state.signature is not None
+        call = bind_call(state.signature, args, kwargs)
         index = self._find(call)
         with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):
-            return _run(state, state.programs[index], _graph_module(self, index), call)
+            return _run(self, state.programs[index], _graph_module(self, index), call)
 
     def _find(self, call: BoundCall) -> int:
         state = self._graphplan
+        if not state.modules:
+            state.modules = list(self.modules())[1:]  # not itself: that would be a cycle
+        modes = (self.training, *[module.training for module in state.modules])
+        device = call.device
         for index, program in enumerate(state.programs):
-            if program.training == self.training and program.signature.mismatch(call) is None:
+            here = device is None or device == program.host
+            if here and program.modes == modes and program.signature.mismatch(call) is None:
                 return index
         assert state.compile is not None
-        state.programs.append(state.compile(call, self.training))
+        state.programs.append(state.compile(call, modes))
+        if len(state.programs) == _MANY:
+            warnings.warn(_MANY_PROGRAMS, stacklevel=4)
         return len(state.programs) - 1
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -165,24 +196,44 @@ def placed_class(original: type[nn.Module]) -> type[nn.Module]:
     return _classes[original]
 
 
+def unplaced(module: nn.Module) -> nn.Module:
+    """The module as its own class, with the attributes and weights that it has now."""
+    original: type[nn.Module] = type(module).__mro__[2]
+    plain = object.__new__(original)
+    plain.__dict__.update({k: v for k, v in module.__dict__.items() if k != "_graphplan"})
+    return plain
+
+
 def attach(
     module: nn.Module,
     programs: list[Program],
     compile: Compile,
     signature: inspect.Signature,
+    restart: Start,
     *,
     keep_grad: bool,
     return_outputs: bool,
 ) -> None:
     """Give a placed copy its programs, and the way to make more."""
-    module.__dict__["_graphplan"] = _State(programs, compile, signature, keep_grad, return_outputs)
+    _refuse_names(module)
+    module.__dict__["_graphplan"] = _State(programs, compile, signature, restart, keep_grad, return_outputs)
 
 
-def attach_start(
-    module: nn.Module, start: Callable[[BoundCall], nn.Module], signature: inspect.Signature
-) -> None:
+def attach_start(module: nn.Module, start: Start) -> None:
     """Give a copy that is not placed yet the way to be, at its first call."""
-    module.__dict__["_graphplan"] = _State([], None, signature, start=start)
+    _refuse_names(module)
+    module.__dict__["_graphplan"] = _State([], start=start)
+
+
+def _refuse_names(module: nn.Module) -> None:
+    """Names of children that would hide behind attributes of the generated module."""
+    taken = set(dir(PlacedModule)) | set(dir(fx.GraphModule))
+    children = {*module._modules, *module._parameters, *module._buffers}
+    own = set(dir(nn.Module))
+    if hidden := sorted(children & (taken - own)):
+        raise CaptureError(
+            f"the model has a child named {hidden[0]!r}, an attribute of generated modules: rename it"
+        )
 
 
 def _graph_module(module: PlacedModule, index: int) -> fx.GraphModule:
@@ -199,14 +250,17 @@ def _graph_module(module: PlacedModule, index: int) -> fx.GraphModule:
         for name, branch in program.branches.items():
             found.__dict__[name] = branch
         found.graph = copy.deepcopy(program.graph)
+        found.graph.owning_module = None  # a cycle would keep device memory until the next collection
         found.training = module.training
         state.graph_modules[index] = found
     return found
 
 
-def _run(state: _State, program: Program, code: fx.GraphModule, call: BoundCall) -> Any:
+def _run(module: PlacedModule, program: Program, code: fx.GraphModule, call: BoundCall) -> Any:
     traced = call if program.prepare is None else program.prepare(call)
     tensors = [traced.leaves[index] for index in program.inputs]
+    if program.changed:
+        _refuse_overlap(program, tensors)
     back: list[tuple[torch.Tensor, torch.Tensor]] = []
     for position in program.on_host:
         tensor = tensors[position]
@@ -214,9 +268,41 @@ def _run(state: _State, program: Program, code: fx.GraphModule, call: BoundCall)
             tensors[position] = tensor.to(program.host)
             if position in program.changed:
                 back.append((tensor, tensors[position]))
-    results = list(code(*tensors))
+    try:
+        results = list(code(*tensors))
+    except RuntimeError as error:
+        _explain_moved_weights(module, program.plan, error)
+        raise
     for original, changed in back:
         original.copy_(changed)
-    if state.return_outputs and call.device is not None and call.device != program.host:
-        results = [r.to(call.device) if isinstance(r, torch.Tensor) else r for r in results]
     return pytree.tree_unflatten(results, program.out_spec)
+
+
+def _refuse_overlap(program: Program, tensors: Sequence[Any]) -> None:
+    """A call that writes to an input cannot be given the same memory as another input."""
+    seen: dict[int, int] = {}
+    for position, tensor in enumerate(tensors):
+        if isinstance(tensor, torch.Tensor) and tensor.numel():
+            first = seen.setdefault(tensor.untyped_storage()._cdata, position)
+            if first != position and {first, position} & program.changed:
+                names = program.signature.names
+                one, two = names[program.inputs[first]], names[program.inputs[position]]
+                raise InputError(
+                    f"{one} and {two} share memory, and the model writes to it: pass a copy of one"
+                )
+
+
+def _explain_moved_weights(module: PlacedModule, plan: Plan, error: RuntimeError) -> None:
+    """Where weights are no longer where the plan has put them, say so instead of torch."""
+    named: dict[str, torch.Tensor] = {}
+    named.update(module.named_parameters(remove_duplicate=False))
+    named.update(module.named_buffers(remove_duplicate=False))
+    for name, key in plan.placement.items():
+        planned = plan.devices[key]
+        tensor = named.get(name)
+        if tensor is None or tensor.device != planned:
+            where = "gone" if tensor is None else f"on {tensor.device}"
+            raise PlanError(
+                f"{name!r} is {where}, the plan has it on {planned}: a placed model cannot be moved, only "
+                "partitioned anew"
+            ) from error

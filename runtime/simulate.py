@@ -21,7 +21,11 @@ import torch
 from torch._C import DispatchKey
 from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _pop_mode_temporarily,
+)
 from torch.utils.backend_registration import (
     _DummyBackendModule,
     _setup_privateuseone_for_python_backend,
@@ -70,6 +74,7 @@ class SimulatedMachine:
     transfers: list[SimulatedTransfer] = field(default_factory=list)
     _live: dict[int, int] = field(default_factory=dict)
     _peak: dict[int, int] = field(default_factory=dict)
+    _paused: int = 0
 
     @property
     def device_type(self) -> str:
@@ -107,6 +112,24 @@ class SimulatedMachine:
         if index not in self.capacities:
             have = ", ".join(f"{SIMULATED}:{i}" for i in sorted(self.capacities))
             raise DeviceError(f"no simulated device {SIMULATED}:{index}: this machine has {have}")
+
+    @contextmanager
+    def unmetered(self) -> Iterator[None]:
+        """A block in which allocations are not counted."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """A block in which operations are not intercepted."""
+        if not isinstance(_get_current_dispatch_mode(), _SimulationMode):
+            yield
+            return
+        with _pop_mode_temporarily():
+            yield
 
     def take(self, index: int, nbytes: int) -> None:
         """Allocate; raise SimulatedOutOfMemoryError beyond the capacity."""
@@ -208,7 +231,7 @@ class _Allocation:
 
     def __init__(self, device: int, storage: torch.UntypedStorage) -> None:
         machine = _machine()
-        self.nbytes = -(-storage.nbytes() // _GRANULARITY) * _GRANULARITY
+        self.nbytes = 0 if machine._paused else -(-storage.nbytes() // _GRANULARITY) * _GRANULARITY
         machine.take(device, self.nbytes)
         self.device, self.storage = device, storage  # holding the storage keeps its address unique
         weakref.finalize(self, machine.give, device, self.nbytes)
@@ -278,6 +301,49 @@ class SimulatedTensor(torch.Tensor):
         return _dispatch(func, args, kwargs or {})
 
 
+def _lstm_cell(
+    input_gates: torch.Tensor,
+    hidden_gates: torch.Tensor,
+    cell: torch.Tensor,
+    input_bias: torch.Tensor | None = None,
+    hidden_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``aten::_thnn_fused_lstm_cell``: the new hidden state, the new cell, the activated gates."""
+    gates = _biased(input_gates, input_bias) + _biased(hidden_gates, hidden_bias)
+    enter, forget, candidate, leave = gates.chunk(4, 1)
+    activated = torch.cat([enter.sigmoid(), forget.sigmoid(), candidate.tanh(), leave.sigmoid()], 1)
+    enter, forget, candidate, leave = activated.chunk(4, 1)
+    new_cell = forget * cell + enter * candidate
+    return leave * new_cell.tanh(), new_cell, activated
+
+
+def _gru_cell(
+    input_gates: torch.Tensor,
+    hidden_gates: torch.Tensor,
+    hidden: torch.Tensor,
+    input_bias: torch.Tensor | None = None,
+    hidden_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``aten::_thnn_fused_gru_cell``: the new hidden state, and what its gradient would need."""
+    reset_in, update_in, new_in = _biased(input_gates, input_bias).chunk(3, 1)
+    reset_hidden, update_hidden, new_hidden = _biased(hidden_gates, hidden_bias).chunk(3, 1)
+    reset, update = (reset_in + reset_hidden).sigmoid(), (update_in + update_hidden).sigmoid()
+    new = (new_in + reset * new_hidden).tanh()
+    result = new + update * (hidden - new)
+    return result, torch.cat([reset, update, new, hidden, new_hidden], 1)
+
+
+def _biased(gates: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return gates if bias is None else gates + bias
+
+
+# torch takes fused cells on every accelerator, and has none for the CPU
+_WITHOUT_CPU_KERNEL: dict[Any, Callable[..., Any]] = {
+    aten._thnn_fused_lstm_cell.default: _lstm_cell,
+    aten._thnn_fused_gru_cell.default: _gru_cell,
+}
+
+
 def _is_simulated(device: Any) -> bool:
     return device is not None and torch.device(device).type == SIMULATED
 
@@ -307,6 +373,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
         return _copy_into(args[0], args[1])
     if func is aten._to_copy.default:
         return _convert(args[0], kwargs)
+    func = _WITHOUT_CPU_KERNEL.get(func, func)
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     wanted = kwargs.get("device")
     here = _common_device(func, tensors)
@@ -318,7 +385,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
     out = func(*pytree.tree_map(_inner, args), **inner)
     if device is None:
         return out
-    written = _written_argument(func, args, kwargs)
+    written = _written_argument(func, args, kwargs) if hasattr(func, "_schema") else None
     if written is not None:
         return written
     return pytree.tree_map(lambda leaf: _wrap(leaf, device), out)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from graphplan.device import CPU
 from graphplan.errors import GraphplanError, InputError, readable_bytes
 from graphplan.tracing import ModelWeights, tensor_bytes
 
@@ -32,21 +31,23 @@ def place_model(
     model: nn.Module,
     weights: ModelWeights,
     devices: Mapping[str, torch.device],
-    written: frozenset[str] = frozenset(),
     placed_class: Callable[[type[nn.Module]], type[nn.Module]] = lambda cls: cls,
     source: TensorSource | None = None,
+    *,
+    owned: bool = False,
 ) -> nn.Module:
     """A copy of ``model`` whose weights are on their devices.
 
-    What lives on the CPU shares its memory with the caller's model, unless calls write to it.
+    Parameters that live on the CPU share their memory with the caller's; buffers do not, since calls
+    may write to them.
 
     Args:
         model: left as it is.
         weights: of ``model``.
         devices: first name of each weight -> where it goes.
-        written: first names of the weights that calls write to.
         placed_class: from the class of the model to that of the copy.
         source: where the data is read from instead of the model (a checkpoint).
+        owned: whether ``model`` gives its weights away, so that what is in place is not copied.
 
     Raises:
         InputError: a weight is on the meta device, so there is nothing to place.
@@ -61,12 +62,14 @@ def place_model(
     ):
         for name, tensor in weights.tensors.items():
             data = tensor if source is None else source.read(name)
-            placed[name] = _place(name, data, devices[name], source is None and name in written)
+            shared = owned or (source is None and isinstance(tensor, nn.Parameter))
+            placed[name] = _place(name, data, devices[name], shared=shared)
             bar.update(tensor_bytes(tensor))
     memo: dict[int, object] = {}
     for name, tensor in _all_tensors(model):
         memo[id(tensor)] = _like(tensor, placed[weights.first[name]], memo)
     copied = copy.deepcopy(model, memo)
+    copied.__dict__.pop("forward", None)  # a patched forward was traced; the class's is ours
     copied.__class__ = placed_class(type(model))
     return copied
 
@@ -89,12 +92,12 @@ def require_data(model: nn.Module, weights: ModelWeights) -> None:
         )
 
 
-def _place(name: str, tensor: torch.Tensor, device: torch.device, written: bool) -> torch.Tensor:
+def _place(name: str, tensor: torch.Tensor, device: torch.device, *, shared: bool) -> torch.Tensor:
     data = tensor.detach()
-    if data.device == device:
-        return data.clone() if written or device.type != CPU else data
+    if data.device == device and shared:
+        return data
     try:
-        return data.to(device)
+        return data.to(device, copy=True)
     except torch.OutOfMemoryError as error:
         raise GraphplanError(
             f"{device} has no room for {name!r} of {readable_bytes(tensor_bytes(tensor))}, though the "

@@ -121,7 +121,7 @@ def test_sizes_are_host_scalars() -> None:
     graph = annotate(found, twin.weights)
     hosts = [op.name for op in graph.operations.values() if op.host_only]
     assert hosts
-    assert graph.values["div"].shape == (12, 2)
+    assert graph.values["div"].shape == (128, 2)  # a dynamic size counts at its bound
 
 
 def test_weights_that_nobody_reads_are_in_the_graph() -> None:

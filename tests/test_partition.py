@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from typing import Any
 
@@ -218,18 +219,22 @@ def test_other_structures_are_captured_with_the_weights_where_they_are() -> None
 
 def test_dynamic_shapes_serve_other_sizes_from_one_graph() -> None:
     model = Tied().eval()
-    with graphplan.simulate({0: "1MiB", 1: "1MiB"}):
+    with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine:
         batch = torch.export.Dim("batch", min=1, max=8)
         placed = graphplan.partition(
             model,
-            budgets_of(model, {0: 0.7, 1: 0.7}),
+            budgets_of(model, {0: 0.7, 1: 0.7}, 24_000),
             kwargs={"ids": IDS},
             dynamic_shapes={"ids": {0: batch}},
         )
-        for size in (2, 1, 5):
+        machine.reset_peaks()
+        for size in (2, 1, 5, 8):
             ids = torch.randint(0, 100, (size, 6))
             assert largest_difference(placed(ids), model(ids)) < 1e-5
         assert len(placed.graph_modules) == 1
+        assert all(machine.peak_bytes(key) <= placed.plan.peak_bytes[key] for key in (0, 1))  # planned for 8
+        with pytest.raises(graphplan.GraphplanError):
+            placed(torch.randint(0, 100, (64, 6)))  # another plan, which does not fit
 
 
 class Branching(nn.Module):
@@ -246,11 +251,13 @@ class Branching(nn.Module):
 
 def test_control_flow_operations_run_on_their_device() -> None:
     model = Branching().eval()
+    x = torch.ones(2, 32)
+    # outside the simulation: torch compiles eager control flow, which cannot see simulated devices
+    expected = [(inputs, model(inputs)) for inputs in (x, -x)]
     with graphplan.simulate(budgets_of(model, {0: 0.6, 1: 0.6}, 6144)) as machine:
-        x = torch.ones(2, 32)
         placed = graphplan.partition(model, machine.max_memory, args=(x,))
-        for inputs in (x, -x):
-            assert largest_difference(placed(inputs), model(inputs)) < 1e-5
+        for inputs, result in expected:
+            assert largest_difference(placed(inputs), result) < 1e-5
 
 
 def test_without_inputs_a_symbolic_trace_is_placed() -> None:
@@ -325,6 +332,20 @@ def test_train_mode_is_another_structure() -> None:
     assert largest_difference(placed(x), placed(x)) > 0
     placed.eval()
     assert largest_difference(placed(x), model(x)) == 0
+
+
+def test_a_deleted_model_frees_its_memory_at_once() -> None:
+    model = Tied().eval()
+    with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine:
+        placed = graphplan.partition(model, budgets_of(model, {0: 0.7, 1: 0.7}), args=(IDS,))
+        placed(IDS)
+        gc.collect()
+        gc.disable()
+        try:
+            del placed
+            assert (machine.live_bytes(0), machine.live_bytes(1)) == (0, 0)
+        finally:
+            gc.enable()
 
 
 # -- planning only ------------------------------------------------------------------------------------

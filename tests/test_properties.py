@@ -161,7 +161,7 @@ def test_random_graphs_keep_their_budgets(graph: Graph, budgets: dict[Any, int])
         assert not needed or any(needed[key] > budgets[key] for key in budgets)
         return
     check_schedule(graph, topology, solution.evaluation.schedule)
-    assert lower_bound(graph, topology).seconds <= solution.evaluation.seconds * (1 + 1e-9)
+    assert lower_bound(Problem(graph, topology, "cpu")).seconds <= solution.evaluation.seconds * (1 + 1e-9)
 
 
 @QUICK

@@ -1,0 +1,236 @@
+"""The two doors: :func:`plan` decides, :func:`partition` also places and returns what runs."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphplan.device import DeviceKey, Link, MaxMemory, Topology, read_max_memory, require_present
+from graphplan.errors import CaptureError, InputError
+from graphplan.passes.constrain import Wishes
+from graphplan.placement import Plan
+from graphplan.planner import Compiler, Options
+from graphplan.runtime.executor import attach, attach_start, placed_class, unplaced
+from graphplan.runtime.loading import read_checkpoint
+from graphplan.runtime.storage import TensorSource, place_model, require_data
+from graphplan.signature import BoundCall
+from graphplan.tracing import Twin
+
+__all__ = ["partition", "plan"]
+
+Links = Mapping[tuple[DeviceKey, DeviceKey], Link]
+
+
+def plan(
+    model: nn.Module,
+    max_memory: MaxMemory | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    links: Links | None = None,
+    return_outputs: bool = True,
+    pin: Mapping[str, DeviceKey] | None = None,
+    together: Sequence[str | Sequence[str]] = (),
+    offload: bool = True,
+    cpu_compute: bool = True,
+    balance: bool = False,
+    reserve: int | str | Mapping[DeviceKey, int | str] = 0,
+) -> Plan:
+    """Decide where everything in ``model`` goes, and move nothing.
+
+    The model may be on the meta device, and the devices need not exist here.
+
+    Args:
+        model: any module; it is not changed.
+        max_memory: device key -> bytes or text such as ``"20GiB"``. Keys are accelerator indices,
+            ``"cpu"``, or device names; their order is the order of preference. A budget covers
+            everything on the device: weights, activations, copies. None: what is free here.
+        args: example inputs by position, on any device, meta too. Without examples the model's
+            ``dummy_inputs`` serve, or a symbolic trace, which knows no activation sizes.
+        kwargs: example inputs by name.
+        dynamic_shapes: as in ``torch.export.export``.
+        links: (source key, destination key) -> :class:`graphplan.Link`, where it differs from
+            25 GB/s and 15 microseconds.
+        return_outputs: whether results go back to the device of the first tensor input.
+        pin: module, operation, parameter or buffer -> device key. A module runs there, and its
+            weights live there; a parameter or buffer lives there.
+        together: modules, or lists of them, that must not be split over devices.
+        offload: False for accelerators only: what does not fit them is an error.
+        cpu_compute: False where the CPU may keep weights, but not compute.
+        balance: spread the work evenly over the accelerators instead of moving the fewest bytes.
+        reserve: bytes to leave free on every device, or device key -> bytes.
+
+    Raises:
+        BudgetError, DeviceError: ``max_memory`` cannot be read.
+        InputError: the inputs do not fit the model.
+        CaptureError: the model cannot be traced.
+        InfeasibleError: no placement fits; the smallest budgets that would do are in the error.
+    """
+    topology = read_max_memory(max_memory, links, reserve)
+    wishes = Wishes(pin or {}, together, offload, cpu_compute, balance)
+    options = Options(dynamic_shapes, False, return_outputs, wishes)
+    model = _checked(model)
+    twin = Twin(model)
+    return Compiler(twin, topology, options).plan(_example(model, twin, args, kwargs)).plan
+
+
+def partition(
+    model: nn.Module,
+    max_memory: MaxMemory | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    checkpoint: str | None = None,
+    strict: bool = True,
+    links: Links | None = None,
+    return_outputs: bool = True,
+    grad: bool = False,
+    pin: Mapping[str, DeviceKey] | None = None,
+    together: Sequence[str | Sequence[str]] = (),
+    offload: bool = True,
+    cpu_compute: bool = True,
+    balance: bool = False,
+    reserve: int | str | Mapping[DeviceKey, int | str] = 0,
+) -> Any:
+    """The model, placed over the devices of ``max_memory`` and ready to run.
+
+    What is returned is of the model's own class, as far as ``isinstance``, names and state_dict keys
+    go, with ``.plan``, ``.graph_module`` and ``.code`` beside. ``model`` itself is left as it was;
+    weights that stay on the CPU share their memory with it.
+
+    Args:
+        model: any module, on any device; on the meta device with ``checkpoint``.
+        max_memory: as in :func:`plan`.
+        args: as in :func:`plan`. Without examples, and where a symbolic trace is not possible
+            either, the first call is captured and placed.
+        kwargs: as in :func:`plan`.
+        dynamic_shapes: as in :func:`plan`.
+        checkpoint: a safetensors file, or a folder of them, to read the weights from.
+        strict: whether names that the checkpoint lacks or the model does not know are errors.
+        links: as in :func:`plan`.
+        return_outputs: False leaves results on the device that made them.
+        grad: keep autograd alive in calls. Otherwise they run as under ``torch.no_grad()``, so that
+            no activation outlives its last reader and the budgets hold.
+        pin: as in :func:`plan`.
+        together: as in :func:`plan`.
+        offload: as in :func:`plan`.
+        cpu_compute: as in :func:`plan`.
+        balance: as in :func:`plan`.
+        reserve: as in :func:`plan`.
+
+    Raises:
+        GraphplanError: as in :func:`plan`; also DeviceError for a device that this machine lacks,
+            InputError for a meta model without a checkpoint.
+    """
+    topology = read_max_memory(max_memory, links, reserve)
+    require_present(topology)
+    wishes = Wishes(pin or {}, together, offload, cpu_compute, balance)
+    options = Options(dynamic_shapes, grad, return_outputs, wishes)
+    model = _checked(model)
+    twin = Twin(model)
+    source = None if checkpoint is None else read_checkpoint(model, twin.weights, checkpoint, strict=strict)
+    if source is None:
+        require_data(model, twin.weights)
+    start = _Start(topology, options, source)
+    try:
+        return start.place(model, twin, _example(model, twin, args, kwargs))
+    except CaptureError as error:
+        if args or kwargs:
+            raise
+        warnings.warn(f"{error} (the first call will be captured instead)", stacklevel=2)
+    shell = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
+    shell.__class__ = placed_class(type(model))
+    attach_start(shell, start)
+    return shell
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """How a module comes to be placed: at once, at its first call, or again after unpickling.
+
+    Attributes:
+        topology: the devices.
+        options: of the compiler.
+        source: where weights are read from instead of the model.
+        homes: where weights are already, after unpickling.
+        known_plan: the plan that put them there.
+    """
+
+    topology: Topology
+    options: Options
+    source: TensorSource | None = None
+    homes: dict[str, DeviceKey] | None = None
+    known_plan: Plan | None = None
+
+    def place(self, model: nn.Module, twin: Twin, call: BoundCall | None) -> nn.Module:
+        """A placed copy of ``model``."""
+        compiler = Compiler(twin, self.topology, self.options, self.homes)
+        program = compiler.first(call)
+        devices = compiler.devices_of_weights()
+        owned = self.homes is not None
+        placed = place_model(model, twin.weights, devices, placed_class, self.source, owned=owned)
+        again = _Start(self.topology, self.options, None, compiler.homes, program.plan)
+        attach(
+            placed,
+            [program],
+            compiler.further,
+            twin.signature,
+            again,
+            keep_grad=self.options.grad,
+            return_outputs=self.options.return_outputs,
+        )
+        return placed
+
+    def __call__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> nn.Module:
+        """Place a module that was waiting for its first call, as it is now."""
+        model = unplaced(module)
+        twin = Twin(model)
+        return self.place(model, twin, twin.bind(args, kwargs))
+
+
+def _checked(model: Any) -> nn.Module:
+    """The module to trace.
+
+    Raises:
+        InputError: it is none, or one that something else runs in its place.
+    """
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        model = model._orig_mod
+    if not isinstance(model, nn.Module):
+        what = "the class itself: make an instance" if isinstance(model, type) else type(model).__name__
+        raise InputError(f"graphplan places a torch.nn.Module, not {what}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InputError("a ScriptModule has no Python to trace: give the module that it was made from")
+    if hasattr(model, "_graphplan"):
+        raise InputError("this model is placed already: give partition the model that it was made from")
+    for name, part in model.named_modules():
+        if hasattr(part, "_hf_hook"):
+            raise InputError(
+                f"accelerate's hooks run {name or 'the model'!r}: load it without device_map, or call "
+                "accelerate.hooks.remove_hook_from_submodules(model) first"
+            )
+    return model
+
+
+def _example(
+    model: nn.Module, twin: Twin, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> BoundCall | None:
+    """The example inputs, or the model's own, or None."""
+    if not isinstance(args, tuple | list):
+        raise InputError("args must be a tuple of inputs, as in torch.export: write args=(x,)")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InputError("kwargs must map argument names to inputs: write kwargs={'x': x}")
+    if args or kwargs or not twin.signature.parameters:
+        return twin.bind(tuple(args), kwargs or {})
+    dummies = getattr(model, "dummy_inputs", None)
+    if isinstance(dummies, Mapping) and dummies:
+        return twin.bind((), dummies)
+    return None

@@ -1,0 +1,409 @@
+"""What people do with models and calls, each a case that was once wrong."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from builders import bytes_of, largest_difference, run_placed
+from torch import nn
+
+import graphplan
+
+X = torch.randn(4, 64)
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(64, 64)
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = linear(), linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x))
+
+
+def check(model: nn.Module, *args: Any, budgets: dict[Any, float] | None = None, **kwargs: Any) -> Any:
+    """Place over two devices, call, compare with eager; the placed module is returned."""
+    # outside the simulation: torch compiles eager control flow, which cannot see simulated devices
+    expected = copy.deepcopy(model)(*args, **kwargs)
+    size = bytes_of(model)
+    shares = budgets or {0: 0.7, 1: 0.7, "cpu": 4.0}
+    with graphplan.simulate({0: "16MiB", 1: "16MiB", "cpu": "1GiB"}) as machine:
+        limits = {key: int(share * size) + 16384 for key, share in shares.items()}
+        placed = graphplan.partition(model, limits, args, kwargs)
+        assert largest_difference(run_placed(machine, placed, args, kwargs), expected) < 1e-5
+        return placed
+
+
+# -- arguments ------------------------------------------------------------------------------------------
+
+
+class Variadic(Two):
+    def forward(self, *xs: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:  # type: ignore[override]
+        y = super().forward(sum(xs))
+        return y if scale is None else y * scale
+
+
+class Named(Two):
+    def forward(self, **parts: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(torch.cat(list(parts.values()))[:4])
+
+
+def test_keyword_only_arguments_after_varargs() -> None:
+    check(Variadic(), X, X, scale=torch.full((1,), 3.0))
+    check(Variadic(), X, X, X)
+
+
+def test_keyword_arguments_keep_their_order() -> None:
+    check(Named(), z=X, b=X + 1)
+
+
+def test_one_tensor_twice_where_the_model_writes() -> None:
+    class Writes(Two):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            x.add_(1)
+            return super().forward(x) + y
+
+    placed = graphplan.partition(Writes(), {"cpu": "1GiB"}, (X.clone(), X.clone()))
+    shared = X.clone()
+    with pytest.raises(graphplan.InputError, match="x and y share memory"):
+        placed(shared, shared)
+
+
+def test_strided_inputs_are_another_structure() -> None:
+    class Flat(Two):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.contiguous()
+            y.add_(1)
+            return self.a(y.view(-1)[:64]) + self.b(y[0])
+
+    square = torch.randn(64, 64)
+    model = Flat()
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, (square.clone(),))
+    strided = square.t()
+    before = strided.clone()
+    assert largest_difference(placed(strided), model(before.t().clone().t())) < 1e-5
+    assert torch.equal(strided, before)  # eager works on a copy here, and so does this
+
+
+def test_inputs_on_an_accelerator_are_planned_from_there() -> None:
+    model = Two()
+    with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine:
+        placed = graphplan.partition(model, {0: 22_000, 1: 22_000}, (X,))
+        ours = X.to("sim:0")
+        placed(ours)
+        gc.collect()
+        machine.reset_peaks()
+        result = placed(ours)
+        assert result.device == ours.device
+        assert machine.peak_bytes(0) <= placed.plans[1].peak_bytes[0]
+        assert placed.plans[1].schedule.host == 0
+
+
+def test_many_structures_are_warned_of_once() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor, by: float) -> torch.Tensor:
+            return x * by
+
+    placed = graphplan.partition(Scaled(), {"cpu": "1GiB"}, (torch.ones(2), 0.5))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(34):
+            placed(torch.ones(2), float(i))
+    assert sum("call structures" in str(w.message) for w in caught) == 1
+
+
+# -- forward, hooks, modes ------------------------------------------------------------------------------
+
+
+def test_a_patched_forward_is_the_models() -> None:
+    model = Two()
+    original = model.forward
+    model.forward = lambda x: original(x) * 2  # type: ignore[method-assign]  # what is tested
+    with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine:
+        placed = graphplan.partition(model, {0: 22_000, 1: 22_000}, (X,))
+        assert largest_difference(run_placed(machine, placed, (X,)), model(X)) < 1e-5
+
+
+def test_hooks_of_the_whole_model_run_once() -> None:
+    model = Two()
+    model.register_forward_hook(lambda module, inputs, output: output * 2)
+    check(model, X)
+    model = Two()
+    model.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
+    check(model, X)
+
+
+def test_hooks_of_parts_are_traced() -> None:
+    model = Two()
+    model.a.register_forward_hook(lambda module, inputs, output: output * 2)
+    check(model, X)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm = linear(), nn.BatchNorm1d(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.a(x))
+
+
+def test_modes_are_every_modules_own() -> None:
+    model = Normed().train()
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, (X,))
+    model.norm.eval()
+    placed.norm.eval()
+    assert largest_difference(placed(X), model(X)) < 1e-5
+    frozen = Normed().train()
+    frozen.norm.eval()
+    placed = graphplan.partition(frozen, {"cpu": "1GiB"}, (X,))
+    assert largest_difference(placed(X), frozen(X)) < 1e-5
+    placed.eval()
+    placed.train()
+    assert largest_difference(placed(X), copy.deepcopy(frozen).train()(X)) < 1e-5
+
+
+def test_training_later_leaves_the_callers_buffers() -> None:
+    model = Normed().eval()
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, (X,))
+    placed.train()
+    placed(X)
+    assert float(model.norm.running_mean.abs().sum()) == 0
+    assert float(placed.norm.running_mean.abs().sum()) > 0
+
+
+# -- results and constants ------------------------------------------------------------------------------
+
+
+def test_a_returned_constant_is_the_callers_to_change() -> None:
+    class Constant(Two):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x), torch.tensor([1.0, 2.0]).view(2, 1)
+
+    placed = graphplan.partition(Constant(), {"cpu": "1GiB"}, (X,))
+    placed(X)[1].add_(1)
+    assert placed(X)[1].tolist() == [[1.0], [2.0]]
+
+
+def test_results_of_a_symbolic_trace_are_plain_containers() -> None:
+    class Dicts(Two):
+        def forward(self, x: torch.Tensor) -> Any:
+            y = self.a(x)
+            return {"y": y, "parts": [self.b(y), (y, None)]}
+
+    placed = graphplan.partition(Dicts(), {"cpu": "1GiB"})
+    result = placed(X)
+    assert placed.plan.method == "symbolic_trace"
+    assert type(result) is dict
+    assert type(result["parts"]) is list
+    assert type(result["parts"][1]) is tuple
+
+
+def test_a_tensor_attribute_that_is_written_is_each_copys_own() -> None:
+    class Scratch(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scratch = torch.zeros(64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.scratch.add_(1)
+            return super().forward(x) + self.scratch
+
+    placed = graphplan.partition(Scratch(), {"cpu": "1GiB"}, (X,))
+    twin = copy.deepcopy(placed)
+    placed(X)
+    second = placed(X)
+    assert largest_difference(twin(X) + 1, second) < 1e-5
+
+
+def test_buffers_that_share_memory_and_are_written_are_refused() -> None:
+    class Shared(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("state", torch.zeros(2, 64))
+            self.register_buffer("row", self.state[0])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.row.add_(1)
+            return super().forward(x) + self.state[0]
+
+    with pytest.raises(graphplan.CaptureError, match="'row', which shares memory with 'state'"):
+        graphplan.partition(Shared(), {"cpu": "1GiB"}, (X,))
+
+
+# -- sizes that only the data decides -------------------------------------------------------------------
+
+
+def test_sizes_that_the_data_decides_count_at_their_bound() -> None:
+    class Masked(Two):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.a(x)
+            chosen = y[x > -100].repeat(20).sin()
+            return self.b(y) + chosen.sum()
+
+    model = Masked()
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (X,))
+        machine.reset_peaks()
+        assert largest_difference(placed(X), model(X)) < 1e-3
+        assert machine.peak_bytes(0) <= placed.plan.peak_bytes[0]
+
+
+def test_while_loops_are_measured() -> None:
+    class Loop(Two):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def condition(i: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+                return i < 3
+
+            def body(i: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                return i + 1, y * 2 + 1
+
+            return self.b(torch.while_loop(condition, body, (start, self.a(x)))[1])
+
+    model = Loop()
+    expected = model(X)
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (X,))
+        machine.reset_peaks()
+        assert largest_difference(placed(X), expected) < 1e-5
+        assert machine.peak_bytes(0) <= placed.plan.peak_bytes[0]
+
+
+def test_branches_with_weights() -> None:
+    class Branch(Two):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.a(x)
+            return torch.cond(y.sum() > 0, lambda t: self.b(t), lambda t: t * 2, (y,))
+
+    check(Branch(), X)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers(kind: type[nn.Module]) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = kind(32, 32, batch_first=True), kind(32, 32, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x)[0])[0]
+
+    check(Recurrent(), torch.randn(2, 5, 32))
+
+
+# -- objects ----------------------------------------------------------------------------------------------
+
+
+def test_pickled_models_come_back_placed(tmp_path: Path) -> None:
+    model = Two()
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, (X,))
+    again = pickle.loads(pickle.dumps(placed))
+    assert again.plan == placed.plan
+    assert list(again.state_dict()) == list(placed.state_dict())
+    assert largest_difference(again(X), model(X)) < 1e-6
+    torch.save(placed, tmp_path / "placed.pt")
+    loaded = torch.load(tmp_path / "placed.pt", weights_only=False)
+    assert largest_difference(loaded(X), model(X)) < 1e-6
+
+
+class Waits(Two):
+    """Cannot be traced without inputs."""
+
+    def forward(self, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+def test_what_is_done_before_the_first_call_counts() -> None:
+    model, other = Waits(), Waits()
+    with pytest.warns(UserWarning, match="first call"):
+        placed = graphplan.partition(model, {"cpu": "1GiB"})
+    placed.eval()
+    placed.note = "kept"
+    placed.load_state_dict(copy.deepcopy(other.state_dict()), assign=True)
+    assert largest_difference(placed(X), other.eval()(X)) < 1e-6
+    assert not placed.training
+    assert placed.note == "kept"
+
+
+def test_a_model_without_inputs() -> None:
+    class Alone(Two):
+        def forward(self) -> torch.Tensor:  # type: ignore[override]
+            return self.a.weight @ self.b.weight
+
+    with graphplan.simulate({0: 52_000}) as machine:
+        placed = graphplan.partition(Alone(), machine.max_memory)
+        assert placed.plan.activations_known
+        machine.reset_peaks()
+        assert placed().device.type == "cpu"
+        assert machine.peak_bytes(0) <= placed.plan.peak_bytes[0]
+
+
+def test_compiled_models_are_unwrapped() -> None:
+    assert isinstance(graphplan.partition(torch.compile(Two()), {"cpu": "1GiB"}, (X,)), Two)
+
+
+class Awkward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.code(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "message"),
+    [
+        (Two, {}, "make an instance"),
+        (lambda x: x, {}, "not function"),
+        (torch.jit.trace(Two(), (X,)) if False else Two(), {"kwargs": X}, "kwargs must map"),
+        (Two(), {"links": 3}, "links must map"),
+        (Awkward(), {}, "named 'code'"),
+        (Two(), {"args": (torch.randn(3, 7),)}, "rejects the example inputs"),
+    ],
+)
+def test_odd_arguments_get_an_error_of_ours(model: Any, arguments: dict[str, Any], message: str) -> None:
+    call = {"args": (X,), **arguments}
+    with pytest.raises(graphplan.GraphplanError, match=message):
+        graphplan.partition(model, {"cpu": "1GiB"}, **call)
+
+
+def test_a_placed_model_is_not_placed_again() -> None:
+    placed = graphplan.partition(Two(), {"cpu": "1GiB"}, (X,))
+    with pytest.raises(graphplan.InputError, match="placed already"):
+        graphplan.partition(placed, {"cpu": "1GiB"}, (X,))
+
+
+def test_models_with_accelerates_hooks_are_told_what_to_do() -> None:
+    from accelerate import cpu_offload
+
+    with pytest.raises(graphplan.InputError, match="remove_hook_from_submodules"):
+        graphplan.partition(cpu_offload(Two(), torch.device("cpu")), {"cpu": "1GiB"}, (X,))
+
+
+def test_weights_that_were_moved_are_named() -> None:
+    with graphplan.simulate({0: "1MiB", 1: "1MiB"}):
+        placed = graphplan.partition(Two(), {0: 22_000, 1: 22_000}, (X,))
+        placed.a.to("sim:1")
+        with pytest.raises(graphplan.PlanError, match=r"'a.weight' is on sim:1, the plan has it on sim:0"):
+            placed(X)
+
+
+def test_numbers_of_any_kind_are_budgets() -> None:
+    for budget in (np.int64(10**9), 1e9, "1000000000", np.float32(1e9)):
+        graphplan.plan(Two(), {"cpu": budget}, (X,))
+    plan = graphplan.plan(Two(), {np.int64(3): 10**9}, (X,))
+    assert list(plan.devices) == [3]
+    assert type(next(iter(plan.devices))) is int
