@@ -36,7 +36,8 @@ class Two(nn.Module):
 def check(model: nn.Module, *args: Any, budgets: dict[Any, float] | None = None, **kwargs: Any) -> Any:
     """Place over two devices, call, compare with eager; the placed module is returned."""
     # outside the simulation: torch compiles eager control flow, which cannot see simulated devices
-    expected = copy.deepcopy(model)(*args, **kwargs)
+    with torch.no_grad():
+        expected = copy.deepcopy(model)(*args, **kwargs)
     size = bytes_of(model)
     shares = budgets or {0: 0.7, 1: 0.7, "cpu": 4.0}
     with graphplan.simulate({0: "16MiB", 1: "16MiB", "cpu": "1GiB"}) as machine:
@@ -270,10 +271,12 @@ def test_while_loops_are_measured() -> None:
             def body(i: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
                 return i + 1, y * 2 + 1
 
+            start = torch.zeros((), dtype=torch.long, device=x.device)
             return self.b(torch.while_loop(condition, body, (start, self.a(x)))[1])
 
     model = Loop()
-    expected = model(X)
+    with torch.no_grad():
+        expected = model(X)
     with graphplan.simulate({0: "1MiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory, (X,))
         machine.reset_peaks()
