@@ -105,7 +105,11 @@ class Architecture:
 def _shrunken(config_class: type) -> dict[str, Any]:
     default = config_class()
     mapped = getattr(default, "attribute_map", {})
-    known = {name for name in {*vars(default), *mapped} if not isinstance(getattr(default, name, None), list)}
+    known = {
+        name
+        for name in {*vars(default), *mapped}
+        if not isinstance(getattr(default, name, None), list | tuple)  # one per stage: not ours to set
+    }
     return {name: value for name, value in SMALL.items() if name in known}
 
 

@@ -9,17 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from graphplan.device import CPU, DeviceKey, Topology
+from graphplan.device import DeviceKey, Topology
 from graphplan.errors import InfeasibleError, readable_bytes
 from graphplan.passes.bound import lower_bound
 from graphplan.passes.chain import Chain
 from graphplan.passes.contiguous import Piece, split
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
+from graphplan.passes.exhaustive import search_all
 from graphplan.passes.refine import refine, repair
 from graphplan.passes.residence import cpu_key, fetch_excess, reside
 
 __all__ = ["Solution", "place"]
 
+_SMALL = 20  # operations up to which every placement is tried
+_NODES = 60_000  # branches of that, about a second
 _REPAIRS = 4  # times that a split is made again with less room, when the evaluator finds it too large
 
 
@@ -41,26 +44,66 @@ def place(problem: Problem) -> Solution:
     found = _search(problem)
     if found is None:
         raise _infeasible(problem)
-    bound = lower_bound(problem)
-    seconds = min(bound.seconds, found.seconds)
-    return Solution(found, seconds, bound.proof)
+    return found
 
 
-def _search(problem: Problem, *, polish: bool = True) -> Evaluation | None:
+def _search(problem: Problem, *, polish: bool = True) -> Solution | None:
+    """The best placement found; ``polish`` is False where only feasibility is asked."""
     spec = next((s for s in problem.topology.devices if s.is_accelerator), problem.topology.devices[0])
     chain = Chain(problem.graph, spec)
     if problem.balance:
         even = _split(problem, chain, use_cpu=False, fetch=False, balance=True)
         if even is not None and even.feasible:
-            return even
+            bound = lower_bound(problem)
+            return Solution(even, min(bound.seconds, even.seconds), bound.proof)
     plain = _accelerators_alone(problem)
-    best = None if plain is None else _best(plain, chain, list(_without_offload(plain, chain)))
-    if best is not None:
-        # judged again with every device, so that the plan has a line for each
-        best = evaluate(problem, best.schedule.assignment)
-        return refine(_only_used(problem, best), chain, best) if polish else best
+    if plain is not None:
+        best = _best(plain, chain, list(_without_offload(plain, chain)))
+        best, complete = _exhaust(plain, best, fetch=False, polish=polish)
+        if best is not None:
+            return _finish(plain, problem, chain, best, complete, polish)
     best = _best(problem, chain, list(_with_offload(problem, chain)))
-    return refine(problem, chain, best) if polish and best is not None else best
+    best, complete = _exhaust(problem, best, fetch=True, polish=polish)
+    return None if best is None else _finish(problem, problem, chain, best, complete, polish)
+
+
+def _finish(
+    among: Problem, problem: Problem, chain: Chain, best: Evaluation, complete: bool, polish: bool
+) -> Solution:
+    """Refine what is not proven best, and bound it."""
+    if complete:
+        where = "" if among is problem else " on the accelerators"
+        return Solution(best, best.seconds, f"every placement{where} tried")
+    if polish:
+        best = refine(among, chain, best)
+    bound = lower_bound(problem)
+    return Solution(best, min(bound.seconds, best.seconds), bound.proof)
+
+
+def _exhaust(
+    problem: Problem, best: Evaluation | None, *, fetch: bool, polish: bool
+) -> tuple[Evaluation | None, bool]:
+    """Every placement of a small graph, and whether all were tried."""
+    count = sum(1 for operation in problem.graph.operations.values() if not operation.host_only)
+    devices = sum(1 for spec in problem.topology.devices if spec.computes)
+    if count > _SMALL or devices < 2 or not (polish or best is None):
+        return best, False
+    if fetch and not problem.offload:
+        return best, False
+    return search_all(problem, best, fetch=fetch, nodes=_NODES)
+
+
+def _accelerators_alone(problem: Problem) -> Problem | None:
+    """The same problem with nothing offloaded but what the caller has pinned; None without accelerators.
+
+    The CPU may keep what nobody reads.
+    """
+    keys = frozenset(spec.key for spec in problem.topology.devices if spec.is_accelerator)
+    if not keys:
+        return None
+    allowed = {name: problem.allowed.get(name, keys) for name in problem.graph.operations}
+    rules = {name: (rule & keys) or rule for name, rule in allowed.items()}
+    return replace(problem, allowed=rules, offload=False)
 
 
 def _best(problem: Problem, chain: Chain, proposals: list[Evaluation | None]) -> Evaluation | None:
@@ -74,33 +117,6 @@ def _best(problem: Problem, chain: Chain, proposals: list[Evaluation | None]) ->
     nearest = min(found, key=lambda evaluation: sum(evaluation.excess.values()))
     mended = repair(problem, chain, nearest)
     return mended if mended.feasible else None
-
-
-def _accelerators_alone(problem: Problem) -> Problem | None:
-    """The same problem without the CPU, unless the caller has pinned something to it."""
-    devices = problem.topology.devices
-    kept = tuple(spec for spec in devices if spec.is_accelerator)
-    keys = {spec.key for spec in kept}
-    pinned = set(problem.fixed_weights.values()) - keys
-    barred = any(not rule & keys for rule in problem.allowed.values())
-    if pinned or barred:
-        return problem
-    if not kept:
-        return None
-    return replace(problem, topology=replace(problem.topology, devices=kept))
-
-
-def _only_used(problem: Problem, best: Evaluation) -> Problem:
-    """Keep the CPU out of the search where nothing had to be offloaded."""
-    assignment = best.schedule.assignment
-    cpu = cpu_key(problem.topology)
-    read = {n for n in problem.graph.weights if problem.graph.consumers.get(n)}
-    homes = {assignment.weights[name] for name in read}
-    accelerated = any(spec.is_accelerator for spec in problem.topology.devices)
-    if cpu is None or not accelerated or cpu in homes or cpu in assignment.operations.values():
-        return problem
-    kept = tuple(spec for spec in problem.topology.devices if spec.device != CPU)
-    return replace(problem, topology=replace(problem.topology, devices=kept))
 
 
 def _without_offload(problem: Problem, chain: Chain) -> Iterator[Evaluation | None]:
@@ -209,7 +225,7 @@ def _infeasible(problem: Problem) -> InfeasibleError:
     operation = found.peak(device).operation
     return InfeasibleError(
         f"no placement fits: device {device!r} needs {readable_bytes(needed[device])} for "
-        f"{operation!r}{_path(problem, operation)}, max_memory allows {readable_bytes(available[device])}. "
+        f"{_described(problem, operation)}, max_memory allows {readable_bytes(available[device])}. "
         f"Budgets that would do: {_listed(needed)}",
         needed=needed,
         available=available,
@@ -222,9 +238,11 @@ def _listed(budgets: dict[DeviceKey, int]) -> str:
     return "{" + ", ".join(f"{key!r}: {nbytes}" for key, nbytes in budgets.items()) + "}"
 
 
-def _path(problem: Problem, operation: str) -> str:
+def _described(problem: Problem, operation: str) -> str:
     found = problem.graph.operations.get(operation)
-    return f" (in {found.module_path})" if found is not None and found.module_path else ""
+    if found is None:
+        return "its weights"
+    return f"{operation!r} (in {found.module_path})" if found.module_path else repr(operation)
 
 
 def _smallest(problem: Problem) -> Evaluation | None:
@@ -233,18 +251,23 @@ def _smallest(problem: Problem) -> Evaluation | None:
     high, found = 1.0, None
     while found is None and high < 1e9:
         high *= 2
-        found = _search(replace(problem, topology=topology.scaled(high)), polish=False)
+        found = _feasible(replace(problem, topology=topology.scaled(high)))
     if found is None:
         return None
     low = high / 2
     while high / low > 1.005:
         middle = (low + high) / 2
-        candidate = _search(replace(problem, topology=topology.scaled(middle)), polish=False)
+        candidate = _feasible(replace(problem, topology=topology.scaled(middle)))
         if candidate is None:
             low = middle
         else:
             high, found = middle, candidate
     return _sufficient(problem, found, topology.scaled(high))
+
+
+def _feasible(problem: Problem) -> Evaluation | None:
+    found = _search(problem, polish=False)
+    return None if found is None else found.evaluation
 
 
 def _openable(topology: Topology) -> Topology:
@@ -255,7 +278,7 @@ def _openable(topology: Topology) -> Topology:
 def _sufficient(problem: Problem, found: Evaluation, limit: Topology) -> Evaluation:
     """Make sure that asking for the peaks themselves succeeds; else ask for the grown budgets."""
     peaks = {spec.key: max(found.peak(spec.key).nbytes, 0) for spec in problem.topology.devices}
-    again = _search(replace(problem, topology=problem.topology.with_memory(peaks)), polish=False)
+    again = _feasible(replace(problem, topology=problem.topology.with_memory(peaks)))
     if again is not None:
         return found
     raised = {

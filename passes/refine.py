@@ -6,6 +6,7 @@ weights at their edges); only one that is cheaper is put before the evaluator, w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from graphplan.device import DeviceKey
@@ -98,6 +99,8 @@ class _Search:
             if not any(self.device[name] in self.best.excess for name in names):
                 continue
             for spec in self.devices:
+                if any(math.isinf(self.seconds[spec.key][self.chain.index[name]]) for name in names):
+                    continue
                 changed = {**self.device, **dict.fromkeys(names, spec.key)}
                 if changed != self.device and self._lighten(changed):
                     return True
@@ -152,7 +155,7 @@ class _Search:
             w for name in moving for w in self.graph.operations[name].inputs if w in self.graph.weights
         }
         for fetched in (self.fetched - weights, self.fetched | weights):
-            if self.cpu is None and fetched:
+            if fetched and (self.cpu is None or not self.problem.offload):
                 continue
             if self._local_seconds(moving, changed, fetched) >= before - _EPSILON:
                 continue
