@@ -24,7 +24,8 @@ from graphplan.passes.lower import lower
 from graphplan.passes.place import place
 from graphplan.passes.simplify import simplify
 from graphplan.passes.verify import verify_lowered
-from graphplan.tracing import Twin, capture
+from graphplan.tracing import capture
+from graphplan.twin import Twin
 
 
 def build(layers: int) -> torch.nn.Module:

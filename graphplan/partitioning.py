@@ -20,7 +20,7 @@ from graphplan.runtime.executor import attach, attach_start, placed_class, unpla
 from graphplan.runtime.loading import read_checkpoint
 from graphplan.runtime.storage import TensorSource, place_model, require_data
 from graphplan.signature import BoundCall
-from graphplan.tracing import Twin
+from graphplan.twin import Twin
 
 __all__ = ["partition", "plan"]
 

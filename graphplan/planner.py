@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from graphplan.captured import Capture
 from graphplan.checks import check_schedule
 from graphplan.device import CPU, DeviceKey, Topology
 from graphplan.errors import CaptureError
@@ -36,7 +37,8 @@ from graphplan.passes.verify import verify_lowered
 from graphplan.placement import Plan
 from graphplan.runtime.executor import Program
 from graphplan.signature import BoundCall, leaf_names
-from graphplan.tracing import Capture, Twin, capture
+from graphplan.tracing import capture
+from graphplan.twin import Twin
 
 __all__ = ["Compiler", "Options", "Planned"]
 

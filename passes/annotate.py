@@ -11,13 +11,14 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from graphplan.captured import Capture
 from graphplan.device import DeviceKey
 from graphplan.graph import Graph, Operation, Value, Weight
 from graphplan.passes.aliases import find_together
 from graphplan.passes.measure import Effect, Interpreter, OperationResult, TensorMeta, describe, round_up
 from graphplan.passes.simplify import mutated_arguments
 from graphplan.schedule import Schedule
-from graphplan.tracing import Capture, ModelWeights, tensor_bytes
+from graphplan.twin import ModelWeights, tensor_bytes
 
 __all__ = ["Annotator", "annotate", "costlier"]
 

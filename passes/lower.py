@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphplan.captured import Capture
 from graphplan.device import DeviceKey, Topology
 from graphplan.errors import VerificationError
 from graphplan.graph import Graph
 from graphplan.ops import to_device
 from graphplan.passes.simplify import drop_checks
 from graphplan.schedule import Move, Run, Schedule
-from graphplan.tracing import Capture
 
 __all__ = ["Lowered", "constant_attribute", "host_device", "lower"]
 

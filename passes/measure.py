@@ -19,9 +19,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from graphplan.captured import finite_bound
 from graphplan.device import unmetered
 from graphplan.errors import CaptureError
-from graphplan.tracing import finite_bound
 
 __all__ = ["Effect", "Interpreter", "OperationResult", "TensorMeta", "describe", "round_up"]
 

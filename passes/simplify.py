@@ -22,7 +22,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
-from graphplan.tracing import Capture
+from graphplan.captured import Capture
 
 __all__ = ["drop_checks", "is_mutable", "mutated_arguments", "simplify"]
 

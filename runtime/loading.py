@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from graphplan.errors import InputError
-from graphplan.tracing import ModelWeights
+from graphplan.twin import ModelWeights
 
 __all__ = ["Checkpoint", "read_checkpoint"]
 

@@ -11,7 +11,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from graphplan.errors import GraphplanError, InputError, readable_bytes
-from graphplan.tracing import ModelWeights, tensor_bytes
+from graphplan.twin import ModelWeights, tensor_bytes
 
 __all__ = ["TensorSource", "place_model", "require_data"]
 

@@ -12,7 +12,8 @@ from graphplan.passes.measure import TensorMeta
 from graphplan.passes.simplify import simplify
 from graphplan.passes.transfers import build_schedule
 from graphplan.schedule import Assignment
-from graphplan.tracing import Twin, capture
+from graphplan.tracing import capture
+from graphplan.twin import Twin
 
 
 def graph_of(model: nn.Module, *args: Any, types: tuple[str, ...] = ("cpu",), **kwargs: Any) -> Graph:

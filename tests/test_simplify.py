@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from graphplan.passes.simplify import simplify
-from graphplan.tracing import Twin, capture
+from graphplan.tracing import capture
+from graphplan.twin import Twin
 
 
 def calls(model: nn.Module, *args: Any, keep_grad: bool = False) -> list[str]:

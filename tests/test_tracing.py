@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 import graphplan
-from graphplan.tracing import Capture, ModelWeights, Twin, capture
+from graphplan.captured import Capture
+from graphplan.tracing import capture
+from graphplan.twin import ModelWeights, Twin
 
 
 class Owner(nn.Module):

@@ -1,0 +1,210 @@
+"""A captured call: its fx graph, and what an exported program says of its inputs and results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from graphplan.errors import CaptureError
+from graphplan.signature import BoundCall, InputSignature, TensorLeaf, leaf_names
+from graphplan.twin import Twin, identity
+
+__all__ = ["Capture", "Prepare", "bound_call", "finite_bound", "from_program"]
+
+Prepare = Callable[[BoundCall], BoundCall]
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A traced call.
+
+    Attributes:
+        module: holds the graph, and the submodules of its control-flow operations if any.
+        weights: node name -> the weight's first name in the model.
+        constants: name -> tensor: what the trace lifted out of the code, and is no attribute.
+        inputs: node name of each leaf of the call, in order.
+        out_spec: the structure of the result.
+        signature: which calls this graph serves.
+        method: ``"transformers"``, ``"export"`` or ``"symbolic_trace"``.
+        sizes: symbol of each dynamic size -> the largest that the plan is for.
+        prepare: from a call's arguments to those that were traced, where they differ.
+    """
+
+    module: fx.GraphModule
+    weights: dict[str, str]
+    constants: dict[str, torch.Tensor]
+    inputs: tuple[str, ...]
+    out_spec: pytree.TreeSpec
+    signature: InputSignature
+    method: str
+    sizes: dict[Any, int] = field(default_factory=dict)
+    prepare: Prepare | None = None
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph: weights and inputs are placeholders, results one flat tuple."""
+        return self.module.graph
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        """The flattened results: nodes, and constants that pass through."""
+        return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]  # always a tuple
+
+
+def from_program(
+    program: torch.export.ExportedProgram,
+    call: BoundCall,
+    twin: Twin,
+    method: str,
+    *,
+    prepare: Prepare | None = None,
+    traced: Mapping[str, Any] | None = None,
+) -> Capture:
+    """What an exported program says, as a capture.
+
+    Args:
+        program: from ``torch.export``; its graph becomes the capture's own.
+        call: the call that was traced, in the caller's arguments.
+        twin: the copy that was traced.
+        method: for people.
+        prepare: what was done to the arguments before the trace, if anything.
+        traced: the arguments after that.
+
+    Raises:
+        CaptureError: the program has inputs or outputs that are neither tensors nor constants.
+    """
+    kinds = torch.export.graph_signature.InputKind
+    weights: dict[str, str] = {}
+    constants: dict[str, torch.Tensor] = {}
+    inputs: list[str] = []
+    for spec in program.graph_signature.input_specs:
+        node = spec.arg.name
+        if spec.kind is kinds.USER_INPUT:
+            inputs.append(node)
+        elif spec.kind in (kinds.PARAMETER, kinds.BUFFER):
+            assert spec.target is not None
+            weights[node] = twin.weights.first[spec.target]
+        elif spec.kind is kinds.CONSTANT_TENSOR:
+            assert spec.target is not None
+            tensor = program.constants[spec.target]
+            # a patched forward may reach the caller's own weights past the twin
+            known = twin.weights.identities.get(identity(tensor))
+            weights[node] = spec.target if known is None else known
+            if known is None:
+                constants[spec.target] = tensor
+        else:
+            raise CaptureError(f"the trace has an input of kind {spec.kind.name}, which cannot be placed")
+    _flatten_outputs(program)
+    bound = call if traced is None else bound_call(traced)
+    if len(bound.leaves) != len(inputs):
+        raise CaptureError(f"the trace takes {len(inputs)} inputs, the call has {len(bound.leaves)}")
+    signature = _input_signature(program, bound, inputs)
+    out_spec = program.call_spec.out_spec
+    assert out_spec is not None
+    return Capture(
+        program.graph_module,
+        weights,
+        constants,
+        tuple(inputs),
+        out_spec,
+        signature if traced is None else _with_flags(signature, call),
+        method,
+        _largest_sizes(program, inputs, signature),
+        prepare,
+    )
+
+
+def bound_call(traced: Mapping[str, Any]) -> BoundCall:
+    """A call of named arguments that needs no binding."""
+    leaves, spec = pytree.tree_flatten(((), dict(traced)))
+    return BoundCall((), dict(traced), tuple(leaves), spec)
+
+
+def _with_flags(signature: InputSignature, call: BoundCall) -> InputSignature:
+    """The signature of the caller's call, whose output flags (``use_cache``) the exporter took out."""
+    known = dict(zip(signature.names, signature.leaves, strict=True))
+    names = leaf_names(call)
+    leaves = tuple(known.get(name, _leaf(leaf, None)) for name, leaf in zip(names, call.leaves, strict=True))
+    return InputSignature(call.spec, leaves, names)
+
+
+def _flatten_outputs(program: torch.export.ExportedProgram) -> None:
+    """Let the graph return what the caller gets, and no more."""
+    kinds = torch.export.graph_signature.OutputKind
+    node = program.graph.output_node()
+    flat = []
+    for spec, arg in zip(program.graph_signature.output_specs, node.args[0], strict=True):
+        if spec.kind is kinds.USER_OUTPUT:
+            flat.append(arg)
+        elif spec.kind is not kinds.BUFFER_MUTATION:
+            raise CaptureError(f"the trace has an output of kind {spec.kind.name}")
+    node.args = (tuple(flat),)
+
+
+def _input_signature(
+    program: torch.export.ExportedProgram, call: BoundCall, inputs: Sequence[str]
+) -> InputSignature:
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    leaves = tuple(
+        _leaf(leaf, nodes[name].meta.get("val"), program.range_constraints)
+        for leaf, name in zip(call.leaves, inputs, strict=True)
+    )
+    return InputSignature(call.spec, leaves, leaf_names(call))
+
+
+def _leaf(leaf: Any, val: Any, ranges: Mapping[Any, Any] | None = None) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    stride = None if leaf.is_contiguous() else leaf.stride()
+    if not isinstance(val, torch.Tensor):
+        return TensorLeaf(leaf.dtype, tuple(leaf.shape), (), stride)
+    shape: list[int | None] = []
+    bounds: list[tuple[int, int] | None] = []
+    for size in val.shape:
+        symbol = getattr(size, "node", None)  # a torch.SymInt has one
+        shape.append(int(size) if symbol is None else None)
+        found = None if symbol is None else (ranges or {}).get(symbol.expr)
+        here = leaf.shape[len(bounds)]
+        bounds.append(None if symbol is None else _bounds(found, here))
+    return TensorLeaf(val.dtype, tuple(shape), tuple(bounds), stride)
+
+
+def _bounds(found: Any, example: int) -> tuple[int, int]:
+    """Smallest and largest size; the example's is the largest where none was given."""
+    if found is None:
+        return 0, example
+    largest = finite_bound(found.upper)
+    return int(found.lower), example if largest is None else largest
+
+
+def finite_bound(bound: Any) -> int | None:
+    """An upper bound of the tracer's as an int; None where it is none."""
+    try:
+        number = int(bound)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if number < _UNBOUNDED else None
+
+
+_UNBOUNDED = 1 << 48  # what torch writes for a size without an upper bound is above this
+
+
+def _largest_sizes(
+    program: torch.export.ExportedProgram, inputs: Sequence[str], signature: InputSignature
+) -> dict[Any, int]:
+    """Each symbol of an input's sizes -> the largest that the signature admits."""
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    found: dict[Any, int] = {}
+    for name, leaf in zip(inputs, signature.leaves, strict=True):
+        val = nodes[name].meta.get("val")
+        if not isinstance(leaf, TensorLeaf) or not isinstance(val, torch.Tensor):
+            continue
+        for size, bounds in zip(val.shape, leaf.ranges, strict=False):
+            if bounds is not None and isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
+                found[size.node.expr] = max(found.get(size.node.expr, 0), bounds[1])
+    return found

@@ -1,0 +1,325 @@
+"""Tensors that say ``sim:N`` and hold CPU data; the backend and the mode that make torch take them.
+
+The devices are torch's PrivateUse1 backend, renamed ``sim`` for the whole process on first use; a
+process that uses PrivateUse1 for something else cannot simulate.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+from torch._ops import HigherOrderOperator
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _setup_privateuseone_for_python_backend,
+)
+
+from graphplan.device import SIMULATED, DeviceKey, current_machine
+from graphplan.errors import DeviceError
+from graphplan.runtime.simulated_machine import SimulatedMachine, SimulatedTransfer, active_machine
+
+__all__ = ["SimulatedTensor", "SimulationMode", "register_backend"]
+
+aten = torch.ops.aten
+_GRANULARITY = 512
+
+
+class _Backend(_DummyBackendModule):
+    """What torch asks of ``torch.sim``."""
+
+    def device_count(self) -> int:
+        machine = current_machine.get()
+        return 1 + max(machine.capacities) if isinstance(machine, SimulatedMachine) else 0
+
+    def is_available(self) -> bool:
+        return self.device_count() > 0
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+
+_library: list[torch.library.Library] = []
+
+
+def register_backend() -> None:
+    """Make the devices known to torch, once per process."""
+    if _library:
+        return
+    taken = torch._C._get_privateuse1_backend_name()
+    if taken not in ("privateuseone", SIMULATED):
+        raise DeviceError(f"cannot simulate: this process uses PrivateUse1 as {taken!r}")
+    _setup_privateuseone_for_python_backend(SIMULATED, backend_module=_Backend())
+    # factories that C++ reaches with Python modes off, such as torch.tensor(..., device=...)
+    library = torch.library.Library("aten", "IMPL")
+    for op in (aten.empty.memory_format, aten.empty_strided.default, aten._copy_from.default):
+        library.impl(op, _kernel(op), "PrivateUse1")
+    _library.append(library)
+
+
+def _kernel(op: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: _dispatch(op, args, kwargs)
+
+
+class _Allocation:
+    """A storage's claim on a device's capacity; ends with the last tensor that shares it."""
+
+    def __init__(self, device: int, storage: torch.UntypedStorage) -> None:
+        machine = active_machine()
+        self.nbytes = 0 if machine.paused else -(-storage.nbytes() // _GRANULARITY) * _GRANULARITY
+        machine.take(device, self.nbytes)
+        self.device, self.storage = device, storage  # holding the storage keeps its address unique
+        weakref.finalize(self, machine.give, device, self.nbytes)
+
+
+_allocations: weakref.WeakValueDictionary[tuple[int, int], _Allocation] = weakref.WeakValueDictionary()
+
+
+class SimulatedTensor(torch.Tensor):
+    """A tensor that says ``sim:N`` and keeps its data in ``elem``, on the CPU."""
+
+    elem: torch.Tensor
+    allocation: _Allocation
+
+    @staticmethod
+    def __new__(cls, elem: torch.Tensor, device: torch.device) -> SimulatedTensor:
+        made: SimulatedTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            elem.size(),
+            strides=elem.stride(),
+            storage_offset=elem.storage_offset(),
+            dtype=elem.dtype,
+            layout=elem.layout,
+            device=device,
+        )
+        storage = elem.untyped_storage()
+        key = (storage._cdata, device.index)
+        allocation = _allocations.get(key)
+        if allocation is None:
+            allocation = _allocations[key] = _Allocation(device.index, storage)
+        made.elem, made.allocation = elem, allocation
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["elem"], (self.device,)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor], context: Any, size: Any, stride: Any
+    ) -> SimulatedTensor:
+        return SimulatedTensor(inner["elem"], context[0])
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch names it anew
+        return f"SimulatedTensor({self.elem!r}, device='{self.device}')"
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        # the wrapper's own storage is empty; what tells tensors that share memory apart is the data's
+        return self.elem.untyped_storage()
+
+    def tolist(self) -> Any:
+        return self.elem.tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        if force:
+            return self.elem.numpy(force=True)
+        raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first.")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # what is saved loads anywhere, as a tensor saved from an accelerator does with map_location
+        rebuilt: Any = self.elem.detach().requires_grad_(self.requires_grad)
+        return rebuilt.__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares the disabled implementation
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+
+def _lstm_cell(
+    input_gates: torch.Tensor,
+    hidden_gates: torch.Tensor,
+    cell: torch.Tensor,
+    input_bias: torch.Tensor | None = None,
+    hidden_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``aten::_thnn_fused_lstm_cell``: the new hidden state, the new cell, the activated gates."""
+    gates = _biased(input_gates, input_bias) + _biased(hidden_gates, hidden_bias)
+    enter, forget, candidate, leave = gates.chunk(4, 1)
+    activated = torch.cat([enter.sigmoid(), forget.sigmoid(), candidate.tanh(), leave.sigmoid()], 1)
+    enter, forget, candidate, leave = activated.chunk(4, 1)
+    new_cell = forget * cell + enter * candidate
+    return leave * new_cell.tanh(), new_cell, activated
+
+
+def _gru_cell(
+    input_gates: torch.Tensor,
+    hidden_gates: torch.Tensor,
+    hidden: torch.Tensor,
+    input_bias: torch.Tensor | None = None,
+    hidden_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``aten::_thnn_fused_gru_cell``: the new hidden state, and what its gradient would need."""
+    reset_in, update_in, new_in = _biased(input_gates, input_bias).chunk(3, 1)
+    reset_hidden, update_hidden, new_hidden = _biased(hidden_gates, hidden_bias).chunk(3, 1)
+    reset, update = (reset_in + reset_hidden).sigmoid(), (update_in + update_hidden).sigmoid()
+    new = (new_in + reset * new_hidden).tanh()
+    result = new + update * (hidden - new)
+    return result, torch.cat([reset, update, new, hidden, new_hidden], 1)
+
+
+def _biased(gates: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return gates if bias is None else gates + bias
+
+
+# torch takes fused cells on every accelerator, and has none for the CPU
+_WITHOUT_CPU_KERNEL: dict[Any, Callable[..., Any]] = {
+    aten._thnn_fused_lstm_cell.default: _lstm_cell,
+    aten._thnn_fused_gru_cell.default: _gru_cell,
+}
+
+
+def _is_simulated(device: Any) -> bool:
+    return device is not None and torch.device(device).type == SIMULATED
+
+
+def _inner(leaf: Any) -> Any:
+    return leaf.elem if isinstance(leaf, SimulatedTensor) else leaf
+
+
+def _key(device: torch.device) -> DeviceKey:
+    return device.index if device.type == SIMULATED else device.type
+
+
+def _resolve(wanted: Any) -> torch.device:
+    device: torch.device = torch.device(wanted)
+    if device.type == SIMULATED and device.index is None:
+        device = torch.device(SIMULATED, min(active_machine().capacities))
+    if device.type == SIMULATED:
+        active_machine().require(device.index)
+    return device
+
+
+def _dispatch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run one ATen operation on the data, after checking where its tensors are."""
+    if func is aten._copy_from.default:
+        return _copy_into(args[1], args[0])
+    if func is aten.copy_.default:
+        return _copy_into(args[0], args[1])
+    if func is aten._to_copy.default:
+        return _convert(args[0], kwargs)
+    func = _WITHOUT_CPU_KERNEL.get(func, func)
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    wanted = kwargs.get("device")
+    here = _common_device(func, tensors)
+    device = _resolve(wanted) if _is_simulated(wanted) else (here if wanted is None else None)
+    inner = pytree.tree_map(_inner, dict(kwargs))
+    if _is_simulated(wanted):
+        inner["device"] = torch.device("cpu")
+        inner.pop("pin_memory", None)
+    out = func(*pytree.tree_map(_inner, args), **inner)
+    if device is None:
+        return out
+    written = _written_argument(func, args, kwargs) if hasattr(func, "_schema") else None
+    if written is not None:
+        return written
+    return pytree.tree_map(lambda leaf: _wrap(leaf, device), out)
+
+
+def _written_argument(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What an in-place operation, or one with ``out=``, returns: the argument itself."""
+    returns = func._schema.returns
+    if not returns or not (returns[0].alias_info and returns[0].alias_info.is_write):
+        return None
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    found = [
+        given[argument.name]
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write and argument.name in given
+    ]
+    return found[0] if len(returns) == 1 else tuple(found)
+
+
+def _wrap(leaf: Any, device: torch.device) -> Any:
+    plain = isinstance(leaf, torch.Tensor) and not isinstance(leaf, SimulatedTensor)
+    return SimulatedTensor(leaf, device) if plain else leaf
+
+
+# torch lets the index tensors of these live on the CPU
+_INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
+
+
+def _common_device(func: Any, tensors: list[torch.Tensor]) -> torch.device | None:
+    simulated = {t.device for t in tensors if t.device.type == SIMULATED}
+    if not simulated:
+        return None
+    # and a zero-dimensional CPU tensor anywhere
+    others = [t for t in tensors if t.device.type != SIMULATED and t.dim() > 0]
+    if func in _INDEXING and tensors[0].device.type == SIMULATED:
+        others = [t for t in others if t.dtype not in (torch.long, torch.int, torch.bool, torch.uint8)]
+    if len(simulated) > 1 or others:
+        found = sorted({str(t.device) for t in tensors})
+        raise RuntimeError(f"Expected all tensors to be on the same device, but found {found} in {func}")
+    return simulated.pop()
+
+
+def _log(source: torch.device, destination: torch.device, tensor: torch.Tensor) -> None:
+    if source != destination:
+        nbytes = tensor.numel() * tensor.element_size()
+        active_machine().transfers.append(SimulatedTransfer(_key(source), _key(destination), nbytes))
+
+
+def _copy_into(destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    _log(source.device, destination.device, source)
+    _inner(destination).copy_(_inner(source))
+    return destination
+
+
+def _convert(source: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
+    wanted = kwargs.get("device")
+    device = source.device if wanted is None else _resolve(wanted)
+    _log(source.device, device, source)
+    ignored = ("device", "non_blocking", "pin_memory")
+    rest = {key: value for key, value in kwargs.items() if key not in ignored}
+    out: torch.Tensor = aten._to_copy.default(_inner(source), **rest)
+    return SimulatedTensor(out, device) if device.type == SIMULATED else out
+
+
+class SimulationMode(TorchDispatchMode):
+    """Catches what has no simulated argument yet: factories, and copies from the CPU."""
+
+    supports_higher_order_operators = True
+    simulates = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return self._control_flow(func, args, kwargs)
+        if func is aten._pin_memory.default:
+            pinned = args[0].clone()
+            pinned._simulated_pinned = True
+            return pinned
+        if func is aten.is_pinned.default:
+            return getattr(args[0], "_simulated_pinned", False)
+        if _is_simulated(kwargs.get("device")) or any(issubclass(t, SimulatedTensor) for t in types):
+            return _dispatch(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _control_flow(self, func: HigherOrderOperator, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run the branches of ``torch.cond`` and its like on the simulated tensors themselves."""
+        if not any(isinstance(leaf, SimulatedTensor) for leaf in pytree.tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        if func is torch.ops.higher_order.cond:
+            predicate, true_branch, false_branch, operands = args
+            with self:
+                return (true_branch if bool(predicate) else false_branch)(*operands)
+        with self:
+            return func.py_kernels[DispatchKey.CompositeExplicitAutograd](*args, **kwargs)
