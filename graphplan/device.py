@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -41,6 +41,8 @@ __all__ = [
 
 DeviceKey = int | str
 MaxMemory = Mapping[DeviceKey, int | float | str]
+
+_MIB = 1 << 20
 
 CPU = "cpu"
 DISK = "disk"
@@ -94,17 +96,35 @@ class DeviceSpec:
         """The torch device; the CPU for ``"disk"``, whose weights are mapped into host memory."""
         return torch.device(CPU if self.type == DISK else self.device)
 
-    def allocated(self, nbytes: int) -> int:
-        """Bytes that an allocator takes for a storage of ``nbytes``.
+    def rounded(self, nbytes: int) -> int:
+        """The fewest bytes that an allocator takes for a storage of ``nbytes``: whole 512s."""
+        return -(-nbytes // 512) * 512
 
-        CUDA's caching allocator rounds to 512 bytes; of a cached block it may hand out up to 1 MiB
-        more than was asked for when the request is above 1 MiB (``CUDACachingAllocator.cpp``,
-        ``should_split``).
+    def allocated(self, nbytes: int) -> int:
+        """The most bytes that an allocator takes for a storage of ``nbytes``, among others.
+
+        CUDA's caching allocator may hand out up to 1 MiB more of a cached block than was asked for
+        when the request is above 1 MiB (``CUDACachingAllocator.cpp``, ``should_split``).
         """
-        rounded = -(-nbytes // 512) * 512
-        if self.type == "cuda" and nbytes > 1 << 20:
-            return rounded + (1 << 20)
-        return rounded
+        slack = _MIB if self.type == "cuda" and nbytes > _MIB else 0
+        return self.rounded(nbytes) + slack
+
+    def resident(self, sizes: Iterable[int]) -> int:
+        """The most bytes that storages take which are allocated one after another and kept.
+
+        CUDA's caching allocator cuts those of 1 to 10 MiB from segments of 20 MiB, the rest of which,
+        up to 1 MiB, goes with the last; larger ones get segments of whole 2 MiB, and keep a rest of up
+        to 1 MiB.
+        """
+        total = middle = 0
+        for nbytes in sizes:
+            total += self.rounded(nbytes)
+            if self.type == "cuda" and nbytes >= 10 * _MIB:
+                rest = -self.rounded(nbytes) % (2 * _MIB)
+                total += rest if rest <= _MIB else 0
+            elif self.type == "cuda" and nbytes > _MIB:
+                middle += self.rounded(nbytes)
+        return total + -(-middle // (19 * _MIB)) * _MIB
 
 
 @dataclass(frozen=True, slots=True)

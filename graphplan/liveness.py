@@ -87,14 +87,14 @@ class _Sweep:
         return self._sweep(resident, caller)
 
     def _place_weights(self) -> dict[DeviceKey, int]:
-        resident: dict[DeviceKey, int] = defaultdict(int)
+        sizes: dict[DeviceKey, list[int]] = defaultdict(list)
         for weight in self.graph.weights.values():
             key = self.schedule.assignment.weights[weight.name]
             self.home[weight.name] = key
-            resident[key] += self.specs[key].allocated(weight.nbytes)
+            sizes[key].append(weight.nbytes)
             # a weight outlives the call, so its storage is counted once, here, and never freed
             self.storage[weight.name, key] = _Storage(key, 0, len(self.schedule.steps))
-        return resident
+        return {key: self.specs[key].resident(listed) for key, listed in sizes.items()}
 
     def _place_inputs(self) -> int:
         host, total = self.schedule.host, 0

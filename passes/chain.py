@@ -101,7 +101,7 @@ class Chain:
                 weight = self.graph.weights.get(name)
                 if weight is not None:
                     last = min(self.last.get(name, i), self.count - 1)
-                    rows.append((at.get(name, -1), i, self.spec.allocated(weight.nbytes), last))
+                    rows.append((at.get(name, -1), i, self.spec.rounded(weight.nbytes), last))
                     at[name] = i
         return _reads(rows)
 
@@ -149,14 +149,36 @@ class Chain:
         if len(found) <= limit:
             return found
         bytes_at = self.crossing[found]
+        bytes_at[[0, -1]] = np.iinfo(np.int64).max  # nothing crosses the ends, which are no rivals
         low = np.ones(len(found), dtype=bool)
         low[1:-1] = (bytes_at[1:-1] <= bytes_at[:-2]) & (bytes_at[1:-1] <= bytes_at[2:])
         found = found[low]
         if len(found) > limit:
-            inner = found[1:-1]
-            best = np.argsort(self.crossing[inner], kind="stable")[: limit - 2]
-            found = np.concatenate([found[:1], np.sort(inner[best]), found[-1:]])
+            found = self._spread(found, limit)
         return found
+
+    def _spread(self, found: Ints, limit: int) -> Ints:
+        """The ends; the cheapest position of each stretch of equal weight; the cheapest of the rest.
+
+        The cheapest alone may all lie in one half (a decoder of few tokens), and leave the other whole.
+        """
+        inner = found[1:-1]
+        order = np.argsort(self.crossing[inner], kind="stable")
+        stretch = np.floor(self._weight_share[inner] * (limit // 2)).astype(np.int64)
+        _, first = np.unique(stretch[order], return_index=True)
+        kept = order[np.sort(first)]
+        rest = order[~np.isin(order, kept)][: max(0, limit - 2 - len(kept))]
+        return np.concatenate([found[:1], np.sort(inner[np.concatenate([kept, rest])]), found[-1:]])
+
+    @cached_property
+    def _weight_share(self) -> Floats:
+        """Share of all weights, and of all operations, that lies before each position."""
+        reads = self.weight_reads
+        fresh = reads.previous < 0
+        weights = np.bincount(reads.reader[fresh], reads.nbytes[fresh], minlength=self.count)
+        total = max(float(weights.sum()), 1.0)
+        shares = 0.8 * weights / total + 0.2 / max(self.count, 1)
+        return np.concatenate([[0.0], np.cumsum(shares)])
 
 
 def _reads(rows: list[tuple[int, int, int, int]]) -> Reads:

@@ -79,7 +79,7 @@ class _Search:
             fixed = self.problem.fixed_weights.get(weight.name)
             home = self._spare() if fixed is None else fixed
             self.state.home[weight.name] = home
-            self.state.resident[home] += self.by_key[home].allocated(weight.nbytes)
+            self.state.resident[home] += self.by_key[home].rounded(weight.nbytes)
         # one that only the accelerators can keep may be in the way after all
         self.guessed = bool(unread) and not any(spec.device == CPU for spec in self.specs)
         self._operation(0, 0.0)
@@ -152,7 +152,7 @@ class _Search:
             return
         weight = self.graph.weights[new[0]]
         for home in self._homes(weight.name, key):
-            nbytes = self.by_key[home].allocated(weight.nbytes)
+            nbytes = self.by_key[home].rounded(weight.nbytes)
             state = self.state
             if state.resident[home] + state.most[home] + nbytes > self.by_key[home].room:
                 continue

@@ -69,4 +69,9 @@ def test_links_are_found_in_either_direction() -> None:
 def test_allocations_are_rounded_as_the_allocator_does() -> None:
     cuda, cpu = read_max_memory({"cuda:0": 10, "cpu": 10}).devices
     assert [cpu.allocated(n) for n in (0, 1, 512, 513)] == [0, 512, 512, 1024]
-    assert cuda.allocated(2 << 20) == 3 << 20  # a cached block may be up to 1 MiB too large
+    mib = 1 << 20
+    assert cuda.allocated(2 * mib) == 3 * mib  # a cached block may be up to 1 MiB too large
+    assert cuda.resident([100, 600]) == 512 + 1024
+    assert cuda.resident([2 * mib] * 9) == 19 * mib  # all from one segment
+    assert cuda.resident([11 * mib + 512]) == 12 * mib  # the rest of a segment of 12 MiB is kept
+    assert cuda.resident([10 * mib + 512]) == 10 * mib + 512  # that of a larger rest is not
