@@ -26,8 +26,8 @@ def refine(problem: Problem, chain: Chain, start: Evaluation, work: int = 200_00
         problem: what is placed.
         chain: its graph in order.
         start: a feasible placement.
-        work: steps of schedules that may be evaluated; more searches longer. The result depends on
-            the input and on this, not on the clock.
+        work: operations and steps that may be looked at; more searches longer. The result depends
+            on the input and on this, not on the clock.
     """
     search = _Search(problem, chain, start, work)
     improved = True
@@ -57,6 +57,7 @@ class _Search:
         self.graph = problem.graph
         self.devices = [spec for spec in problem.topology.devices if spec.computes]
         self.cpu = cpu_key(problem.topology)
+        self.room = {spec.key: spec.room for spec in self.devices}
         self.seconds = {
             spec.key: [problem.seconds(op, spec) for op in chain.operations] for spec in self.devices
         }
@@ -148,6 +149,7 @@ class _Search:
         moving = [name for name in names if self.device[name] != target]
         if not moving:
             return False
+        self.left -= 2 * len(moving)
         before = self._local_seconds(moving, self.device, self.fetched)
         changed = dict(self.device)
         changed.update(dict.fromkeys(moving, target))
@@ -157,11 +159,19 @@ class _Search:
         for fetched in (self.fetched - weights, self.fetched | weights):
             if fetched and (self.cpu is None or not self.problem.offload):
                 continue
+            if not weights <= fetched and self._overfills(target, weights):
+                continue
             if self._local_seconds(moving, changed, fetched) >= before - _EPSILON:
                 continue
             if self._judge(changed, fetched):
                 return True
         return False
+
+    def _overfills(self, target: DeviceKey, weights: set[str]) -> bool:
+        """Whether these weights alone, beside those that are there, pass the budget of ``target``."""
+        homes = self.best.schedule.assignment.weights
+        coming = sum(self.graph.weights[name].nbytes for name in weights if homes[name] != target)
+        return self.best.peak(target).weights + coming > self.room[target]
 
     def _bring_home(self) -> bool:
         """Let fetched weights live where they are read, where there is room after all."""
