@@ -186,7 +186,7 @@ def finite_bound(bound: Any) -> int | None:
     """An upper bound of the tracer's as an int; None where it is none."""
     try:
         number = int(bound)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, AttributeError):  # sympy's infinities raise any
         return None
     return number if number < _UNBOUNDED else None
 

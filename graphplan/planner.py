@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from graphplan.captured import Capture
 from graphplan.checks import check_schedule
 from graphplan.device import CPU, DeviceKey, Topology
 from graphplan.errors import CaptureError
-from graphplan.graph import Graph
+from graphplan.graph import Graph, Weight
 from graphplan.passes.annotate import Annotator, costlier
 from graphplan.passes.constrain import Wishes, constrain
 from graphplan.passes.evaluate import Problem, evaluate
@@ -38,7 +38,7 @@ from graphplan.placement import Plan
 from graphplan.runtime.executor import Program
 from graphplan.signature import BoundCall, leaf_names
 from graphplan.tracing import capture
-from graphplan.twin import Twin
+from graphplan.twin import Twin, tensor_bytes
 
 __all__ = ["Compiler", "Options", "Planned"]
 
@@ -66,6 +66,7 @@ class Compiler:
         self.twin, self.topology, self.options = twin, topology, options
         self.homes = homes
         self.captures: list[tuple[tuple[bool, ...], Capture, Annotator]] = []
+        self.constants: list[_Constant] = []
 
     def devices_of_weights(self) -> dict[str, torch.device]:
         """First name of each weight -> its device."""
@@ -102,13 +103,14 @@ class Compiler:
 
         The graph that is returned is that of the returned placement: its bytes are exact.
         """
-        graph = annotator.graph()
-        returns = self.options.return_outputs
-        plain = Problem(graph, self.topology, self._host(call), returns, self.homes or {})
+        constants = annotator.capture.constants
+        graph = self._with_constants(annotator.graph(), constants)
+        fixed = {**(self.homes or {}), **self._constant_homes(constants)}
+        plain = Problem(graph, self.topology, self._host(call), self.options.return_outputs, fixed)
         problem = constrain(plain, self.options.wishes)
         for _ in range(_SETTLING):
             solution = place(problem)
-            moved = annotator.graph(solution.evaluation.schedule)
+            moved = self._with_constants(annotator.graph(solution.evaluation.schedule), constants)
             exact = constrain(replace(plain, graph=moved), self.options.wishes)
             if exact.graph == problem.graph:
                 return problem, solution
@@ -117,6 +119,49 @@ class Compiler:
                 return exact, replace(solution, evaluation=again)
             problem = replace(exact, graph=costlier(problem.graph, exact.graph))
         return problem, place(problem)
+
+    def _known(self, name: str, tensor: torch.Tensor) -> _Constant | None:
+        """The constant of an earlier plan that has the same name and values."""
+        return next((known for known in self.constants if known.is_same(name, tensor)), None)
+
+    def _constant_homes(self, constants: Mapping[str, torch.Tensor]) -> dict[str, DeviceKey]:
+        """Where constants are already: by the names of this capture, and those of others."""
+        here = {n: known.key for n, t in constants.items() if (known := self._known(n, t)) is not None}
+        return {**here, **{other.name: other.key for other in self._others(constants)}}
+
+    def _others(self, constants: Mapping[str, torch.Tensor]) -> list[_Constant]:
+        """Constants of earlier plans that this capture has not: they stay where they are."""
+        return [
+            known
+            for known in self.constants
+            if not any(known.is_same(name, tensor) for name, tensor in constants.items())
+        ]
+
+    def _with_constants(self, graph: Graph, constants: Mapping[str, torch.Tensor]) -> Graph:
+        """The graph with the constants of earlier plans, which take their bytes all the same."""
+        others = [
+            Weight(other.name, tensor_bytes(other.tensor), (other.name,), "constant", False)
+            for other in self._others(constants)
+        ]
+        if not others:
+            return graph
+        parts = (graph.operations.values(), graph.values.values(), [*graph.weights.values(), *others])
+        return Graph(*parts, graph.inputs, graph.outputs, graph.together, shapes_known=graph.shapes_known)
+
+    def _place_constants(
+        self, constants: Mapping[str, torch.Tensor], homes: Mapping[str, DeviceKey]
+    ) -> dict[str, torch.Tensor]:
+        """Each constant on its device: one tensor for all plans that have it."""
+        placed = {}
+        for name, tensor in constants.items():
+            known = self._known(name, tensor)
+            if known is None:
+                device = self.topology[homes[name]].torch_device
+                copy = tensor.detach().to(device, copy=True)
+                known = _Constant(f"{name}@{len(self.constants)}", name, tensor, homes[name], copy)
+                self.constants.append(known)
+            placed[constant_attribute(name)] = known.placed
+        return placed
 
     def _host(self, call: BoundCall | None) -> DeviceKey:
         """The key of the device where the caller's tensors are; meta ones are taken to be on the CPU."""
@@ -147,16 +192,11 @@ class Compiler:
         graph, schedule = made.graph, made.schedule
         lowered = lower(captured, graph, schedule, self.topology)
         verify_lowered(lowered, graph, schedule, self.topology)
-        devices = self.topology
-        homes = schedule.assignment.weights
         return Program(
             plan=made,
             signature=captured.signature,
             graph=lowered.graph,
-            constants={
-                constant_attribute(name): tensor.detach().to(devices[homes[name]].torch_device)
-                for name, tensor in captured.constants.items()
-            },
+            constants=self._place_constants(captured.constants, schedule.assignment.weights),
             branches=lowered.branches,
             inputs=tuple(captured.inputs.index(name) for name in graph.inputs),
             on_host=frozenset(_read_on_host(made)),
@@ -166,6 +206,31 @@ class Compiler:
             modes=self.twin.modes,
             prepare=captured.prepare,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Constant:
+    """A constant of the code that an earlier plan has placed.
+
+    Attributes:
+        name: unique among plans.
+        origin: its name in the capture.
+        tensor: its values, as traced.
+        key: where it is.
+        placed: it, there.
+    """
+
+    name: str
+    origin: str
+    tensor: torch.Tensor
+    key: DeviceKey
+    placed: torch.Tensor
+
+    def is_same(self, origin: str, tensor: torch.Tensor) -> bool:
+        """Whether a capture's constant is this one."""
+        mine = self.tensor
+        alike = origin == self.origin and mine.dtype == tensor.dtype and mine.shape == tensor.shape
+        return mine is tensor or (alike and bool(torch.equal(mine, tensor)))
 
 
 @dataclass(frozen=True, slots=True)

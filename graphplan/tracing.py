@@ -61,7 +61,7 @@ def capture(
         with _quiet():
             return trace_symbolically(twin)
     host = _on_cpu(call)
-    with suspended():
+    with suspended(), _untouched_attributes(twin.module):
         return _with_examples(twin, host, dynamic_shapes, keep_grad)
 
 
@@ -99,7 +99,7 @@ def _reject_bad_inputs(twin: Twin, call: BoundCall) -> None:
         with _quiet(), torch.no_grad(), mode:
             twin.module(*args, **kwargs)
     except Exception as error:  # the model's own code may raise anything
-        if type(error).__module__.startswith("torch."):
+        if type(error).__module__.startswith("torch.") or _runs(twin, call):
             return  # a limit of fake tensors, which says nothing about the inputs
         given = ", ".join(
             f"{name}: {list(leaf.shape)} {leaf.dtype}"
@@ -110,6 +110,22 @@ def _reject_bad_inputs(twin: Twin, call: BoundCall) -> None:
         raise InputError(
             f"{type(twin.module).__name__} rejects the example inputs ({given}): {_first_line(error)}"
         ) from error
+
+
+def _runs(twin: Twin, call: BoundCall) -> bool:
+    """Whether the twin takes the inputs with real kernels; its weights are all zero, and small enough."""
+    if sum(tensor.numel() for tensor in twin.weights.tensors.values()) > _TRIABLE:
+        return False
+    args, kwargs = pytree.tree_unflatten(list(call.leaves), call.spec)
+    try:
+        with _quiet(), torch.no_grad():
+            twin.module(*args, **kwargs)
+    except Exception:  # the model's own code may raise anything
+        return False
+    return True
+
+
+_TRIABLE = 1 << 28  # elements
 
 
 def _on_cpu(call: BoundCall) -> BoundCall:
@@ -131,6 +147,26 @@ _TALKATIVE = (
     "torch.fx.experimental.symbolic_shapes",
     "torch.export",
 )
+
+
+@contextmanager
+def _untouched_attributes(module: nn.Module) -> Iterator[None]:
+    """Give tensor attributes their values back: tracing an operation that writes to one runs it."""
+    kept = [
+        (tensor, tensor._version, tensor.clone())
+        for part in module.modules()
+        for name, value in vars(part).items()
+        if name not in ("_parameters", "_buffers", "_modules")
+        for tensor in pytree.tree_leaves(value)
+        if type(tensor) is torch.Tensor
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, version, values in kept:
+                if tensor._version != version:
+                    tensor.copy_(values)
 
 
 @contextmanager
@@ -157,10 +193,14 @@ def _through_export(twin: Twin, call: BoundCall, dynamic_shapes: Any, keep_grad:
     own = vars(module).get("forward")
     original = module.forward
 
+    changed: list[bool] = []
+
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        before = pytree.tree_structure((args, kwargs))
         result = original(*args, **kwargs)
         register_dataclasses(result)
+        changed.append(pytree.tree_structure((args, kwargs)) != before)
         return result
 
     module.forward = forward  # on the twin alone
@@ -177,6 +217,12 @@ def _through_export(twin: Twin, call: BoundCall, dynamic_shapes: Any, keep_grad:
         del module.forward
         if own is not None:
             module.forward = own
+    if any(changed):
+        warnings.warn(
+            f"{type(module).__name__} puts something into a list or dict that it is given: a placed model "
+            "does not, it only returns results",
+            stacklevel=2,
+        )
     return from_program(program, call, twin, "export")
 
 

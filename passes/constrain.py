@@ -57,6 +57,10 @@ def constrain(problem: Problem, wishes: Wishes) -> Problem:
     accelerators = frozenset(s.key for s in problem.topology.devices if s.is_accelerator)
     if not (wishes.cpu_compute and wishes.offload) and accelerators:
         allowed.update(dict.fromkeys(graph.operations, accelerators))
+    for name, key in fixed.items():  # what is written stays where an earlier plan has put it
+        if name in graph.weights and not graph.weights[name].fetchable:
+            readers = (r for r in graph.consumers.get(name, ()) if not graph.operations[r].host_only)
+            allowed.update(dict.fromkeys(readers, frozenset({key})))
     for name, key in wishes.pin.items():
         _pin(graph, problem.topology, name, key, allowed, fixed)
     _agree(graph, allowed)
@@ -158,5 +162,7 @@ def _agree(graph: Graph, allowed: dict[str, frozenset[DeviceKey]]) -> None:
         common = frozenset.intersection(*rules)
         if not common:
             listed = ", ".join(sorted(group)[:4])
-            raise PlanError(f"{listed} must share a device, and pin sends them to different ones")
+            raise PlanError(
+                f"{listed} must share a device, and what they write, or pin, sends them to different ones"
+            )
         allowed.update(dict.fromkeys(group, common))

@@ -10,11 +10,11 @@ the model, and proves it: among placements whose weights live where a reader run
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from graphplan.device import CPU, DISK, DeviceKey, DeviceSpec
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
-from graphplan.schedule import Assignment
+from graphplan.passes.residence import reside
 
 __all__ = ["search_all"]
 
@@ -74,23 +74,10 @@ class _Search:
         return last
 
     def run(self) -> None:
-        unread = [w for w in self.graph.weights.values() if not self._readers(w.name)]
-        for weight in unread:
-            fixed = self.problem.fixed_weights.get(weight.name)
-            home = self._spare() if fixed is None else fixed
-            self.state.home[weight.name] = home
-            self.state.resident[home] += self.by_key[home].rounded(weight.nbytes)
+        unread = [name for name in self.graph.weights if not self._readers(name)]
         # one that only the accelerators can keep may be in the way after all
         self.guessed = bool(unread) and not any(spec.device == CPU for spec in self.specs)
         self._operation(0, 0.0)
-
-    def _spare(self) -> DeviceKey:
-        """Where a weight that nobody reads is least in the way."""
-        cpu = next((spec.key for spec in self.specs if spec.device == CPU), None)
-        if cpu is not None:
-            return cpu
-        free = {spec.key: spec.room - self.state.resident[spec.key] for spec in self.specs}
-        return max(free, key=free.__getitem__)
 
     def _readers(self, name: str) -> list[str]:
         users = self.graph.consumers.get(name, ())
@@ -230,6 +217,7 @@ class _Search:
         return total
 
     def _leaf(self) -> None:
-        found = evaluate(self.problem, Assignment(dict(self.state.device), dict(self.state.home)))
+        settled = replace(self.problem, fixed_weights={**self.problem.fixed_weights, **self.state.home})
+        found = evaluate(self.problem, reside(settled, self.state.device))
         if found.feasible and not self._beaten(found.seconds):
             self.best = found

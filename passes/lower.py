@@ -22,8 +22,8 @@ import torch
 from torch import fx
 
 from graphplan.captured import Capture
-from graphplan.device import DeviceKey, Topology
-from graphplan.errors import VerificationError
+from graphplan.device import SIMULATED, DeviceKey, Topology
+from graphplan.errors import CaptureError, VerificationError
 from graphplan.graph import Graph
 from graphplan.ops import to_device
 from graphplan.passes.simplify import drop_checks
@@ -141,6 +141,11 @@ class _Lowering:
         made.meta["operation"] = operation.name
         _set_device(made, self.devices[step.device])
         if made.target is torch.ops.higher_order.wrap_with_autocast:
+            if self.devices[step.device].type == SIMULATED:
+                raise CaptureError(
+                    f"{operation.name!r} is an autocast block, and simulated devices have no autocast: "
+                    "convert the weights instead, or pin the block to the CPU"
+                )
             made.update_arg(0, self.devices[step.device].type)
         self._bind(node.name, step.device, made)
         for user in node.users:

@@ -7,6 +7,7 @@ is a view, and how many bytes a composite operation takes before it is done.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -272,6 +273,12 @@ def _size(size: Any, sizes: Mapping[Any, int]) -> int:
     if isinstance(expression, int) or expression.is_number:
         return int(expression)
     bound = finite_bound(size.node.shape_env.bound_sympy(expression).upper)
+    if bound is None:
+        warnings.warn(
+            "a size that only the data decides has no upper bound: it counts as 1 in the plan, whose peaks "
+            "may be passed",
+            stacklevel=2,
+        )
     return 1 if bound is None else bound
 
 
@@ -298,6 +305,22 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def _true_strides(target: Any, fakes: Sequence[Any], meta: TensorMeta) -> TensorMeta:
+    """``meta`` with the strides that kernels give it, where torch's fakes keep the input's.
+
+    BatchNorm's kernels write contiguous results, or channels-last ones for channels-last input.
+    """
+    if target is not aten.batch_norm.default or len(meta.shape) != fakes[0].dim():
+        return meta
+    if fakes[0].dim() == 4 and fakes[0].is_contiguous(memory_format=torch.channels_last):
+        return meta
+    return TensorMeta(meta.shape, _contiguous(meta.shape), meta.dtype, meta.requires_grad)
+
+
+def _restrided(value: Any, results: Sequence[OperationResult]) -> Any:
+    return results[0].tensor if isinstance(value, TensorMeta) and results else value
 
 
 def _fake(meta: TensorMeta, device: torch.device) -> torch.Tensor:
@@ -334,5 +357,11 @@ def _run_fake(target: Any, leaves: Sequence[Any], spec: pytree.TreeSpec, device:
             shared = sibling >= 0 and sibling != len(results)
             nbytes = 0 if argument >= 0 or shared else storage.nbytes()
             own += round_up(nbytes)
-            results.append(OperationResult(describe(leaf), nbytes, argument, sibling if shared else -1))
-        return Effect(describe(out), tuple(results), tracker.flops, {"": max(0, tracker.peak - own)})
+            meta = _true_strides(target, fakes, describe(leaf))
+            results.append(OperationResult(meta, nbytes, argument, sibling if shared else -1))
+        return Effect(
+            _restrided(describe(out), results),
+            tuple(results),
+            tracker.flops,
+            {"": max(0, tracker.peak - own)},
+        )

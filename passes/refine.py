@@ -154,7 +154,10 @@ class _Search:
         changed = dict(self.device)
         changed.update(dict.fromkeys(moving, target))
         weights = {
-            w for name in moving for w in self.graph.operations[name].inputs if w in self.graph.weights
+            w
+            for name in moving
+            for w in self.graph.operations[name].inputs
+            if w in self.graph.weights and self.graph.weights[w].kind != "buffer"
         }
         for fetched in (self.fetched - weights, self.fetched | weights):
             if fetched and (self.cpu is None or not self.problem.offload):

@@ -10,6 +10,8 @@ from graphplan.graph import Graph
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.schedule import Assignment
 
+_LARGE_BUFFER = 1 << 20  # a smaller one is not worth fetching, and another call may write to it
+
 __all__ = ["cpu_key", "fetch_excess", "reside"]
 
 
@@ -43,11 +45,19 @@ def reside(problem: Problem, operations: Mapping[str, DeviceKey], fetched: Itera
         if home is not None:
             homes[weight.name] = home
             taken[home] += weight.nbytes
+    beside = {_module(name): key for name, key in homes.items() if graph.weights[name].kind == "buffer"}
     for weight in graph.weights.values():
         if weight.name not in homes:
-            homes[weight.name] = cpu if cpu is not None else _roomiest(topology, taken)
-            taken[homes[weight.name]] += weight.nbytes
+            idle = cpu if cpu is not None else _roomiest(topology, taken)
+            # a buffer that this call does not read, another may write to, with its neighbours
+            home = beside.get(_module(weight.name), idle) if weight.kind == "buffer" else idle
+            homes[weight.name] = home
+            taken[home] += weight.nbytes
     return Assignment(dict(operations), homes)
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _roomiest(topology: Topology, taken: Mapping[DeviceKey, int]) -> DeviceKey:
@@ -91,6 +101,7 @@ def _choose(
         for weight in graph.weights.values()
         if homes[weight.name] == key
         and weight.fetchable
+        and (weight.kind != "buffer" or weight.nbytes >= _LARGE_BUFFER)
         and weight.nbytes
         and weight.name not in fetched
         and graph.consumers.get(weight.name)

@@ -90,8 +90,9 @@ class _State:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
         # constants of the code may be written to, so each copy has its own
+        own = {id(t): t.clone() for p in self.programs for t in p.constants.values()}
         programs = [
-            replace(p, constants={name: tensor.clone() for name, tensor in p.constants.items()})
+            replace(p, constants={name: own[id(tensor)] for name, tensor in p.constants.items()})
             for p in self.programs
         ]
         return replace(self, programs=programs, graph_modules={}, modules=[])

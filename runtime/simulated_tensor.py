@@ -88,6 +88,8 @@ class SimulatedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, elem: torch.Tensor, device: torch.device) -> SimulatedTensor:
+        if elem.is_conj() or elem.is_neg():  # lazy bits of the data, which the wrapper would not show
+            elem = elem.resolve_conj().resolve_neg()
         made: SimulatedTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             elem.size(),
@@ -131,7 +133,11 @@ class SimulatedTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # what is saved loads anywhere, as a tensor saved from an accelerator does with map_location
-        rebuilt: Any = self.elem.detach().requires_grad_(self.requires_grad)
+        rebuilt: Any = self.elem.detach()
+        if isinstance(self, torch.nn.Parameter):
+            rebuilt = torch.nn.Parameter(rebuilt, self.requires_grad)
+        elif self.requires_grad and self.is_leaf:
+            rebuilt.requires_grad_()
         return rebuilt.__reduce_ex__(protocol)
 
     @classmethod

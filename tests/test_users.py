@@ -410,3 +410,162 @@ def test_numbers_of_any_kind_are_budgets() -> None:
     plan = graphplan.plan(Two(), {np.int64(3): 10**9}, (X,))
     assert list(plan.devices) == [3]
     assert type(next(iter(plan.devices))) is int
+
+
+# -- a second round --------------------------------------------------------------------------------------
+
+
+class Conv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.out = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Linear(16, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(self.conv(x)).mean((2, 3)))
+
+
+@pytest.mark.parametrize("budget", [30_000, 60_000, 100_000])
+def test_training_after_evaluation_writes_buffers_where_they_are(budget: int) -> None:
+    model, x = Conv().eval(), torch.randn(2, 3, 10, 10)
+    with graphplan.simulate({0: budget, "cpu": 1 << 28}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (x,))
+        assert largest_difference(placed(x), model(x)) < 1e-5
+        assert largest_difference(placed.train()(x), model.train()(x)) < 1e-5
+        ours = {name: buffer.cpu() for name, buffer in placed.named_buffers()}
+        assert largest_difference(ours, dict(model.named_buffers())) < 1e-5
+
+
+def test_buffers_are_caches_over_calls_of_other_lengths() -> None:
+    class Cache(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("keys", torch.zeros(16, 64))
+
+        def forward(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            self.keys.index_put_((at,), self.a(x))
+            return self.b(self.keys).sum(0)
+
+    model = Cache()
+    with graphplan.simulate({0: "1MiB", 1: "1MiB"}):
+        example = (torch.randn(3, 64), torch.arange(3))
+        placed = graphplan.partition(model, {0: 32_000, 1: 32_000}, example)
+        for start, length in ((0, 3), (3, 1), (4, 1), (5, 4)):
+            x, at = torch.randn(length, 64), torch.arange(start, start + length)
+            with torch.no_grad():
+                assert largest_difference(placed(x, at), model(x, at)) < 1e-4
+
+
+def test_batch_norm_of_a_transposed_input() -> None:
+    class Patches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up, self.out = nn.BatchNorm1d(32), nn.Linear(32, 64), nn.Linear(64, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.norm(x.transpose(1, 2)).transpose(1, 2)
+            return self.out(torch.relu(self.up(y)))
+
+    model, x = Patches().eval(), torch.randn(4, 256, 32)
+    with graphplan.simulate({0: 1 << 20, "cpu": 1 << 28}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (x,))
+        assert largest_difference(run_placed(machine, placed, (x,)), model(x)) < 1e-5
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask, self.last = torch.randn(256, 256), nn.Linear(256, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(x @ self.mask) + torch.tensor(x.shape[0])
+
+
+def test_constants_are_placed_once_for_all_structures() -> None:
+    model = Masked()
+    with graphplan.simulate({0: 700_000, "cpu": 1 << 30}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (torch.randn(1, 256),))
+        for size in range(1, 6):
+            x = torch.randn(size, 256)
+            placed(x)
+            gc.collect()
+            machine.reset_peaks()
+            assert largest_difference(placed(x), model(x)) < 1e-4
+            assert machine.peak_bytes(0) <= placed.plans[size - 1].peak_bytes[0] <= 700_000
+
+
+def test_written_attributes_of_equal_values_stay_apart() -> None:
+    class Counters(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = torch.zeros(64), torch.zeros(64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.one.add_(1)
+            return super().forward(x) + self.one + self.two
+
+    model = Counters()
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, (X,))
+    for x in (X, X[:2], X):  # the second is another structure, over the same counters
+        with torch.no_grad():
+            assert largest_difference(placed(x), model(x)) < 1e-5
+
+
+def test_pickling_keeps_parameters_of_simulated_devices() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with graphplan.simulate({0: 1 << 28, "cpu": 1 << 28}):
+        placed = graphplan.partition(model, {0: 1 << 20, "cpu": 1 << 28}, (torch.randn(2, 4),))
+        again = pickle.loads(pickle.dumps(placed))
+        assert isinstance(again[0].weight, nn.Parameter)
+        x = torch.randn(2, 4)
+        assert largest_difference(again(x), model(x)) < 1e-6
+        assert again.plan.placement == placed.plan.placement
+
+
+def test_conjugates_on_simulated_devices() -> None:
+    class Conjugate(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            z = torch.complex(x, x * 2)
+            return z.conj().imag + (z.conj() * z).real
+
+    model = Conjugate()
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (X,))
+        assert largest_difference(placed(X), model(X)) < 1e-5
+
+
+class Mixed(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.a(x)
+        return self.b(y.float())
+
+
+def test_autocast_is_refused_where_it_does_not_exist() -> None:
+    with graphplan.simulate({0: "1MiB"}), pytest.raises(graphplan.CaptureError, match="no autocast"):
+        graphplan.partition(Mixed(), {0: "1MiB"}, (X,))
+    model = Mixed()
+    with torch.no_grad():
+        assert largest_difference(graphplan.partition(model, {"cpu": "1GiB"}, (X,))(X), model(X)) < 1e-6
+
+
+def test_what_is_put_into_an_argument_is_warned_of() -> None:
+    class Collects(Two):
+        def forward(self, x: torch.Tensor, found: dict[str, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+            found["hidden"] = self.a(x)
+            return self.b(found["hidden"])
+
+    with pytest.warns(UserWarning, match="puts something into"):
+        graphplan.partition(Collects(), {"cpu": "1GiB"}, (X, {}))
+
+
+def test_sizes_without_a_bound_are_warned_of() -> None:
+    class Repeats(Two):
+        def forward(self, x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x).repeat_interleave(times, 0).sum(0)
+
+    times = torch.tensor([1, 2, 0, 3])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        placed = graphplan.partition(Repeats(), {"cpu": "1GiB"}, (X, times))
+    assert any("no upper bound" in str(w.message) for w in caught)
+    placed(X, times)
