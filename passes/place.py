@@ -23,6 +23,7 @@ __all__ = ["Solution", "place"]
 
 _SMALL = 20  # operations up to which every placement is tried
 _NODES = 60_000  # branches of that, about a second
+_FEW_NODES = 3_000  # while looking for the smallest budgets, where there are many searches
 _REPAIRS = 4  # times that a split is made again with less room, when the evaluator finds it too large
 
 
@@ -90,7 +91,7 @@ def _exhaust(
         return best, False
     if fetch and not problem.offload:
         return best, False
-    return search_all(problem, best, fetch=fetch, nodes=_NODES)
+    return search_all(problem, best, fetch=fetch, nodes=_NODES if polish else _FEW_NODES)
 
 
 def _accelerators_alone(problem: Problem) -> Problem | None:
