@@ -26,7 +26,7 @@ def machine() -> dict[str, Any]:
         "gpus": gpus,
         "python": platform.python_version(),
         "versions": {
-            name: version(name) for name in ("torch", "transformers", "accelerate", "networkx", "scipy")
+            name: version(name) for name in ("torch", "transformers", "accelerate", "networkx", "numpy")
         },
     }
 

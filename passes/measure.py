@@ -218,7 +218,7 @@ class Interpreter:
             except Exception as error:  # a kernel without a fake may raise anything
                 if effect is None:
                     return self._recorded(node, error)
-                continue
+                continue  # Operation.workspace_on takes the largest that is known
             workspace[device_type] = run.workspace[""]
             effect = effect or run
         assert effect is not None

@@ -6,6 +6,7 @@ not fit the accelerators without. Within that, seconds decide.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -43,9 +44,16 @@ def place(problem: Problem) -> Solution:
         InfeasibleError: with the smallest budgets that would do.
     """
     found = _search(problem)
-    if found is None:
-        raise _infeasible(problem)
-    return found
+    if found is not None:
+        return found
+    # the search is not monotone: looking among larger budgets may find what keeps the given ones
+    nearest = _smallest(problem)
+    if nearest is not None:
+        again = evaluate(problem, nearest.schedule.assignment)
+        if again.feasible:
+            bound = lower_bound(problem)
+            return Solution(again, min(bound.seconds, again.seconds), bound.proof)
+    raise _infeasible(problem, nearest)
 
 
 def _search(problem: Problem, *, polish: bool = True) -> Solution | None:
@@ -57,6 +65,12 @@ def _search(problem: Problem, *, polish: bool = True) -> Solution | None:
         if even is not None and even.feasible:
             bound = lower_bound(problem)
             return Solution(even, min(bound.seconds, even.seconds), bound.proof)
+        if polish:
+            warnings.warn(
+                "balance=True: the model does not fit the accelerators in even pieces, so it is placed to "
+                "move the fewest bytes instead",
+                stacklevel=2,
+            )
     plain = _accelerators_alone(problem)
     if plain is not None:
         best = _best(plain, chain, list(_without_offload(plain, chain)))
@@ -209,10 +223,10 @@ def _operations_of(chain: Chain, pieces: list[Piece]) -> dict[str, DeviceKey]:
     return devices
 
 
-def _infeasible(problem: Problem) -> InfeasibleError:
+def _infeasible(problem: Problem, found: Evaluation | None) -> InfeasibleError:
+    """The error, with the budgets of ``found``, a placement that passes the given ones."""
     topology = problem.topology
     available = {spec.key: spec.memory for spec in topology.devices}
-    found = _smallest(problem)
     if found is None:
         total = readable_bytes(problem.graph.weight_bytes)
         return InfeasibleError(
@@ -220,7 +234,7 @@ def _infeasible(problem: Problem) -> InfeasibleError:
             f"in proportion was found to do; the budgets are {_listed(available)}",
             available=available,
         )
-    needed = {spec.key: found.peak(spec.key).nbytes for spec in topology.devices}
+    needed = {spec.key: found.peak(spec.key).nbytes + spec.reserve for spec in topology.devices}
     short = {key: needed[key] - available[key] for key in needed if needed[key] > available[key]}
     device = max(short, key=lambda key: short[key] / max(needed[key], 1))
     operation = found.peak(device).operation
@@ -278,12 +292,12 @@ def _openable(topology: Topology) -> Topology:
 
 def _sufficient(problem: Problem, found: Evaluation, limit: Topology) -> Evaluation:
     """Make sure that asking for the peaks themselves succeeds; else ask for the grown budgets."""
-    peaks = {spec.key: max(found.peak(spec.key).nbytes, 0) for spec in problem.topology.devices}
+    peaks = {spec.key: found.peak(spec.key).nbytes + spec.reserve for spec in problem.topology.devices}
     again = _feasible(replace(problem, topology=problem.topology.with_memory(peaks)))
     if again is not None:
         return found
     raised = {
-        spec.key: replace(found.peak(spec.key), nbytes=limit[spec.key].memory)
+        spec.key: replace(found.peak(spec.key), nbytes=limit[spec.key].room)
         for spec in problem.topology.devices
     }
     memory = replace(found.memory, peaks={**found.memory.peaks, **raised})

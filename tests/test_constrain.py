@@ -90,6 +90,12 @@ def test_balance_spreads_what_would_fit_one_device() -> None:
     assert [list(devices.values()).count(key) for key in budgets] == [2, 2, 2]
 
 
+def test_a_balance_that_cannot_be_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="even pieces"):
+        devices = placed_chain({0: 10 * KIB, "cpu": 1 << 20}, balance=True)
+    assert "cpu" in devices.values()
+
+
 def test_a_reserve_is_left_free() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     x = torch.ones(1, 64)
@@ -99,6 +105,16 @@ def test_a_reserve_is_left_free() -> None:
     assert len(plan.stages) == 2
     assert all(plan.peak_bytes[key] <= size - 20 * KIB for key in (0, 1))
     assert graphplan.Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_reserve_that_leaves_too_little_is_in_the_error() -> None:
+    # the peak lies between what is left and the whole budget
+    budgets = {0: 30 * KIB, 1: 30 * KIB}
+    with pytest.raises(graphplan.InfeasibleError) as caught:
+        place(Problem(chain(6), read_max_memory(budgets, reserve={0: 20 * KIB, 1: 20 * KIB}), "cpu"))
+    needed = caught.value.needed
+    assert needed[caught.value.device] > 30 * KIB
+    place(Problem(chain(6), read_max_memory(needed, reserve={0: 20 * KIB, 1: 20 * KIB}), "cpu"))
 
 
 @pytest.mark.parametrize(

@@ -371,7 +371,7 @@ class Awkward(nn.Module):
     [
         (Two, {}, "make an instance"),
         (lambda x: x, {}, "not function"),
-        (torch.jit.trace(Two(), (X,)) if False else Two(), {"kwargs": X}, "kwargs must map"),
+        (Two(), {"kwargs": X}, "kwargs must map"),
         (Two(), {"links": 3}, "links must map"),
         (Awkward(), {}, "named 'code'"),
         (Two(), {"args": (torch.randn(3, 7),)}, "rejects the example inputs"),
