@@ -142,7 +142,7 @@ def segformer() -> Graph:
 
     Four stages of small operations, a projection of each, and ``fuse``, which reads them all.
     """
-    net, kib, random = Network(), 1024, np.random.default_rng(0)
+    net, kib, random = Network(), 1024, np.random.RandomState(0)
     x, side, stages = net.input("pixels", 3 * 64 * 64 * 4), 16, []
     for stage, wide in enumerate((8, 8, 16, 16)):
         size = wide * side * side * 4 * 64
@@ -150,7 +150,7 @@ def segformer() -> Graph:
         patch = {"weight": 3000 * kib}
         x = net.add(f"{at}.patch", "conv", [x], size, weights=patch, flops=1e8)
         for k in range(6):
-            own = {"weight": int(random.integers(1500, 4500)) * kib}
+            own = {"weight": int(random.randint(1500, 4500)) * kib}
             y = net.add(f"{at}.layers.{k}.mix", "linear", [x], size, weights=own, flops=1e8)
             x = net.add(f"{at}.layers.{k}", "add", [x, y], size)
         stages.append(x)

@@ -1,0 +1,378 @@
+"""Placements by others for the same problem, judged by the same evaluator.
+
+Four: sequential fill, contiguous pieces, accelerate's device map and transformers' own. The last two
+see a module tree and its parameters only; their maps are read as their hooks carry them out.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from accelerate.utils import get_balanced_memory, infer_auto_device_map
+from accelerate.utils.modeling import find_tied_parameters
+from torch import nn
+from transformers.integrations import accelerate as fork
+
+from graphplan.device import CPU, DISK, DeviceKey, DeviceSpec, Topology, read_max_memory
+from graphplan.graph import Graph
+from graphplan.passes.chain import Chain
+from graphplan.passes.contiguous import split
+from graphplan.passes.evaluate import Evaluation, Problem, evaluate
+from graphplan.passes.residence import fetch_excess, reside
+from graphplan.schedule import Assignment
+
+DeviceMap = Mapping[str, DeviceKey]
+_REPAIRS = 12  # times that one is asked again with less room, when the evaluator finds it over a budget
+_AWAY = (CPU, DISK)
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What one of the others makes of a problem.
+
+    Attributes:
+        name: whose it is.
+        strategy: how it was asked, for those that can be asked in several ways.
+        seconds: modelled seconds of a call; None where it placed nothing.
+        over: bytes by which the fullest device is over its budget; 0 where all are kept.
+        offloaded: bytes of weights that do not live on an accelerator.
+        used: bytes of weights that live on accelerators.
+        planning: seconds that it took.
+        error: what it raised instead.
+        excess: device -> bytes by which it is over its budget.
+    """
+
+    name: str
+    strategy: str = ""
+    seconds: float | None = None
+    over: int = 0
+    offloaded: int = 0
+    used: int = 0
+    planning: float = 0.0
+    error: str = ""
+    excess: Mapping[DeviceKey, int] = field(default_factory=dict)
+
+    @property
+    def feasible(self) -> bool:
+        """Whether it placed everything within the budgets."""
+        return self.seconds is not None and self.over == 0
+
+
+def baselines(
+    problem: Problem, model: nn.Module | None = None, no_split: Sequence[str] = ("Block",)
+) -> list[Baseline]:
+    """All four; of several ways to ask, the fastest within the budgets, else the nearest.
+
+    Args:
+        problem: what to place.
+        model: whose modules the graph's paths name; by default a skeleton is made of the graph.
+        no_split: names of module classes that device maps keep whole.
+    """
+    model = skeleton(problem.graph) if model is None else model
+    found = []
+    for name, proposed in (("sequential fill", sequential_fill), ("contiguous", contiguous)):
+        found.append(best(list(_with_ties(problem, name, proposed))))
+    for name, ways in (("accelerate", _accelerate_maps), ("transformers", _transformers_maps)):
+        found.append(best(list(_mapped(problem, name, ways(model, list(no_split))))))
+    return found
+
+
+def best(found: Sequence[Baseline]) -> Baseline:
+    """The fastest that keeps the budgets; where none does, the one that is least over."""
+    return min(
+        found,
+        key=lambda b: (b.seconds is None, b.over, b.seconds if b.seconds is not None else 0.0),
+    )
+
+
+def _judged(problem: Problem, name: str, strategy: str, propose: Callable[[], Assignment | None]) -> Baseline:
+    start = time.perf_counter()
+    try:
+        assignment = propose()
+    except Exception as error:  # whatever another's code raises is its result
+        return Baseline(name, strategy, error=f"{type(error).__name__}: {error}")
+    planning = time.perf_counter() - start
+    if assignment is None:
+        return Baseline(name, strategy, planning=planning, error="found no placement")
+    evaluation, spilled = _evaluate(problem, assignment)
+    used = accelerator_bytes(problem, assignment)
+    return Baseline(
+        name,
+        strategy,
+        evaluation.seconds,
+        over=max([spilled, *evaluation.excess.values()]),
+        offloaded=problem.graph.weight_bytes - used,
+        used=used,
+        planning=planning,
+        excess=evaluation.excess,
+    )
+
+
+def _with_ties(
+    problem: Problem, name: str, propose: Callable[[Problem], Assignment | None]
+) -> Iterator[Baseline]:
+    """As it is, and with each reader of a tied weight where the first one is."""
+
+    def pulled() -> Assignment | None:
+        found = propose(problem)
+        return None if found is None else _pull(problem, found)
+
+    yield _judged(problem, name, "", lambda: propose(problem))
+    if any(len(readers) > 1 for readers in _readers(problem.graph).values()):
+        yield _judged(problem, name, "ties together", pulled)
+
+
+def _readers(graph: Graph) -> dict[str, tuple[str, ...]]:
+    return {name: graph.consumers.get(name, ()) for name in graph.weights}
+
+
+def _pull(problem: Problem, assignment: Assignment) -> Assignment:
+    operations = dict(assignment.operations)
+    for readers in _readers(problem.graph).values():
+        operations.update(dict.fromkeys(readers, operations[readers[0]]))
+    return reside(problem, operations)
+
+
+def _evaluate(problem: Problem, assignment: Assignment) -> tuple[Evaluation, int]:
+    """The evaluation, and the bytes of weights that were put on a CPU that has no budget."""
+    if CPU in problem.topology:
+        return evaluate(problem, assignment), 0
+    cpu = read_max_memory({CPU: 1 << 42}).devices[0]
+    wider = replace(problem.topology, devices=(*problem.topology.devices, cpu))
+    weights = problem.graph.weights
+    spilled = sum(weights[name].nbytes for name, key in assignment.weights.items() if key == CPU)
+    return evaluate(replace(problem, topology=wider), assignment), spilled
+
+
+def accelerator_bytes(problem: Problem, assignment: Assignment) -> int:
+    """Bytes of weights that live on accelerators."""
+    keys = {spec.key for spec in accelerators(problem.topology)}
+    weights = problem.graph.weights
+    return sum(weights[name].nbytes for name, key in assignment.weights.items() if key in keys)
+
+
+def accelerators(topology: Topology) -> list[DeviceSpec]:
+    """In the caller's order."""
+    return [spec for spec in topology.devices if spec.is_accelerator]
+
+
+def peak_activation(problem: Problem) -> int:
+    """The most bytes beside weights that a call takes when one accelerator runs all of it."""
+    spec = replace(accelerators(problem.topology)[0], memory=1 << 62, reserve=0)
+    alone = replace(
+        problem, topology=replace(problem.topology, devices=(spec,)), fixed_weights={}, allowed={}
+    )
+    everywhere = dict.fromkeys(problem.graph.operations, spec.key)
+    peak = evaluate(alone, reside(alone, everywhere)).peak(spec.key)
+    return peak.nbytes - peak.weights
+
+
+# -- first fit in the order of execution -------------------------------------------------------------
+
+
+def sequential_fill(problem: Problem) -> Assignment:
+    """Each operation on the first device with room left for its weights; no device is gone back to.
+
+    Room for the peak of activations is kept on every device. What no device has room for goes on the
+    last.
+    """
+    graph, activations = problem.graph, peak_activation(problem)
+    order = [*accelerators(problem.topology), *(s for s in problem.topology.devices if s.key == CPU)]
+    operations: dict[str, DeviceKey] = {}
+    position, held = 0, list[int]()
+    names: set[str] = set()
+    for operation in graph.operations.values():
+        weights = [name for name in operation.inputs if name in graph.weights]
+        while True:
+            spec = order[position]
+            fresh = [graph.weights[name].nbytes for name in weights if name not in names]
+            fits = spec.resident([*held, *fresh]) + activations <= spec.room
+            if fits or position == len(order) - 1:
+                break
+            position, held, names = position + 1, [], set()
+        held += fresh
+        names.update(weights)
+        operations[operation.name] = spec.key
+    return reside(problem, operations)
+
+
+# -- one contiguous piece for each device ------------------------------------------------------------
+
+
+def contiguous(problem: Problem) -> Assignment | None:
+    """The best split into contiguous pieces, one for each accelerator, any number for the CPU."""
+    chain = Chain(problem.graph, accelerators(problem.topology)[0])
+    ways = [(False, False)]
+    if CPU in problem.topology:
+        ways += [(True, False), (False, True), (True, True)]
+    found = [e for use_cpu, fetch in ways if (e := _split(problem, chain, use_cpu, fetch)) is not None]
+    feasible = [evaluation for evaluation in found if evaluation.feasible]
+    chosen = min(feasible, key=lambda e: e.seconds) if feasible else next(iter(found), None)
+    return None if chosen is None else chosen.schedule.assignment
+
+
+def _split(problem: Problem, chain: Chain, use_cpu: bool, fetch: bool) -> Evaluation | None:
+    shrink: dict[DeviceKey, int] = {}
+    found: Evaluation | None = None
+    for _ in range(_REPAIRS):
+        pieces = split(chain, problem, use_cpu=use_cpu, fetch=fetch, shrink=shrink)
+        if pieces is None:
+            break
+        operations = {
+            operation.name: piece.device
+            for piece in pieces
+            for operation in chain.operations[piece.start : piece.end]
+        }
+        found = evaluate(problem, reside(problem, operations))
+        if found.excess and fetch:
+            found = fetch_excess(problem, operations) or found
+        if found.feasible:
+            break
+        for key, excess in found.excess.items():
+            shrink[key] = shrink.get(key, 0) + excess
+    return found
+
+
+# -- device maps ---------------------------------------------------------------------------------------
+
+Mapper = Callable[[dict[DeviceKey, int]], DeviceMap]
+
+
+def _accelerate_maps(model: nn.Module, no_split: list[str]) -> dict[str, Mapper]:
+    def sequential(budgets: dict[DeviceKey, int]) -> DeviceMap:
+        return infer_auto_device_map(model, dict(budgets), no_split_module_classes=no_split)
+
+    def auto(budgets: dict[DeviceKey, int]) -> DeviceMap:
+        return sequential(get_balanced_memory(model, dict(budgets), no_split_module_classes=no_split))
+
+    return {"auto": auto, "sequential": sequential}
+
+
+def _transformers_maps(model: nn.Module, no_split: list[str]) -> dict[str, Mapper]:
+    if not hasattr(model, "all_tied_weights_keys"):
+        groups = find_tied_parameters(model)
+        model.all_tied_weights_keys = {name: first for first, *others in groups for name in others}
+    unplaced = getattr(model, "_no_placement_params", None)
+
+    def sequential(budgets: dict[DeviceKey, int]) -> DeviceMap:
+        return fork.infer_auto_device_map(
+            model, dict(budgets), no_split_module_classes=set(no_split), no_placement_params=unplaced
+        )
+
+    def auto(budgets: dict[DeviceKey, int]) -> DeviceMap:
+        balanced = fork.get_balanced_memory(model, dict(budgets), no_split_module_classes=set(no_split))
+        return sequential(balanced)
+
+    return {"auto": auto, "sequential": sequential}
+
+
+def _mapped(problem: Problem, name: str, ways: Mapping[str, Mapper]) -> Iterator[Baseline]:
+    """As users ask; and, as they know nothing of activations, again with what was over taken off."""
+    for way, mapper in ways.items():
+        budgets = {spec.key: spec.room for spec in problem.topology.devices}
+        taken = dict.fromkeys(budgets, 0)
+        for attempt in range(1 + _REPAIRS):
+
+            def propose(mapper: Mapper = mapper, budgets: dict[DeviceKey, int] = budgets) -> Assignment:
+                with _quiet():
+                    device_map = mapper(budgets)
+                return assignment_of(problem, device_map)
+
+            judged = _judged(problem, name, f"{way}, given less" if attempt else way, propose)
+            yield judged
+            if judged.feasible or not judged.excess:
+                break
+            for key, excess in judged.excess.items():
+                taken[key] = max(taken[key] + excess, 2 * taken[key])  # whole modules, not bytes, move
+            budgets = {s.key: max(0, s.room - taken[s.key]) for s in problem.topology.devices}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without their warnings that this machine has no such devices."""
+    logger = logging.getLogger("accelerate.utils.modeling")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def assignment_of(problem: Problem, device_map: DeviceMap) -> Assignment:
+    """A device map as accelerate's hooks carry it out.
+
+    A module on ``"cpu"`` or ``"disk"`` runs on the first accelerator of the map; its parameters are
+    copied there at each call, its buffers stay there. An operation of a module that the map names only
+    in parts runs where its first input is.
+    """
+    graph = problem.graph
+    main = next((key for key in device_map.values() if key not in _AWAY), CPU)
+    operations: dict[str, DeviceKey] = {}
+    for operation in graph.operations.values():
+        key = _entry(device_map, operation.module_path)
+        if key is None:
+            makers = [graph.producer[name] for name in operation.inputs if name in graph.producer]
+            key = operations[makers[0]] if makers else main
+        operations[operation.name] = main if key in _AWAY else key
+    homes = dict(reside(problem, operations).weights)
+    for weight in graph.weights.values():
+        key = _entry(device_map, weight.name)
+        if key is not None and weight.kind != "constant":
+            away = CPU if weight.kind == "parameter" else main
+            homes[weight.name] = away if key in _AWAY else key
+    return Assignment(operations, homes)
+
+
+def _entry(device_map: DeviceMap, name: str) -> DeviceKey | None:
+    """The device of the longest entry that holds ``name``."""
+    while name:
+        if name in device_map:
+            return device_map[name]
+        name = name.rpartition(".")[0]
+    return device_map.get("")
+
+
+class Block(nn.Module):
+    """A module that device maps keep whole."""
+
+
+def skeleton(graph: Graph) -> nn.Module:
+    """The module tree that a graph's names describe, its parameters on the meta device.
+
+    The outermost modules whose name is a number are blocks. Modules and parameters are registered in
+    the order of execution; a tied weight is one parameter under all its names.
+    """
+    root = nn.Module()
+    made: dict[str, nn.Parameter] = {}
+    for operation in graph.operations.values():
+        module, inside = root, False
+        for part in operation.module_path.split("."):
+            if not hasattr(module, part):
+                block = part.isdigit() and not inside
+                module.add_module(part, Block() if block else nn.Module())
+            inside = inside or part.isdigit()
+            module = getattr(module, part)
+        for name in operation.inputs:
+            if name in graph.weights:
+                _register(module, operation.module_path, graph, name, made)
+    return root
+
+
+def _register(module: nn.Module, path: str, graph: Graph, weight: str, made: dict[str, nn.Parameter]) -> None:
+    found = graph.weights[weight]
+    if weight not in made:
+        data = torch.empty(found.nbytes, dtype=torch.uint8, device="meta")
+        made[weight] = nn.Parameter(data, requires_grad=False)
+    for name in found.names:
+        owner, _, leaf = name.rpartition(".")
+        if owner == path and leaf not in module._parameters:
+            module.register_parameter(leaf, made[weight])
