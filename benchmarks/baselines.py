@@ -78,9 +78,14 @@ def baselines(
     found = []
     for name, proposed in (("sequential fill", sequential_fill), ("contiguous", contiguous)):
         found.append(best(list(_with_ties(problem, name, proposed))))
-    for name, ways in (("accelerate", _accelerate_maps), ("transformers", _transformers_maps)):
-        found.append(best(list(_mapped(problem, name, ways(model, list(no_split))))))
-    return found
+    return [*found, *device_maps(problem, model, no_split)]
+
+
+def device_maps(problem: Problem, model: nn.Module, no_split: Sequence[str]) -> list[Baseline]:
+    """accelerate's and transformers' alone."""
+    kept = list(no_split)
+    makers = {"accelerate": _accelerate_maps, "transformers": _transformers_maps}
+    return [best(list(_mapped(problem, name, ways(model, kept)))) for name, ways in makers.items()]
 
 
 def best(found: Sequence[Baseline]) -> Baseline:
@@ -235,7 +240,7 @@ def _split(problem: Problem, chain: Chain, use_cpu: bool, fetch: bool) -> Evalua
         if found.feasible:
             break
         for key, excess in found.excess.items():
-            shrink[key] = shrink.get(key, 0) + excess
+            shrink[key] = max(shrink.get(key, 0) + excess, 2 * shrink.get(key, 0))
     return found
 
 

@@ -19,7 +19,7 @@ from baselines import Baseline, baselines
 from instances import INSTANCES, Instance
 from report import table, write
 
-from graphplan.errors import InfeasibleError
+from graphplan.errors import InfeasibleError, readable_bytes
 from graphplan.passes.evaluate import Problem
 from graphplan.passes.place import Solution, place
 
@@ -158,7 +158,7 @@ def _ratio_cell(result: Result, other: Baseline) -> str:
         return other.error[:40]
     ms = f"{1e3 * other.seconds:.3f} ms"
     if other.over:
-        return f"over by {other.over / 1e6:.1f} MB ({ms})"
+        return f"over by {readable_bytes(other.over)} ({ms})"
     ratio = result.ratio(other)
     if ratio is None:
         return ms

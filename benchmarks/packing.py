@@ -1,0 +1,82 @@
+"""How many bytes of weights accelerators can hold at most: the yardstick for their use.
+
+Weights that one operation reads together are one item, which must lie on one accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphplan.graph import Graph
+
+_UNITS = 2_000_000  # steps in which a capacity is counted
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """What capacities allow of a graph's weights.
+
+    Attributes:
+        most: bytes that no packing passes.
+        everything: whether all fits: True where a packing was found, False where none exists, None
+            where neither was shown.
+    """
+
+    most: int
+    everything: bool | None
+
+
+def items(graph: Graph) -> list[int]:
+    """Bytes of each set of weights that must lie together, largest first."""
+    group: dict[str, str] = {name: name for name in graph.weights}
+
+    def first(name: str) -> str:
+        while group[name] != name:
+            name = group[name]
+        return name
+
+    for operation in graph.operations.values():
+        read = [name for name in operation.inputs if name in graph.weights]
+        for name in read[1:]:
+            group[first(name)] = first(read[0])
+    sizes: dict[str, int] = {}
+    for name, weight in graph.weights.items():
+        sizes[first(name)] = sizes.get(first(name), 0) + weight.nbytes
+    return sorted(sizes.values(), reverse=True)
+
+
+def pack(sizes: Sequence[int], capacities: Sequence[int]) -> Packing:
+    """The most bytes of ``sizes`` (largest first) that ``capacities`` can hold.
+
+    For one capacity it is the best subset sum, to a few millionths; for several, that of their sum,
+    of the items that fit the largest.
+    """
+    if _first_fit(sizes, capacities):
+        return Packing(sum(sizes), True)
+    possible = [size for size in sizes if size <= max(capacities)]
+    together = sum(capacities)
+    everything = False if len(possible) < len(sizes) or sum(sizes) > together else None
+    return Packing(min(sum(possible), _subset_sum(possible, together)), everything)
+
+
+def _first_fit(sizes: Sequence[int], capacities: Sequence[int]) -> bool:
+    left = list(capacities)
+    for size in sizes:
+        chosen = next((i for i, room in enumerate(left) if size <= room), None)
+        if chosen is None:
+            return False
+        left[chosen] -= size
+    return True
+
+
+def _subset_sum(sizes: Sequence[int], capacity: int) -> int:
+    """An upper bound of the largest sum within ``capacity``, from sizes rounded down to whole units."""
+    unit = max(1, capacity // _UNITS)
+    limit = capacity // unit
+    within = (1 << (limit + 1)) - 1
+    reachable = 1  # bit i: some subset takes i units
+    for size in sizes:
+        reachable |= (reachable << (size // unit)) & within
+    rounding = unit * len(sizes)
+    return min(capacity, (reachable.bit_length() - 1) * unit + rounding)
