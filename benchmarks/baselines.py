@@ -1,25 +1,20 @@
 """Placements by others for the same problem, judged by the same evaluator.
 
 Four: sequential fill, contiguous pieces, accelerate's device map and transformers' own. The last two
-see a module tree and its parameters only; their maps are read as their hooks carry them out.
+know nothing of activations: where the evaluator finds a budget passed, they are asked again with less.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-import torch
-from accelerate.utils import get_balanced_memory, infer_auto_device_map
-from accelerate.utils.modeling import find_tied_parameters
+from incumbents import Mapper, accelerate_maps, assignment_of, skeleton, transformers_maps
+from packing import used
 from torch import nn
-from transformers.integrations import accelerate as fork
 
-from graphplan.device import CPU, DISK, DeviceKey, DeviceSpec, Topology, read_max_memory
+from graphplan.device import CPU, DeviceKey, DeviceSpec, Topology, read_max_memory
 from graphplan.graph import Graph
 from graphplan.passes.chain import Chain
 from graphplan.passes.contiguous import split
@@ -27,9 +22,8 @@ from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.residence import fetch_excess, reside
 from graphplan.schedule import Assignment
 
-DeviceMap = Mapping[str, DeviceKey]
+LESS = "given less"  # the mark of a map that was made after another had passed a budget
 _REPAIRS = 12  # times that one is asked again with less room, when the evaluator finds it over a budget
-_AWAY = (CPU, DISK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +36,7 @@ class Baseline:
         seconds: modelled seconds of a call; None where it placed nothing.
         over: bytes by which the fullest device is over its budget; 0 where all are kept.
         offloaded: bytes of weights that do not live on an accelerator.
-        used: bytes of weights that live on accelerators.
+        used: bytes that weights take on accelerators, as the allocator keeps them.
         planning: seconds that it took.
         error: what it raised instead.
         excess: device -> bytes by which it is over its budget.
@@ -84,7 +78,7 @@ def baselines(
 def device_maps(problem: Problem, model: nn.Module, no_split: Sequence[str]) -> list[Baseline]:
     """accelerate's and transformers' alone."""
     kept = list(no_split)
-    makers = {"accelerate": _accelerate_maps, "transformers": _transformers_maps}
+    makers = {"accelerate": accelerate_maps, "transformers": transformers_maps}
     return [best(list(_mapped(problem, name, ways(model, kept)))) for name, ways in makers.items()]
 
 
@@ -106,14 +100,13 @@ def _judged(problem: Problem, name: str, strategy: str, propose: Callable[[], As
     if assignment is None:
         return Baseline(name, strategy, planning=planning, error="found no placement")
     evaluation, spilled = _evaluate(problem, assignment)
-    used = accelerator_bytes(problem, assignment)
     return Baseline(
         name,
         strategy,
         evaluation.seconds,
         over=max([spilled, *evaluation.excess.values()]),
-        offloaded=problem.graph.weight_bytes - used,
-        used=used,
+        offloaded=problem.graph.weight_bytes - accelerator_bytes(problem, assignment),
+        used=used(problem, assignment),
         planning=planning,
         excess=evaluation.excess,
     )
@@ -246,138 +239,21 @@ def _split(problem: Problem, chain: Chain, use_cpu: bool, fetch: bool) -> Evalua
 
 # -- device maps ---------------------------------------------------------------------------------------
 
-Mapper = Callable[[dict[DeviceKey, int]], DeviceMap]
-
-
-def _accelerate_maps(model: nn.Module, no_split: list[str]) -> dict[str, Mapper]:
-    def sequential(budgets: dict[DeviceKey, int]) -> DeviceMap:
-        return infer_auto_device_map(model, dict(budgets), no_split_module_classes=no_split)
-
-    def auto(budgets: dict[DeviceKey, int]) -> DeviceMap:
-        return sequential(get_balanced_memory(model, dict(budgets), no_split_module_classes=no_split))
-
-    return {"auto": auto, "sequential": sequential}
-
-
-def _transformers_maps(model: nn.Module, no_split: list[str]) -> dict[str, Mapper]:
-    if not hasattr(model, "all_tied_weights_keys"):
-        groups = find_tied_parameters(model)
-        model.all_tied_weights_keys = {name: first for first, *others in groups for name in others}
-    unplaced = getattr(model, "_no_placement_params", None)
-
-    def sequential(budgets: dict[DeviceKey, int]) -> DeviceMap:
-        return fork.infer_auto_device_map(
-            model, dict(budgets), no_split_module_classes=set(no_split), no_placement_params=unplaced
-        )
-
-    def auto(budgets: dict[DeviceKey, int]) -> DeviceMap:
-        balanced = fork.get_balanced_memory(model, dict(budgets), no_split_module_classes=set(no_split))
-        return sequential(balanced)
-
-    return {"auto": auto, "sequential": sequential}
-
 
 def _mapped(problem: Problem, name: str, ways: Mapping[str, Mapper]) -> Iterator[Baseline]:
-    """As users ask; and, as they know nothing of activations, again with what was over taken off."""
+    """As users ask; and again with what was over taken off."""
     for way, mapper in ways.items():
         budgets = {spec.key: spec.room for spec in problem.topology.devices}
         taken = dict.fromkeys(budgets, 0)
         for attempt in range(1 + _REPAIRS):
 
             def propose(mapper: Mapper = mapper, budgets: dict[DeviceKey, int] = budgets) -> Assignment:
-                with _quiet():
-                    device_map = mapper(budgets)
-                return assignment_of(problem, device_map)
+                return assignment_of(problem, mapper(budgets))
 
-            judged = _judged(problem, name, f"{way}, given less" if attempt else way, propose)
+            judged = _judged(problem, name, f"{way}, {LESS}" if attempt else way, propose)
             yield judged
             if judged.feasible or not judged.excess:
                 break
             for key, excess in judged.excess.items():
                 taken[key] = max(taken[key] + excess, 2 * taken[key])  # whole modules, not bytes, move
             budgets = {s.key: max(0, s.room - taken[s.key]) for s in problem.topology.devices}
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without their warnings that this machine has no such devices."""
-    logger = logging.getLogger("accelerate.utils.modeling")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
-
-
-def assignment_of(problem: Problem, device_map: DeviceMap) -> Assignment:
-    """A device map as accelerate's hooks carry it out.
-
-    A module on ``"cpu"`` or ``"disk"`` runs on the first accelerator of the map; its parameters are
-    copied there at each call, its buffers stay there. An operation of a module that the map names only
-    in parts runs where its first input is.
-    """
-    graph = problem.graph
-    main = next((key for key in device_map.values() if key not in _AWAY), CPU)
-    operations: dict[str, DeviceKey] = {}
-    for operation in graph.operations.values():
-        key = _entry(device_map, operation.module_path)
-        if key is None:
-            makers = [graph.producer[name] for name in operation.inputs if name in graph.producer]
-            key = operations[makers[0]] if makers else main
-        operations[operation.name] = main if key in _AWAY else key
-    homes = dict(reside(problem, operations).weights)
-    for weight in graph.weights.values():
-        key = _entry(device_map, weight.name)
-        if key is not None and weight.kind != "constant":
-            away = CPU if weight.kind == "parameter" else main
-            homes[weight.name] = away if key in _AWAY else key
-    return Assignment(operations, homes)
-
-
-def _entry(device_map: DeviceMap, name: str) -> DeviceKey | None:
-    """The device of the longest entry that holds ``name``."""
-    while name:
-        if name in device_map:
-            return device_map[name]
-        name = name.rpartition(".")[0]
-    return device_map.get("")
-
-
-class Block(nn.Module):
-    """A module that device maps keep whole."""
-
-
-def skeleton(graph: Graph) -> nn.Module:
-    """The module tree that a graph's names describe, its parameters on the meta device.
-
-    The outermost modules whose name is a number are blocks. Modules and parameters are registered in
-    the order of execution; a tied weight is one parameter under all its names.
-    """
-    root = nn.Module()
-    made: dict[str, nn.Parameter] = {}
-    for operation in graph.operations.values():
-        module, inside = root, False
-        for part in operation.module_path.split("."):
-            if not hasattr(module, part):
-                block = part.isdigit() and not inside
-                module.add_module(part, Block() if block else nn.Module())
-            inside = inside or part.isdigit()
-            module = getattr(module, part)
-        for name in operation.inputs:
-            if name in graph.weights:
-                _register(module, operation.module_path, graph, name, made)
-    return root
-
-
-def _register(module: nn.Module, path: str, graph: Graph, weight: str, made: dict[str, nn.Parameter]) -> None:
-    found = graph.weights[weight]
-    if weight not in made:
-        data = torch.empty(found.nbytes, dtype=torch.uint8, device="meta")
-        made[weight] = nn.Parameter(data, requires_grad=False)
-    for name in found.names:
-        owner, _, leaf = name.rpartition(".")
-        if owner == path and leaf not in module._parameters:
-            module.register_parameter(leaf, made[weight])

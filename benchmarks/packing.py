@@ -1,15 +1,20 @@
 """How many bytes of weights accelerators can hold at most: the yardstick for their use.
 
-Weights that one operation reads together are one item, which must lie on one accelerator.
+Weights that one operation reads together are one item, which must lie on one accelerator. A weight
+counts with what the allocator takes for it among others (see ``DeviceSpec.resident``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from graphplan.device import DeviceSpec
 from graphplan.graph import Graph
+from graphplan.passes.evaluate import Problem
+from graphplan.schedule import Assignment
 
+_MIB = 1 << 20
 _UNITS = 2_000_000  # steps in which a capacity is counted
 
 
@@ -27,8 +32,28 @@ class Packing:
     everything: bool | None
 
 
-def items(graph: Graph) -> list[int]:
-    """Bytes of each set of weights that must lie together, largest first."""
+def sizes_of(graph: Graph, spec: DeviceSpec) -> dict[str, int]:
+    """Bytes that each weight takes on a device where many others are."""
+    return {name: _kept(spec, weight.nbytes) for name, weight in graph.weights.items()}
+
+
+def used(problem: Problem, assignment: Assignment) -> int:
+    """Bytes that weights take on the accelerators where they live."""
+    specs = {spec.key: spec for spec in problem.topology.devices if spec.is_accelerator}
+    homes = ((name, specs.get(key)) for name, key in assignment.weights.items())
+    weights = problem.graph.weights
+    return sum(_kept(spec, weights[name].nbytes) for name, spec in homes if spec is not None)
+
+
+def _kept(spec: DeviceSpec, nbytes: int) -> int:
+    alone = spec.resident([nbytes])
+    if alone == spec.rounded(nbytes) or nbytes >= 10 * _MIB:
+        return alone
+    return int(spec.rounded(nbytes) * 20 / 19)  # its share of the segment that it is cut from
+
+
+def items(graph: Graph, kept: Mapping[str, int]) -> list[int]:
+    """Bytes of each set of weights that must lie together, largest first; ``kept``: weight -> bytes."""
     group: dict[str, str] = {name: name for name in graph.weights}
 
     def first(name: str) -> str:
@@ -41,8 +66,8 @@ def items(graph: Graph) -> list[int]:
         for name in read[1:]:
             group[first(name)] = first(read[0])
     sizes: dict[str, int] = {}
-    for name, weight in graph.weights.items():
-        sizes[first(name)] = sizes.get(first(name), 0) + weight.nbytes
+    for name in graph.weights:
+        sizes[first(name)] = sizes.get(first(name), 0) + kept[name]
     return sorted(sizes.values(), reverse=True)
 
 
