@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from incumbents import Mapper, accelerate_maps, assignment_of, skeleton, transformers_maps
-from packing import used
+from packing import offloaded, used
 from torch import nn
 
 from graphplan.device import CPU, DeviceKey, DeviceSpec, Topology, read_max_memory
@@ -35,7 +35,7 @@ class Baseline:
         strategy: how it was asked, for those that can be asked in several ways.
         seconds: modelled seconds of a call; None where it placed nothing.
         over: bytes by which the fullest device is over its budget; 0 where all are kept.
-        offloaded: bytes of weights that do not live on an accelerator.
+        offloaded: bytes of weights that live on no accelerator, of those that are read.
         used: bytes that weights take on accelerators, as the allocator keeps them.
         planning: seconds that it took.
         error: what it raised instead.
@@ -105,7 +105,7 @@ def _judged(problem: Problem, name: str, strategy: str, propose: Callable[[], As
         strategy,
         evaluation.seconds,
         over=max([spilled, *evaluation.excess.values()]),
-        offloaded=problem.graph.weight_bytes - accelerator_bytes(problem, assignment),
+        offloaded=offloaded(problem, assignment),
         used=used(problem, assignment),
         planning=planning,
         excess=evaluation.excess,
@@ -146,13 +146,6 @@ def _evaluate(problem: Problem, assignment: Assignment) -> tuple[Evaluation, int
     weights = problem.graph.weights
     spilled = sum(weights[name].nbytes for name, key in assignment.weights.items() if key == CPU)
     return evaluate(replace(problem, topology=wider), assignment), spilled
-
-
-def accelerator_bytes(problem: Problem, assignment: Assignment) -> int:
-    """Bytes of weights that live on accelerators."""
-    keys = {spec.key for spec in accelerators(problem.topology)}
-    weights = problem.graph.weights
-    return sum(weights[name].nbytes for name, key in assignment.weights.items() if key in keys)
 
 
 def accelerators(topology: Topology) -> list[DeviceSpec]:

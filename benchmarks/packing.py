@@ -1,7 +1,8 @@
 """How many bytes of weights accelerators can hold at most: the yardstick for their use.
 
-Weights that one operation reads together are one item, which must lie on one accelerator. A weight
-counts with what the allocator takes for it among others (see ``DeviceSpec.resident``).
+Only weights that a call reads count. Those that one operation reads together are one item, which must
+lie on one accelerator. A weight counts with what the allocator takes for it among others (see
+``DeviceSpec.resident``).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from graphplan.device import DeviceSpec
-from graphplan.graph import Graph
+from graphplan.graph import Graph, Weight
 from graphplan.passes.evaluate import Problem
 from graphplan.schedule import Assignment
 
@@ -33,16 +34,25 @@ class Packing:
 
 
 def sizes_of(graph: Graph, spec: DeviceSpec) -> dict[str, int]:
-    """Bytes that each weight takes on a device where many others are."""
-    return {name: _kept(spec, weight.nbytes) for name, weight in graph.weights.items()}
+    """Bytes that each weight that is read takes on a device where many others are."""
+    return {weight.name: _kept(spec, weight.nbytes) for weight in _read(graph)}
+
+
+def _read(graph: Graph) -> list[Weight]:
+    return [weight for weight in graph.weights.values() if weight.name in graph.consumers]
 
 
 def used(problem: Problem, assignment: Assignment) -> int:
     """Bytes that weights take on the accelerators where they live."""
     specs = {spec.key: spec for spec in problem.topology.devices if spec.is_accelerator}
-    homes = ((name, specs.get(key)) for name, key in assignment.weights.items())
-    weights = problem.graph.weights
-    return sum(_kept(spec, weights[name].nbytes) for name, spec in homes if spec is not None)
+    placed = ((w.nbytes, specs.get(assignment.weights[w.name])) for w in _read(problem.graph))
+    return sum(_kept(spec, nbytes) for nbytes, spec in placed if spec is not None)
+
+
+def offloaded(problem: Problem, assignment: Assignment) -> int:
+    """Bytes of weights that live on no accelerator, without any rounding."""
+    keys = {spec.key for spec in problem.topology.devices if spec.is_accelerator}
+    return sum(w.nbytes for w in _read(problem.graph) if assignment.weights[w.name] not in keys)
 
 
 def _kept(spec: DeviceSpec, nbytes: int) -> int:
@@ -54,7 +64,7 @@ def _kept(spec: DeviceSpec, nbytes: int) -> int:
 
 def items(graph: Graph, kept: Mapping[str, int]) -> list[int]:
     """Bytes of each set of weights that must lie together, largest first; ``kept``: weight -> bytes."""
-    group: dict[str, str] = {name: name for name in graph.weights}
+    group: dict[str, str] = {name: name for name in kept}
 
     def first(name: str) -> str:
         while group[name] != name:
@@ -62,12 +72,12 @@ def items(graph: Graph, kept: Mapping[str, int]) -> list[int]:
         return name
 
     for operation in graph.operations.values():
-        read = [name for name in operation.inputs if name in graph.weights]
+        read = [name for name in operation.inputs if name in kept]
         for name in read[1:]:
             group[first(name)] = first(read[0])
     sizes: dict[str, int] = {}
-    for name in graph.weights:
-        sizes[first(name)] = sizes.get(first(name), 0) + kept[name]
+    for name, nbytes in kept.items():
+        sizes[first(name)] = sizes.get(first(name), 0) + nbytes
     return sorted(sizes.values(), reverse=True)
 
 
@@ -103,5 +113,5 @@ def _subset_sum(sizes: Sequence[int], capacity: int) -> int:
     reachable = 1  # bit i: some subset takes i units
     for size in sizes:
         reachable |= (reachable << (size // unit)) & within
-    rounding = unit * len(sizes)
+    rounding = (unit - 1) * len(sizes)
     return min(capacity, (reachable.bit_length() - 1) * unit + rounding)

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from baselines import LESS, Baseline, accelerator_bytes, accelerators, device_maps, peak_activation
+from baselines import LESS, Baseline, accelerators, device_maps, peak_activation
 from instances import GIB, A, B, C, Card, Speed, devices
 from models import MODELS
-from packing import Packing, items, pack, sizes_of, used
+from packing import Packing, items, offloaded, pack, sizes_of, used
 from report import table, write
 from torch import nn
 
@@ -56,7 +56,7 @@ class Row:
 
     Attributes:
         packing: what the budgets, less activations, allow, in bytes that the allocator takes.
-        offloaded: weights that do not live on an accelerator.
+        offloaded: weights that live on no accelerator, of those that are read.
         used: what those that do take there.
         within: whether every peak is within its budget.
         planning: seconds of planning, without the capture.
@@ -151,7 +151,7 @@ def _fill(row: Row, found: Plan) -> None:
     problem = Problem(found.graph, found.topology, CPU)
     assignment = found.schedule.assignment
     row.used = used(problem, assignment)
-    row.offloaded = row.weights - accelerator_bytes(problem, assignment)
+    row.offloaded = offloaded(problem, assignment)
     row.within = all(found.peak_bytes[spec.key] <= spec.room for spec in found.topology.devices)
     row.makespan, row.gap, row.proof = found.makespan, found.gap, found.proof
 
