@@ -202,13 +202,19 @@ def contiguous(problem: Problem) -> Assignment | None:
     ways = [(False, False)]
     if CPU in problem.topology:
         ways += [(True, False), (False, True), (True, True)]
-    found = [e for use_cpu, fetch in ways if (e := _split(problem, chain, use_cpu, fetch)) is not None]
+    found = [
+        evaluation
+        for use_cpu, fetch in ways
+        for growth in (1, 2)
+        if (evaluation := _split(problem, chain, use_cpu, fetch, growth)) is not None
+    ]
     feasible = [evaluation for evaluation in found if evaluation.feasible]
     chosen = min(feasible, key=lambda e: e.seconds) if feasible else next(iter(found), None)
     return None if chosen is None else chosen.schedule.assignment
 
 
-def _split(problem: Problem, chain: Chain, use_cpu: bool, fetch: bool) -> Evaluation | None:
+def _split(problem: Problem, chain: Chain, use_cpu: bool, fetch: bool, growth: int) -> Evaluation | None:
+    """Pieces that keep the budgets, or the last tried; ``growth``: how fast room is taken off."""
     shrink: dict[DeviceKey, int] = {}
     found: Evaluation | None = None
     for _ in range(_REPAIRS):
@@ -226,7 +232,7 @@ def _split(problem: Problem, chain: Chain, use_cpu: bool, fetch: bool) -> Evalua
         if found.feasible:
             break
         for key, excess in found.excess.items():
-            shrink[key] = max(shrink.get(key, 0) + excess, 2 * shrink.get(key, 0))
+            shrink[key] = max(shrink.get(key, 0) + excess, growth * shrink.get(key, 0))
     return found
 
 

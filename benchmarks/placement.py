@@ -158,7 +158,7 @@ def _ratio_cell(result: Result, other: Baseline) -> str:
         return other.error[:40]
     ms = f"{1e3 * other.seconds:.3f} ms" + (" *" if LESS in other.strategy else "")
     if other.over:
-        return f"over by {readable_bytes(other.over)} ({ms})"
+        return f"over by {readable_bytes(other.over).partition(' (')[0]} ({ms})"
     ratio = result.ratio(other)
     if ratio is None:
         return ms
