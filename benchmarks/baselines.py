@@ -40,6 +40,8 @@ class Baseline:
         planning: seconds that it took.
         error: what it raised instead.
         excess: device -> bytes by which it is over its budget.
+        first_over: bytes by which the first answer was over, where another is taken instead.
+        first_seconds: the modelled seconds of that.
     """
 
     name: str
@@ -51,6 +53,8 @@ class Baseline:
     planning: float = 0.0
     error: str = ""
     excess: Mapping[DeviceKey, int] = field(default_factory=dict)
+    first_over: int = 0
+    first_seconds: float | None = None
 
     @property
     def feasible(self) -> bool:
@@ -79,7 +83,12 @@ def device_maps(problem: Problem, model: nn.Module, no_split: Sequence[str]) -> 
     """accelerate's and transformers' alone."""
     kept = list(no_split)
     makers = {"accelerate": accelerate_maps, "transformers": transformers_maps}
-    return [best(list(_mapped(problem, name, ways(model, kept)))) for name, ways in makers.items()]
+    found = []
+    for name, ways in makers.items():
+        answers = list(_mapped(problem, name, ways(model, kept)))
+        first = answers[0]
+        found.append(replace(best(answers), first_over=first.over, first_seconds=first.seconds))
+    return found
 
 
 def best(found: Sequence[Baseline]) -> Baseline:
@@ -240,19 +249,24 @@ def _split(problem: Problem, chain: Chain, use_cpu: bool, fetch: bool, growth: i
 
 
 def _mapped(problem: Problem, name: str, ways: Mapping[str, Mapper]) -> Iterator[Baseline]:
-    """As users ask; and again with what was over taken off."""
+    """As users ask, ``"auto"`` first; and again with what was over taken off, in two ways."""
     for way, mapper in ways.items():
-        budgets = {spec.key: spec.room for spec in problem.topology.devices}
-        taken = dict.fromkeys(budgets, 0)
-        for attempt in range(1 + _REPAIRS):
+        asked = _asked(problem, name, way, mapper, {})
+        yield asked
+        for growth in (1, 2):
+            taken, judged = dict[DeviceKey, int](), asked
+            for _ in range(_REPAIRS):
+                if judged.feasible or not judged.excess:
+                    break
+                for key, excess in judged.excess.items():
+                    before = taken.get(key, 0)
+                    taken[key] = max(before + excess, growth * before)  # modules move, not bytes
+                judged = _asked(problem, name, f"{way}, {LESS}", mapper, taken)
+                yield judged
 
-            def propose(mapper: Mapper = mapper, budgets: dict[DeviceKey, int] = budgets) -> Assignment:
-                return assignment_of(problem, mapper(budgets))
 
-            judged = _judged(problem, name, f"{way}, {LESS}" if attempt else way, propose)
-            yield judged
-            if judged.feasible or not judged.excess:
-                break
-            for key, excess in judged.excess.items():
-                taken[key] = max(taken[key] + excess, 2 * taken[key])  # whole modules, not bytes, move
-            budgets = {s.key: max(0, s.room - taken[s.key]) for s in problem.topology.devices}
+def _asked(
+    problem: Problem, name: str, strategy: str, mapper: Mapper, taken: Mapping[DeviceKey, int]
+) -> Baseline:
+    budgets = {s.key: max(0, s.room - taken.get(s.key, 0)) for s in problem.topology.devices}
+    return _judged(problem, name, strategy, lambda: assignment_of(problem, mapper(budgets)))
