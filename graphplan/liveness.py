@@ -1,8 +1,9 @@
 """Bytes on each device at each step of a schedule: the one place where memory is counted.
 
-A device holds, at a step: the weights that live there and the ring that weights are streamed into, for
-the whole call, every storage whose last reader has not run yet, and the workspace of the operation that runs. A view holds its base's storage
-and brings none. What the caller passed in stays on the caller's device throughout.
+A device holds, at a step: the weights that live there and the ring that weights are streamed into,
+both for the whole call, every storage whose last reader has not run yet, and the workspace of the
+operation that runs. A view holds its base's storage and brings none. What the caller passed in stays
+on the caller's device throughout.
 """
 
 from __future__ import annotations

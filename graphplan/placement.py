@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -17,18 +17,8 @@ from graphplan.device import CPU, DeviceKey, DeviceSpec, Link, Topology
 from graphplan.errors import GraphplanError, PlanError, VerificationError
 from graphplan.graph import Graph, Operation
 from graphplan.liveness import Memory, Peak, measure_memory
-from graphplan.schedule import (
-    Assignment,
-    Load,
-    Move,
-    Release,
-    Ring,
-    Run,
-    Schedule,
-    Segment,
-    Step,
-    Wait,
-)
+from graphplan.schedule import Load, Move, Ring, Schedule
+from graphplan.schedule_json import decode_schedule, encode_schedule
 from graphplan.timeline import Timeline, make_timeline
 from graphplan.visualize import summary_text, to_dot
 
@@ -340,41 +330,9 @@ def _encode(plan: Plan) -> dict[str, Any]:
         "devices": [asdict(spec) for spec in topology.devices],
         "links": [[a, b, asdict(link)] for (a, b), link in topology.links.items()],
         "default_link": asdict(topology.default_link),
-        "host": schedule.host,
-        "returns_to_host": schedule.returns_to_host,
-        "operations": [[name, key] for name, key in schedule.assignment.operations.items()],
-        "weights": [[name, key] for name, key in schedule.assignment.weights.items()],
-        "slots": [[key, count] for key, count in schedule.assignment.slots.items()],
-        "rings": [asdict(ring) for ring in schedule.rings],
-        "steps": [_encode_step(step) for step in schedule.steps],
+        **encode_schedule(schedule),
         "graph": plan.graph.to_dict(),
     }
-
-
-_STEPS: dict[str, Callable[..., Step]] = {
-    "run": Run,
-    "move": Move,
-    "load": Load,
-    "wait": Wait,
-    "release": Release,
-}
-
-
-def _encode_step(step: Step) -> dict[str, Any]:
-    return {"step": type(step).__name__.lower(), **asdict(step)}
-
-
-def _decode_step(data: Mapping[str, Any]) -> Step:
-    fields = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-    return _STEPS[fields.pop("step")](**fields)
-
-
-def _decode_ring(data: Mapping[str, Any]) -> Ring:
-    segments = (
-        Segment(tuple(s["weights"]), tuple(s["offsets"]), s["nbytes"], s["slot"], s["previous"])
-        for s in data["segments"]
-    )
-    return Ring(data["device"], data["source"], tuple(data["slots"]), tuple(segments), data["nbytes"])
 
 
 def _decode(cls: type[Plan], data: Mapping[str, Any]) -> Plan:
@@ -383,13 +341,10 @@ def _decode(cls: type[Plan], data: Mapping[str, Any]) -> Plan:
         {(a, b): Link(**link) for a, b, link in data["links"]},
         Link(**data["default_link"]),
     )
-    parts = (dict(map(tuple, data[name])) for name in ("operations", "weights", "slots"))
-    steps, rings = tuple(map(_decode_step, data["steps"])), tuple(map(_decode_ring, data["rings"]))
-    schedule = Schedule(steps, Assignment(*parts), data["host"], data["returns_to_host"], rings)
     return cls(
         Graph.from_dict(data["graph"]),
         topology,
-        schedule,
+        decode_schedule(data),
         data["makespan"],
         data["lower_bound"],
         data["proof"],

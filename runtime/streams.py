@@ -94,9 +94,9 @@ class _LoadedSegment:
     def _require_like(self, name: str, view: torch.Tensor, weight: torch.Tensor) -> None:
         if (weight.device, weight.dtype, weight.shape) != (self.host, view.dtype, view.shape):
             raise PlanError(
-                f"{name!r} is {weight.dtype} of shape {list(weight.shape)} on {weight.device}, the plan has it "
-                f"as {view.dtype} of shape {list(view.shape)} on {self.host}: a placed model cannot be moved or "
-                "converted, only partitioned anew"
+                f"{name!r} is {weight.dtype} of shape {list(weight.shape)} on {weight.device}, the plan has "
+                f"it as {view.dtype} of shape {list(view.shape)} on {self.host}: a placed model cannot be "
+                "moved or converted, only partitioned anew"
             )
 
     def wait(self) -> tuple[torch.Tensor, ...]:
