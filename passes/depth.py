@@ -32,9 +32,8 @@ def deepen(problem: Problem, found: Evaluation, most: int | None = None) -> Eval
         limit = len(ring.segments) if most is None else min(most, len(ring.segments))
         for count in range(len(ring.slots) + 1, limit + 1):
             trial = _with_slots(problem, deepest, ring.device, count)
-            if not trial.feasible:
-                break
-            deepest, counts[ring.device] = trial, count
+            if trial.feasible:  # slots of unequal size may take less when there are more of them
+                deepest, counts[ring.device] = trial, count
     if deepest.seconds >= found.seconds * (1 - _TOLERANCE):
         return found
     for key, count in counts.items():
