@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graphplan.device import DeviceKey
 from graphplan.graph import Graph, Weight
@@ -22,6 +22,7 @@ __all__ = ["fetch_excess"]
 _LARGE_BUFFER = 1 << 20  # a smaller one is not worth fetching, and another call may write to it
 _LARGE = 8  # a weight is large while it has at least this part of the largest's bytes
 _LEVELS = 3
+_TRIALS = 3  # times to stream more, for a second slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +100,25 @@ class _Spread:
                 wanted[key] = max(wanted.get(key, 0) + nbytes, sum(taken) + min(left))
         return None
 
-    def _with_two_slots(self, wanted: dict[DeviceKey, int], found: Evaluation) -> Evaluation:
+    def _with_two_slots(self, wanted: Mapping[DeviceKey, int], found: Evaluation) -> Evaluation:
         """Stream as much more as a second slot takes, where one was all that fitted, if that pays."""
         best = found
         for ring in found.schedule.rings:
-            if len(ring.slots) == 1 and len(ring.segments) > 1:
-                more = {**wanted, ring.device: wanted.get(ring.device, 0) + ring.slots[0]}
-                trial = self._evaluate(self._choose(more))
-                if trial.feasible and trial.seconds < best.seconds:
-                    best = trial
+            if len(ring.slots) != 1 or len(ring.segments) < 2:
+                continue
+            more = dict(wanted)
+            more[ring.device] = more.get(ring.device, 0) + ring.slots[0]
+            for _ in range(_TRIALS):
+                trial = self._evaluate(self._choose(more), {ring.device: 2})
+                if trial.feasible:
+                    best = min(best, trial, key=lambda evaluation: evaluation.seconds)
+                    break
+                more[ring.device] += trial.excess.get(ring.device, 0)
         return best
 
-    def _evaluate(self, chosen: set[str]) -> Evaluation:
-        return evaluate(self.problem, reside(self.problem, self.operations, chosen))
+    def _evaluate(self, chosen: set[str], slots: Mapping[DeviceKey, int] | None = None) -> Evaluation:
+        assignment = reside(self.problem, self.operations, chosen)
+        return evaluate(self.problem, replace(assignment, slots=slots or {}))
 
     def _choose(self, wanted: Mapping[DeviceKey, int]) -> set[str]:
         chosen: set[str] = set()
