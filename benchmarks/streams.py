@@ -68,7 +68,18 @@ def blocks_in_a_row(count: int) -> Graph:
 
 def main() -> None:
     rows = [measure(Case(blocks, held, ratio)) for blocks, held in SHAPES for ratio in RATIOS]
-    header = ["blocks", "held", "copy/compute", "slots", "loads", "least", "ms", "bound", "over", "from the end"]
+    header = [
+        "blocks",
+        "held",
+        "copy/compute",
+        "slots",
+        "loads",
+        "least",
+        "ms",
+        "bound",
+        "over",
+        "from the end",
+    ]
     table = [
         [
             row["blocks"],
@@ -88,7 +99,9 @@ def main() -> None:
     worst, most = max(row["over"] for row in rows), max(row["loads"] - row["least_loads"] for row in rows)
     print(f"\nworst time over max(copy, compute) + one block: {100 * worst:+.2f} % (wanted: within 2 %)")
     print(f"most loads over the least: {most:.1f} blocks (wanted: within 1)")
-    print(f"written to {report.write('streams', {'rows': rows, 'worst_over': worst, 'most_loads_over': most})}")
+    print(
+        f"written to {report.write('streams', {'rows': rows, 'worst_over': worst, 'most_loads_over': most})}"
+    )
 
 
 def measure(case: Case) -> dict[str, Any]:

@@ -10,25 +10,28 @@ from __future__ import annotations
 
 import mmap
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
 import torch
 
 __all__ = ["HostPages"]
 
 _ALIGNMENT = 512
+_PORTABLE = 1  # cudaHostRegisterPortable: for every GPU
 
 
 class _Mapping(mmap.mmap):
     """An anonymous mapping that CUDA forgets before it is unmapped."""
 
-    address = 0
-    registered = False
+    release: Callable[[], object] | None = None
 
     def __del__(self) -> None:
         # not a weakref's callback: mmap unmaps before it calls those
-        if self.registered:
-            self.registered = False
-            torch.cuda.cudart().cudaHostUnregister(self.address)
+        if self.release is not None:
+            self.release()
+            self.release = None
 
 
 class HostPages:
@@ -52,12 +55,14 @@ class HostPages:
         return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
     def _register(self, nbytes: int) -> bool:
+        cudart = torch.cuda.cudart()
         try:
-            code = int(torch.cuda.cudart().cudaHostRegister(self.start, nbytes, 0))
+            code = int(cudart.cudaHostRegister(self.start, nbytes, _PORTABLE))
             reason = "" if code == 0 else f"cudaHostRegister returned {code}"
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
         if reason:
+            _forget_error()
             warnings.warn(
                 f"the {nbytes} bytes of streamed weights could not be page-locked ({reason}): they are "
                 "copied from ordinary memory, which is slower. A higher limit of locked memory (ulimit -l), "
@@ -65,7 +70,7 @@ class HostPages:
                 stacklevel=2,
             )
             return False
-        self._mapping.address, self._mapping.registered = self.start, True
+        self._mapping.release = partial(cudart.cudaHostUnregister, self.start)
         return True
 
     def _bytes(self, offset: int, nbytes: int) -> torch.Tensor:
@@ -86,3 +91,9 @@ class HostPages:
     def bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
         """The bytes from an address on."""
         return self._bytes(address - self.start, nbytes)
+
+
+def _forget_error() -> None:
+    """Take back CUDA's last error, which the next kernel launch would otherwise raise as its own."""
+    with suppress(RuntimeError):  # this launch is the one that raises it
+        torch.zeros(1, device="cuda")
