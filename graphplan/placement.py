@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -13,17 +13,19 @@ from typing import Any
 import torch
 
 from graphplan.checks import check_schedule
-from graphplan.device import DeviceKey, DeviceSpec, Link, Topology
+from graphplan.device import CPU, DeviceKey, DeviceSpec, Link, Topology
 from graphplan.errors import GraphplanError, PlanError, VerificationError
 from graphplan.graph import Graph, Operation
 from graphplan.liveness import Memory, Peak, measure_memory
-from graphplan.schedule import Assignment, Move, Run, Schedule, Step
+from graphplan.schedule import Load, Move, Ring, Schedule
+from graphplan.schedule_json import decode_schedule, encode_schedule
+from graphplan.timeline import Timeline, make_timeline
 from graphplan.visualize import summary_text, to_dot
 
 __all__ = ["Plan", "Stage", "Transfer"]
 
 _FORMAT = "graphplan.plan"
-_VERSION = 1
+_VERSION = 2
 
 Transfer = Move
 
@@ -162,9 +164,13 @@ class Plan:
         return tuple(self.schedule.moves("activation"))
 
     @cached_property
-    def fetches(self) -> tuple[Transfer, ...]:
-        """Weights that are copied to where they are used, at every call."""
-        return tuple(self.schedule.moves("weight"))
+    def fetches(self) -> tuple[Transfer | Load, ...]:
+        """Copies of weights to where they are used, made at every call.
+
+        A :class:`~graphplan.schedule.Load` copies the weights of one segment, ahead of their use.
+        """
+        copies = self.schedule.copies()
+        return tuple(c for c in copies if isinstance(c, Load) or c.kind == "weight")
 
     @cached_property
     def io_transfers(self) -> tuple[Transfer, ...]:
@@ -178,10 +184,15 @@ class Plan:
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes of weights copied in one call."""
-        return sum(move.nbytes for move in self.fetches)
+        """Bytes of weights copied in one call, the gaps between them included."""
+        return sum(copy.nbytes for copy in self.fetches)
 
     # -- what it costs ----------------------------------------------------------------------------
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """When each operation, move and copy of weights starts and ends, as modelled."""
+        return make_timeline(self.graph, self.topology, self.schedule)
 
     @cached_property
     def memory(self) -> Memory:
@@ -209,6 +220,20 @@ class Plan:
     def activations_known(self) -> bool:
         """False without example inputs: then ``peak_bytes`` counts weights only."""
         return self.graph.shapes_known
+
+    def with_rings(self, sizes: Mapping[DeviceKey, int]) -> Plan:
+        """The same plan, with rings of at least so many bytes: other calls of the model share them."""
+        known = {ring.device: ring for ring in self.schedule.rings}
+        if all(key in known and known[key].nbytes >= nbytes for key, nbytes in sizes.items()):
+            return self
+        cpu = next((spec.key for spec in self.topology.devices if spec.type == CPU), CPU)
+        rings = [
+            replace(ring, nbytes=max(ring.nbytes, sizes.get(spec.key, 0)))
+            for spec in self.topology.devices
+            if spec.key in known or spec.key in sizes
+            for ring in (known.get(spec.key, Ring(spec.key, cpu, (), (), 0)),)
+        ]
+        return replace(self, schedule=replace(self.schedule, rings=tuple(rings)))
 
     def verify(self) -> None:
         """Prove the plan from its own data; raise VerificationError if it does not hold."""
@@ -305,29 +330,9 @@ def _encode(plan: Plan) -> dict[str, Any]:
         "devices": [asdict(spec) for spec in topology.devices],
         "links": [[a, b, asdict(link)] for (a, b), link in topology.links.items()],
         "default_link": asdict(topology.default_link),
-        "host": schedule.host,
-        "returns_to_host": schedule.returns_to_host,
-        "operations": [[name, key] for name, key in schedule.assignment.operations.items()],
-        "weights": [[name, key] for name, key in schedule.assignment.weights.items()],
-        "steps": [_encode_step(step) for step in schedule.steps],
+        **encode_schedule(schedule),
         "graph": plan.graph.to_dict(),
     }
-
-
-def _encode_step(step: Step) -> dict[str, Any]:
-    kind = "run" if isinstance(step, Run) else "move"
-    data = asdict(step)
-    if kind == "move":
-        data["what"] = data.pop("kind")
-    return {"kind": kind, **data}
-
-
-def _decode_step(data: Mapping[str, Any]) -> Step:
-    if data["kind"] == "run":
-        return Run(data["operation"], data["device"])
-    if data["kind"] != "move":
-        raise ValueError(f"a step of kind {data['kind']!r}")
-    return Move(data["value"], data["source"], data["destination"], data["nbytes"], data["what"])
 
 
 def _decode(cls: type[Plan], data: Mapping[str, Any]) -> Plan:
@@ -336,13 +341,10 @@ def _decode(cls: type[Plan], data: Mapping[str, Any]) -> Plan:
         {(a, b): Link(**link) for a, b, link in data["links"]},
         Link(**data["default_link"]),
     )
-    assignment = Assignment(dict(map(tuple, data["operations"])), dict(map(tuple, data["weights"])))
-    steps = tuple(map(_decode_step, data["steps"]))
-    schedule = Schedule(steps, assignment, data["host"], data["returns_to_host"])
     return cls(
         Graph.from_dict(data["graph"]),
         topology,
-        schedule,
+        decode_schedule(data),
         data["makespan"],
         data["lower_bound"],
         data["proof"],

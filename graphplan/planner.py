@@ -27,10 +27,11 @@ from graphplan.checks import check_schedule
 from graphplan.device import CPU, DeviceKey, Topology
 from graphplan.errors import CaptureError
 from graphplan.graph import Graph, Weight
+from graphplan.ops import constant_attribute
 from graphplan.passes.annotate import Annotator, costlier
 from graphplan.passes.constrain import Wishes, constrain
 from graphplan.passes.evaluate import Problem, evaluate
-from graphplan.passes.lower import constant_attribute, host_device, lower
+from graphplan.passes.lower import host_device, lower
 from graphplan.passes.place import Solution, place
 from graphplan.passes.simplify import simplify
 from graphplan.passes.verify import verify_lowered
@@ -44,6 +45,7 @@ __all__ = ["Compiler", "Options", "Planned"]
 
 logger = logging.getLogger("graphplan")
 
+_RING_SLACK = 2 << 20  # bytes by which CUDA's allocator may count a larger ring differently
 _SETTLING = 4  # times that a placement is made again because its own moves made operations take more
 
 
@@ -67,6 +69,7 @@ class Compiler:
         self.homes = homes
         self.captures: list[tuple[tuple[bool, ...], Capture, Annotator]] = []
         self.constants: list[_Constant] = []
+        self.plans: list[Plan] = []
 
     def devices_of_weights(self) -> dict[str, torch.device]:
         """First name of each weight -> its device."""
@@ -106,7 +109,16 @@ class Compiler:
         constants = annotator.capture.constants
         graph = self._with_constants(annotator.graph(), constants)
         fixed = {**(self.homes or {}), **self._constant_homes(constants)}
-        plain = Problem(graph, self.topology, self._host(call), self.options.return_outputs, fixed)
+        plain = Problem(
+            graph,
+            self.topology,
+            self._host(call),
+            self.options.return_outputs,
+            fixed,
+            rings=self._rings(),
+            growth=self._ring_limits(),
+            streams=not self.options.grad,
+        )
         problem = constrain(plain, self.options.wishes)
         for _ in range(_SETTLING):
             solution = place(problem)
@@ -119,6 +131,25 @@ class Compiler:
                 return exact, replace(solution, evaluation=again)
             problem = replace(exact, graph=costlier(problem.graph, exact.graph))
         return problem, place(problem)
+
+    def _rings(self) -> dict[DeviceKey, int]:
+        """Bytes of the rings that earlier plans of this model have made."""
+        sizes: dict[DeviceKey, int] = {}
+        for ring in (ring for made in self.plans for ring in made.schedule.rings):
+            sizes[ring.device] = max(ring.nbytes, sizes.get(ring.device, 0))
+        return sizes
+
+    def _ring_limits(self) -> dict[DeviceKey, int]:
+        """Bytes that the rings may have so that earlier plans keep their budgets."""
+        here = self._rings()
+        limits: dict[DeviceKey, int] = {}
+        for made in self.plans:
+            for spec in self.topology.devices:
+                own = sum(ring.nbytes for ring in made.schedule.rings if ring.device == spec.key)
+                slack = _RING_SLACK if spec.type == "cuda" else 0
+                limit = max(own + spec.room - made.peak_bytes[spec.key] - slack, here.get(spec.key, 0))
+                limits[spec.key] = min(limit, limits.get(spec.key, limit))
+        return limits
 
     def _known(self, name: str, tensor: torch.Tensor) -> _Constant | None:
         """The constant of an earlier plan that has the same name and values."""
@@ -189,6 +220,7 @@ class Compiler:
 
     def _lower(self, planned: Planned) -> Program:
         captured, made = planned.capture, planned.plan
+        self.plans.append(made)
         graph, schedule = made.graph, made.schedule
         lowered = lower(captured, graph, schedule, self.topology)
         verify_lowered(lowered, graph, schedule, self.topology)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from graphplan.placement import Plan
+    from graphplan.schedule import Ring
 
 __all__ = ["summary_text", "to_dot"]
 
@@ -49,13 +50,19 @@ def summary_text(plan: Plan) -> str:
         *_stages(plan),
         "",
         f"transfers  {len(plan.transfers)} values, {_size(plan.transfer_bytes)} per call",
-        f"fetches    {len(plan.fetches)} weights, {_size(plan.streamed_bytes)} per call",
+        f"fetches    {len(plan.fetches)} copies of weights, {_size(plan.streamed_bytes)} per call"
+        + "".join(_ring(ring) for ring in plan.schedule.rings),
         f"time       {_time(plan.makespan)} modelled, lower bound {_time(plan.lower_bound)}, "
         f"gap {100 * plan.gap:.2f} % ({plan.proof})",
     ]
     if not plan.activations_known:
         lines.append("activations are unknown without example inputs: peaks count weights only")
     return "\n".join(lines)
+
+
+def _ring(ring: Ring) -> str:
+    count = len(ring.slots)
+    return f", {_size(ring.nbytes)} in {count} slot{'' if count == 1 else 's'} on {ring.device}"
 
 
 def _devices(plan: Plan) -> list[str]:

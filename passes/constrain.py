@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import networkx as nx
 
@@ -64,15 +64,13 @@ def constrain(problem: Problem, wishes: Wishes) -> Problem:
     for name, key in wishes.pin.items():
         _pin(graph, problem.topology, name, key, allowed, fixed)
     _agree(graph, allowed)
-    return Problem(
-        graph,
-        problem.topology,
-        problem.host,
-        problem.returns_to_host,
-        fixed,
-        allowed,
-        wishes.offload,
-        wishes.balance,
+    return replace(
+        problem,
+        graph=graph,
+        fixed_weights=fixed,
+        allowed=allowed,
+        offload=wishes.offload,
+        balance=wishes.balance,
     )
 
 

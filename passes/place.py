@@ -15,16 +15,19 @@ from graphplan.errors import InfeasibleError, readable_bytes
 from graphplan.passes.bound import lower_bound
 from graphplan.passes.chain import Chain
 from graphplan.passes.contiguous import Piece, split
+from graphplan.passes.depth import deepen
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.exhaustive import search_all
 from graphplan.passes.refine import refine, repair
-from graphplan.passes.residence import cpu_key, fetch_excess, reside
+from graphplan.passes.residence import cpu_key, reside
+from graphplan.passes.spread import fetch_excess
 
 __all__ = ["Solution", "place"]
 
 _SMALL = 20  # operations up to which every placement is tried
 _NODES = 60_000  # branches of that, about a second
 _FEW_NODES = 3_000  # while looking for the smallest budgets, where there are many searches
+_DEPTH = 6  # most slots of a ring in a large graph
 _REPAIRS = 4  # times that a split is made again with less room, when the evaluator finds it too large
 
 
@@ -90,7 +93,7 @@ def _finish(
         where = "" if among is problem else " on the accelerators"
         return Solution(best, best.seconds, f"every placement{where} tried")
     if polish:
-        best = refine(among, chain, best)
+        best = deepen(among, refine(among, chain, best), most=_DEPTH)
     bound = lower_bound(problem)
     return Solution(best, min(bound.seconds, best.seconds), bound.proof)
 
