@@ -148,14 +148,15 @@ class Knapsack:
         for limit in range(1, _LIGHT_SCOPE + 1):
             left = []
             for variable in waiting:
-                scope = sorted({v for f in knows[variable] for v in self.scopes[f]} - {variable})
+                others = {v for f in knows[variable] for v in self.scopes[f]} - {variable}
+                scope = tuple(sorted(others))
                 if len(scope) > limit:
                     left.append(variable)
                     continue
                 used = tuple(sorted(knows[variable]))
                 result = len(self.scopes)
-                self.scopes.append(tuple(scope))
-                self.eliminations.append(_Elimination(variable, tuple(scope), used, result))
+                self.scopes.append(scope)
+                self.eliminations.append(_Elimination(variable, scope, used, result))
                 for factor in used:
                     active.discard(factor)
                     for other in self.scopes[factor]:
@@ -195,21 +196,25 @@ class Knapsack:
             steps.append(_Step(variable, before, tuple(ready), closed))
         return steps
 
-    def solve(self, cost: Floats, aside: Floats, tables: Sequence[Floats]) -> Chosen:
+    def solve(
+        self, cost: Floats, aside: Floats, tables: Sequence[Floats], less: Ints | None = None
+    ) -> Chosen:
         """The cheapest set per row.
 
         Args:
             cost: (rows, variables) of taking each.
             aside: (rows, variables) what taking it without its size costs beyond, or infinity.
             tables: (rows or 1, 2, 2, ...) per scope.
+            less: (rows,) units by which the capacities are smaller this time.
         """
+        capacities = self.capacities if less is None else self.capacities - less
         made = [np.asarray(table) for table in tables]
         light: list[Bools] = []
         for elimination in self.eliminations:
             table, choice = self._eliminate(elimination, made, cost)
             made.append(table)
             light.append(choice)
-        state, traces = self._run(cost, aside, made)
+        state, traces = self._run(cost, aside, made, capacities)
         return self._back(state, traces, light)
 
     def _eliminate(self, plan: _Elimination, made: Sequence[Floats], cost: Floats) -> tuple[Floats, Bools]:
@@ -222,7 +227,9 @@ class Knapsack:
         choice = taken < without
         return np.where(choice, taken, without), choice
 
-    def _run(self, cost: Floats, aside: Floats, made: Sequence[Floats]) -> tuple[Floats, list[_Trace]]:
+    def _run(
+        self, cost: Floats, aside: Floats, made: Sequence[Floats], capacities: Ints
+    ) -> tuple[Floats, list[_Trace]]:
         top = max(1, int(self.capacities.max(initial=0)) + 1)
         state = np.zeros((self.rows, top))
         traces: list[_Trace] = []
@@ -244,7 +251,7 @@ class Knapsack:
                 frontier = tuple(v for v in frontier if v != variable)
             traces.append(trace)
         state = state.copy()
-        state[np.arange(top)[None, :] > self.capacities[:, None]] = np.inf
+        state[np.arange(top)[None, :] > capacities[:, None]] = np.inf
         return state, traces
 
     def _take(self, variable: int, state: Floats, cost: Floats, aside: Floats, trace: _Trace) -> Floats:

@@ -6,6 +6,7 @@ not fit the accelerators without. Within that, seconds decide.
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from graphplan.device import DeviceKey, Topology
 from graphplan.errors import InfeasibleError, readable_bytes
 from graphplan.passes.bound import lower_bound
 from graphplan.passes.chain import Chain
+from graphplan.passes.close import Limits, close_gap
 from graphplan.passes.contiguous import Piece, split
 from graphplan.passes.depth import deepen
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
@@ -40,13 +42,19 @@ class Solution:
     proof: str
 
 
-def place(problem: Problem) -> Solution:
+def place(problem: Problem, time_limit: float | None = None) -> Solution:
     """Place a graph.
+
+    Args:
+        problem: what to place, and on what.
+        time_limit: seconds after which to stop improving; the best placement by then is returned, with
+            a bound that holds. None: limited by work, so that the result does not depend on the clock.
 
     Raises:
         InfeasibleError: with the smallest budgets that would do.
     """
-    found = _search(problem)
+    limits = Limits(None if time_limit is None else time.monotonic() + time_limit)
+    found = _search(problem, limits)
     if found is not None:
         return found
     # the search is not monotone: looking among larger budgets may find what keeps the given ones
@@ -59,7 +67,7 @@ def place(problem: Problem) -> Solution:
     raise _infeasible(problem, nearest)
 
 
-def _search(problem: Problem, *, polish: bool = True) -> Solution | None:
+def _search(problem: Problem, limits: Limits | None = None, *, polish: bool = True) -> Solution | None:
     """The best placement found; ``polish`` is False where only feasibility is asked."""
     spec = next((s for s in problem.topology.devices if s.is_accelerator), problem.topology.devices[0])
     chain = Chain(problem.graph, spec)
@@ -79,23 +87,32 @@ def _search(problem: Problem, *, polish: bool = True) -> Solution | None:
         best = _best(plain, chain, list(_without_offload(plain, chain)))
         best, complete = _exhaust(plain, best, fetch=False, polish=polish)
         if best is not None:
-            return _finish(plain, problem, chain, best, complete, polish)
+            return _finish(plain, problem, chain, best, complete, limits if polish else None)
     best = _best(problem, chain, list(_with_offload(problem, chain)))
     best, complete = _exhaust(problem, best, fetch=True, polish=polish)
-    return None if best is None else _finish(problem, problem, chain, best, complete, polish)
+    if best is None:
+        return None
+    return _finish(problem, problem, chain, best, complete, limits if polish else None)
 
 
 def _finish(
-    among: Problem, problem: Problem, chain: Chain, best: Evaluation, complete: bool, polish: bool
+    among: Problem,
+    problem: Problem,
+    chain: Chain,
+    best: Evaluation,
+    complete: bool,
+    limits: Limits | None,
 ) -> Solution:
-    """Refine what is not proven best, and bound it."""
+    """Refine what is not proven best, and bound it; without limits only feasibility was asked."""
+    where = "" if among is problem else " on the accelerators"
     if complete:
-        where = "" if among is problem else " on the accelerators"
         return Solution(best, best.seconds, f"every placement{where} tried")
-    if polish:
-        best = deepen(among, refine(among, chain, best), most=_DEPTH)
-    bound = lower_bound(problem)
-    return Solution(best, min(bound.seconds, best.seconds), bound.proof)
+    if limits is None:
+        return Solution(best, 0.0, "")
+    best = deepen(among, refine(among, chain, best), most=_DEPTH)
+    best, bound = close_gap(among, chain, best, limits)
+    best = deepen(among, best, most=_DEPTH)
+    return Solution(best, min(bound.seconds, best.seconds), bound.proof + where)
 
 
 def _exhaust(

@@ -6,15 +6,30 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from graphplan.device import CPU, DeviceKey, Topology
+from graphplan.graph import Graph
 from graphplan.passes.evaluate import Problem
 from graphplan.schedule import Assignment
 
-__all__ = ["cpu_key", "reside"]
+__all__ = ["cpu_key", "follow", "reside"]
 
 
 def cpu_key(topology: Topology) -> DeviceKey | None:
     """The caller's key for the CPU, or None where it has no budget."""
     return next((spec.key for spec in topology.devices if spec.device == CPU), None)
+
+
+def follow(graph: Graph, placed: Mapping[str, DeviceKey]) -> dict[str, DeviceKey]:
+    """A device for every operation: those that make only host scalars go with what they read."""
+    home = {value: key for name, key in placed.items() for value in graph.operations[name].outputs}
+    anywhere = next(iter(placed.values()))
+    devices: dict[str, DeviceKey] = {}
+    for name, operation in graph.operations.items():
+        key = placed.get(name)
+        if key is None:
+            key = next((home[value] for value in operation.inputs if value in home), anywhere)
+            home.update(dict.fromkeys(operation.outputs, key))
+        devices[name] = key
+    return devices
 
 
 def reside(problem: Problem, operations: Mapping[str, DeviceKey], fetched: Iterable[str] = ()) -> Assignment:

@@ -1,0 +1,172 @@
+"""Close the gap: better placements from above, better bounds from below, until they meet or time is up.
+
+Small, branchy and knapsack-like graphs go to the mixed-integer program, the others to column generation;
+what either proposes is judged by the evaluator and refined on the fine graph. Without a time limit the
+work is counted, so that the same input gives the same placement on any machine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from graphplan.device import DeviceKey
+from graphplan.passes.bound import Bound, lower_bound
+from graphplan.passes.chain import Chain
+from graphplan.passes.columns import ColumnGeneration
+from graphplan.passes.dive import dive
+from graphplan.passes.evaluate import Evaluation, Problem, evaluate
+from graphplan.passes.program import Program
+from graphplan.passes.refine import refine
+from graphplan.passes.residence import follow, reside
+from graphplan.passes.shares import Shares
+
+__all__ = ["Limits", "close_gap"]
+
+_ENOUGH = 1e-3  # gap at which to stop
+_STACKED = 5  # a graph is a stack if it has so many times more units than kinds of them
+_BINARIES = 500  # decisions of a program that is solved without being asked for time
+_MANY_BINARIES = 6000
+_NODES = 200
+_COLUMN_WORK = 1.5e9  # numbers that knapsacks may touch, some seconds
+_TRIES = 4  # programs with more and more room left free
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long to search.
+
+    Attributes:
+        deadline: ``time.monotonic()`` at which to stop; None: limited by work.
+    """
+
+    deadline: float | None = None
+
+    @property
+    def left(self) -> float | None:
+        """Seconds left, or None."""
+        return None if self.deadline is None else self.deadline - time.monotonic()
+
+    @property
+    def over(self) -> bool:
+        """Whether time is up."""
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+    def until(self, share: float) -> Limits:
+        """A part of the time that is left."""
+        left = self.left
+        return self if left is None else Limits(time.monotonic() + max(0.0, left) * share)
+
+
+def close_gap(problem: Problem, chain: Chain, best: Evaluation, limits: Limits) -> tuple[Evaluation, Bound]:
+    """A placement at least as good as ``best``, and a lower bound for all."""
+    search = _Closing(problem, chain, best, limits)
+    search.run()
+    bound = search.bound
+    if bound.seconds > search.best.seconds:
+        bound = Bound(search.best.seconds, bound.proof)
+    return search.best, bound
+
+
+class _Closing:
+    def __init__(self, problem: Problem, chain: Chain, best: Evaluation, limits: Limits) -> None:
+        self.problem, self.chain, self.best, self.limits = problem, chain, best, limits
+        self.bound = lower_bound(problem)
+
+    @property
+    def done(self) -> bool:
+        return self.limits.over or self.bound.seconds >= self.best.seconds * (1 - _ENOUGH)
+
+    def run(self) -> None:
+        if self.done or sum(1 for spec in self.problem.topology.devices if spec.computes) < 2:
+            return
+        shares = Shares(self.problem)
+        devices = sum(len(kind.keys) for kind in shares.kinds)
+        binaries = shares.units * devices
+        timed = self.limits.deadline is not None
+        stacked = _STACKED * len(shares.counts) <= shares.units
+        if binaries <= (_MANY_BINARIES if timed else _BINARIES) and not stacked:
+            self._solve_program(shares, self.limits.until(0.6))
+        if not self.done:
+            self._generate_columns(shares, self.limits.until(0.6))
+        if timed and not self.done and binaries <= _MANY_BINARIES:
+            self._solve_program(shares, self.limits)
+        while timed and not self.done:
+            before = self.best.seconds
+            self._adopt(refine(self.problem, self.chain, self.best, 1_000_000))
+            if self.best.seconds >= before:
+                break
+
+    def _adopt(self, found: Evaluation) -> None:
+        if found.feasible and found.seconds < self.best.seconds:
+            self.best = found
+
+    def _raise(self, seconds: float, proof: str) -> None:
+        if seconds > self.bound.seconds:
+            self.bound = Bound(seconds, proof)
+
+    def _solve_program(self, shares: Shares, limits: Limits) -> None:
+        margin = np.zeros(len(shares.kinds))
+        for attempt in range(_TRIES):
+            if self.done or limits.over:
+                return
+            program = Program(shares, margin)
+            left = limits.left
+            seconds = None if left is None else max(0.1, left / (2 if attempt == 0 else 1.5))
+            solved = program.solve(
+                upper=self.best.seconds,
+                gap=_ENOUGH / 2,
+                nodes=_NODES if left is None else 10**9,
+                seconds=seconds,
+            )
+            if attempt == 0:
+                how = "solved" if solved.optimal else "bounded"
+                self._raise(solved.bound, f"mixed-integer program of {shares.units} operations, {how}")
+            if not solved.devices:
+                return
+            found = self._judge(shares, solved.devices, solved.brought)
+            if found.feasible:
+                return
+            margin = _more_room(shares, margin, found)
+
+    def _judge(self, shares: Shares, devices: Mapping[int, DeviceKey], brought: Iterable[str]) -> Evaluation:
+        placed = {name: key for unit, key in devices.items() for name in shares.items[unit].members}
+        operations = self.problem.obey(follow(self.problem.graph, placed))
+        found = evaluate(self.problem, reside(self.problem, operations, brought))
+        if found.feasible:
+            self._adopt(found)
+            if found.seconds < self.best.seconds * 1.05:
+                self._adopt(refine(self.problem, self.chain, found))
+        return found
+
+    def _generate_columns(self, shares: Shares, limits: Limits) -> None:
+        generation = ColumnGeneration(shares, [self.best])
+        enough = self.best.seconds * (1 - _ENOUGH)
+        timed = limits.deadline is not None
+        work = np.inf if timed else _COLUMN_WORK
+        generation.run(enough=enough, work=work, deadline=limits.until(0.7).deadline)
+        proof = (
+            f"column generation over {shares.units} operations in {len(shares.counts)} groups, "
+            f"{generation.rounds} rounds"
+        )
+        self._raise(generation.bound, proof + (", converged" if generation.converged else ""))
+        if self.done:
+            return
+        found, _ = dive(self.problem, generation, work=work / 2, deadline=limits.deadline)
+        for evaluation in found:
+            if evaluation.feasible:
+                self._adopt(evaluation)
+                self._adopt(refine(self.problem, self.chain, evaluation))
+
+
+def _more_room(
+    shares: Shares, margin: np.ndarray[tuple[int], np.dtype[np.float64]], found: Evaluation
+) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Leave as much more free on each kind of device as it was over."""
+    more = margin.copy()
+    for row, kind in enumerate(shares.kinds):
+        more[row] += 1.05 * max((found.excess.get(key, 0) for key in kind.keys), default=0)
+    return more

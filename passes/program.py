@@ -1,0 +1,234 @@
+"""Placement as a mixed-integer linear program, for graphs that are small, branchy or knapsack-like.
+
+Binary ``x[i, d]``: unit ``i`` runs on device ``d``. Continuous: ``z`` for a value that arrives, ``a`` for
+one that several units read, ``r`` for a weight that is kept, ``s`` for one that is brought at every call.
+The costs and sizes are those of ``shares``, so its dual bound is a lower bound of every placement.
+Solved by HiGHS (Huangfu and Hall, 2018) through scipy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+from graphplan.device import DeviceKey
+from graphplan.passes.shares import Shares
+
+__all__ = ["Program", "Solved"]
+
+Floats = npt.NDArray[np.float64]
+
+_NEEDY = 24  # units whose working set is counted on each device
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """What HiGHS found.
+
+    Attributes:
+        bound: seconds that no placement can go below.
+        devices: unit -> device, or empty where none was found.
+        brought: weights that are not kept where they are read.
+        optimal: whether the bound is reached.
+    """
+
+    bound: float
+    devices: dict[int, DeviceKey]
+    brought: frozenset[str]
+    optimal: bool
+
+
+class _Rows:
+    """Rows of a sparse matrix with their limits."""
+
+    def __init__(self) -> None:
+        self.data: list[float] = []
+        self.columns: list[int] = []
+        self.rows: list[int] = []
+        self.low: list[float] = []
+        self.high: list[float] = []
+
+    def add(self, terms: list[tuple[int, float]], low: float, high: float) -> None:
+        row = len(self.low)
+        for column, value in terms:
+            self.rows.append(row)
+            self.columns.append(column)
+            self.data.append(value)
+        self.low.append(low)
+        self.high.append(high)
+
+    def constraint(self, variables: int) -> LinearConstraint:
+        shape = (len(self.low), variables)
+        matrix = csr_array((self.data, (self.rows, self.columns)), shape=shape)
+        return LinearConstraint(matrix, np.array(self.low), np.array(self.high))
+
+
+class Program:
+    """The program of one problem.
+
+    Args:
+        shares: its costs and sizes.
+        margin: (kinds,) bytes that are left free beyond what must be.
+    """
+
+    def __init__(self, shares: Shares, margin: Floats | None = None) -> None:
+        self.shares = shares
+        self.devices = [(row, key) for row, kind in enumerate(shares.kinds) for key in kind.keys]
+        self.margin = np.zeros(len(shares.kinds)) if margin is None else margin
+        self.count = 0
+        self.integer: list[int] = []
+        self.fixed_to_zero: list[int] = []
+        self.rows = _Rows()
+        self.clock: list[tuple[int, float]] = []
+        self.scale = float(np.nanmin(np.where(np.isfinite(shares.clock), shares.clock, np.nan), axis=0).sum())
+        self.scale = max(self.scale, 1e-9)
+        self.memory_scale = max(1.0, float(shares.nbytes.max(initial=1)))
+        self.x = [self._device_variables(row) for row, _ in self.devices]
+        self.aside = [self._aside_variables(d) for d in range(len(self.devices))]
+        for d in range(len(self.devices)):
+            self._moves(d)
+            self._memory(d)
+        self._once()
+        self.makespan = self._new()
+        self._clocks()
+
+    @property
+    def binaries(self) -> int:
+        """How many decisions there are."""
+        return len(self.integer)
+
+    def _new(self) -> int:
+        self.count += 1
+        return self.count - 1
+
+    def _device_variables(self, row: int) -> list[int]:
+        """A variable per item."""
+        shares, found = self.shares, []
+        for index in range(len(shares.items)):
+            variable = self._new()
+            found.append(variable)
+            seconds = shares.clock[row, index]
+            if not np.isfinite(seconds):
+                self.fixed_to_zero.append(variable)
+            elif seconds:
+                self.clock.append((variable, float(seconds) / self.scale))
+            if index < shares.units:
+                self.integer.append(variable)
+        return found
+
+    def _aside_variables(self, device: int) -> dict[int, int]:
+        shares, (row, _) = self.shares, self.devices[device]
+        found: dict[int, int] = {}
+        for index in np.nonzero(shares.nbytes)[0]:
+            clock, queue = shares.aside.clock[row, index], shares.aside.queue[row, index]
+            if not np.isfinite(clock + queue):
+                continue
+            variable = found[int(index)] = self._new()
+            self.rows.add([(variable, 1.0), (self.x[device][index], -1.0)], -np.inf, 0.0)
+            if clock:
+                self.clock.append((variable, float(clock) / self.scale))
+        return found
+
+    def _moves(self, device: int) -> None:
+        shares, (row, _), x = self.shares, self.devices[device], self.x[device]
+        for (maker, reader), table in shares.tables.items():
+            seconds = float(table[row, 0, 1])
+            if seconds:
+                arrives = self._new()
+                self.rows.add([(arrives, 1.0), (x[maker], 1.0), (x[reader], -1.0)], 0.0, np.inf)
+                self.clock.append((arrives, seconds / self.scale))
+        for reader, item in shares.needs:
+            self.rows.add([(x[item], 1.0), (x[reader], -1.0)], 0.0, np.inf)
+
+    def _memory(self, device: int) -> None:
+        shares, (row, _), x = self.shares, self.devices[device], self.x[device]
+        kept = [(x[i], float(shares.nbytes[i]) / self.memory_scale) for i in np.nonzero(shares.nbytes)[0]]
+        kept += [
+            (variable, -float(shares.nbytes[i]) / self.memory_scale)
+            for i, variable in self.aside[device].items()
+        ]
+        room = float(shares.room[row] - self.margin[row]) / self.memory_scale
+        self.rows.add(kept, -np.inf, room)
+        needs = shares.working[row]
+        for unit in np.argsort(-needs, kind="stable")[:_NEEDY]:
+            extra = float(needs[unit]) / self.memory_scale
+            if extra > 1e-3 * room:
+                terms = dict(kept)
+                terms[x[unit]] = terms.get(x[unit], 0.0) + extra
+                self.rows.add(list(terms.items()), -np.inf, float(shares.room[row]) / self.memory_scale)
+
+    def _once(self) -> None:
+        devices = range(len(self.devices))
+        for unit in range(self.shares.units):
+            self.rows.add([(self.x[d][unit], 1.0) for d in devices], 1.0, 1.0)
+        for tie in self.shares.ties:
+            terms = [(self.x[d][tie], 1.0) for d in devices]
+            terms += [(self.aside[d][int(tie)], -1.0) for d in devices if int(tie) in self.aside[d]]
+            self.rows.add(terms, -np.inf, 1.0)
+
+    def _clocks(self) -> None:
+        self.rows.add([*self.clock, (self.makespan, -1.0)], -np.inf, 0.0)
+        shares = self.shares
+        for device, (row, _) in enumerate(self.devices):
+            terms = [
+                (self.x[device][i], float(shares.queue[row, i]) / self.scale)
+                for i in np.nonzero(shares.queue[row])[0]
+            ]
+            terms += [
+                (variable, float(shares.aside.queue[row, i]) / self.scale)
+                for i, variable in self.aside[device].items()
+                if shares.aside.queue[row, i]
+            ]
+            if terms:
+                self.rows.add([*terms, (self.makespan, -1.0)], -np.inf, 0.0)
+
+    def solve(self, *, upper: float, gap: float, nodes: int, seconds: float | None = None) -> Solved:
+        """Run HiGHS.
+
+        Args:
+            upper: seconds of a known placement.
+            gap: relative gap at which to stop.
+            nodes: branches to look at.
+            seconds: of clock, or None.
+        """
+        low, high = np.zeros(self.count), np.ones(self.count)
+        high[self.fixed_to_zero] = 0.0
+        high[self.makespan] = upper * (1 + 1e-6) / self.scale
+        integrality = np.zeros(self.count)
+        integrality[self.integer] = 1
+        objective = np.zeros(self.count)
+        objective[self.makespan] = 1.0
+        options: dict[str, float | int | bool] = {"mip_rel_gap": gap, "node_limit": nodes}
+        if seconds is not None:
+            options["time_limit"] = seconds
+        found = milp(
+            objective,
+            constraints=self.rows.constraint(self.count),
+            bounds=Bounds(low, high),
+            integrality=integrality,
+            options=options,
+        )
+        dual = getattr(found, "mip_dual_bound", None)
+        bound = 0.0 if dual is None or not np.isfinite(dual) else float(dual) * self.scale
+        if found.status == 2:  # nothing below the known placement
+            return Solved(upper, {}, frozenset(), True)
+        if found.x is None:
+            return Solved(bound, {}, frozenset(), False)
+        return self._read(found.x, bound, optimal=found.status == 0)
+
+    def _read(self, values: Floats, bound: float, *, optimal: bool) -> Solved:
+        devices: dict[int, DeviceKey] = {}
+        for unit in range(self.shares.units):
+            best = max(range(len(self.devices)), key=lambda d: values[self.x[d][unit]])
+            devices[unit] = self.devices[best][1]
+        brought = frozenset(
+            self.shares.items[i].streamed
+            for device in self.aside
+            for i, variable in device.items()
+            if values[variable] > 0.5
+        )
+        return Solved(bound, devices, brought, optimal)
