@@ -73,7 +73,7 @@ class _Sweep:
         if schedule.host not in self.specs:
             self.specs[schedule.host] = DeviceSpec(schedule.host, CPU, 0, 1.0, 1.0, 0.0)
         self.storage: dict[_Instance, _Storage] = {}
-        self.born: list[list[_Storage]] = [[] for _ in schedule.steps]
+        self.born: dict[int, list[_Storage]] = defaultdict(list)
         self.home: dict[str, DeviceKey] = {}
 
     def run(self) -> Memory:
@@ -166,10 +166,10 @@ class _Sweep:
         live[self.schedule.host] += caller
         peaks = {key: Peak(nbytes, resident.get(key, 0), -1, "") for key, nbytes in live.items()}
         profile: dict[DeviceKey, list[int]] = {key: [] for key in self.specs}
-        dying: list[list[_Storage]] = [[] for _ in range(len(self.schedule.steps) + 1)]
+        dying: dict[int, list[_Storage]] = defaultdict(list)
         waiting = _operation_of_each_step(self.schedule)
         for index, step in enumerate(self.schedule.steps):
-            for storage in self.born[index]:
+            for storage in self.born.get(index, ()):
                 live[storage.device] += storage.nbytes
                 dying[storage.last_use].append(storage)
             device = step.destination if isinstance(step, Move | Load) else step.device
@@ -182,7 +182,7 @@ class _Sweep:
                 peaks[device] = Peak(now, resident.get(device, 0), index, waiting[index])
             for key, line in profile.items():
                 line.append(now if key == device else live[key])
-            for storage in dying[index]:
+            for storage in dying.get(index, ()):
                 live[storage.device] -= storage.nbytes
         return Memory(peaks, {key: tuple(line) for key, line in profile.items()})
 

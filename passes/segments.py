@@ -87,7 +87,7 @@ def add_streams(
         source = _source(topology, assignment, spans)
         slot_of = _choose_slots(spans, assignment.slots.get(spec.key, _SLOTS))
         ring = _ring(graph, spec, source, spans, slot_of, least.get(spec.key, 0))
-        _place_steps(ring, spans, extra)
+        _place_steps(ring, spans, _leading_moves(steps), extra)
         rings.append(ring)
     return _interleave(steps, extra), tuple(rings)
 
@@ -229,12 +229,17 @@ def _ring(
     return Ring(spec.key, source, tuple(sizes), tuple(segments), max(sum(sizes), least))
 
 
-def _place_steps(ring: Ring, spans: Sequence[_Span], extra: dict[int, list[Step]]) -> None:
+def _leading_moves(steps: Sequence[Run | Move]) -> int:
+    """How many inputs are moved first: on the link they had better not queue behind whole segments."""
+    return next((index for index, step in enumerate(steps) if isinstance(step, Run)), len(steps))
+
+
+def _place_steps(ring: Ring, spans: Sequence[_Span], first: int, extra: dict[int, list[Step]]) -> None:
     """Loads as early as the slot allows, in order; waits and releases around the readers.
 
-    ``extra[i]`` comes right before step ``i``.
+    ``extra[i]`` comes right before step ``i``; nothing is loaded before step ``first``.
     """
-    load_at = 0
+    load_at = first
     for index, span in enumerate(spans):
         extra[span.end + 1].append(Release(index, ring.device))
     for index, (span, segment) in enumerate(zip(spans, ring.segments, strict=True)):

@@ -171,7 +171,7 @@ class PlacedModule(nn.Module):
             with state.lock:
                 index = self._find(call)
                 program, code = state.programs[index], _graph_module(self, index)
-                if program.plan.schedule.rings:
+                if any(ring.segments for ring in program.plan.schedule.rings):
                     return _run(self, program, code, call)
             return _run(self, program, code, call)
 

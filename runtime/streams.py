@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -35,11 +37,11 @@ class _Storage:
     def __init__(self, device: torch.device, queues: Queues) -> None:
         self.device, self.queues = device, queues
         self.bytes = torch.empty(0, dtype=torch.uint8, device=device)
-        self.user: RingStream | None = None  # whose slots the events of the last call are about
+        self.user: object = None  # stands for the stream whose slots the last call's events are about
         self.busy = False  # a call is under way, or has broken off
         weakref.finalize(self, self.queues.drain).atexit = False
 
-    def enter(self, user: RingStream) -> None:
+    def enter(self, user: object) -> None:
         """A call begins. After one of another structure, or one that broke off, all work is waited for."""
         follows = self.user is user and not self.busy
         self.busy = True
@@ -64,20 +66,61 @@ class _Storage:
             ) from error
 
 
-class _LoadedSegment:
-    """A segment's place in host memory and in the ring; what a lowered graph passes on."""
+class _Call:
+    """How far the call under way has come. It knows no segment: cycles would keep device memory."""
 
-    def __init__(self, stream: RingStream, index: int, weights: Sequence[torch.Tensor]) -> None:
-        segment = stream.ring.segments[index]
-        self.stream, self.names, self.queues = stream, segment.weights, stream.storage.queues
-        self.ready, self.free = stream.ready[segment.slot], stream.free[segment.slot]
-        start = stream.ring.starts[segment.slot]
-        place = stream.storage.bytes[start : start + segment.nbytes]
+    def __init__(self, storage: _Storage) -> None:
+        self.storage, self.left = storage, 0
+        self.user = object()
+
+    def begin(self, segments: int) -> None:
+        """The first segment is about to be loaded."""
+        self.storage.enter(self.user)
+        self.left = segments
+
+    def released(self) -> None:
+        """One more segment is released; that of the last ends the call."""
+        self.left -= 1
+        if not self.left:
+            self.storage.busy = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A slot's bytes, and the events that tell when it can be read and when it can be loaded anew."""
+
+    place: torch.Tensor
+    ready: Any
+    free: Any
+
+
+class _LoadedSegment:
+    """A segment's place in host memory and in the ring; what a lowered graph passes on.
+
+    Args:
+        segment: as planned.
+        slot: that it is loaded into.
+        call: to be told of its release.
+        weights: on the host.
+        source: its bytes in one piece in host memory, or None.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        slot: _Slot,
+        call: _Call,
+        weights: Sequence[torch.Tensor],
+        source: torch.Tensor | None,
+    ) -> None:
+        self.call, self.names, self.queues = call, segment.weights, call.storage.queues
+        self.ready, self.free = slot.ready, slot.free
+        self.place, self.source = slot.place[: segment.nbytes], source
         self.views = tuple(
-            _view_like(place, offset, weight) for offset, weight in zip(segment.offsets, weights, strict=True)
+            _view_like(self.place, offset, weight)
+            for offset, weight in zip(segment.offsets, weights, strict=True)
         )
         self.addresses = tuple(weight.data_ptr() for weight in weights)
-        self.place, self.source = place, stream.find(segment, self.addresses)
         self.host = weights[0].device
 
     def load(self, weights: Sequence[torch.Tensor]) -> None:
@@ -107,7 +150,7 @@ class _LoadedSegment:
     def release(self) -> None:
         """Nothing enqueued from now on reads it."""
         self.queues.record_work(self.free)
-        self.stream.released()
+        self.call.released()
 
 
 def _view_like(place: torch.Tensor, offset: int, weight: torch.Tensor) -> torch.Tensor:
@@ -130,14 +173,17 @@ class RingStream:
     def __init__(
         self, storage: _Storage, ring: Ring, weights: Mapping[str, torch.Tensor], find: Find
     ) -> None:
-        self.storage, self.ring, self.find = storage, ring, find
-        self.ready = [storage.queues.event() for _ in ring.slots]
-        self.free = [storage.queues.event() for _ in ring.slots]
-        self.segments = [
-            _LoadedSegment(self, index, [weights[name] for name in segment.weights])
-            for index, segment in enumerate(ring.segments)
+        self.call = _Call(storage)
+        new = storage.queues.event
+        slots = [
+            _Slot(storage.bytes[start : start + nbytes], new(), new())
+            for start, nbytes in zip(ring.starts, ring.slots, strict=True)
         ]
-        self.left = 0  # segments of this call that are not released yet
+        self.segments = []
+        for segment in ring.segments:
+            here = [weights[name] for name in segment.weights]
+            source = find(segment, [weight.data_ptr() for weight in here])
+            self.segments.append(_LoadedSegment(segment, slots[segment.slot], self.call, here, source))
 
     def __deepcopy__(self, memo: dict[int, object]) -> RingStream:
         return self  # a copy of generated code uses the same ring; a copy of the module makes its own
@@ -145,17 +191,10 @@ class RingStream:
     def load(self, index: int, weights: tuple[torch.Tensor, ...]) -> _LoadedSegment:
         """Enqueue the copy of a segment; that of the first begins a call."""
         if index == 0:
-            self.storage.enter(self)
-            self.left = len(self.segments)
+            self.call.begin(len(self.segments))
         segment = self.segments[index]
         segment.load(weights)
         return segment
-
-    def released(self) -> None:
-        """One more segment is released; that of the last ends the call."""
-        self.left -= 1
-        if not self.left:
-            self.storage.busy = False
 
 
 class ModuleStreams:

@@ -83,7 +83,10 @@ def test_segformer_of_the_imbalance_report() -> None:
             placed = graphplan.partition(model, machine.max_memory, kwargs=inputs)
             assert largest_difference(run_placed(machine, placed, kwargs=inputs), expected) < 1e-5
             assert placed.plan.placement[fuse] == "cpu"
-            assert placed.plan.peaks[0].weights >= 140_000  # accelerate: 0, 0 and 26,112
+            # at half its size, activations take nearly all; what it cannot keep is streamed
+            assert placed.plan.peaks[0].weights >= 60_000  # accelerate: 0, 0 and 26,112
+            there = sum(len(stage.operations) for stage in placed.plan.stages if stage.device == 0)
+            assert there >= 0.9 * sum(len(stage.operations) for stage in placed.plan.stages)
 
 
 def test_t5_over_ids_out_of_order_and_with_gaps() -> None:

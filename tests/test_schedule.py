@@ -60,8 +60,8 @@ def test_a_weight_away_from_its_reader_is_streamed() -> None:
     graph = chain(1)
     schedule = build_schedule(graph, BIG, Assignment({"v0": 0}, {"w0": "cpu"}), "cpu")
     assert str(schedule) == (
-        "load 0: w0 -> slot 0 of 0, 4096 bytes\n"
         "move x: cpu -> 0, 1024 bytes (input)\n"
+        "load 0: w0 -> slot 0 of 0, 4096 bytes\n"
         "wait 0 on 0\n"
         "run v0 on 0\n"
         "release 0 on 0\n"

@@ -366,3 +366,21 @@ def test_unusual_layouts_and_dtypes() -> None:
         assert {n for load in placed.plan.schedule.loads() for n in load.weights} == set(pin)
         assert largest_difference(placed(x), model(x)) < 1e-4
         assert placed.conv.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_memory_is_free_with_the_module() -> None:
+    with streamed() as (placed, _, machine):
+        gc.collect()
+        kept = machine.live_bytes(0)
+        storage = next(iter(placed._graphplan.streams.storages.values()))
+        ring = -(-storage.bytes.numel() // 512) * 512
+        placed(X)
+        del storage
+        gc.collect()
+        gc.disable()  # no cycle keeps the ring until the next collection
+        try:
+            placed._graphplan.graph_modules.clear()
+            placed._graphplan.streams = None
+            assert machine.live_bytes(0) == kept - ring
+        finally:
+            gc.enable()
