@@ -20,7 +20,7 @@ from graphplan.passes.columns import ColumnGeneration
 from graphplan.passes.dive import dive
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.program import Program
-from graphplan.passes.refine import refine
+from graphplan.passes.refine import refine, repair
 from graphplan.passes.residence import follow, reside
 from graphplan.passes.shares import Shares
 
@@ -32,6 +32,7 @@ _BINARIES = 500  # decisions of a program that is solved without being asked for
 _MANY_BINARIES = 6000
 _NODES = 200
 _COLUMN_WORK = 1.5e9  # numbers that knapsacks may touch, some seconds
+_PROMISING = 1.1  # times the best seconds, up to which a placement is refined
 _TRIES = 4  # programs with more and more room left free
 
 
@@ -136,11 +137,16 @@ class _Closing:
         placed = {name: key for unit, key in devices.items() for name in shares.items[unit].members}
         operations = self.problem.obey(follow(self.problem.graph, placed))
         found = evaluate(self.problem, reside(self.problem, operations, brought))
-        if found.feasible:
-            self._adopt(found)
-            if found.seconds < self.best.seconds * 1.05:
-                self._adopt(refine(self.problem, self.chain, found))
+        self._polish(found)
         return found
+
+    def _polish(self, found: Evaluation) -> None:
+        """Mend and refine what may become the best."""
+        if not found.feasible:
+            found = repair(self.problem, self.chain, found)
+        if found.feasible and found.seconds < self.best.seconds * _PROMISING:
+            self._adopt(found)
+            self._adopt(refine(self.problem, self.chain, found))
 
     def _generate_columns(self, shares: Shares, limits: Limits) -> None:
         generation = ColumnGeneration(shares, [self.best])
@@ -157,9 +163,7 @@ class _Closing:
             return
         found, _ = dive(self.problem, generation, work=work / 2, deadline=limits.deadline)
         for evaluation in found:
-            if evaluation.feasible:
-                self._adopt(evaluation)
-                self._adopt(refine(self.problem, self.chain, evaluation))
+            self._polish(evaluation)
 
 
 def _more_room(

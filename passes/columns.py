@@ -29,7 +29,7 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 _SMOOTHING = 0.6
-_TOLERANCE = 1e-9
+_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,7 @@ class ColumnGeneration:
         self.columns: list[Column] = []
         self._seen: set[bytes] = set()
         self.bound = 0.0
+        self._guess = 0.0  # the bound in single precision
         self.rounds = 0
         self.converged = False
         self.gone = np.zeros(shares.units, dtype=bool)
@@ -109,25 +110,26 @@ class ColumnGeneration:
         each = max(1, self.shares.knapsack.work)
         smoothing = _SMOOTHING
         left = max(1.0, work / each)
-        while left > 0 and self.bound < enough and not self.converged:
+        while left > 0 and self._guess < enough and not self.converged:
             if deadline is not None and time.monotonic() > deadline:
                 break
             left -= 1
             self.rounds += 1
             prices, value = self.solve_master()
             tried = prices if self._center is None else _mix(self._center, prices, smoothing)
-            bound, fresh = self._price(tried)
-            if bound > self.bound or self._center is None:
-                self._center = tried
-            self.bound = max(self.bound, bound)
+            bound, fresh = self._price(tried, exact=False)
+            if bound > self._guess or self._center is None:
+                self._center, self._guess = tried, bound
             if not fresh:
                 if smoothing == 0.0:
                     self.converged = True
                 smoothing = 0.0
             else:
                 smoothing = _SMOOTHING
-            if value - self.bound < 1e-6 * value:
+            if value - self._guess < 1e-6 * value:
                 self.converged = True
+        if self._guess > self.bound and self._center is not None:
+            self.bound = max(self.bound, self._price(self._center, exact=True)[0])
         return self.bound
 
     def fix(self, column: Column) -> ColumnGeneration:
@@ -143,19 +145,28 @@ class ColumnGeneration:
             for c in self.columns
             if rest.count_of[c.kind] and not (c.taken[: shares.units] & rest.gone).any()
         ]
-        rest.bound, rest.converged = 0.0, False
+        rest.bound, rest._guess, rest.converged = 0.0, 0.0, False
         return rest
 
-    def _price(self, prices: Prices) -> tuple[float, bool]:
+    def with_margin(self, margin: Floats) -> ColumnGeneration:
+        """The problem in which shares leave so many bytes (per kind) free beyond what they must."""
+        rest = copy.copy(self)
+        rest.margin = margin
+        room = self.shares.room - margin
+        rest.columns = [c for c in self.columns if self.shares.kept_bytes(c.taken, c.aside) <= room[c.kind]]
+        rest.bound, rest._guess, rest.converged = 0.0, 0.0, False
+        return rest
+
+    def _price(self, prices: Prices, *, exact: bool) -> tuple[float, bool]:
         """The bound at these prices, and whether they brought new columns."""
         shares = self.shares
-        chosen = shares.best(prices, self.gone, self.margin)
+        chosen = shares.best(prices, self.gone, self.margin, exact=exact)
         least = np.zeros(len(shares.kinds))
         fresh = False
         for row, kind in enumerate(shares.row_kind):
             if not np.isfinite(chosen.cost[row]):
                 continue
-            if chosen.cost[row] < -_TOLERANCE * max(self.bound, 1e-12):
+            if chosen.cost[row] < -_TOLERANCE * max(self._guess, 1e-12):
                 fresh |= self._add(int(kind), chosen.taken[row], chosen.aside[row])
             least[kind] = min(least[kind], chosen.cost[row])
         value = float(prices.cover @ self.counts) - float(prices.unique.sum())

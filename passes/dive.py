@@ -38,9 +38,7 @@ def dive(
     for _ in range(_TRIES):
         if spent >= work or (deadline is not None and time.monotonic() > deadline):
             break
-        generation.margin = margin
-        devices, used = _devices(generation, rounds, deadline)
-        generation.margin = np.zeros(len(shares.kinds))
+        devices, used = _devices(generation.with_margin(margin), rounds, deadline)
         spent += used
         operations = problem.obey(devices)
         evaluation = evaluate(problem, reside(problem, operations))
@@ -100,7 +98,7 @@ def _best_pair(rest: ColumnGeneration, left: list[list[DeviceKey]]) -> Column | 
         other = next(k for k, keys in enumerate(left) if len(keys) > (k == column.kind))
         taken, nbytes = shares.complete(~(rest.gone | column.taken[: shares.units]))
         over = max(0.0, nbytes - shares.room[other] + rest.margin[other])
-        mine = float(shares.nbytes[column.taken & ~column.aside].sum())
+        mine = shares.kept_bytes(column.taken, column.aside)
         over += max(0.0, mine - shares.room[column.kind] + rest.margin[column.kind])
         seconds = column.clock + shares.clock_seconds(other, taken, np.zeros_like(taken))
         if best is None or (over, seconds) < best[:2]:

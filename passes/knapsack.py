@@ -197,7 +197,12 @@ class Knapsack:
         return steps
 
     def solve(
-        self, cost: Floats, aside: Floats, tables: Sequence[Floats], less: Ints | None = None
+        self,
+        cost: Floats,
+        aside: Floats,
+        tables: Sequence[Floats],
+        less: Ints | None = None,
+        dtype: npt.DTypeLike = np.float64,
     ) -> Chosen:
         """The cheapest set per row.
 
@@ -206,6 +211,7 @@ class Knapsack:
             aside: (rows, variables) what taking it without its size costs beyond, or infinity.
             tables: (rows or 1, 2, 2, ...) per scope.
             less: (rows,) units by which the capacities are smaller this time.
+            dtype: of the states; float32 takes half the time, and is no proof.
         """
         capacities = self.capacities if less is None else self.capacities - less
         made = [np.asarray(table) for table in tables]
@@ -214,7 +220,7 @@ class Knapsack:
             table, choice = self._eliminate(elimination, made, cost)
             made.append(table)
             light.append(choice)
-        state, traces = self._run(cost, aside, made, capacities)
+        state, traces = self._run(cost, aside, made, capacities, dtype)
         return self._back(state, traces, light)
 
     def _eliminate(self, plan: _Elimination, made: Sequence[Floats], cost: Floats) -> tuple[Floats, Bools]:
@@ -228,45 +234,50 @@ class Knapsack:
         return np.where(choice, taken, without), choice
 
     def _run(
-        self, cost: Floats, aside: Floats, made: Sequence[Floats], capacities: Ints
+        self, cost: Floats, aside: Floats, made: Sequence[Floats], capacities: Ints, dtype: npt.DTypeLike
     ) -> tuple[Floats, list[_Trace]]:
         top = max(1, int(self.capacities.max(initial=0)) + 1)
-        state = np.zeros((self.rows, top))
-        traces: list[_Trace] = []
+        state = np.zeros((self.rows, top), dtype)
         for factor, scope in enumerate(self.scopes):
             if not scope and factor < len(made):  # what was eliminated to a constant
-                state = state + made[factor].reshape(-1, 1)
+                state = state + made[factor].reshape(-1, 1).astype(dtype)
+        traces: list[_Trace] = []
         for step in self.steps:
             trace = _Trace()
-            taken = self._take(step.variable, state, cost, aside, trace)
-            state = np.stack([np.broadcast_to(state, taken.shape), taken], axis=-2)
             frontier = (*step.frontier, step.variable)
+            table = np.stack([np.zeros(self.rows), cost[:, step.variable]], axis=1)
+            table = table.reshape(self.rows, *(1,) * len(step.frontier), 2)
             for factor in step.factors:
-                state = state + _fit(made[factor], self.scopes[factor], frontier)[..., None]
+                table = table + _fit(made[factor], self.scopes[factor], frontier)
+            state = self._extend(step.variable, state, table.astype(dtype), aside, trace)
             for variable in step.closed:
                 axis = 1 + frontier.index(variable)
-                without, taken = (np.take(state, i, axis=axis) for i in (0, 1))
+                without, taken = _parts(state, axis)
                 trace.closed.append(taken < without)
                 state = np.minimum(without, taken)
                 frontier = tuple(v for v in frontier if v != variable)
             traces.append(trace)
-        state = state.copy()
         state[np.arange(top)[None, :] > capacities[:, None]] = np.inf
         return state, traces
 
-    def _take(self, variable: int, state: Floats, cost: Floats, aside: Floats, trace: _Trace) -> Floats:
-        size = int(self.sizes[variable])
-        price = cost[:, variable].reshape((-1,) + (1,) * (state.ndim - 1))
-        if not size:
-            return state + price
-        taken = np.full_like(state, np.inf)
-        taken[..., size:] = state[..., :-size] if size < state.shape[-1] else np.inf
-        extra = aside[:, variable].reshape(price.shape)
-        if np.isfinite(extra).any():
-            light = state + extra
-            trace.aside = light < taken
-            taken = np.minimum(taken, light)
-        return taken + price
+    def _extend(self, variable: int, state: Floats, table: Floats, aside: Floats, trace: _Trace) -> Floats:
+        """The states with the variable at 0 and at 1, with what is known by now added."""
+        size, top = int(self.sizes[variable]), state.shape[-1]
+        wide = np.empty((*state.shape[:-1], 2, top), state.dtype)
+        np.add(state, table[..., 0, None], out=wide[..., 0, :])
+        taken = wide[..., 1, :]
+        if size:
+            taken[..., :size] = np.inf
+            np.add(state[..., : max(0, top - size)], table[..., 1, None], out=taken[..., size:])
+            extra = aside[:, variable]
+            if np.isfinite(extra).any():
+                shape = (-1,) + (1,) * (state.ndim - 1)
+                light = state + (table[..., 1, None] + extra.reshape(shape).astype(state.dtype))
+                trace.aside = light < taken
+                np.minimum(taken, light, out=taken)
+        else:
+            np.add(state, table[..., 1, None], out=taken)
+        return wide
 
     def _back(self, state: Floats, traces: list[_Trace], light: list[Bools]) -> Chosen:
         rows = np.arange(self.rows)
@@ -299,6 +310,12 @@ def _place_in(frontier: Sequence[int], open_: Sequence[int], variable: int) -> i
     """Where a variable stands among those of the frontier that are open."""
     position = frontier.index(variable)
     return sum(1 for v in open_ if frontier.index(v) < position)
+
+
+def _parts(state: Floats, axis: int) -> tuple[Floats, Floats]:
+    """The states with one variable at 0 and at 1."""
+    moved = np.moveaxis(state, axis, 0)
+    return moved[0], moved[1]
 
 
 def _halves(total: Floats) -> tuple[Floats, Floats]:

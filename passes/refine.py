@@ -7,7 +7,8 @@ weights at their edges); only one that is cheaper is put before the evaluator, w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from graphplan.cost import move_seconds
 from graphplan.device import DeviceKey
@@ -18,6 +19,7 @@ from graphplan.passes.residence import cpu_key, reside
 __all__ = ["refine", "repair"]
 
 _EPSILON = 1e-12
+_RELIEFS = 12  # moves off a full device that are judged at a time
 _HIDDEN = 0.9  # share of a call that streaming may take and still count as hidden
 
 
@@ -51,6 +53,19 @@ def repair(problem: Problem, chain: Chain, start: Evaluation, work: int = 100_00
     while search.best.excess and search.left > 0 and search.relieve():
         pass
     return search.best
+
+
+@dataclass(frozen=True, slots=True)
+class _Relief:
+    """Operations that could leave a full device for ``target``.
+
+    ``seconds`` are what it adds, a second more where the ``freed`` bytes are not enough.
+    """
+
+    names: tuple[str, ...]
+    target: DeviceKey
+    seconds: float
+    freed: int
 
 
 class _Search:
@@ -103,27 +118,64 @@ class _Search:
         return improved
 
     def relieve(self) -> bool:
-        """Move something off a device that is over its budget; whether that helped."""
-        cuts = [int(cut) for cut in self.chain.positions(256, part_groups=True)]
-        for start, end in self._intervals(cuts):
+        """Move what costs least off a device that is over its budget; whether that helped."""
+        before = sum(self.best.excess.values())
+        trials = sorted(self._reliefs(), key=lambda trial: trial.seconds)
+        for trial in trials[:_RELIEFS]:
             if self.left <= 0:
                 return False
-            names = self._closure(start, end)
-            if not any(self.device[name] in self.best.excess for name in names):
+            if self._lighten({**self.device, **dict.fromkeys(trial.names, trial.target)}, before):
+                return True
+        return any(
+            self._lighten({**self.device, **dict.fromkeys(trial.names, trial.target)}, before)
+            for trial in sorted(trials, key=lambda trial: -trial.freed)[:_RELIEFS]
+            if self.left > 0
+        )
+
+    def _reliefs(self) -> Iterator[_Relief]:
+        """Pieces on a device that is over its budget, where they may go, and what that adds."""
+        cuts = [int(cut) for cut in self.chain.positions(256, part_groups=True)]
+        heavy = sorted(set(self.chain.weight_reads.reader.tolist()))
+        singles = [(i, i + 1) for i in heavy]
+        seen: set[tuple[str, ...]] = set()
+        for start, end in [*singles, *self._intervals(cuts)]:
+            if self.left <= 0:
+                return
+            names = tuple(self._closure(start, end))
+            over = {self.device[name] for name in names} & self.best.excess.keys()
+            if not over or names in seen:
                 continue
+            seen.add(names)
+            self.left -= len(names)
+            freed = self._freed(names, over)
+            if not freed:
+                continue
+            here = self._local_seconds(names, self.device, self.fetched)
             for spec in self.devices:
-                if any(math.isinf(self.seconds[spec.key][self.chain.index[name]]) for name in names):
+                if spec.key in over or self._overfills(spec.key, self._weights_of(names)):
                     continue
                 changed = {**self.device, **dict.fromkeys(names, spec.key)}
-                if changed != self.device and self._lighten(changed):
-                    return True
-        return False
+                seconds = self._local_seconds(names, changed, self.fetched) - here
+                if math.isfinite(seconds):
+                    enough = freed >= sum(self.best.excess[key] for key in over)
+                    yield _Relief(names, spec.key, seconds if enough else seconds + 1.0, freed)
 
-    def _lighten(self, device: Mapping[str, DeviceKey]) -> bool:
+    def _weights_of(self, names: Sequence[str]) -> set[str]:
+        return {w for name in names for w in self.graph.operations[name].inputs if w in self.graph.weights}
+
+    def _freed(self, names: Sequence[str], over: Iterable[DeviceKey]) -> int:
+        """Bytes of weights that leave the devices ``over`` with these operations."""
+        homes, going = self.best.schedule.assignment.weights, set(names)
+        return sum(
+            self.graph.weights[w].nbytes
+            for w in self._weights_of(names)
+            if homes[w] in over and going.issuperset(self._readers(w))
+        )
+
+    def _lighten(self, device: Mapping[str, DeviceKey], before: int) -> bool:
         found = evaluate(self.problem, reside(self.problem, device, self.fetched))
         self.left -= len(found.schedule.steps)
-        before, after = self.best.excess, found.excess
-        if sum(after.values()) >= sum(before.values()):
+        if sum(found.excess.values()) >= before:
             return False
         self._adopt(found)
         return True

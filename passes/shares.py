@@ -140,9 +140,9 @@ class Shares:
             fixed = self.problem.fixed_weights.get(weight.name)
             if fixed is not None:
                 self._fix(weight.name, fixed, readers)
-            elif len(readers) == 1 and not self.items[readers[0]].nbytes:
+            elif len(readers) == 1 and not (self.problem.offload and self.items[readers[0]].nbytes):
                 item = self.items[readers[0]]
-                item.nbytes, item.streamed = self._rounded(weight.nbytes), weight.name
+                item.nbytes, item.streamed = item.nbytes + self._rounded(weight.nbytes), weight.name
             elif readers:
                 index = self._add(_Item(self._rounded(weight.nbytes), [], weight.name, weight.name))
                 self.needs += [(reader, index) for reader in readers]
@@ -372,13 +372,14 @@ class Shares:
 
     # -- solving ----------------------------------------------------------------------------------
 
-    def best(self, prices: Prices, gone: Bools, margin: Floats) -> Chosen:
+    def best(self, prices: Prices, gone: Bools, margin: Floats, *, exact: bool) -> Chosen:
         """The cheapest share of each kind and band at these prices.
 
         Args:
             prices: multipliers.
             gone: (units,) those that may not be in a share.
             margin: (kinds,) bytes that a share leaves free beyond what it must.
+            exact: in double precision, as a proof needs it.
         """
         rows = self.row_kind
         clock, queue = self.clock[rows] * prices.compute, self.queue[rows]
@@ -393,7 +394,8 @@ class Shares:
         tables = [self.tables[pair][rows] * prices.compute for pair in self._kept]
         tables += [_NOT_TAKEN[None]] * len(self._kept_needs)
         less = np.ceil(margin[rows] / self.unit).astype(np.int64)
-        return self.knapsack.solve(cost, aside, tables, less)
+        dtype = np.float64 if exact else np.float32
+        return self.knapsack.solve(cost, aside, tables, less, dtype)
 
     def clock_seconds(self, kind: int, taken: Bools, aside: Bools) -> float:
         """Seconds of a share on the clock of operations and moves."""
@@ -405,6 +407,10 @@ class Shares:
     def queue_seconds(self, kind: int, taken: Bools, aside: Bools) -> float:
         """Seconds of a share on the copy queue."""
         return float(self.queue[kind][taken].sum() + self.aside.queue[kind][aside].sum())
+
+    def kept_bytes(self, taken: Bools, aside: Bools) -> float:
+        """Bytes of weights that a share keeps."""
+        return float(self.nbytes[taken & ~aside].sum())
 
     def complete(self, units: Bools) -> tuple[Bools, float]:
         """The items of a share that has these units and keeps all their weights, and its bytes."""
@@ -478,7 +484,7 @@ def _bands(working: Ints, nbytes: Ints, room: Floats) -> list[tuple[int, int, in
         if highest > 0.001 * room[kind]:
             order = np.argsort(working[kind], kind="stable")
             carried = np.cumsum(nbytes[order])
-            for share in (0.3, 0.6):
+            for share in (0.5,):
                 at = int(np.searchsorted(carried, share * carried[-1])) if len(carried) else 0
                 splits.append(int(working[kind][order[min(at, len(order) - 1)]]))
         low = int(needs[0]) if len(needs) else 0
