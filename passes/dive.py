@@ -12,8 +12,9 @@ import time
 import numpy as np
 
 from graphplan.device import DeviceKey
-from graphplan.passes.columns import Column, ColumnGeneration
+from graphplan.passes.columns import ColumnGeneration
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
+from graphplan.passes.master import Column
 from graphplan.passes.residence import follow, reside
 from graphplan.passes.spread import fetch_excess
 
@@ -83,9 +84,11 @@ def _devices(
 
 def _most_used(rest: ColumnGeneration) -> Column | None:
     """The share that the mixture has most of."""
-    rest.solve_master()
-    used = [i for i in np.argsort(-rest.mixture, kind="stable") if rest.columns[i].cover.any()]
-    return rest.columns[used[0]] if used and rest.mixture[used[0]] > 1e-6 else None
+    mixture = rest.mix()
+    if mixture is None:
+        return None
+    used = [i for i in np.argsort(-mixture.shares, kind="stable") if rest.columns[i].cover.any()]
+    return rest.columns[used[0]] if used and mixture.shares[used[0]] > 1e-6 else None
 
 
 def _best_pair(rest: ColumnGeneration, left: list[list[DeviceKey]]) -> Column | None:

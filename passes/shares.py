@@ -52,12 +52,16 @@ class Prices:
         copies: (kinds,) weight of each kind's copy queue; with ``compute``, and each times the number
             of its devices, they add up to 1.
         unique: (items,) seconds asked for keeping a weight that several operations read.
+        limited: (kinds, groups) seconds paid beside, where a kind has to run more or less of a group.
+        constant: seconds that these limits add to the bound.
     """
 
     cover: Floats
     compute: float
     copies: Floats
     unique: Floats
+    limited: Floats
+    constant: float
 
 
 @dataclass(slots=True)
@@ -385,7 +389,7 @@ class Shares:
         clock, queue = self.clock[rows] * prices.compute, self.queue[rows]
         weight = prices.copies[rows][:, None]
         cost = clock + queue * weight
-        cost[:, : self.units] -= prices.cover[self.group]
+        cost[:, : self.units] -= (prices.cover + prices.limited[rows])[:, self.group]
         cost[:, : self.units][self._barred | gone[None, :]] = np.inf
         with np.errstate(invalid="ignore"):
             aside = self.aside.clock[rows] * prices.compute + self.aside.queue[rows] * weight

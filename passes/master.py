@@ -1,0 +1,221 @@
+"""The master problem of column generation: the best mixture of known shares, and what it says of prices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import linprog
+from scipy.sparse import coo_array
+
+from graphplan.passes.shares import Prices, Shares
+
+__all__ = ["Column", "Limit", "Mixture", "mix_columns", "prices_of_fractions"]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+_PENALTY = 1e3  # of a unit that no column covers, in makespans
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """What one device of a kind may have.
+
+    Attributes:
+        kind: index of the kind of device.
+        taken: (items,) what it has.
+        aside: (items,) the weights of it that are brought at every call.
+        cover: (groups,) how many units of each group it runs.
+        clock: seconds on the clock of operations and moves.
+        queue: seconds on its copy queue.
+    """
+
+    kind: int
+    taken: Bools
+    aside: Bools
+    cover: Ints
+    clock: float
+    queue: float
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Devices of a kind run at most, or (``least``) at least, so many units of a group."""
+
+    kind: int
+    group: int
+    count: int
+    least: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """The solution of the master problem.
+
+    Attributes:
+        shares: (columns,) how much of each column there is.
+        prices: the multipliers of its constraints.
+        seconds: of the mixture.
+    """
+
+    shares: Floats
+    prices: Prices
+    seconds: float
+
+
+def _typical_seconds(shares: Shares, counts: Ints) -> float:
+    """What a call takes about: the numbers of the program are to be near 1."""
+    first = np.unique(shares.group, return_index=True)[1]
+    clock = shares.clock[:, first]
+    fastest = np.where(np.isfinite(clock), clock, np.inf).min(axis=0)
+    return max(float(fastest[np.isfinite(fastest)] @ counts[np.isfinite(fastest)]), 1e-9)
+
+
+class _Lines:
+    """Inequalities ``line @ variables <= right``."""
+
+    def __init__(self, variables: int) -> None:
+        self.variables = variables
+        self.lines: list[Floats] = []
+        self.right: list[float] = []
+
+    def add(self, parts: Sequence[tuple[slice, Floats]], right: float, last: float = 0.0) -> int:
+        line = np.zeros(self.variables)
+        for where, values in parts:
+            line[where] = values
+        if last:
+            line[-1] = last
+        self.lines.append(line)
+        self.right.append(right)
+        return len(self.lines) - 1
+
+
+def mix_columns(
+    shares: Shares, columns: Sequence[Column], counts: Ints, count_of: Ints, limits: Sequence[Limit]
+) -> Mixture | None:
+    """The best mixture, or None where the solver gives up.
+
+    Args:
+        shares: what the columns are shares of.
+        columns: the known ones.
+        counts: (groups,) units that are to be covered.
+        count_of: (kinds,) devices of each kind.
+        limits: what else the mixture has to keep.
+    """
+    groups, kinds, count = len(counts), len(count_of), len(columns)
+    clock = np.array([column.clock for column in columns])
+    queue = np.array([column.queue for column in columns])
+    kind = np.array([column.kind for column in columns], dtype=int)
+    cover = np.array([column.cover for column in columns], dtype=float).reshape(count, groups)
+    scale = _typical_seconds(shares, counts)
+    # variables: columns, a stand-in per group for what they do not cover, the makespan
+    lines, own = _Lines(count + groups + 1), slice(0, count)
+    for k in range(kinds):
+        lines.add([(own, (kind == k).astype(float))], float(count_of[k]))
+    lines.add([(own, clock / scale)], 0.0, -1.0)
+    for k in range(kinds):
+        lines.add([(own, np.where(kind == k, queue, 0.0) / scale)], 0.0, -float(count_of[k]))
+    for tie in shares.ties:
+        kept = np.array([float(c.taken[tie] and not c.aside[tie]) for c in columns])
+        lines.add([(own, kept)], 1.0)
+    for limit in limits:
+        sign = -1.0 if limit.least else 1.0
+        covered = np.where(kind == limit.kind, cover[:, limit.group], 0.0)
+        stand_in = slice(count + limit.group, count + limit.group + 1)
+        # a stand-in covers what is asked for at least, so that there is always a solution
+        parts = [(own, sign * covered), (stand_in, np.array([-1.0 if limit.least else 0.0]))]
+        lines.add(parts, sign * limit.count)
+    objective = np.concatenate([np.zeros(count), np.full(groups, _PENALTY), [1.0]])
+    found = linprog(
+        objective,
+        A_ub=coo_array(np.array(lines.lines)),
+        b_ub=np.array(lines.right),
+        A_eq=coo_array(np.hstack([cover.T, np.eye(groups), np.zeros((groups, 1))])),
+        b_eq=counts.astype(float),
+        method="highs",
+    )
+    if found.status != 0:
+        return None
+    dual = np.maximum(-found.ineqlin.marginals, 0.0)
+    unique = np.zeros(len(shares.items))
+    first = 2 * kinds + 1
+    unique[shares.ties] = dual[first : first + len(shares.ties)] * scale
+    limited, constant = np.zeros((kinds, groups)), 0.0
+    for limit, price in zip(limits, dual[first + len(shares.ties) :], strict=True):
+        paid = float(price) * scale * (1.0 if limit.least else -1.0)
+        limited[limit.kind, limit.group] += paid
+        constant += paid * limit.count
+    prices = _weighed(
+        found.eqlin.marginals * scale,
+        float(dual[kinds]),
+        dual[kinds + 1 : first],
+        unique,
+        limited,
+        constant,
+        count_of,
+    )
+    return Mixture(found.x[:count], prices, float(found.fun) * scale)
+
+
+def _weighed(
+    cover: Floats,
+    compute: float,
+    copies: Floats,
+    unique: Floats,
+    limited: Floats,
+    constant: float,
+    count_of: Ints,
+) -> Prices:
+    """Prices whose clocks add up to 1, which makes their bound one of the makespan."""
+    total = compute + float(count_of @ copies)
+    if total <= 0:
+        compute, copies, total = 1.0, np.zeros_like(copies), 1.0
+    return Prices(cover, compute / total, copies / total, unique, limited, constant)
+
+
+def prices_of_fractions(shares: Shares) -> Prices | None:
+    """Prices to begin with: of operations placed in fractions, without moves between devices."""
+    kinds, groups = len(shares.kinds), len(shares.counts)
+    first = np.array([int(np.argmax(shares.group == g)) for g in range(groups)])
+    clock, queue = shares.clock[:, first], shares.queue[:, first]
+    nbytes = shares.nbytes[first].astype(float)
+    scale = max(float(clock.min(axis=0).sum()), 1e-9)
+    # variables: per kind the units whose weights are kept and those whose are brought; the makespan
+    lines = _Lines(2 * kinds * groups + 1)
+    high = np.full(lines.variables, np.inf)
+    compute = np.zeros(lines.variables)
+    for k in range(kinds):
+        kept = slice(2 * k * groups, (2 * k + 1) * groups)
+        brought = slice((2 * k + 1) * groups, (2 * k + 2) * groups)
+        extra, copying = shares.aside.clock[k, first], shares.aside.queue[k, first]
+        possible = np.isfinite(clock[k])
+        may_bring = possible & np.isfinite(extra) & np.isfinite(copying)
+        high[kept] = np.where(possible, np.inf, 0.0)
+        high[brought] = np.where(may_bring, np.inf, 0.0)
+        compute[kept] = np.where(possible, clock[k], 0.0) / scale
+        compute[brought] = np.where(may_bring, clock[k] + extra, 0.0) / scale
+        room = max(float(shares.room[k]), 0.0)
+        lines.add([(kept, nbytes / max(room, 1.0))], float(shares.count_of[k]) * (room > 0))
+        parts = [(kept, queue[k] / scale), (brought, np.where(may_bring, queue[k] + copying, 0.0) / scale)]
+        lines.add(parts, 0.0, -float(shares.count_of[k]))
+    everything = slice(0, lines.variables)
+    lines.add([(everything, compute)], 0.0, -1.0)
+    found = linprog(
+        np.concatenate([np.zeros(lines.variables - 1), [1.0]]),
+        A_ub=coo_array(np.array(lines.lines)),
+        b_ub=np.array(lines.right),
+        A_eq=coo_array(np.hstack([np.tile(np.eye(groups), 2 * kinds), np.zeros((groups, 1))])),
+        b_eq=shares.counts.astype(float),
+        bounds=np.stack([np.zeros(lines.variables), high], axis=1),
+        method="highs",
+    )
+    if found.status != 0:
+        return None
+    dual = np.maximum(-found.ineqlin.marginals, 0.0)
+    nothing, free = np.zeros(len(shares.items)), np.zeros((kinds, groups))
+    prices = found.eqlin.marginals * scale
+    return _weighed(prices, float(dual[-1]), dual[1 : 2 * kinds : 2], nothing, free, 0.0, shares.count_of)
