@@ -22,7 +22,9 @@ from graphplan.errors import (
 from graphplan.graph import Graph, Operation, Value, Weight
 from graphplan.partitioning import partition, plan
 from graphplan.placement import Plan, Stage, Transfer
+from graphplan.runtime.benchmark import measure_devices
 from graphplan.runtime.simulate import SimulatedMachine, simulate
+from graphplan.speeds import Measurements, Speed
 
 __version__ = "0.1.0"
 
@@ -36,11 +38,13 @@ __all__ = [
     "InfeasibleError",
     "InputError",
     "Link",
+    "Measurements",
     "Operation",
     "Plan",
     "PlanError",
     "SimulatedMachine",
     "SimulatedOutOfMemoryError",
+    "Speed",
     "Stage",
     "Topology",
     "Transfer",
@@ -48,6 +52,7 @@ __all__ = [
     "VerificationError",
     "Weight",
     "__version__",
+    "measure_devices",
     "partition",
     "plan",
     "simulate",

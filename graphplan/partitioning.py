@@ -20,6 +20,7 @@ from graphplan.runtime.executor import attach, attach_start, placed_class, unpla
 from graphplan.runtime.loading import read_checkpoint
 from graphplan.runtime.storage import TensorSource, place_model, require_data
 from graphplan.signature import BoundCall
+from graphplan.speeds import Measurements, Speed, with_speeds
 from graphplan.twin import Twin
 
 __all__ = ["partition", "plan"]
@@ -42,6 +43,7 @@ def plan(
     cpu_compute: bool = True,
     balance: bool = False,
     reserve: int | str | Mapping[DeviceKey, int | str] = 0,
+    devices: Mapping[DeviceKey, Speed] | Measurements | None = None,
 ) -> Plan:
     """Decide where everything in ``model`` goes, and move nothing.
 
@@ -66,6 +68,8 @@ def plan(
         cpu_compute: False where the CPU may keep weights, but not compute.
         balance: spread the work evenly over the accelerators instead of moving the fewest bytes.
         reserve: bytes to leave free on every device, or device key -> bytes.
+        devices: device key -> :class:`graphplan.Speed`, or what :func:`graphplan.measure_devices` found.
+            Without, known cards count at their makers' figures and others at a common one.
 
     Raises:
         BudgetError, DeviceError: ``max_memory`` cannot be read.
@@ -73,7 +77,7 @@ def plan(
         CaptureError: the model cannot be traced.
         InfeasibleError: no placement fits; the smallest budgets that would do are in the error.
     """
-    topology = read_max_memory(max_memory, links, reserve)
+    topology = with_speeds(read_max_memory(max_memory, links, reserve), devices)
     wishes = Wishes(pin or {}, together, offload, cpu_compute, balance)
     options = Options(dynamic_shapes, False, return_outputs, wishes)
     model = _checked(model)
@@ -99,6 +103,7 @@ def partition(
     cpu_compute: bool = True,
     balance: bool = False,
     reserve: int | str | Mapping[DeviceKey, int | str] = 0,
+    devices: Mapping[DeviceKey, Speed] | Measurements | None = None,
 ) -> Any:
     """The model, placed over the devices of ``max_memory`` and ready to run.
 
@@ -125,12 +130,13 @@ def partition(
         cpu_compute: as in :func:`plan`.
         balance: as in :func:`plan`.
         reserve: as in :func:`plan`.
+        devices: as in :func:`plan`.
 
     Raises:
         GraphplanError: as in :func:`plan`; also DeviceError for a device that this machine lacks,
             InputError for a meta model without a checkpoint.
     """
-    topology = read_max_memory(max_memory, links, reserve)
+    topology = with_speeds(read_max_memory(max_memory, links, reserve), devices)
     require_present(topology)
     wishes = Wishes(pin or {}, together, offload, cpu_compute, balance)
     options = Options(dynamic_shapes, grad, return_outputs, wishes)

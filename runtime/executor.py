@@ -12,15 +12,17 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from graphplan.errors import CaptureError, InputError, PlanError
-from graphplan.placement import Plan
 from graphplan.signature import BoundCall, InputSignature, bind_call
+
+if TYPE_CHECKING:
+    from graphplan.placement import Plan  # which lies above, since a plan can be asked for others
 
 __all__ = ["PlacedModule", "Program", "attach", "attach_start", "placed_class", "unplaced"]
 
