@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -17,13 +17,15 @@ from graphplan.device import DeviceKey, DeviceSpec, Link, Topology
 from graphplan.errors import GraphplanError, PlanError, VerificationError
 from graphplan.graph import Graph, Operation
 from graphplan.liveness import Memory, Peak, measure_memory
+from graphplan.passes.constrain import Wishes, constrain
+from graphplan.passes.evaluate import Problem
 from graphplan.schedule import Assignment, Move, Run, Schedule, Step
 from graphplan.visualize import summary_text, to_dot
 
 __all__ = ["Plan", "Stage", "Transfer"]
 
 _FORMAT = "graphplan.plan"
-_VERSION = 1
+_VERSION = 2
 
 Transfer = Move
 
@@ -55,6 +57,10 @@ class Plan:
         lower_bound: seconds below which no placement within the budgets can go.
         proof: what proved the bound.
         method: how the model was captured.
+        wishes: what the caller asked for.
+        fixed_weights: weight -> where an earlier plan of the same model, or constant of it, has put it.
+        call_weight: how much this call counts among those that were planned together.
+        others: the plans of the other calls, where several were planned over one placement of weights.
     """
 
     graph: Graph
@@ -64,6 +70,10 @@ class Plan:
     lower_bound: float
     proof: str
     method: str = "export"
+    wishes: Wishes = field(default_factory=Wishes)
+    fixed_weights: Mapping[str, DeviceKey] = field(default_factory=dict)
+    call_weight: float = 1.0
+    others: tuple[Plan, ...] = ()
 
     # -- where things are -------------------------------------------------------------------------
 
@@ -206,6 +216,28 @@ class Plan:
         return max(0.0, (self.makespan - self.lower_bound) / self.makespan)
 
     @property
+    def calls(self) -> tuple[Plan, ...]:
+        """The plan of each call that was planned over this placement of weights, this one first."""
+        return (self, *self.others)
+
+    @property
+    def weighted_makespan(self) -> float:
+        """Seconds of all :attr:`calls`, each times its weight: what the placement minimises."""
+        return sum(plan.call_weight * plan.makespan for plan in self.calls)
+
+    @property
+    def weighted_lower_bound(self) -> float:
+        """Weighted seconds below which no placement of all :attr:`calls` can go."""
+        return sum(plan.call_weight * plan.lower_bound for plan in self.calls)
+
+    @cached_property
+    def problem(self) -> Problem:
+        """What was solved: the graph, the devices and the caller's rules."""
+        host, returns = self.schedule.host, self.schedule.returns_to_host
+        plain = Problem(self.graph, self.topology, host, returns, self.fixed_weights)
+        return constrain(plain, self.wishes)
+
+    @property
     def activations_known(self) -> bool:
         """False without example inputs: then ``peak_bytes`` counts weights only."""
         return self.graph.shapes_known
@@ -218,6 +250,8 @@ class Plan:
             raise VerificationError(
                 f"the lower bound, {self.lower_bound} s, is above the makespan, {self.makespan} s"
             )
+        for other in self.others:
+            other.verify()
 
     # -- for people and files ---------------------------------------------------------------------
 
@@ -249,6 +283,10 @@ class Plan:
             data = json.loads(text)
         except json.JSONDecodeError as error:
             raise PlanError(f"this is no JSON: {error}") from error
+        return cls._from_data(data)
+
+    @classmethod
+    def _from_data(cls, data: Any) -> Plan:
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
             raise PlanError(f'this JSON is no plan: it lacks "format": "{_FORMAT}"')
         if data.get("version") != _VERSION:
@@ -311,6 +349,10 @@ def _encode(plan: Plan) -> dict[str, Any]:
         "weights": [[name, key] for name, key in schedule.assignment.weights.items()],
         "steps": [_encode_step(step) for step in schedule.steps],
         "graph": plan.graph.to_dict(),
+        "wishes": asdict(plan.wishes),
+        "fixed_weights": dict(plan.fixed_weights),
+        "call_weight": plan.call_weight,
+        "others": [_encode(other) for other in plan.others],
     }
 
 
@@ -347,4 +389,13 @@ def _decode(cls: type[Plan], data: Mapping[str, Any]) -> Plan:
         data["lower_bound"],
         data["proof"],
         data["method"],
+        _decode_wishes(data["wishes"]),
+        data["fixed_weights"],
+        data["call_weight"],
+        tuple(cls._from_data(other) for other in data["others"]),
     )
+
+
+def _decode_wishes(data: Mapping[str, Any]) -> Wishes:
+    together = tuple(group if isinstance(group, str) else tuple(group) for group in data["together"])
+    return Wishes(**{**data, "together": together})

@@ -32,7 +32,7 @@ def test_json_round_trip(plan: Plan) -> None:
         ("[]", "no plan"),
         ("{}", "no plan"),
         ('{"format": "graphplan.plan", "version": 99}', "version 99"),
-        ('{"format": "graphplan.plan", "version": 1}', "damaged"),
+        ('{"format": "graphplan.plan", "version": 2}', "damaged"),
     ],
 )
 def test_json_that_is_no_plan(text: str, message: str) -> None:
