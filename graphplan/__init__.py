@@ -7,6 +7,7 @@
 True
 """
 
+from graphplan.bottleneck import Bottleneck, Growth
 from graphplan.device import DeviceSpec, Link, Topology
 from graphplan.errors import (
     BudgetError,
@@ -19,6 +20,7 @@ from graphplan.errors import (
     SimulatedOutOfMemoryError,
     VerificationError,
 )
+from graphplan.explain import Alternative, Explanation
 from graphplan.graph import Graph, Operation, Value, Weight
 from graphplan.partitioning import partition, plan
 from graphplan.placement import Plan, Stage, Transfer
@@ -29,12 +31,16 @@ from graphplan.speeds import Measurements, Speed
 __version__ = "0.1.0"
 
 __all__ = [
+    "Alternative",
+    "Bottleneck",
     "BudgetError",
     "CaptureError",
     "DeviceError",
     "DeviceSpec",
+    "Explanation",
     "Graph",
     "GraphplanError",
+    "Growth",
     "InfeasibleError",
     "InputError",
     "Link",

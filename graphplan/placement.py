@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from graphplan.bottleneck import Bottleneck, find_bottleneck
 from graphplan.checks import check_schedule
 from graphplan.device import DeviceKey, DeviceSpec, Link, Topology
 from graphplan.errors import GraphplanError, PlanError, VerificationError
+from graphplan.explain import Explanation, explain
 from graphplan.graph import Graph, Operation
 from graphplan.liveness import Memory, Peak, measure_memory
 from graphplan.passes.constrain import Wishes, constrain
@@ -122,13 +124,14 @@ class Plan:
         return next(iter(self._stages_of(name)))
 
     def _stages_of(self, name: str) -> tuple[Stage, ...]:
-        operations = {operation.name for operation in self._operations_of(name)}
+        operations = {operation.name for operation in self.operations_of(name)}
         found = tuple(stage for stage in self.stages if operations.intersection(stage.operations))
         if not found:
             raise PlanError(f"no operation, module or weight named {name!r} runs in this plan")
         return found
 
-    def _operations_of(self, name: str) -> Iterator[Operation]:
+    def operations_of(self, name: str) -> Iterator[Operation]:
+        """The operation of this name, or those of a module, or those that read a weight, in order."""
         weight = self.graph.weight_named(name)
         for operation in self.graph.operations.values():
             path = operation.module_path
@@ -241,6 +244,30 @@ class Plan:
     def activations_known(self) -> bool:
         """False without example inputs: then ``peak_bytes`` counts weights only."""
         return self.graph.shapes_known
+
+    # -- what if ----------------------------------------------------------------------------------
+
+    def explain(self, name: str) -> Explanation:
+        """Why a module, operation or weight is where it is: ``print(plan.explain("model.layers.3"))``.
+
+        What it costs there, what it would cost on each other device with all else where it is, as the
+        evaluator judges it, and what stops it.
+
+        Raises:
+            PlanError: no such name; the error says which are close.
+        """
+        return explain(self, name)
+
+    def bottleneck(self, *, progress: bool = True) -> Bottleneck:
+        """Which budget's increase would save most time, how much of it is needed, and what is saved.
+
+        Plans again with each device's budget grown, each link and each device twice as fast, so it
+        takes several times as long as planning.
+
+        Args:
+            progress: whether to show a bar when it takes over a second.
+        """
+        return find_bottleneck(self, progress=progress)
 
     def verify(self) -> None:
         """Prove the plan from its own data; raise VerificationError if it does not hold."""

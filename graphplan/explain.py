@@ -1,0 +1,444 @@
+"""Why a module, operation or weight is where it is: what it costs there, elsewhere, and what stops it.
+
+::
+
+    module blocks.1: 2 operations on 0, weights on 0, stage 1
+    weights 4.1 KiB, activations 3.0 KiB, 24,576 FLOP, 8.0 µs compute, 0.0 µs transfers
+
+    moved to      time    change  its compute  all copies  what stops it
+    --------  --------  --------  -----------  ----------  ----------------------------------------
+    2         303.1 µs  +60.3 µs       8.0 µs    166.2 µs  2 lacks 3.00 KiB (3072 bytes) at 'linear'
+    0         242.8 µs   +0.0 µs       8.0 µs    105.9 µs  it is there
+    cpu       305.1 µs  +62.3 µs      40.2 µs    136.0 µs  slower by 62.3 µs
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from graphplan.cost import move_seconds
+from graphplan.device import CPU, DeviceKey
+from graphplan.errors import PlanError, readable_bytes
+from graphplan.graph import Graph
+from graphplan.passes.constrain import names_in
+from graphplan.passes.evaluate import Evaluation, Problem, evaluate
+from graphplan.passes.residence import cpu_key
+from graphplan.visualize import size_text, table_lines, time_text
+
+if TYPE_CHECKING:
+    from graphplan.placement import Plan
+
+__all__ = ["Alternative", "Explanation", "explain"]
+
+_EPSILON = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """What it would cost to have something on one device, all else staying where it is.
+
+    Attributes:
+        device: key of ``max_memory``.
+        here: whether all of it is there now.
+        possible: whether that keeps every budget and rule.
+        makespan: modelled seconds of the best way to have it there, or None where none can be: with
+            its weights there too, where they are, or on the CPU. Of several calls the weighted sum.
+        slower: ``makespan`` less that of the plan.
+        compute_seconds: of its operations there, in one call.
+        transfer_seconds: of the copies that all of the call then makes, in one call.
+        missing_bytes: device key -> bytes by which its budget would be passed.
+        operation: at which operation the first of them would be.
+        along: operations that would have to come along, since they must stay together.
+        obstacle: what stops it, in words.
+    """
+
+    device: DeviceKey
+    here: bool
+    possible: bool
+    makespan: float | None
+    slower: float | None
+    compute_seconds: float | None
+    transfer_seconds: float | None
+    missing_bytes: Mapping[DeviceKey, int]
+    operation: str | None
+    along: tuple[str, ...]
+    obstacle: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Where something is, what it costs there, and what it would cost elsewhere.
+
+    Attributes:
+        name: the module, operation or weight.
+        kind: ``"module"``, ``"operation"`` or ``"weight"``.
+        devices: where its operations run (those that read it, of a weight).
+        homes: where its weights live.
+        stages: indices of the stages that run it.
+        operations: their names, in order.
+        weight_bytes: bytes of its weights, ties once.
+        activation_bytes: bytes that its operations make.
+        flops: FLOP of its operations.
+        compute_seconds: modelled seconds of its operations where they are.
+        transfer_seconds: modelled seconds of the copies of what they read and make.
+        makespan: of the plan; of several calls the weighted sum.
+        alternatives: one for each device of ``max_memory``.
+    """
+
+    name: str
+    kind: str
+    devices: tuple[DeviceKey, ...]
+    homes: tuple[DeviceKey, ...]
+    stages: tuple[int, ...]
+    operations: tuple[str, ...]
+    weight_bytes: int
+    activation_bytes: int
+    flops: int
+    compute_seconds: float
+    transfer_seconds: float
+    makespan: float
+    alternatives: tuple[Alternative, ...]
+
+    def to(self, device: DeviceKey) -> Alternative:
+        """What it would cost on one device.
+
+        Raises:
+            PlanError: a device that the plan has not.
+        """
+        for alternative in self.alternatives:
+            if alternative.device == device:
+                return alternative
+        known = ", ".join(repr(alternative.device) for alternative in self.alternatives)
+        raise PlanError(f"no device {device!r} in this plan: it has {known}")
+
+    def to_json(self) -> str:
+        """All of it as JSON text; devices are pairs where they are keys of a mapping."""
+        data = asdict(self)
+        for alternative in data["alternatives"]:
+            alternative["missing_bytes"] = list(map(list, alternative["missing_bytes"].items()))
+        return json.dumps(data, indent=1)
+
+    def __str__(self) -> str:
+        runs = (
+            f"{len(self.operations)} operations on {_listed(self.devices)}" if self.operations else "unread"
+        )
+        lives = f", weights on {_listed(self.homes)}" if self.homes else ""
+        stages = f", stage {_listed(self.stages)}" if self.stages else ""
+        sizes = (
+            f"weights {size_text(self.weight_bytes)}, activations {size_text(self.activation_bytes)}, "
+            f"{self.flops:,} FLOP, {time_text(self.compute_seconds)} compute, "
+            f"{time_text(self.transfer_seconds)} transfers"
+        )
+        rows = [
+            [
+                str(other.device),
+                _time_or_dash(other.makespan),
+                _signed(other.slower),
+                _time_or_dash(other.compute_seconds),
+                _time_or_dash(other.transfer_seconds),
+                other.obstacle,
+            ]
+            for other in self.alternatives
+        ]
+        header = ["moved to", "time", "change", "its compute", "all copies", "what stops it"]
+        head = f"{self.kind} {self.name or '(all)'}: {runs}{lives}{stages}"
+        return "\n".join([head, sizes, "", *table_lines(header, rows)])
+
+
+def explain(plan: Plan, name: str) -> Explanation:
+    """Where ``name`` is in ``plan``, and what it would cost on each other device.
+
+    Raises:
+        PlanError: no module, operation or weight of that name, with those that are close.
+    """
+    graph = plan.graph
+    operations = [operation.name for operation in plan.operations_of(name)]
+    weight = graph.weight_named(name)
+    owned = [weight.name] if weight is not None else _owned(graph, name, operations)
+    if not operations and not owned:
+        close = difflib.get_close_matches(name, names_in(graph), 3)
+        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+        raise PlanError(f"no operation, module or weight named {name!r} in this plan{hint}")
+    devices, homes = plan.schedule.assignment.operations, plan.schedule.assignment.weights
+    working = [op for op in operations if not graph.operations[op].host_only]
+    specs = {spec.key: spec for spec in plan.topology.devices}
+    kind = "weight" if weight is not None else "operation" if name in graph.operations else "module"
+    mover = _Mover(plan, name, kind, owned)
+    return Explanation(
+        name,
+        kind,
+        tuple(dict.fromkeys(devices[op] for op in working)),
+        tuple(dict.fromkeys(homes[one] for one in owned)),
+        tuple(stage.index for stage in plan.stages if set(stage.operations) & set(working)),
+        tuple(operations),
+        sum(graph.weights[one].nbytes for one in owned),
+        sum(graph.values[made].nbytes for op in operations for made in graph.operations[op].outputs),
+        sum(graph.operations[op].flops for op in operations),
+        sum(plan.problem.seconds(graph.operations[op], specs[devices[op]]) for op in working),
+        _touching(plan, operations, owned),
+        plan.weighted_makespan,
+        tuple(mover.to(spec.key) for spec in plan.topology.devices),
+    )
+
+
+def _owned(graph: Graph, name: str, operations: Sequence[str]) -> list[str]:
+    """The weights of a module by their names, and those that only its operations read."""
+    inside = set(operations)
+    return [
+        weight.name
+        for weight in graph.weights.values()
+        if any(one.startswith(name + ".") for one in (weight.name, *weight.names))
+        or (inside.issuperset(readers := graph.consumers.get(weight.name, ())) and readers)
+    ]
+
+
+def _touching(plan: Plan, operations: Sequence[str], owned: Sequence[str]) -> float:
+    """Seconds of the copies of what these operations read and make."""
+    graph = plan.graph
+    named = (graph.operations[op] for op in operations)
+    touched = {name for op in named for name in (*op.inputs, *op.outputs)} | set(owned)
+    moves = (move for move in plan.schedule.moves() if move.value in touched)
+    return sum(move_seconds(move, plan.topology) for move in moves)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """One way of having something on another device, judged in every call."""
+
+    found: tuple[Evaluation, ...]
+    seconds: float
+    excess: Mapping[DeviceKey, int]
+    operation: str | None
+
+
+class _Mover:
+    """Moves one name to other devices, in every call of a plan."""
+
+    def __init__(self, plan: Plan, name: str, kind: str, owned: Sequence[str]) -> None:
+        self.plan, self.name, self.kind, self.owned = plan, name, kind, list(owned)
+        # a rule is an obstacle to be named, not a reason to know no price
+        self.free = [replace(one.problem, allowed={}) for one in plan.calls]
+        self.moved = [[op.name for op in self._operations(one)] for one in plan.calls]
+        closed = [_closure(one.graph, moved) for one, moved in zip(plan.calls, self.moved, strict=True)]
+        self.along = tuple(
+            name
+            for moved, group in zip(self.moved, closed, strict=True)
+            for name in group
+            if name not in moved
+        )
+        self.closed = closed
+
+    def _operations(self, one: Plan) -> Iterator[Any]:
+        if self.kind == "operation" and one is not self.plan:
+            return iter(())  # its name means something else in another call
+        return one.operations_of(self.name)
+
+    def to(self, key: DeviceKey) -> Alternative:
+        plan, spec = self.plan, self.plan.topology[key]
+        if not spec.computes:
+            return _impossible(key, f"{key!r} computes nothing")
+        if self._is_here(key):
+            return self._here(key)
+        outcomes = [self._judge(*way) for way in self._ways(key)]
+        best = min(outcomes, key=lambda o: (sum(o.excess.values()), o.seconds))
+        fits = [outcome for outcome in outcomes if not outcome.excess]
+        best = min(fits, key=lambda outcome: outcome.seconds) if fits else best
+        slower = best.seconds - plan.weighted_makespan
+        rule = self._rule(key)
+        obstacle = "; ".join(part for part in (rule, self._parted(), _short(best)) if part)
+        return Alternative(
+            key,
+            False,
+            not obstacle,
+            best.seconds,
+            slower,
+            self._compute(key),
+            _copies(best.found[0], plan),
+            best.excess,
+            best.operation,
+            self.along,
+            obstacle or _compared(slower, self._prefers_accelerators(key)),
+        )
+
+    def _is_here(self, key: DeviceKey) -> bool:
+        assignment = self.plan.schedule.assignment
+        if self.kind == "weight":
+            return assignment.weights[self.owned[0]] == key
+        graph = self.plan.graph
+        working = [op for op in self.moved[0] if not graph.operations[op].host_only]
+        if not working:
+            return all(assignment.weights[name] == key for name in self.owned)
+        return all(assignment.operations[op] == key for op in working)
+
+    def _here(self, key: DeviceKey) -> Alternative:
+        plan = self.plan
+        copies = sum(move_seconds(move, plan.topology) for move in plan.schedule.moves())
+        compute = self._compute(key)
+        return Alternative(
+            key, True, True, plan.weighted_makespan, 0.0, compute, copies, {}, None, (), "it is there"
+        )
+
+    def _compute(self, key: DeviceKey) -> float:
+        """Seconds of its operations: there, or of a weight's readers where they are."""
+        plan, spec = self.plan, self.plan.topology[key]
+        graph = plan.graph
+        return sum(self.free[0].seconds(graph.operations[op], spec) for op in self.moved[0])
+
+    def _ways(self, key: DeviceKey) -> Iterator[tuple[DeviceKey, bool, DeviceKey | None]]:
+        """(device, whether operations move, home of the weights or None for where they are)."""
+        fetchable = all(self.plan.graph.weights[name].fetchable for name in self.owned)
+        if self.kind != "weight" and self._settled(key):
+            yield key, True, None
+            return
+        yield key, True, key
+        if not fetchable:
+            return
+        if self.kind == "weight":
+            yield key, False, key
+            return
+        if self.owned:
+            yield key, True, None
+            cpu = cpu_key(self.plan.topology)
+            if cpu is not None and cpu != key:
+                yield key, True, cpu
+
+    def _settled(self, key: DeviceKey) -> list[str]:
+        """Those of its weights that an earlier plan, or a pin of their own, keeps elsewhere."""
+        graph = self.plan.graph
+        pinned = {w.name: k for n, k in self.plan.wishes.pin.items() if (w := graph.weight_named(n))}
+        fixed = {**self.plan.fixed_weights, **pinned}
+        return [name for name in self.owned if fixed.get(name, key) != key]
+
+    def _judge(self, key: DeviceKey, moves: bool, home: DeviceKey | None) -> _Outcome:
+        found = []
+        for one, problem, group in zip(self.plan.calls, self.free, self.closed, strict=True):
+            assignment = one.schedule.assignment
+            devices, homes = dict(assignment.operations), dict(assignment.weights)
+            if moves:
+                devices.update(dict.fromkeys(group, key))
+                bound = {
+                    name
+                    for op in group
+                    for name in one.graph.operations[op].inputs
+                    if name in one.graph.weights and not one.graph.weights[name].fetchable
+                }
+                homes.update(dict.fromkeys(bound, key))
+            if home is not None:
+                homes.update((name, home) for name in self.owned if name in homes)
+            found.append(evaluate(problem, replace(assignment, operations=devices, weights=homes)))
+        return _outcome(self.plan, found)
+
+    def _rule(self, key: DeviceKey) -> str:
+        """The rule of the caller, or of an earlier plan, that forbids it."""
+        plan = self.plan
+        pins = {n: k for n, k in plan.wishes.pin.items() if k != key and self._touched_by(n)}
+        if pins:
+            name, where = next(iter(pins.items()))
+            return f"pin={{{name!r}: {where!r}}}"
+        settled = self._settled(key)
+        if settled and self.kind == "weight":
+            return f"an earlier plan has put {settled[0]!r} on {plan.fixed_weights[settled[0]]!r}"
+        if plan.topology[key].device == CPU and any(s.is_accelerator for s in plan.topology.devices):
+            if not plan.wishes.offload:
+                return "offload=False"
+            if not plan.wishes.cpu_compute and self.kind != "weight":
+                return "cpu_compute=False"
+        for one, problem, group in zip(plan.calls, _problems(plan), self.closed, strict=True):
+            stuck = [op for op in group if key not in problem.allowed.get(op, one.topology.keys)]
+            if stuck and self.kind != "weight":
+                return f"{stuck[0]!r} writes to, or is tied to, what must stay where it is"
+        return ""
+
+    def _touched_by(self, pinned: str) -> bool:
+        graph = self.plan.graph
+        weight = graph.weight_named(pinned)
+        if weight is not None:  # the operations that read it may go, and fetch it
+            bound = self.kind == "weight" or not weight.fetchable
+            return bound and weight.name in self.owned
+        names = {op.name for one in self.plan.calls for op in one.operations_of(pinned)}
+        inside = any(name in names for group in self.closed for name in group)
+        under = any(name.startswith(pinned + ".") for name in self.owned)
+        return under if self.kind == "weight" else inside or under
+
+    def _parted(self) -> str:
+        if not self.along or self.kind == "weight":
+            return ""
+        shown = ", ".join(self.along[:3]) + (", ..." if len(self.along) > 3 else "")
+        return f"it must stay together with {shown}, which would come along"
+
+    def _prefers_accelerators(self, key: DeviceKey) -> bool:
+        return self.plan.topology[key].device == CPU
+
+
+def _problems(plan: Plan) -> list[Problem]:
+    return [one.problem for one in plan.calls]
+
+
+def _outcome(plan: Plan, found: Sequence[Evaluation]) -> _Outcome:
+    seconds = sum(one.call_weight * judged.seconds for one, judged in zip(plan.calls, found, strict=True))
+    excess: dict[DeviceKey, int] = {}
+    operation = None
+    for judged in found:
+        for key, nbytes in judged.excess.items():
+            if nbytes > excess.get(key, 0):
+                excess[key], operation = nbytes, judged.peak(key).operation
+    return _Outcome(tuple(found), seconds, excess, operation)
+
+
+def _closure(graph: Graph, names: Sequence[str]) -> list[str]:
+    """These operations, those that must stay with them, and the readers of weights that are written."""
+    found = set(names)
+    while True:
+        before = len(found)
+        for group in graph.together:
+            if group & found:
+                found |= group
+        inputs = {name for op in found for name in graph.operations[op].inputs}
+        for name in inputs:
+            if name in graph.weights and not graph.weights[name].fetchable:
+                users = graph.consumers[name]
+                found |= {user for user in users if not graph.operations[user].host_only}
+        if len(found) == before:
+            return [name for name in graph.operations if name in found]
+
+
+def _copies(found: Evaluation, plan: Plan) -> float:
+    return sum(move_seconds(move, plan.topology) for move in found.schedule.moves())
+
+
+def _impossible(key: DeviceKey, obstacle: str) -> Alternative:
+    return Alternative(key, False, False, None, None, None, None, {}, None, (), obstacle)
+
+
+def _short(outcome: _Outcome) -> str:
+    parts = [f"{key!r} lacks {readable_bytes(nbytes)}" for key, nbytes in outcome.excess.items()]
+    where = f" at {outcome.operation!r}" if outcome.operation else ""
+    return f"{' and '.join(parts)}{where}" if parts else ""
+
+
+def _compared(slower: float, on_cpu: bool) -> str:
+    if slower > _EPSILON:
+        return f"slower by {time_text(slower)}"
+    if on_cpu:
+        return "the CPU computes, and keeps weights, only where the accelerators do not hold the model"
+    if slower < -_EPSILON:
+        return f"nothing: faster by {time_text(-slower)}, which the search has not found"
+    return "nothing: it takes as long"
+
+
+def _listed(items: Sequence[object]) -> str:
+    return ", ".join(map(str, items)) or "-"
+
+
+def _time_or_dash(seconds: float | None) -> str:
+    return "-" if seconds is None else time_text(seconds)
+
+
+def _signed(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return ("-" if seconds < -_EPSILON else "+") + time_text(abs(seconds))
