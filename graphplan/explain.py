@@ -187,12 +187,21 @@ def explain(plan: Plan, name: str) -> Explanation:
 
 def _owned(graph: Graph, name: str, operations: Sequence[str]) -> list[str]:
     """The weights of a module by their names, and those that only its operations read."""
-    inside = set(operations)
-    return [
+    under = {
         weight.name
         for weight in graph.weights.values()
         if any(one.startswith(name + ".") for one in (weight.name, *weight.names))
-        or (inside.issuperset(readers := graph.consumers.get(weight.name, ())) and readers)
+    }
+    under.update(_only_read_by(graph, operations))
+    return [one for one in graph.weights if one in under]
+
+
+def _only_read_by(graph: Graph, operations: Sequence[str]) -> list[str]:
+    inside = set(operations)
+    return [
+        name
+        for name in graph.weights
+        if graph.consumers.get(name) and inside.issuperset(graph.consumers[name])
     ]
 
 
@@ -231,6 +240,11 @@ class _Mover:
             if name not in moved
         )
         self.closed = closed
+        # what comes along brings the weights that nothing else reads
+        self.carried = [
+            [*self.owned, *_only_read_by(one.graph, group)] if self.along else self.owned
+            for one, group in zip(plan.calls, closed, strict=True)
+        ]
 
     def _operations(self, one: Plan) -> Iterator[Any]:
         if self.kind == "operation" and one is not self.plan:
@@ -315,7 +329,8 @@ class _Mover:
 
     def _judge(self, key: DeviceKey, moves: bool, home: DeviceKey | None) -> _Outcome:
         found = []
-        for one, problem, group in zip(self.plan.calls, self.free, self.closed, strict=True):
+        parts = zip(self.plan.calls, self.free, self.closed, self.carried, strict=True)
+        for one, problem, group, carried in parts:
             assignment = one.schedule.assignment
             devices, homes = dict(assignment.operations), dict(assignment.weights)
             if moves:
@@ -328,7 +343,7 @@ class _Mover:
                 }
                 homes.update(dict.fromkeys(bound, key))
             if home is not None:
-                homes.update((name, home) for name in self.owned if name in homes)
+                homes.update((name, home) for name in carried if name in homes)
             found.append(evaluate(problem, replace(assignment, operations=devices, weights=homes)))
         return _outcome(self.plan, found)
 

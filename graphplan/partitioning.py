@@ -23,6 +23,7 @@ from graphplan.runtime.loading import read_checkpoint
 from graphplan.runtime.storage import TensorSource, place_model, require_data
 from graphplan.signature import BoundCall
 from graphplan.speeds import Measurements, Speed, with_speeds
+from graphplan.tracing import know_caches
 from graphplan.twin import Twin
 
 __all__ = ["partition", "plan"]
@@ -92,7 +93,7 @@ def plan(
     wishes = Wishes(dict(pin or {}), _groups(together), offload, cpu_compute, balance)
     options = Options(dynamic_shapes, False, return_outputs, wishes)
     model = _checked(model)
-    twin = Twin(model)
+    twin = _twin(model)
     compiler = Compiler(twin, topology, options)
     if calls is not None or weights is not None:
         examples = _examples(twin, args, kwargs, calls, weights)
@@ -160,7 +161,7 @@ def partition(
     wishes = Wishes(dict(pin or {}), _groups(together), offload, cpu_compute, balance)
     options = Options(dynamic_shapes, grad, return_outputs, wishes)
     model = _checked(model)
-    twin = Twin(model)
+    twin = _twin(model)
     source = None if checkpoint is None else read_checkpoint(model, twin.weights, checkpoint, strict=strict)
     if source is None:
         require_data(model, twin.weights)
@@ -229,8 +230,14 @@ class _Start:
     def __call__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> nn.Module:
         """Place a module that was waiting for its first call, as it is now."""
         model = unplaced(module)
-        twin = Twin(model)
+        twin = _twin(model)
         return self.place(model, twin, twin.bind(args, kwargs))
+
+
+def _twin(model: nn.Module) -> Twin:
+    """The copy to trace, ready to bind calls."""
+    know_caches(model)
+    return Twin(model)
 
 
 def _checked(model: Any) -> nn.Module:
