@@ -1,8 +1,8 @@
 """Local search over several calls at once: move weights, and what reads them, between devices.
 
 A *unit* is the weights of one layer. It moves to another device, alone or in exchange for one that
-lives there, together with the operations that read it in every call. What lowers the weighted sum of
-seconds and keeps every call's budgets is kept.
+lives there; in each call the operations that read it go along, or stay and fetch it, whichever is
+faster. What lowers the weighted sum of seconds and keeps every call's budgets is kept.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def exchange(
     problems: Sequence[Problem],
     weights: Sequence[float],
     start: Sequence[Evaluation],
-    work: int = 400_000,
+    work: int,
 ) -> list[Evaluation]:
     """Placements of which the weighted sum of seconds is at most that of ``start``.
 
@@ -49,6 +49,7 @@ class _Search:
     ) -> None:
         self.problems, self.weights, self.best, self.left = problems, weights, list(start), work
         self.keys = [spec.key for spec in problems[0].topology.devices if spec.computes]
+        self.accelerators = {s.key for s in problems[0].topology.devices if s.is_accelerator}
         fixed = {name for problem in problems for name in problem.fixed_weights}
         self.units = _units([problem.graph for problem in problems], fixed)
         self.followers = {
@@ -104,21 +105,39 @@ class _Search:
         return True
 
     def _judge(self, moved: Mapping[str, DeviceKey]) -> list[Evaluation] | None:
-        """The calls with these units moved, where every budget is kept."""
+        """The calls with these units moved, where every budget is kept; each does what suits it best."""
         found = []
-        for index, (problem, one) in enumerate(zip(self.problems, self.best, strict=True)):
+        for index, one in enumerate(self.best):
             homes = dict(one.schedule.assignment.weights)
-            devices = dict(one.schedule.assignment.operations)
             for unit, key in moved.items():
                 homes.update(dict.fromkeys(self.units[unit], key))
-                devices.update(dict.fromkeys(self.followers[unit][index], key))
-            changed = replace(one.schedule.assignment, operations=devices, weights=homes)
-            judged = evaluate(problem, changed)
-            self.left -= len(judged.schedule.steps)
-            if not judged.feasible:
+            best = None
+            for devices in self._ways(index, moved):
+                changed = replace(one.schedule.assignment, operations=devices, weights=homes)
+                judged = evaluate(self.problems[index], changed)
+                self.left -= len(judged.schedule.steps)
+                if judged.feasible and (best is None or judged.seconds < best.seconds):
+                    best = judged
+            if best is None:
                 return None
-            found.append(judged)
+            found.append(best)
         return found
+
+    def _ways(self, index: int, moved: Mapping[str, DeviceKey]) -> Iterator[dict[str, DeviceKey]]:
+        """Where a call may run its operations then: with the weights, where they are, off the CPU."""
+        stay = dict(self.best[index].schedule.assignment.operations)
+        follow = dict(stay)
+        for unit, key in moved.items():
+            follow.update(dict.fromkeys(self.followers[unit][index], key))
+        yield follow
+        if follow != stay:
+            yield stay
+        freed = next((key for key in map(self._home, moved) if key in self.accelerators), None)
+        graph = self.problems[index].graph
+        for devices in (follow, stay):
+            busy = [name for name, key in devices.items() if key not in self.accelerators]
+            if freed is not None and busy and not _writes(graph, busy):
+                yield {**devices, **dict.fromkeys(busy, freed)}
 
 
 def _units(graphs: Sequence[Graph], fixed: set[str]) -> dict[str, list[str]]:

@@ -9,7 +9,7 @@ all weights where they are. The bound is the weighted sum of each call's own: al
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from graphplan.device import DeviceKey, Topology
@@ -24,6 +24,7 @@ from graphplan.schedule import Assignment
 __all__ = ["Call", "place_jointly"]
 
 _ROUNDS = 6  # times that calls are asked to leave more room for each other
+_WORK = 600_000  # steps of schedules that the exchange may judge, a few seconds
 _PRECISION = 1.01  # of the budgets that an error says would do
 
 
@@ -69,10 +70,12 @@ def place_jointly(calls: Sequence[Call]) -> tuple[Solution, ...]:
     """
     pinned = _pinned(calls)
     alone = [place(call.settled(pinned)) for call in calls]
-    best = _search(calls, pinned, alone)
-    if best is None:
+    starts = list(_search(calls, pinned, alone))
+    if not starts:
         raise _infeasible(calls)
-    best = _polished(calls, exchange([c.settled(pinned) for c in calls], [c.weight for c in calls], best))
+    problems, weights = [call.settled(pinned) for call in calls], [call.weight for call in calls]
+    exchanged = [exchange(problems, weights, start, _WORK // len(starts)) for start in starts]
+    best = _polished(calls, min(exchanged, key=lambda found: _total(calls, found)))
     return tuple(
         Solution(found, min(solo.lower_bound, found.seconds), f"this call alone: {solo.proof}")
         for found, solo in zip(best, alone, strict=True)
@@ -90,17 +93,15 @@ def _total(calls: Sequence[Call], found: Sequence[Evaluation]) -> float:
 
 def _search(
     calls: Sequence[Call], pinned: Mapping[str, DeviceKey], alone: Sequence[Solution]
-) -> list[Evaluation] | None:
-    """The best of letting each call go first, the others in order of what they weigh."""
+) -> Iterator[list[Evaluation]]:
+    """What comes of letting each call go first, the others in order of what they weigh."""
     seconds = [c.weight * solo.evaluation.seconds for c, solo in zip(calls, alone, strict=True)]
     heaviest = sorted(range(len(calls)), key=lambda index: -seconds[index])
-    best: list[Evaluation] | None = None
     for first in heaviest:
         order = [first, *(index for index in heaviest if index != first)]
         found = _InOrder(calls, order, pinned, alone).run()
-        if found is not None and (best is None or _total(calls, found) < _total(calls, best)):
-            best = found
-    return best
+        if found is not None:
+            yield found
 
 
 class _InOrder:
@@ -237,4 +238,4 @@ def _fits(calls: Sequence[Call], factor: float) -> bool:
         alone = [place(call.settled(pinned)) for call in grown]
     except InfeasibleError:
         return False
-    return _search(grown, pinned, alone) is not None
+    return next(_search(grown, pinned, alone), None) is not None
