@@ -20,10 +20,11 @@ from graphplan.errors import (
     SimulatedOutOfMemoryError,
     VerificationError,
 )
-from graphplan.explain import Alternative, Explanation
+from graphplan.explain import Explanation
 from graphplan.graph import Graph, Operation, Value, Weight
 from graphplan.partitioning import partition, plan
 from graphplan.placement import Plan, Stage, Transfer
+from graphplan.relocation import Alternative
 from graphplan.runtime.benchmark import measure_devices
 from graphplan.runtime.simulate import SimulatedMachine, simulate
 from graphplan.speeds import Measurements, Speed
