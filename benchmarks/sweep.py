@@ -53,7 +53,7 @@ def place(model: Any, inputs: Any, expected: Any, ratio: float, accelerators: in
             machine.peak_bytes(i) <= plan.peak_bytes[i] <= budgets[i] for i in range(accelerators)
         )
         moved = [(t.source, t.destination, t.nbytes) for t in machine.transfers]
-        row["moves_equal"] = moved == [(m.source, m.destination, m.nbytes) for m in plan.schedule.moves()]
+        row["moves_equal"] = moved == [(m.source, m.destination, m.nbytes) for m in plan.schedule.copies()]
         on = sum(len(s.operations) for s in plan.stages if s.device != "cpu")
         row["on_accelerators"] = on / max(1, sum(len(s.operations) for s in plan.stages))
         del placed

@@ -7,6 +7,7 @@ from graphplan.errors import VerificationError, readable_bytes
 from graphplan.graph import Graph
 from graphplan.liveness import Memory, measure_memory, steps_around
 from graphplan.schedule import Move, Run, Schedule
+from graphplan.slots import SlotCheck
 
 __all__ = ["check_schedule"]
 
@@ -16,7 +17,8 @@ def check_schedule(graph: Graph, topology: Topology, schedule: Schedule) -> Memo
 
     Every operation runs once, in the graph's order, on its device, with all its tensors there; no
     value reaches a device twice; operations that share written memory share a device; written
-    weights live where they are written; no budget is passed.
+    weights live where they are written; no slot of a ring is loaded before its last reader has run,
+    nor read before it is loaded; no budget is passed.
 
     Raises:
         VerificationError: with the steps around the culprit.
@@ -43,17 +45,25 @@ class _Walk:
         for name in graph.inputs:
             self.present.add((name, schedule.host))
         self.pending = list(reversed(graph.operations))
+        self.slots = SlotCheck(graph, schedule)
 
     def run(self) -> None:
         if missing := set(self.graph.weights) - set(self.schedule.assignment.weights):
             raise VerificationError(f"weight {sorted(missing)[0]!r} has no place")
         for index, step in enumerate(self.schedule.steps):
-            problem = self._move(step) if isinstance(step, Move) else self._operate(step)
+            if isinstance(step, Move):
+                problem = self._move(step)
+            elif isinstance(step, Run):
+                problem = self._operate(step)
+            else:
+                problem = self.slots.visit(step, self.present)
             if problem:
                 where = steps_around(self.schedule, index)
                 raise VerificationError(f"step {index}: {problem}\n{where}")
         if self.pending:
             raise VerificationError(f"operation {self.pending[-1]!r} never runs")
+        if problem := self.slots.finish():
+            raise VerificationError(problem)
 
     def _move(self, step: Move) -> str | None:
         if (step.value, step.source) not in self.present:
@@ -81,7 +91,7 @@ class _Walk:
                 if not scalar and (name, step.device) not in self.present:
                     return f"{step.operation!r} runs on {step.device!r}, where {name!r} is not"
         self.present.update((name, step.device) for name in operation.outputs)
-        return None
+        return self.slots.operate(operation, step.device)
 
 
 def _check_ties(graph: Graph, schedule: Schedule) -> None:

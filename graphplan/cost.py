@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from graphplan.device import DeviceSpec, Topology
 from graphplan.graph import Operation
-from graphplan.schedule import Move
+from graphplan.schedule import Load, Move
 
 __all__ = ["move_seconds", "operation_seconds"]
 
@@ -23,6 +23,6 @@ def operation_seconds(operation: Operation, device: DeviceSpec) -> float:
     return device.overhead + work
 
 
-def move_seconds(move: Move, topology: Topology) -> float:
-    """Modelled seconds of one move."""
+def move_seconds(move: Move | Load, topology: Topology) -> float:
+    """Modelled seconds of one copy between devices."""
     return topology.link(move.source, move.destination).seconds(move.nbytes)

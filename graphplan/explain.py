@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from graphplan.cost import move_seconds
 from graphplan.device import DeviceKey
 from graphplan.errors import PlanError
 from graphplan.graph import Graph
@@ -49,7 +48,8 @@ class Explanation:
         activation_bytes: bytes that its operations make.
         flops: FLOP of its operations.
         compute_seconds: modelled seconds of its operations where they are.
-        transfer_seconds: modelled seconds of the copies of what they read and make.
+        transfer_seconds: modelled seconds in which the call does nothing but copy what they read and
+            make. The copy of a streamed weight counts as far as the call waits for it.
         makespan: of the plan; of several calls the weighted sum.
         alternatives: one for each device of ``max_memory``.
     """
@@ -162,12 +162,17 @@ def _owned(graph: Graph, name: str, operations: Sequence[str]) -> list[str]:
 
 
 def _touching(plan: Plan, operations: Sequence[str], owned: Sequence[str]) -> float:
-    """Seconds of the copies of what these operations read and make."""
+    """Seconds in which the call does nothing but copy what these operations read and make."""
     graph = plan.graph
     named = (graph.operations[op] for op in operations)
     touched = {name for op in named for name in (*op.inputs, *op.outputs)} | set(owned)
-    moves = (move for move in plan.schedule.moves() if move.value in touched)
-    return sum(move_seconds(move, plan.topology) for move in moves)
+    copies = (
+        event
+        for event in plan.timeline.events
+        if (event.kind == "move" and event.name in touched)
+        or (event.kind == "wait" and touched.intersection(event.weights))
+    )
+    return sum(event.end - event.start for event in copies)
 
 
 def _listed(items: Sequence[object]) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import networkx as nx
@@ -195,6 +196,16 @@ class Graph:
         """Inputs that a call writes to, itself or through a view."""
         roots = {self.root(name) for op in self.operations.values() for name in op.mutates}
         return tuple(name for name in self.inputs if name in roots)
+
+    @cached_property
+    def streamable(self) -> frozenset[str]:
+        """Weights that may be copied into memory that is reused before the call ends.
+
+        Not those that a call writes to, nor those of which it returns the storage.
+        """
+        kept = {self.root(name) for name in self.outputs}
+        kept |= {self.root(name) for op in self.operations.values() for name in op.mutates}
+        return frozenset(w.name for w in self.weights.values() if w.fetchable and w.name not in kept)
 
     def weight_named(self, name: str) -> Weight | None:
         """The weight that has this name, tied names included."""

@@ -1,8 +1,9 @@
 """Bytes on each device at each step of a schedule: the one place where memory is counted.
 
-A device holds, at a step: the weights that live there for the whole call, every storage whose last
-reader has not run yet, and the workspace of the operation that runs. A view holds its base's storage
-and brings none. What the caller passed in stays on the caller's device throughout.
+A device holds, at a step: the weights that live there and the ring that weights are streamed into,
+both for the whole call, every storage whose last reader has not run yet, and the workspace of the
+operation that runs. A view holds its base's storage and brings none. What the caller passed in stays
+on the caller's device throughout.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from graphplan.device import CPU, DeviceKey, DeviceSpec, Topology
 from graphplan.errors import VerificationError
 from graphplan.graph import Graph
-from graphplan.schedule import Move, Run, Schedule
+from graphplan.schedule import Load, Move, Run, Schedule, Wait
 
 __all__ = ["Memory", "Peak", "measure_memory"]
 
@@ -27,7 +28,7 @@ class Peak:
 
     Attributes:
         nbytes: weights, activations, copies and workspace, allocator rounding included.
-        weights: the part that is weights living there.
+        weights: the part that is weights living there, and the ring for those that are streamed.
         step: index of the step of the schedule at which it is reached, or -1 before the first.
         operation: the operation that runs or waits for its input at that step.
     """
@@ -81,8 +82,10 @@ class _Sweep:
         for index, step in enumerate(self.schedule.steps):
             if isinstance(step, Move):
                 self._move(index, step)
-            else:
+            elif isinstance(step, Run):
                 self._operate(index, step)
+            elif isinstance(step, Wait):
+                self._arrive(step)
         self._hold_outputs()
         return self._sweep(resident, caller)
 
@@ -94,6 +97,8 @@ class _Sweep:
             sizes[key].append(weight.nbytes)
             # a weight outlives the call, so its storage is counted once, here, and never freed
             self.storage[weight.name, key] = _Storage(key, 0, len(self.schedule.steps))
+        for ring in self.schedule.rings:
+            sizes[ring.device].append(ring.nbytes)
         return {key: self.specs[key].resident(listed) for key, listed in sizes.items()}
 
     def _place_inputs(self) -> int:
@@ -124,6 +129,12 @@ class _Sweep:
             self._use(index, (step.value, step.destination))
             return
         self._bear(index, (step.value, step.destination), step.nbytes)
+
+    def _arrive(self, step: Wait) -> None:
+        ring = next(ring for ring in self.schedule.rings if ring.device == step.device)
+        for name in ring.segments[step.segment].weights:
+            # it takes no more than its slot, which is there for the whole call
+            self.storage[name, step.device] = _Storage(step.device, 0, len(self.schedule.steps))
 
     def _operate(self, index: int, step: Run) -> None:
         operation = self.graph.operations[step.operation]
@@ -161,7 +172,7 @@ class _Sweep:
             for storage in self.born[index]:
                 live[storage.device] += storage.nbytes
                 dying[storage.last_use].append(storage)
-            device = step.device if isinstance(step, Run) else step.destination
+            device = step.destination if isinstance(step, Move | Load) else step.device
             now = live[device]
             if isinstance(step, Run):
                 spec = self.specs[device]

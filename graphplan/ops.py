@@ -1,13 +1,78 @@
-"""Operations that lowered graphs call and torch does not have."""
+"""Operations that lowered graphs call and torch does not have.
+
+The streaming of weights, for a weight ``w`` on the CPU that a multiplication on an accelerator reads::
+
+    stream_0 = self._stream_0
+    w = self.w
+    loaded_0 = load_segment(stream_0, 0, w)     # enqueues the copy
+    on_0 = wait_segment(loaded_0)               # what follows is enqueued behind it
+    w_on_0 = on_0[0]
+    mm = x_on_0 @ w_on_0
+    released_0 = release_segment(loaded_0)      # the slot may be loaded anew behind this
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["to_device"]
+__all__ = [
+    "Loaded",
+    "Stream",
+    "constant_attribute",
+    "load_segment",
+    "release_segment",
+    "stream_attribute",
+    "to_device",
+    "wait_segment",
+]
+
+
+class Loaded(Protocol):
+    """A segment whose copy has been enqueued."""
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        """Its weights on the device, for what is enqueued from now on."""
+        ...
+
+    def release(self) -> None:
+        """Nothing that is enqueued from now on reads it."""
+        ...
+
+
+class Stream(Protocol):
+    """What copies the segments of one accelerator."""
+
+    def load(self, index: int, weights: tuple[torch.Tensor, ...]) -> Loaded:
+        """Enqueue the copy of a segment."""
+        ...
+
+
+def constant_attribute(name: str) -> str:
+    """The attribute of the graph module that holds a constant of the code."""
+    return "_constant_" + name.replace(".", "_")
+
+
+def stream_attribute(index: int) -> str:
+    """The attribute of the graph module that holds the stream of the schedule's ring ``index``."""
+    return f"_stream_{index}"
+
+
+def load_segment(stream: Stream, index: int, *weights: torch.Tensor) -> Loaded:
+    """Enqueue the copy of a segment's weights to the accelerator of ``stream``."""
+    return stream.load(index, weights)
+
+
+def wait_segment(loaded: Loaded) -> tuple[torch.Tensor, ...]:
+    """A segment's weights on the accelerator; what reads them is enqueued behind their copy."""
+    return loaded.wait()
+
+
+def release_segment(loaded: Loaded) -> None:
+    """Let the next segment be copied into the slot, behind what has been enqueued so far."""
+    loaded.release()
 
 
 def to_device(value: Any, device: torch.device | str) -> Any:

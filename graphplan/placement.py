@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -14,14 +14,16 @@ import torch
 
 from graphplan.bottleneck import Bottleneck, find_bottleneck
 from graphplan.checks import check_schedule
-from graphplan.device import DeviceKey, DeviceSpec, Link, Topology
+from graphplan.device import CPU, DeviceKey, DeviceSpec, Link, Topology
 from graphplan.errors import GraphplanError, PlanError, VerificationError
 from graphplan.explain import Explanation, explain
 from graphplan.graph import Graph, Operation
 from graphplan.liveness import Memory, Peak, measure_memory
 from graphplan.passes.constrain import Wishes, constrain
 from graphplan.passes.evaluate import Problem
-from graphplan.schedule import Assignment, Move, Run, Schedule, Step
+from graphplan.schedule import Load, Move, Ring, Schedule
+from graphplan.schedule_json import decode_schedule, encode_schedule
+from graphplan.timeline import Timeline, make_timeline
 from graphplan.visualize import summary_text, to_dot
 
 __all__ = ["Plan", "Stage", "Transfer"]
@@ -63,6 +65,9 @@ class Plan:
         fixed_weights: weight -> where an earlier plan of the same model, or constant of it, has put it.
         call_weight: how much this call counts among those that were planned together.
         others: the plans of the other calls, where several were planned over one placement of weights.
+        shared_rings: device -> bytes of the ring that calls planned apart from this one have there.
+        ring_limits: device -> bytes that this ring may have, where earlier plans leave no more room.
+        streams: False where weights are copied one by one, for autograd.
     """
 
     graph: Graph
@@ -76,6 +81,9 @@ class Plan:
     fixed_weights: Mapping[str, DeviceKey] = field(default_factory=dict)
     call_weight: float = 1.0
     others: tuple[Plan, ...] = ()
+    shared_rings: Mapping[DeviceKey, int] = field(default_factory=dict)
+    ring_limits: Mapping[DeviceKey, int] = field(default_factory=dict)
+    streams: bool = True
 
     # -- where things are -------------------------------------------------------------------------
 
@@ -175,9 +183,13 @@ class Plan:
         return tuple(self.schedule.moves("activation"))
 
     @cached_property
-    def fetches(self) -> tuple[Transfer, ...]:
-        """Weights that are copied to where they are used, at every call."""
-        return tuple(self.schedule.moves("weight"))
+    def fetches(self) -> tuple[Transfer | Load, ...]:
+        """Copies of weights to where they are used, made at every call.
+
+        A :class:`~graphplan.schedule.Load` copies the weights of one segment, ahead of their use.
+        """
+        copies = self.schedule.copies()
+        return tuple(c for c in copies if isinstance(c, Load) or c.kind == "weight")
 
     @cached_property
     def io_transfers(self) -> tuple[Transfer, ...]:
@@ -191,10 +203,15 @@ class Plan:
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes of weights copied in one call."""
-        return sum(move.nbytes for move in self.fetches)
+        """Bytes of weights copied in one call, the gaps between them included."""
+        return sum(copy.nbytes for copy in self.fetches)
 
     # -- what it costs ----------------------------------------------------------------------------
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """When each operation, move and copy of weights starts and ends, as modelled."""
+        return make_timeline(self.graph, self.topology, self.schedule)
 
     @cached_property
     def memory(self) -> Memory:
@@ -233,17 +250,50 @@ class Plan:
         """Weighted seconds below which no placement of all :attr:`calls` can go."""
         return sum(plan.call_weight * plan.lower_bound for plan in self.calls)
 
+    @property
+    def plain_problem(self) -> Problem:
+        """The graph, the devices and what earlier plans have settled, without the caller's rules."""
+        return Problem(
+            self.graph,
+            self.topology,
+            self.schedule.host,
+            self.schedule.returns_to_host,
+            self.fixed_weights,
+            rings=self.shared_rings,
+            growth=self.ring_limits,
+            streams=self.streams,
+        )
+
     @cached_property
     def problem(self) -> Problem:
-        """What was solved: the graph, the devices and the caller's rules."""
-        host, returns = self.schedule.host, self.schedule.returns_to_host
-        plain = Problem(self.graph, self.topology, host, returns, self.fixed_weights)
-        return constrain(plain, self.wishes)
+        """What was solved: :attr:`plain_problem` with the caller's rules."""
+        return constrain(self.plain_problem, self.wishes)
 
     @property
     def activations_known(self) -> bool:
         """False without example inputs: then ``peak_bytes`` counts weights only."""
         return self.graph.shapes_known
+
+    def with_rings(self, sizes: Mapping[DeviceKey, int]) -> Plan:
+        """The same plan, with rings of at least so many bytes: other calls of the model share them."""
+        known = {ring.device: ring for ring in self.schedule.rings}
+        others = tuple(other.with_rings(sizes) for other in self.others)
+        if all(key in known and known[key].nbytes >= nbytes for key, nbytes in sizes.items()):
+            return self if others == self.others else replace(self, others=others)
+        cpu = next((spec.key for spec in self.topology.devices if spec.type == CPU), CPU)
+        rings = [
+            replace(ring, nbytes=max(ring.nbytes, sizes.get(spec.key, 0)))
+            for spec in self.topology.devices
+            if spec.key in known or spec.key in sizes
+            for ring in (known.get(spec.key, Ring(spec.key, cpu, (), (), 0)),)
+        ]
+        larger = {key: n for key, n in sizes.items() if key not in known or known[key].nbytes < n}
+        return replace(
+            self,
+            schedule=replace(self.schedule, rings=tuple(rings)),
+            shared_rings={**self.shared_rings, **larger},
+            others=others,
+        )
 
     # -- what if ----------------------------------------------------------------------------------
 
@@ -261,8 +311,8 @@ class Plan:
     def bottleneck(self, *, progress: bool = True) -> Bottleneck:
         """Which budget's increase would save most time, how much of it is needed, and what is saved.
 
-        Plans again with each device's budget grown, each link and each device twice as fast, so it
-        takes several times as long as planning.
+        Plans again with each device's budget grown, each link and each device twice as fast. All of these
+        are found by local search from this plan, so that others than the answer may help more than is said.
 
         Args:
             progress: whether to show a bar when it takes over a second.
@@ -370,33 +420,16 @@ def _encode(plan: Plan) -> dict[str, Any]:
         "devices": [asdict(spec) for spec in topology.devices],
         "links": [[a, b, asdict(link)] for (a, b), link in topology.links.items()],
         "default_link": asdict(topology.default_link),
-        "host": schedule.host,
-        "returns_to_host": schedule.returns_to_host,
-        "operations": [[name, key] for name, key in schedule.assignment.operations.items()],
-        "weights": [[name, key] for name, key in schedule.assignment.weights.items()],
-        "steps": [_encode_step(step) for step in schedule.steps],
+        **encode_schedule(schedule),
         "graph": plan.graph.to_dict(),
         "wishes": asdict(plan.wishes),
         "fixed_weights": dict(plan.fixed_weights),
         "call_weight": plan.call_weight,
         "others": [_encode(other) for other in plan.others],
+        "shared_rings": [[key, nbytes] for key, nbytes in plan.shared_rings.items()],
+        "ring_limits": [[key, nbytes] for key, nbytes in plan.ring_limits.items()],
+        "streams": plan.streams,
     }
-
-
-def _encode_step(step: Step) -> dict[str, Any]:
-    kind = "run" if isinstance(step, Run) else "move"
-    data = asdict(step)
-    if kind == "move":
-        data["what"] = data.pop("kind")
-    return {"kind": kind, **data}
-
-
-def _decode_step(data: Mapping[str, Any]) -> Step:
-    if data["kind"] == "run":
-        return Run(data["operation"], data["device"])
-    if data["kind"] != "move":
-        raise ValueError(f"a step of kind {data['kind']!r}")
-    return Move(data["value"], data["source"], data["destination"], data["nbytes"], data["what"])
 
 
 def _decode(cls: type[Plan], data: Mapping[str, Any]) -> Plan:
@@ -405,13 +438,10 @@ def _decode(cls: type[Plan], data: Mapping[str, Any]) -> Plan:
         {(a, b): Link(**link) for a, b, link in data["links"]},
         Link(**data["default_link"]),
     )
-    assignment = Assignment(dict(map(tuple, data["operations"])), dict(map(tuple, data["weights"])))
-    steps = tuple(map(_decode_step, data["steps"]))
-    schedule = Schedule(steps, assignment, data["host"], data["returns_to_host"])
     return cls(
         Graph.from_dict(data["graph"]),
         topology,
-        schedule,
+        decode_schedule(data),
         data["makespan"],
         data["lower_bound"],
         data["proof"],
@@ -420,6 +450,9 @@ def _decode(cls: type[Plan], data: Mapping[str, Any]) -> Plan:
         data["fixed_weights"],
         data["call_weight"],
         tuple(cls._from_data(other) for other in data["others"]),
+        dict(map(tuple, data["shared_rings"])),
+        dict(map(tuple, data["ring_limits"])),
+        data["streams"],
     )
 
 

@@ -27,12 +27,14 @@ from graphplan.checks import check_schedule
 from graphplan.device import CPU, DeviceKey, Topology
 from graphplan.errors import CaptureError
 from graphplan.graph import Graph, Weight
+from graphplan.ops import constant_attribute
 from graphplan.passes.annotate import Annotator, costlier
 from graphplan.passes.constrain import Wishes, constrain
 from graphplan.passes.evaluate import Problem, evaluate
 from graphplan.passes.joint import Call, place_jointly
-from graphplan.passes.lower import constant_attribute, host_device, lower
+from graphplan.passes.lower import host_device, lower
 from graphplan.passes.place import Solution, place
+from graphplan.passes.shared_rings import fit_together
 from graphplan.passes.simplify import simplify
 from graphplan.passes.verify import verify_lowered
 from graphplan.placement import Plan
@@ -45,6 +47,7 @@ __all__ = ["Compiler", "Options", "Planned"]
 
 logger = logging.getLogger("graphplan")
 
+_RING_SLACK = 2 << 20  # bytes by which CUDA's allocator may count a larger ring differently
 _SETTLING = 4  # times that a placement is made again because its own moves made operations take more
 
 
@@ -68,6 +71,7 @@ class Compiler:
         self.homes = homes
         self.captures: list[tuple[tuple[bool, ...], Capture, Annotator]] = []
         self.constants: list[_Constant] = []
+        self.plans: list[Plan] = []
 
     def devices_of_weights(self) -> dict[str, torch.device]:
         """First name of each weight -> its device."""
@@ -79,8 +83,7 @@ class Compiler:
         captured, annotator = self._capture(call)
         constants = captured.constants
         graph = self._with_constants(annotator.graph(), constants)
-        fixed = {**(self.homes or {}), **self._constant_homes(constants)}
-        plain = Problem(graph, self.topology, self._host(call), self.options.return_outputs, fixed)
+        plain = self._problem(graph, constants, self._host(call))
         # a further call may not run everything that the caller has named
         wishes = self.options.wishes if self.homes is None else self.options.wishes.within(graph)
         problem, solution = self._settle(annotator, plain, wishes)
@@ -121,6 +124,9 @@ class Compiler:
             call.wishes,
             call.problem.fixed_weights,
             call.weight,
+            shared_rings=call.problem.rings,
+            ring_limits=call.problem.growth,
+            streams=call.problem.streams,
         )
         return Planned(captured, made)
 
@@ -165,8 +171,7 @@ class Compiler:
         calls = []
         for part, own in zip(parts, constants, strict=True):
             graph = self._with_constants(part.annotator.graph(), own, union)
-            fixed = {**(self.homes or {}), **self._constant_homes(own)}
-            plain = Problem(graph, self.topology, part.host, self.options.return_outputs, fixed)
+            plain = self._problem(graph, own, part.host)
             calls.append(Call(plain, self.options.wishes.within(graph), part.weight))
         _check_named(self.options.wishes, calls)
         for _ in range(_SETTLING):
@@ -179,10 +184,10 @@ class Compiler:
                 replace(call, problem=replace(call.problem, graph=graph))
                 for call, graph in zip(calls, moved, strict=True)
             ]
-            again = [
-                evaluate(call.settled({}), found.evaluation.schedule.assignment)
-                for call, found in zip(exact, solutions, strict=True)
-            ]
+            again = fit_together(
+                [call.settled({}) for call in exact],
+                [found.evaluation.schedule.assignment for found in solutions],
+            )
             if all(found.feasible for found in again):
                 judged = zip(solutions, again, strict=True)
                 return exact, [replace(solution, evaluation=found) for solution, found in judged]
@@ -191,6 +196,38 @@ class Compiler:
                 for old, new, graph in zip(calls, exact, moved, strict=True)
             ]
         return calls, list(place_jointly(calls))
+
+    def _problem(self, graph: Graph, constants: Mapping[str, torch.Tensor], host: DeviceKey) -> Problem:
+        """What is asked of one call beside what earlier plans have settled."""
+        return Problem(
+            graph,
+            self.topology,
+            host,
+            self.options.return_outputs,
+            {**(self.homes or {}), **self._constant_homes(constants)},
+            rings=self._rings(),
+            growth=self._ring_limits(),
+            streams=not self.options.grad,
+        )
+
+    def _rings(self) -> dict[DeviceKey, int]:
+        """Bytes of the rings that earlier plans of this model have made."""
+        sizes: dict[DeviceKey, int] = {}
+        for ring in (ring for made in self.plans for ring in made.schedule.rings):
+            sizes[ring.device] = max(ring.nbytes, sizes.get(ring.device, 0))
+        return sizes
+
+    def _ring_limits(self) -> dict[DeviceKey, int]:
+        """Bytes that the rings may have so that earlier plans keep their budgets."""
+        here = self._rings()
+        limits: dict[DeviceKey, int] = {}
+        for made in self.plans:
+            for spec in self.topology.devices:
+                own = sum(ring.nbytes for ring in made.schedule.rings if ring.device == spec.key)
+                slack = _RING_SLACK if spec.type == "cuda" else 0
+                limit = max(own + spec.room - made.peak_bytes[spec.key] - slack, here.get(spec.key, 0))
+                limits[spec.key] = min(limit, limits.get(spec.key, limit))
+        return limits
 
     def _known(self, name: str, tensor: torch.Tensor) -> _Constant | None:
         """The constant of an earlier plan that has the same name and values."""
@@ -281,6 +318,7 @@ class Compiler:
 
     def _lower(self, planned: Planned) -> Program:
         captured, made = planned.capture, planned.plan
+        self.plans.append(made)
         graph, schedule = made.graph, made.schedule
         lowered = lower(captured, graph, schedule, self.topology)
         verify_lowered(lowered, graph, schedule, self.topology)

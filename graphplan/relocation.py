@@ -1,7 +1,8 @@
 """What it would cost to have one thing on another device, all else staying where it is.
 
 Every way is judged by the evaluator, in every call of the plan: the operations with their weights
-beside them, or fetched from where the weights are, or from the CPU. A rule that forbids it is an
+beside them, or fetched from where the weights are, or from the CPU. Rings lose slots where that is what
+it takes. A rule that forbids it is an
 obstacle to be named, not a reason to know no price.
 """
 
@@ -11,12 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from graphplan.cost import move_seconds
 from graphplan.device import CPU, DeviceKey
 from graphplan.errors import readable_bytes
 from graphplan.graph import Graph
-from graphplan.passes.evaluate import Evaluation, Problem, evaluate
+from graphplan.passes.evaluate import Evaluation, Problem
 from graphplan.passes.residence import cpu_key
+from graphplan.passes.shared_rings import fit_together
+from graphplan.timeline import make_timeline
 from graphplan.visualize import time_text
 
 if TYPE_CHECKING:
@@ -39,7 +41,8 @@ class Alternative:
             its weights there too, where they are, or on the CPU. Of several calls the weighted sum.
         slower: ``makespan`` less that of the plan.
         compute_seconds: of its operations there, in one call.
-        transfer_seconds: of the copies that all of the call then makes, in one call.
+        transfer_seconds: in which the call then does nothing but copy, in one call: moves, and waits for
+            streamed weights.
         missing_bytes: device key -> bytes by which its budget would be passed.
         operation: at which operation the first of them would be.
         along: operations that would have to come along, since they must stay together.
@@ -136,8 +139,7 @@ class Mover:
 
     def _here(self, key: DeviceKey) -> Alternative:
         plan = self.plan
-        copies = sum(move_seconds(move, plan.topology) for move in plan.schedule.moves())
-        compute = self._compute(key)
+        copies, compute = plan.timeline.copy_seconds, self._compute(key)
         return Alternative(
             key, True, True, plan.weighted_makespan, 0.0, compute, copies, {}, None, (), "it is there"
         )
@@ -174,9 +176,8 @@ class Mover:
         return [name for name in self.owned if fixed.get(name, key) != key]
 
     def _judge(self, key: DeviceKey, moves: bool, home: DeviceKey | None) -> _Outcome:
-        found = []
-        parts = zip(self.plan.calls, self.free, self.closed, self.carried, strict=True)
-        for one, problem, group, carried in parts:
+        moved = []
+        for one, group, carried in zip(self.plan.calls, self.closed, self.carried, strict=True):
             assignment = one.schedule.assignment
             devices, homes = dict(assignment.operations), dict(assignment.weights)
             if moves:
@@ -190,8 +191,8 @@ class Mover:
                 homes.update(dict.fromkeys(bound, key))
             if home is not None:
                 homes.update((name, home) for name in carried if name in homes)
-            found.append(evaluate(problem, replace(assignment, operations=devices, weights=homes)))
-        return _outcome(self.plan, found)
+            moved.append(replace(assignment, operations=devices, weights=homes))
+        return _outcome(self.plan, fit_together(self.free, moved))
 
     def _rule(self, key: DeviceKey) -> str:
         """The rule of the caller, or of an earlier plan, that forbids it."""
@@ -268,7 +269,7 @@ def _closure(graph: Graph, names: Sequence[str]) -> list[str]:
 
 
 def _copies(found: Evaluation, plan: Plan) -> float:
-    return sum(move_seconds(move, plan.topology) for move in found.schedule.moves())
+    return make_timeline(plan.graph, plan.topology, found.schedule).copy_seconds
 
 
 def _impossible(key: DeviceKey, obstacle: str) -> Alternative:

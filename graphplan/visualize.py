@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from graphplan.placement import Plan
+    from graphplan.schedule import Ring
 
 __all__ = ["size_text", "summary_text", "table_lines", "time_text", "to_dot"]
 
@@ -53,7 +54,8 @@ def summary_text(plan: Plan) -> str:
         *_stages(plan),
         "",
         f"transfers  {len(plan.transfers)} values, {size_text(plan.transfer_bytes)} per call",
-        f"fetches    {len(plan.fetches)} weights, {size_text(plan.streamed_bytes)} per call",
+        f"fetches    {len(plan.fetches)} copies of weights, {size_text(plan.streamed_bytes)} per call"
+        + "".join(_ring(ring) for ring in plan.schedule.rings),
         f"time       {time_text(plan.makespan)} modelled, lower bound {time_text(plan.lower_bound)}, "
         f"gap {100 * plan.gap:.2f} % ({plan.proof})",
     ]
@@ -65,6 +67,11 @@ def summary_text(plan: Plan) -> str:
     if not plan.activations_known:
         lines.append("activations are unknown without example inputs: peaks count weights only")
     return "\n".join(lines)
+
+
+def _ring(ring: Ring) -> str:
+    count = len(ring.slots)
+    return f", {size_text(ring.nbytes)} in {count} slot{'' if count == 1 else 's'} on {ring.device}"
 
 
 def _devices(plan: Plan) -> list[str]:

@@ -1,9 +1,10 @@
 """A lower bound on the seconds of any placement, from the graph and the budgets alone.
 
-Three parts that add up. Every operation takes at least its time on the device that is fastest at it.
-Bytes of weights that no accelerator has room for are computed with on the CPU or fetched, whichever
-is cheaper per byte (a fractional knapsack). And where the weights need several devices, the graph,
-if it is connected, is cut at least once per further device.
+Every operation takes at least its time on the device that is fastest at it. Bytes of weights that no
+accelerator has room for are computed with on the CPU, which adds to that (a fractional knapsack), or
+streamed, which may overlap with it and takes at least its time on the links: the bound is the best
+balance of the two. And where the weights need several devices, the graph, if it is connected, is cut
+at least once per further device.
 """
 
 from __future__ import annotations
@@ -36,12 +37,25 @@ def lower_bound(problem: Problem) -> Bound:
     fastest = _fastest_seconds(problem, computing)
     if not accelerators:
         return Bound(fastest, "all operations on the CPU")
-    overflow = _overflow_seconds(problem, accelerators)
-    if overflow > 0:
-        return Bound(fastest + overflow, "fastest compute plus the weights that no accelerator holds")
-    cuts = _cut_seconds(graph, topology, computing)
-    proof = "fastest compute plus a cut per further device" if cuts else "fastest compute"
-    return Bound(fastest + cuts, proof)
+    cpu = next((spec for spec in computing if spec.device == CPU), None)
+    cuts = _cut_seconds(graph, computing, topology)
+    rooms = sorted((spec.room for spec in accelerators), reverse=True)
+    if cpu is None or not problem.offload:
+        total = sum(graph.weights[name].nbytes for name in _read_weights(graph))
+        further = int(np.searchsorted(np.cumsum(sorted((s.room for s in computing), reverse=True)), total))
+        seconds = fastest + cuts * further * (further < len(computing))
+        return Bound(seconds, "fastest compute plus a cut per further device" if cuts else "fastest compute")
+    # with fewer accelerators there are fewer cuts, and more that they do not hold
+    choices = [
+        max(fastest + used * cuts, _overflow_seconds(problem, accelerators, fastest, sum(rooms[: used + 1])))
+        for used in range(len(rooms))
+    ]
+    best = min(choices)
+    if best == choices[-1] and best > fastest + cuts * (len(rooms) - 1):
+        return Bound(best, "fastest compute, overlapped with the weights that no accelerator holds")
+    return Bound(
+        best, "fastest compute plus a cut per further device" if best > fastest else "fastest compute"
+    )
 
 
 def _fastest_seconds(problem: Problem, computing: list[DeviceSpec]) -> float:
@@ -61,33 +75,42 @@ def _read_weights(graph: Graph) -> dict[str, list[str]]:
     return found
 
 
-def _overflow_seconds(problem: Problem, accelerators: list[DeviceSpec]) -> float:
-    """Seconds that the bytes beyond the accelerators' memory cost at least."""
+def _overflow_seconds(problem: Problem, accelerators: list[DeviceSpec], fastest: float, held: int) -> float:
+    """Seconds of a call at least, where accelerators hold no more than ``held`` bytes of weights."""
     graph, topology = problem.graph, problem.topology
     readers = _read_weights(graph)
     total = sum(graph.weights[name].nbytes for name in readers)
-    missing = total - sum(spec.room for spec in accelerators)
+    missing = total - held
     cpu = next((spec for spec in topology.devices if spec.device == CPU), None)
     if missing <= 0 or cpu is None:
-        return 0.0
-    fetch = min(1.0 / topology.link(cpu.key, spec.key).bandwidth for spec in accelerators)
+        return fastest
+    bandwidth = sum(topology.link(cpu.key, spec.key).bandwidth for spec in accelerators)
     # an operation moved to the CPU frees all its weights, and pays once
     prices = []
     for name, users in readers.items():
         nbytes = graph.weights[name].nbytes
-        if not nbytes:
-            continue
-        penalty = min(_cpu_penalty(problem, user, cpu, accelerators) for user in users)
-        prices.append((min(fetch, penalty / nbytes), nbytes))
-    prices.sort()
-    seconds = 0.0
+        if nbytes:
+            penalty = min(_cpu_penalty(problem, user, cpu, accelerators) for user in users)
+            prices.append((penalty / nbytes, nbytes))
+    return _balance(sorted(prices), missing, bandwidth, fastest)
+
+
+def _balance(prices: list[tuple[float, int]], missing: float, bandwidth: float, fastest: float) -> float:
+    """The least of max(compute, streaming) when bytes go to the CPU in the order of their price.
+
+    Each byte on the CPU lengthens ``fastest`` by its price, and shortens streaming by 1 / bandwidth.
+    """
     for price, nbytes in prices:
-        part = min(missing, nbytes)
-        seconds += price * part
-        missing -= part
-        if missing <= 0:
+        # as many of these bytes as bring the two together
+        level = (missing / bandwidth - fastest) / (price + 1.0 / bandwidth)
+        part = min(float(nbytes), missing, level)
+        if part <= 0:
             break
-    return seconds
+        fastest += price * part
+        missing -= part
+        if part < nbytes:
+            break
+    return max(fastest, missing / bandwidth)
 
 
 def _cpu_penalty(problem: Problem, user: str, cpu: DeviceSpec, accelerators: list[DeviceSpec]) -> float:
@@ -99,20 +122,14 @@ def _cpu_penalty(problem: Problem, user: str, cpu: DeviceSpec, accelerators: lis
     return extra / max(weights, 1)
 
 
-def _cut_seconds(graph: Graph, topology: Topology, computing: list[DeviceSpec]) -> float:
-    """Latency and bytes of the cheapest edges, one per device beyond the first that must be used."""
-    readers = _read_weights(graph)
-    total = sum(graph.weights[name].nbytes for name in readers)
-    sizes = sorted((spec.room for spec in computing), reverse=True)
-    needed = int(np.searchsorted(np.cumsum(sizes), total)) + 1
-    if needed < 2 or needed > len(sizes):
-        return 0.0
-    weighing = {reader for users in readers.values() for reader in users}
-    if not _connected(graph, weighing):
+def _cut_seconds(graph: Graph, computing: list[DeviceSpec], topology: Topology) -> float:
+    """Latency and bytes of the cheapest edge: what each device beyond the first costs at least."""
+    weighing = {reader for users in _read_weights(graph).values() for reader in users}
+    if len(computing) < 2 or not weighing or not _connected(graph, weighing):
         return 0.0
     sizes_moved = _moved_bytes(graph)
     links = [topology.link(a.key, b.key) for a in computing for b in computing if a is not b]
-    return (needed - 1) * min(link.seconds(min(sizes_moved)) for link in links)
+    return min(link.seconds(min(sizes_moved)) for link in links)
 
 
 def _moved_bytes(graph: Graph) -> list[int]:

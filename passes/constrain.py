@@ -71,15 +71,13 @@ def constrain(problem: Problem, wishes: Wishes) -> Problem:
     for name, key in wishes.pin.items():
         _pin(graph, problem.topology, name, key, allowed, fixed)
     _agree(graph, allowed)
-    return Problem(
-        graph,
-        problem.topology,
-        problem.host,
-        problem.returns_to_host,
-        fixed,
-        allowed,
-        wishes.offload,
-        wishes.balance,
+    return replace(
+        problem,
+        graph=graph,
+        fixed_weights=fixed,
+        allowed=allowed,
+        offload=wishes.offload,
+        balance=wishes.balance,
     )
 
 

@@ -3,7 +3,8 @@
 Dynamic programming over (which accelerators are used, where the sequence is cut). Accelerators of one
 kind are interchangeable, so only how many are used matters; the CPU may be used any number of times.
 A piece that is too large for its accelerator may keep the excess of its weights in CPU memory and
-fetch them at each call. The tables are close to the evaluator, which has the last word.
+stream them at each call, which then takes the longer of copying and computing. The tables are close to
+the evaluator, which has the last word.
 """
 
 from __future__ import annotations
@@ -182,12 +183,12 @@ def _piece_seconds(
     fits = excess <= 0
     if home is not None:
         link = topology.link(home.key, spec.key)
-        fetched = excess + tables.widest
+        fetched = excess + 2 * tables.widest  # the ring takes room of its own
         mean = max(1.0, float(np.mean(chain.weight_reads.nbytes)) if len(chain.weight_reads.nbytes) else 1.0)
         price = fetched / link.bandwidth + np.ceil(fetched / mean) * link.latency
         # all weights may be away, but the activations and one operation's weights must fit
         possible = tables.activations + 2 * tables.widest <= space
-        seconds = np.where(fits, seconds, np.where(possible, seconds + price, np.inf))
+        seconds = np.where(fits, seconds, np.where(possible, np.maximum(seconds, price), np.inf))
     else:
         seconds = np.where(fits, seconds, np.inf)
     seconds[np.tril_indices(len(cuts))] = np.inf

@@ -1,20 +1,21 @@
 """The judge: what an assignment costs and whether it keeps the budgets.
 
-Solvers propose, this disposes: it writes the schedule, counts its bytes and adds up its seconds.
+Solvers propose, this disposes: it writes the schedule, counts its bytes and runs its clocks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from graphplan.cost import move_seconds, operation_seconds
+from graphplan.cost import operation_seconds
 from graphplan.device import DeviceKey, DeviceSpec, Topology
 from graphplan.graph import Graph, Operation
 from graphplan.liveness import Memory, Peak, measure_memory
 from graphplan.passes.transfers import build_schedule
-from graphplan.schedule import Assignment, Run, Schedule
+from graphplan.schedule import Assignment, Schedule
+from graphplan.timeline import call_seconds
 
 __all__ = ["Evaluation", "Problem", "evaluate"]
 
@@ -34,6 +35,9 @@ class Problem:
         offload: whether the CPU may compute, and keep weights that accelerators fetch, where the
             accelerators do not hold the model.
         balance: spread the work evenly over the accelerators instead of moving the fewest bytes.
+        rings: device -> bytes of the ring that calls of other structures have there already.
+        growth: device -> bytes that this ring may have at most, where those calls leave no more room.
+        streams: False where autograd keeps weights after the call: they are then copied one by one.
     """
 
     graph: Graph
@@ -44,6 +48,9 @@ class Problem:
     allowed: Mapping[str, frozenset[DeviceKey]] = field(default_factory=dict)
     offload: bool = True
     balance: bool = False
+    rings: Mapping[DeviceKey, int] = field(default_factory=dict)
+    growth: Mapping[DeviceKey, int] = field(default_factory=dict)
+    streams: bool = True
 
     def seconds(self, operation: Operation, spec: DeviceSpec) -> float:
         """Seconds of an operation on a device, infinite where it may not run."""
@@ -84,18 +91,38 @@ class Evaluation:
 
 
 def evaluate(problem: Problem, assignment: Assignment) -> Evaluation:
-    """Judge an assignment."""
+    """Judge an assignment. A ring of which it says nothing gets one slot where two do not fit."""
+    if not problem.streams:
+        assignment = replace(assignment, slots=dict.fromkeys(problem.topology.keys, 0))
+    found = _judge(problem, assignment)
+    tight = {
+        ring.device: 1
+        for ring in found.schedule.rings
+        if ring.device in found.excess and ring.device not in assignment.slots and len(ring.slots) > 1
+    }
+    if not tight:
+        return found
+    again = _judge(problem, replace(assignment, slots={**assignment.slots, **tight}))
+    return again if sum(again.excess.values()) < sum(found.excess.values()) else found
+
+
+def _judge(problem: Problem, assignment: Assignment) -> Evaluation:
     graph, topology = problem.graph, problem.topology
-    schedule = build_schedule(graph, assignment, problem.host, returns_to_host=problem.returns_to_host)
+    schedule = build_schedule(
+        graph,
+        topology,
+        assignment,
+        problem.host,
+        returns_to_host=problem.returns_to_host,
+        rings=problem.rings,
+    )
     memory = measure_memory(graph, topology, schedule)
-    specs = {spec.key: spec for spec in topology.devices}
-    seconds = 0.0
-    for step in schedule.steps:
-        if isinstance(step, Run):
-            seconds += problem.seconds(graph.operations[step.operation], specs[step.device])
-        else:
-            seconds += move_seconds(step, topology)
+    seconds = call_seconds(graph, topology, schedule, problem.seconds)
     excess = {
         spec.key: over for spec in topology.devices if (over := memory.peaks[spec.key].nbytes - spec.room) > 0
     }
+    for ring in schedule.rings:
+        over = ring.nbytes - problem.growth.get(ring.device, ring.nbytes)
+        if over > 0:
+            excess[ring.device] = max(over, excess.get(ring.device, 0))
     return Evaluation(schedule, memory, seconds, excess)

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from graphplan.device import DeviceKey
 from graphplan.graph import Graph
-from graphplan.passes.evaluate import Evaluation, Problem, evaluate
+from graphplan.passes.evaluate import Evaluation, Problem
+from graphplan.passes.shared_rings import evaluate_together, fit_together
 
 __all__ = ["exchange"]
 
@@ -30,7 +31,7 @@ def exchange(
     Args:
         problems: one for each call; weights of one name are one weight.
         weights: how much each call's seconds count.
-        start: a feasible placement of each call, over the same homes of weights.
+        start: a feasible placement of each call, over the same homes of weights and the same rings.
         work: steps of schedules that may be judged; the result does not depend on the clock.
     """
     search = _Search(problems, weights, start, work)
@@ -114,14 +115,15 @@ class _Search:
             best = None
             for devices in self._ways(index, moved):
                 changed = replace(one.schedule.assignment, operations=devices, weights=homes)
-                judged = evaluate(self.problems[index], changed)
+                (judged,) = fit_together([self.problems[index]], [changed])
                 self.left -= len(judged.schedule.steps)
                 if judged.feasible and (best is None or judged.seconds < best.seconds):
                     best = judged
             if best is None:
                 return None
             found.append(best)
-        return found
+        together = evaluate_together(self.problems, [one.schedule.assignment for one in found])
+        return together if all(one.feasible for one in together) else None
 
     def _ways(self, index: int, moved: Mapping[str, DeviceKey]) -> Iterator[dict[str, DeviceKey]]:
         """Where a call may run its operations then: with the weights, where they are, off the CPU."""

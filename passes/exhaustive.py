@@ -2,7 +2,8 @@
 
 Depth first over the operations in order, and over the homes of the weights that each reads first. A
 branch is cut where its seconds so far, plus the fastest time of what is left, reach the best known
-placement, or where what a device holds for certain passes its budget. Equal devices are opened in
+placement, or where streaming alone takes as long, or where what a device holds for certain passes its
+budget. Equal devices are opened in
 the caller's order only. What remains is judged by the evaluator, so the best found is the optimum of
 the model, and proves it: among placements whose weights live where a reader runs, or on the CPU.
 """
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from graphplan.device import CPU, DISK, DeviceKey, DeviceSpec
+from graphplan.passes.depth import deepen
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.residence import reside
 
@@ -46,6 +48,7 @@ class _State:
     present: set[tuple[str, DeviceKey]] = field(default_factory=set)
     resident: dict[DeviceKey, int] = field(default_factory=dict)
     most: dict[DeviceKey, int] = field(default_factory=dict)
+    copying: dict[DeviceKey, float] = field(default_factory=dict)  # seconds of streaming alone
 
 
 class _Search:
@@ -66,6 +69,7 @@ class _Search:
         self.state = _State()
         for spec in problem.topology.devices:
             self.state.resident[spec.key] = self.state.most[spec.key] = 0
+            self.state.copying[spec.key] = 0.0
         self.state.present.update((name, problem.host) for name in self.graph.inputs)
 
     def _last_reads(self) -> dict[str, int]:
@@ -172,6 +176,7 @@ class _Search:
         arrived: list[tuple[str, DeviceKey]] = []
         spec = self.by_key[key]
         held = spec.allocated(operation.workspace_on(spec.type))
+        streaming = copying = state.copying[key]
         if not operation.host_only:
             for name in operation.inputs:
                 value = self.graph.values.get(name)
@@ -179,8 +184,13 @@ class _Search:
                     continue
                 weight = self.graph.weights.get(name)
                 nbytes = weight.nbytes if weight is not None else value.copy_bytes if value else 0
-                seconds += topology.link(self._home(name), key).seconds(nbytes)
-                held += spec.allocated(nbytes)
+                link = topology.link(self._home(name), key)
+                if self._streamed(name, spec):
+                    copying += nbytes / link.bandwidth  # which may hide behind compute
+                    held += spec.rounded(nbytes)
+                else:
+                    seconds += link.seconds(nbytes)
+                    held += spec.allocated(nbytes)
                 arrived.append((name, key))
         made = [(name, key) for name in operation.outputs]
         for name in operation.outputs:
@@ -191,14 +201,21 @@ class _Search:
                     seconds += topology.link(key, self.problem.host).seconds(value.copy_bytes)
         held += self._alive_at_home(index, key)
         before = state.most[key]
-        if state.resident[key] + max(before, held) <= spec.room:
+        if state.resident[key] + max(before, held) <= spec.room and not self._beaten(copying):
             state.most[key] = max(before, held)
+            state.copying[key] = copying
             state.present.update(arrived)
             state.present.update(made)
             self._operation(index + 1, seconds)
             state.present.difference_update(made)
             state.present.difference_update(arrived)
             state.most[key] = before
+            state.copying[key] = streaming
+
+    def _streamed(self, name: str, spec: DeviceSpec) -> bool:
+        home = self.by_key.get(self._home(name))
+        fetched = self.problem.streams and name in self.graph.streamable and spec.is_accelerator
+        return fetched and home is not None and home.type == CPU
 
     def _home(self, name: str) -> DeviceKey:
         if name in self.state.home:
@@ -218,6 +235,6 @@ class _Search:
 
     def _leaf(self) -> None:
         settled = replace(self.problem, fixed_weights={**self.problem.fixed_weights, **self.state.home})
-        found = evaluate(self.problem, reside(settled, self.state.device))
+        found = deepen(self.problem, evaluate(self.problem, reside(settled, self.state.device)))
         if found.feasible and not self._beaten(found.seconds):
             self.best = found

@@ -4,7 +4,8 @@ A prefill and a decode, say, run over the same weights, and each must keep every
 minimised is the sum of their seconds, each times its weight. One call after the other is placed, and
 settles where the weights live that nobody before it has read; each in turn goes first, and the best of
 these is improved by exchanging weights between devices. Every call is judged by the evaluator, with
-all weights where they are. The bound is the weighted sum of each call's own: alone, none is slower.
+all weights where they are, and with the rings that all calls share. The bound is the weighted sum of each
+call's own: alone, none is slower.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.exchange import exchange
 from graphplan.passes.place import Solution, place
 from graphplan.passes.residence import reside
+from graphplan.passes.shared_rings import beside, evaluate_together, fit_together, within
 from graphplan.schedule import Assignment
 
 __all__ = ["Call", "place_jointly"]
@@ -49,8 +51,12 @@ class Call:
         return constrain(replace(self.problem, fixed_weights=fixed), self.wishes)
 
     def on(self, topology: Topology) -> Call:
-        """The same call on other devices."""
-        return replace(self, problem=replace(self.problem, topology=topology))
+        """The same call on other devices; where one has more room, rings may grow by as much."""
+        before = self.problem.topology
+        growth = {
+            key: limit + topology[key].room - before[key].room for key, limit in self.problem.growth.items()
+        }
+        return replace(self, problem=replace(self.problem, topology=topology, growth=growth))
 
     def read(self) -> list[str]:
         """The weights whose data it reads."""
@@ -60,22 +66,37 @@ class Call:
         return [name for name in graph.weights if name in inputs]
 
 
-def place_jointly(calls: Sequence[Call]) -> tuple[Solution, ...]:
+def place_jointly(
+    calls: Sequence[Call], *, exhaustive: bool = True, near: Sequence[Assignment] | None = None
+) -> tuple[Solution, ...]:
     """A placement of each call, in order, all over the same homes of weights.
 
     Weights of one name are one weight; every call's graph names all of them.
+
+    Args:
+        calls: what to place.
+        exhaustive: as in :func:`graphplan.passes.place.place`.
+        near: an assignment of each call to start from as well, all over the same homes of weights.
 
     Raises:
         InfeasibleError: a call fits in no way, or no way was found in which all of them do.
     """
     pinned = _pinned(calls)
-    alone = [place(call.settled(pinned)) for call in calls]
-    starts = list(_search(calls, pinned, alone))
+    known: Sequence[Assignment | None] = near or [None] * len(calls)
+    alone = [
+        place(call.settled(pinned), exhaustive=exhaustive, near=one)
+        for call, one in zip(calls, known, strict=True)
+    ]
+    problems, weights = [call.settled(pinned) for call in calls], [call.weight for call in calls]
+    starts = list(_search(calls, pinned, alone, exhaustive=exhaustive))
+    if near is not None:
+        start = fit_together(problems, near)
+        starts += [start] if all(found.feasible for found in start) else []
     if not starts:
         raise _infeasible(calls)
-    problems, weights = [call.settled(pinned) for call in calls], [call.weight for call in calls]
     exchanged = [exchange(problems, weights, start, _WORK // len(starts)) for start in starts]
-    best = _polished(calls, min(exchanged, key=lambda found: _total(calls, found)))
+    fastest = min(exchanged, key=lambda found: _total(calls, found))
+    best = _polished(calls, fastest, exhaustive=exhaustive)
     return tuple(
         Solution(found, min(solo.lower_bound, found.seconds), f"this call alone: {solo.proof}")
         for found, solo in zip(best, alone, strict=True)
@@ -92,14 +113,14 @@ def _total(calls: Sequence[Call], found: Sequence[Evaluation]) -> float:
 
 
 def _search(
-    calls: Sequence[Call], pinned: Mapping[str, DeviceKey], alone: Sequence[Solution]
+    calls: Sequence[Call], pinned: Mapping[str, DeviceKey], alone: Sequence[Solution], *, exhaustive: bool
 ) -> Iterator[list[Evaluation]]:
     """What comes of letting each call go first, the others in order of what they weigh."""
     seconds = [c.weight * solo.evaluation.seconds for c, solo in zip(calls, alone, strict=True)]
     heaviest = sorted(range(len(calls)), key=lambda index: -seconds[index])
     for first in heaviest:
         order = [first, *(index for index in heaviest if index != first)]
-        found = _InOrder(calls, order, pinned, alone).run()
+        found = _InOrder(calls, order, pinned, alone, exhaustive=exhaustive).run()
         if found is not None:
             yield found
 
@@ -113,8 +134,11 @@ class _InOrder:
         order: Sequence[int],
         pinned: Mapping[str, DeviceKey],
         alone: Sequence[Solution],
+        *,
+        exhaustive: bool,
     ) -> None:
         self.calls, self.order, self.pinned, self.alone = calls, order, pinned, alone
+        self.exhaustive = exhaustive
         self.spare: list[dict[DeviceKey, int]] = [{} for _ in calls]
 
     def run(self) -> list[Evaluation] | None:
@@ -130,7 +154,7 @@ class _InOrder:
         homes = dict(self.pinned)
         placed: dict[int, Evaluation] = {}
         for index in self.order:
-            found = self._place(index, homes)
+            found = self._place(index, homes, list(placed.values()))
             if found is None:
                 return None
             placed[index] = found
@@ -140,8 +164,10 @@ class _InOrder:
             homes = {**found.schedule.assignment.weights, **homes}
         return self._judge([placed[index] for index in range(len(self.calls))], homes)
 
-    def _place(self, index: int, homes: Mapping[str, DeviceKey]) -> Evaluation | None:
-        problem = _leaving(self.calls[index].settled(homes), self.spare[index])
+    def _place(
+        self, index: int, homes: Mapping[str, DeviceKey], placed: Sequence[Evaluation]
+    ) -> Evaluation | None:
+        problem = beside(_leaving(self.calls[index].settled(homes), self.spare[index]), placed)
         if index == self.order[0] and not self.spare[index]:
             return self.alone[index].evaluation
         if index != self.order[0] and not set(self.calls[index].read()) - set(homes):
@@ -150,7 +176,7 @@ class _InOrder:
                 self._make_room(index, natural.excess)
                 return None
         try:
-            return place(problem).evaluation
+            return place(problem, exhaustive=self.exhaustive).evaluation
         except InfeasibleError as error:
             short = {key: need - error.available[key] for key, need in error.needed.items()}
             self._make_room(index, {key: nbytes for key, nbytes in short.items() if nbytes > 0})
@@ -163,10 +189,10 @@ class _InOrder:
                     spare[key] = spare.get(key, 0) + nbytes
 
     def _judge(self, placed: Sequence[Evaluation], homes: Mapping[str, DeviceKey]) -> list[Evaluation] | None:
-        judged = [
-            evaluate(call.settled(homes), _rehomed(found.schedule.assignment, homes))
-            for call, found in zip(self.calls, placed, strict=True)
-        ]
+        judged = fit_together(
+            [call.settled(homes) for call in self.calls],
+            [_rehomed(found.schedule.assignment, homes) for found in placed],
+        )
         if all(found.feasible for found in judged):
             return judged
         for index, found in enumerate(judged):
@@ -199,16 +225,20 @@ def _beside_weights(problem: Problem, homes: Mapping[str, DeviceKey]) -> Assignm
     return reside(problem, problem.obey(devices))
 
 
-def _polished(calls: Sequence[Call], found: Sequence[Evaluation]) -> list[Evaluation]:
+def _polished(calls: Sequence[Call], found: Sequence[Evaluation], *, exhaustive: bool) -> list[Evaluation]:
     """Each call's own search once more, with all weights where they are."""
-    polished = []
-    for call, one in zip(calls, found, strict=True):
-        homes = one.schedule.assignment.weights
-        try:
-            again = place(call.settled(homes)).evaluation
-        except InfeasibleError:  # the search is not complete: what it does not find stays as it is
-            again = one
-        polished.append(again if again.seconds < one.seconds else one)
+    polished = list(found)
+    homes = found[0].schedule.assignment.weights
+    problems = [call.settled(homes) for call in calls]
+    for index, problem in enumerate(problems):
+        others = [one for other, one in enumerate(polished) if other != index]
+        near = polished[index].schedule.assignment  # which is feasible, so something is found
+        again = place(within(problem, others), exhaustive=exhaustive, near=near).evaluation
+        if again.seconds < polished[index].seconds:
+            trial = [one.schedule.assignment for one in polished]
+            trial[index] = again.schedule.assignment
+            judged = evaluate_together(problems, trial)
+            polished = judged if all(one.feasible for one in judged) else polished
     return polished
 
 
@@ -238,4 +268,4 @@ def _fits(calls: Sequence[Call], factor: float) -> bool:
         alone = [place(call.settled(pinned)) for call in grown]
     except InfeasibleError:
         return False
-    return next(_search(grown, pinned, alone), None) is not None
+    return next(_search(grown, pinned, alone, exhaustive=True), None) is not None

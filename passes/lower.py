@@ -7,7 +7,7 @@ Before and after, for ``arange`` and ``add`` on device ``sim:1``::
                                           add = add(x_1, arange)
 
 The result takes the tensors of a call, in order, and returns a flat tuple. Weights are read from the
-module under their original names.
+module under their original names; how those that are streamed are written is in :mod:`graphplan.ops`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,18 @@ from graphplan.captured import Capture
 from graphplan.device import SIMULATED, DeviceKey, Topology
 from graphplan.errors import CaptureError, VerificationError
 from graphplan.graph import Graph
-from graphplan.ops import to_device
+from graphplan.ops import (
+    constant_attribute,
+    load_segment,
+    release_segment,
+    stream_attribute,
+    to_device,
+    wait_segment,
+)
 from graphplan.passes.simplify import drop_checks
-from graphplan.schedule import Move, Run, Schedule
+from graphplan.schedule import Load, Move, Release, Run, Schedule, Wait
 
-__all__ = ["Lowered", "constant_attribute", "host_device", "lower"]
+__all__ = ["Lowered", "host_device", "lower"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +55,6 @@ class Lowered:
 def lower(capture: Capture, graph: Graph, schedule: Schedule, topology: Topology) -> Lowered:
     """The fx graph that carries out ``schedule``."""
     return _Lowering(capture, graph, schedule, topology).run()
-
-
-def constant_attribute(name: str) -> str:
-    """The attribute of the graph module that holds a constant of the code."""
-    return "_constant_" + name.replace(".", "_")
 
 
 def host_device(schedule: Schedule, topology: Topology) -> torch.device:
@@ -74,14 +76,18 @@ class _Lowering:
         self.name_of = {node: capture.weights.get(name, name) for name, node in self.source.items()}
         self.return_device: fx.Node | None = None
         self.branches: dict[str, fx.GraphModule] = {}
+        self.streams: dict[DeviceKey, fx.Node] = {}
+        self.loaded: dict[tuple[DeviceKey, int], fx.Node] = {}
 
     def run(self) -> Lowered:
         self._placeholders()
         for step in self.schedule.steps:
             if isinstance(step, Move):
                 self._move(step)
-            else:
+            elif isinstance(step, Run):
                 self._run(step)
+            else:
+                self._stream(step)
         self._output()
         self.out.lint()
         return Lowered(self.out, self.branches)
@@ -124,6 +130,31 @@ class _Lowering:
         moved = self.out.create_node(kind, call, (node, target), name=name)
         moved.meta["move"] = step
         self.env[step.value, step.destination] = moved
+
+    def _stream(self, step: Load | Wait | Release) -> None:
+        place = step.device, step.segment
+        if isinstance(step, Release):
+            node = self._call(release_segment, (self.loaded[place],), f"released_{step.segment}")
+        elif isinstance(step, Load):
+            weights = [self._instance(name, step.source) for name in step.weights]
+            arguments = (self._ring(step.device), step.segment, *weights)
+            node = self.loaded[place] = self._call(load_segment, arguments, f"loaded_{step.segment}")
+        else:
+            node = self._call(wait_segment, (self.loaded[place],), f"segment_{step.segment}")
+            ring = next(ring for ring in self.schedule.rings if ring.device == step.device)
+            for position, name in enumerate(ring.segments[step.segment].weights):
+                part = self._call(operator.getitem, (node, position), f"{name}_on_{step.device}")
+                self.env[name, step.device] = part
+        node.meta["stream"] = step
+
+    def _call(self, target: Any, arguments: tuple[Any, ...], name: str) -> fx.Node:
+        return self.out.create_node("call_function", target, arguments, name=re.sub(r"\W", "_", name))
+
+    def _ring(self, key: DeviceKey) -> fx.Node:
+        if key not in self.streams:
+            index = next(i for i, ring in enumerate(self.schedule.rings) if ring.device == key)
+            self.streams[key] = self.out.get_attr(stream_attribute(index))
+        return self.streams[key]
 
     def _run(self, step: Run) -> None:
         operation = self.graph.operations[step.operation]

@@ -15,16 +15,20 @@ from graphplan.errors import InfeasibleError, readable_bytes
 from graphplan.passes.bound import lower_bound
 from graphplan.passes.chain import Chain
 from graphplan.passes.contiguous import Piece, split
+from graphplan.passes.depth import deepen
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.exhaustive import search_all
 from graphplan.passes.refine import refine, repair
-from graphplan.passes.residence import cpu_key, fetch_excess, reside
+from graphplan.passes.residence import cpu_key, reside
+from graphplan.passes.spread import fetch_excess
+from graphplan.schedule import Assignment
 
 __all__ = ["Solution", "place"]
 
 _SMALL = 20  # operations up to which every placement is tried
 _NODES = 60_000  # branches of that, about a second
 _FEW_NODES = 3_000  # while looking for the smallest budgets, where there are many searches
+_DEPTH = 6  # most slots of a ring in a large graph
 _REPAIRS = 4  # times that a split is made again with less room, when the evaluator finds it too large
 
 
@@ -37,13 +41,18 @@ class Solution:
     proof: str
 
 
-def place(problem: Problem) -> Solution:
+def place(problem: Problem, *, exhaustive: bool = True, near: Assignment | None = None) -> Solution:
     """Place a graph.
+
+    Args:
+        problem: what to place.
+        exhaustive: whether to try every placement of a small graph, which takes seconds.
+        near: a proposal beside those that are made here, from a plan for other budgets, say.
 
     Raises:
         InfeasibleError: with the smallest budgets that would do.
     """
-    found = _search(problem)
+    found = _search(problem, exhaustive=exhaustive, near=near)
     if found is not None:
         return found
     # the search is not monotone: looking among larger budgets may find what keeps the given ones
@@ -56,7 +65,9 @@ def place(problem: Problem) -> Solution:
     raise _infeasible(problem, nearest)
 
 
-def _search(problem: Problem, *, polish: bool = True) -> Solution | None:
+def _search(
+    problem: Problem, *, polish: bool = True, exhaustive: bool = True, near: Assignment | None = None
+) -> Solution | None:
     """The best placement found; ``polish`` is False where only feasibility is asked."""
     spec = next((s for s in problem.topology.devices if s.is_accelerator), problem.topology.devices[0])
     chain = Chain(problem.graph, spec)
@@ -73,12 +84,16 @@ def _search(problem: Problem, *, polish: bool = True) -> Solution | None:
             )
     plain = _accelerators_alone(problem)
     if plain is not None:
-        best = _best(plain, chain, list(_without_offload(plain, chain)))
-        best, complete = _exhaust(plain, best, fetch=False, polish=polish)
+        best = _best(plain, chain, [*_known(plain, near), *_without_offload(plain, chain)])
+        complete = False
+        if exhaustive:
+            best, complete = _exhaust(plain, best, fetch=False, polish=polish)
         if best is not None:
             return _finish(plain, problem, chain, best, complete, polish)
-    best = _best(problem, chain, list(_with_offload(problem, chain)))
-    best, complete = _exhaust(problem, best, fetch=True, polish=polish)
+    best = _best(problem, chain, [*_known(problem, near), *_with_offload(problem, chain)])
+    complete = False
+    if exhaustive:
+        best, complete = _exhaust(problem, best, fetch=True, polish=polish)
     return None if best is None else _finish(problem, problem, chain, best, complete, polish)
 
 
@@ -90,7 +105,7 @@ def _finish(
         where = "" if among is problem else " on the accelerators"
         return Solution(best, best.seconds, f"every placement{where} tried")
     if polish:
-        best = refine(among, chain, best)
+        best = deepen(among, refine(among, chain, best), most=_DEPTH)
     bound = lower_bound(problem)
     return Solution(best, min(bound.seconds, best.seconds), bound.proof)
 
@@ -132,6 +147,11 @@ def _best(problem: Problem, chain: Chain, proposals: list[Evaluation | None]) ->
     nearest = min(found, key=lambda evaluation: sum(evaluation.excess.values()))
     mended = repair(problem, chain, nearest)
     return mended if mended.feasible else None
+
+
+def _known(problem: Problem, near: Assignment | None) -> list[Evaluation]:
+    found = [] if near is None else [evaluate(problem, near)]
+    return [evaluation for evaluation in found if evaluation.feasible]
 
 
 def _without_offload(problem: Problem, chain: Chain) -> Iterator[Evaluation | None]:

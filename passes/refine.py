@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from graphplan.cost import move_seconds
 from graphplan.device import DeviceKey
 from graphplan.passes.chain import Chain
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
@@ -17,6 +18,7 @@ from graphplan.passes.residence import cpu_key, reside
 __all__ = ["refine", "repair"]
 
 _EPSILON = 1e-12
+_HIDDEN = 0.9  # share of a call that streaming may take and still count as hidden
 
 
 def refine(problem: Problem, chain: Chain, start: Evaluation, work: int = 200_000) -> Evaluation:
@@ -73,6 +75,16 @@ class _Search:
             for name, key in homes.items()
             if any(self.device[r] != key for r in self._readers(name)) and key == self.cpu
         }
+        self.hidden = self._hidden_queues(evaluation)
+
+    def _hidden_queues(self, evaluation: Evaluation) -> set[DeviceKey]:
+        """Accelerators whose weights are streamed in less time than the call takes."""
+        busy: dict[DeviceKey, float] = {}
+        for load in evaluation.schedule.loads():
+            seconds = move_seconds(load, self.problem.topology)
+            busy[load.device] = busy.get(load.device, 0.0) + seconds
+        accelerators = (spec.key for spec in self.devices if spec.is_accelerator)
+        return {key for key in accelerators if busy.get(key, 0.0) < _HIDDEN * evaluation.seconds}
 
     def _readers(self, name: str) -> list[str]:
         users = self.graph.consumers.get(name, ())
@@ -215,6 +227,8 @@ class _Search:
             fixed = self.problem.fixed_weights.get(name)
             home = fixed if fixed is not None else self.cpu if name in fetched else device[first[0]]
             nbytes = weight.nbytes
+            if home == self.cpu and name in graph.streamable:
+                readers -= self.hidden  # the evaluator knows what does not overlap after all
         else:
             value = graph.values[name]
             if not value.is_tensor:

@@ -6,13 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from graphplan.device import CPU, DeviceKey, Topology
-from graphplan.graph import Graph
-from graphplan.passes.evaluate import Evaluation, Problem, evaluate
+from graphplan.passes.evaluate import Problem
 from graphplan.schedule import Assignment
 
-_LARGE_BUFFER = 1 << 20  # a smaller one is not worth fetching, and another call may write to it
-
-__all__ = ["cpu_key", "fetch_excess", "reside"]
+__all__ = ["cpu_key", "reside"]
 
 
 def cpu_key(topology: Topology) -> DeviceKey | None:
@@ -63,64 +60,3 @@ def _module(name: str) -> str:
 def _roomiest(topology: Topology, taken: Mapping[DeviceKey, int]) -> DeviceKey:
     computing = [spec for spec in topology.devices if spec.computes]
     return max(computing, key=lambda spec: spec.room - taken[spec.key]).key
-
-
-def fetch_excess(
-    problem: Problem, operations: Mapping[str, DeviceKey], rounds: int = 64
-) -> Evaluation | None:
-    """Keep weights on the CPU until every accelerator fits; None where that cannot be.
-
-    Each round takes, on a device that is over its budget by ``x`` bytes, the smallest weight of at
-    least ``x``, else the largest: few bytes are fetched, and few times.
-    """
-    graph, cpu = problem.graph, cpu_key(problem.topology)
-    fetched: set[str] = set()
-    for _ in range(rounds + len(graph.weights)):
-        found = evaluate(problem, reside(problem, operations, fetched))
-        over = [key for key in found.excess if key != cpu]
-        if not over:
-            return found if found.feasible else None
-        if cpu is None:
-            return None
-        for key in over:
-            chosen = _choose(graph, found, key, found.excess[key], fetched)
-            if chosen is None:
-                return None
-            fetched.update(chosen)
-    return None
-
-
-def _choose(
-    graph: Graph, found: Evaluation, key: DeviceKey, excess: int, fetched: set[str]
-) -> list[str] | None:
-    """Weights of ``key`` to fetch from now on, of together about ``excess`` bytes."""
-    homes = found.schedule.assignment.weights
-    busy = _read_at_peak(graph, found, key)
-    resident = [
-        weight
-        for weight in graph.weights.values()
-        if homes[weight.name] == key
-        and weight.fetchable
-        and (weight.kind != "buffer" or weight.nbytes >= _LARGE_BUFFER)
-        and weight.nbytes
-        and weight.name not in fetched
-        and graph.consumers.get(weight.name)
-    ]
-    # fetching what is read at the peak itself frees nothing there
-    useful = [weight for weight in resident if weight.name not in busy] or resident
-    if not useful:
-        return None
-    useful.sort(key=lambda weight: weight.nbytes)
-    covering = [weight for weight in useful if weight.nbytes >= excess]
-    if covering:
-        return [covering[0].name]
-    chosen, total = [], 0
-    while useful and total + useful[-1].nbytes <= excess:
-        chosen.append(useful[-1].name)
-        total += useful.pop().nbytes
-    return chosen or [useful[-1].name]
-
-
-def _read_at_peak(graph: Graph, found: Evaluation, key: DeviceKey) -> set[str]:
-    operation = graph.operations.get(found.peak(key).operation)
-    return set(operation.inputs) if operation is not None else set()

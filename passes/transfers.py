@@ -1,7 +1,8 @@
 """Make every move explicit: a graph and an assignment become a schedule.
 
 A value is copied to a device right before its first reader there, once; outputs return to the
-caller's device at the end. Before and after, for ``b`` on device 1 and the rest on device 0::
+caller's device at the end. Weights that are streamed get their steps from
+:mod:`graphplan.passes.segments`. Before and after, for ``b`` on device 1 and the rest on device 0::
 
     a = linear(x, w)             move x: cpu -> 0
     b = relu(a)                  run a on 0
@@ -14,18 +15,36 @@ caller's device at the end. Before and after, for ``b`` on device 1 and the rest
 
 from __future__ import annotations
 
-from graphplan.device import DeviceKey
+from collections.abc import Mapping
+
+from graphplan.device import DeviceKey, Topology
 from graphplan.graph import Graph, Operation
-from graphplan.schedule import Assignment, Move, MoveKind, Run, Schedule, Step
+from graphplan.passes.segments import Streamed, add_streams
+from graphplan.schedule import Assignment, Move, MoveKind, Run, Schedule
 
 __all__ = ["build_schedule"]
 
 
 def build_schedule(
-    graph: Graph, assignment: Assignment, host: DeviceKey, *, returns_to_host: bool = True
+    graph: Graph,
+    topology: Topology,
+    assignment: Assignment,
+    host: DeviceKey,
+    *,
+    returns_to_host: bool = True,
+    rings: Mapping[DeviceKey, int] | None = None,
 ) -> Schedule:
-    """The schedule that carries out ``assignment`` in the graph's order."""
-    writer = _Writer(graph, assignment, host)
+    """The schedule that carries out ``assignment`` in the graph's order.
+
+    Args:
+        graph: what is scheduled.
+        topology: the devices, of which the accelerators may have rings.
+        assignment: where operations run and weights live.
+        host: key or name of the caller's device.
+        returns_to_host: whether outputs go back there.
+        rings: device -> bytes of the ring that is there already.
+    """
+    writer = _Writer(graph, topology, assignment, host)
     for operation in graph.operations.values():
         writer.run(operation)
     for name in graph.changed_inputs:
@@ -34,13 +53,15 @@ def build_schedule(
         for name in graph.outputs:
             if name in writer.home and writer.is_tensor(name):
                 writer.bring(name, host, "output")
-    return Schedule(tuple(writer.steps), assignment, host, returns_to_host)
+    steps, made = add_streams(graph, topology, assignment, writer.steps, rings or {})
+    return Schedule(steps, assignment, host, returns_to_host, made)
 
 
 class _Writer:
-    def __init__(self, graph: Graph, assignment: Assignment, host: DeviceKey) -> None:
+    def __init__(self, graph: Graph, topology: Topology, assignment: Assignment, host: DeviceKey) -> None:
         self.graph, self.assignment = graph, assignment
-        self.steps: list[Step] = []
+        self.streamed = Streamed(graph, topology, assignment)
+        self.steps: list[Run | Move] = []
         self.home: dict[str, DeviceKey] = dict(assignment.weights)
         self.home.update(dict.fromkeys(graph.inputs, host))
         self.present: set[tuple[str, DeviceKey]] = set(self.home.items())
@@ -53,7 +74,7 @@ class _Writer:
         device = self.assignment.operations[operation.name]
         if not operation.host_only:
             for name in operation.inputs:
-                if self.is_tensor(name):
+                if self.is_tensor(name) and not self.streamed(name, device):
                     self.bring(name, device, self._kind(name))
         self.steps.append(Run(operation.name, device))
         for name in operation.outputs:

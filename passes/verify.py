@@ -1,7 +1,7 @@
 """Prove, without running it, that a lowered graph keeps its tensors together.
 
-Devices are followed through the fx graph: weights bring theirs, ``.to()`` changes it, and every other
-operation must find all its tensors on one.
+Devices are followed through the fx graph: weights bring theirs, ``.to()`` and the loading of a segment
+change it, and every other operation must find all its tensors on one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from torch import fx
 from graphplan.device import Topology
 from graphplan.errors import VerificationError
 from graphplan.graph import Graph, Operation
-from graphplan.passes.lower import Lowered, constant_attribute, host_device
-from graphplan.schedule import Schedule
+from graphplan.ops import constant_attribute
+from graphplan.passes.lower import Lowered, host_device
+from graphplan.schedule import Load, Move, Release, Run, Schedule, Step
 
 __all__ = ["verify_lowered"]
 
@@ -43,6 +44,7 @@ class _Proof:
                 self.residence[constant_attribute(name)] = devices[key]
         self.device: dict[fx.Node, torch.device | None] = {}
         self.moved: set[tuple[Any, Any]] = set()
+        self.streamed: list[Step] = []
 
     def run(self) -> None:
         for node in self.lowered.graph.nodes:
@@ -53,6 +55,12 @@ class _Proof:
         if len(self.moved) != expected:
             raise VerificationError(
                 f"the lowered graph moves {len(self.moved)} values, the schedule {expected}"
+            )
+        steps = [step for step in self.schedule.steps if not isinstance(step, Move | Run)]
+        if self.streamed != steps:
+            raise VerificationError(
+                f"the lowered graph has {len(self.streamed)} steps of streams, the schedule {len(steps)}, or "
+                "they are in another order"
             )
 
     def _visit(self, node: fx.Node) -> str | None:
@@ -66,6 +74,8 @@ class _Proof:
             self.device[node] = None
         elif "move" in node.meta:
             return self._move(node)
+        elif "stream" in node.meta:
+            return self._stream(node, node.meta["stream"])
         elif "operation" in node.meta:
             return self._operate(node, self.graph.operations[node.meta["operation"]])
         else:  # one result taken out of several, or an input written back
@@ -82,6 +92,18 @@ class _Proof:
         if self.device[value] == destination:
             return f"{value} is moved to {destination}, where it is already"
         self.device[node] = destination
+        return None
+
+    def _stream(self, node: fx.Node, step: Step) -> str | None:
+        self.streamed.append(step)
+        if isinstance(step, Load):
+            for weight in node.all_input_nodes[1:]:
+                if self.device[weight] != self.devices[step.source]:
+                    return f"{weight} is loaded from {step.source!r}, where it is not"
+            self.device[node] = self.devices[step.device]
+        else:  # a wait hands on what was loaded, a release nothing
+            loaded = self.device[node.all_input_nodes[0]]
+            self.device[node] = None if isinstance(step, Release) else loaded
         return None
 
     def _operate(self, node: fx.Node, operation: Operation) -> str | None:

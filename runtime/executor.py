@@ -3,22 +3,29 @@
 A placed module is of a class made from the model's own, with the same name, so that it answers to
 everything that the model did; only ``forward`` is new. It looks for the program whose input structure
 fits the call, has one made if there is none, and runs it.
+
+Several threads may call one module. Calls that stream weights follow one another, since they share the
+slots; the others run at the same time.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from graphplan.device import DeviceKey
 from graphplan.errors import CaptureError, InputError, PlanError
+from graphplan.ops import constant_attribute, stream_attribute
+from graphplan.runtime.streams import ModuleStreams
 from graphplan.signature import BoundCall, InputSignature, bind_call
 
 if TYPE_CHECKING:
@@ -89,6 +96,8 @@ class _State:
     start: Start | None = None
     graph_modules: dict[int, fx.GraphModule] = field(default_factory=dict)
     modules: list[nn.Module] = field(default_factory=list)
+    streams: ModuleStreams = field(default_factory=ModuleStreams)
+    lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
         # constants of the code may be written to, so each copy has its own
@@ -97,7 +106,9 @@ class _State:
             replace(p, constants={name: own[id(tensor)] for name, tensor in p.constants.items()})
             for p in self.programs
         ]
-        return replace(self, programs=programs, graph_modules={}, modules=[])
+        copied = replace(self, programs=programs, graph_modules={}, modules=[])
+        copied.streams, copied.lock = ModuleStreams(), threading.RLock()
+        return copied
 
     def __reduce__(self) -> Any:
         return _restored, (self.restart if self.start is None else self.start,)
@@ -150,16 +161,21 @@ class PlacedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the placed model on the model's own arguments."""
-        if self._graphplan.start is not None:
-            started = self._graphplan.start(self, args, kwargs)
-            self.__dict__.clear()
-            self.__dict__.update(started.__dict__)
+        with self._graphplan.lock:
+            if self._graphplan.start is not None:
+                started = self._graphplan.start(self, args, kwargs)
+                self.__dict__.clear()
+                self.__dict__.update(started.__dict__)
         state = self._graphplan
         assert state.signature is not None
         call = bind_call(state.signature, args, kwargs)
-        index = self._find(call)
         with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):
-            return _run(self, state.programs[index], _graph_module(self, index), call)
+            with state.lock:
+                index = self._find(call)
+                program, code = state.programs[index], _graph_module(self, index)
+                if program.plan.schedule.rings:
+                    return _run(self, program, code, call)
+            return _run(self, program, code, call)
 
     def _find(self, call: BoundCall) -> int:
         state = self._graphplan
@@ -173,6 +189,7 @@ class PlacedModule(nn.Module):
                 return index
         assert state.compile is not None
         state.programs.append(state.compile(call, modes))
+        _share_rings(state.programs)
         if len(state.programs) == _MANY:
             warnings.warn(_MANY_PROGRAMS, stacklevel=4)
         return len(state.programs) - 1
@@ -220,6 +237,8 @@ def attach(
     """Give a placed copy its programs, and the way to make more."""
     _refuse_names(module)
     module.__dict__["_graphplan"] = _State(programs, compile, signature, restart, keep_grad, return_outputs)
+    for index in range(len(programs)):
+        _graph_module(cast(PlacedModule, module), index)  # takes the ring's memory now, while it is there
 
 
 def attach_start(module: nn.Module, start: Start) -> None:
@@ -239,6 +258,15 @@ def _refuse_names(module: nn.Module) -> None:
         )
 
 
+def _share_rings(programs: list[Program]) -> None:
+    """Let every plan count the rings as large as any call structure needs them."""
+    sizes: dict[DeviceKey, int] = {}
+    for ring in (ring for program in programs for ring in program.plan.schedule.rings):
+        sizes[ring.device] = max(ring.nbytes, sizes.get(ring.device, 0))
+    if sizes:
+        programs[:] = [replace(program, plan=program.plan.with_rings(sizes)) for program in programs]
+
+
 def _graph_module(module: PlacedModule, index: int) -> fx.GraphModule:
     """The program's code over the module's weights: one namespace, seen through two objects."""
     state = module._graphplan
@@ -252,11 +280,35 @@ def _graph_module(module: PlacedModule, index: int) -> fx.GraphModule:
             found.__dict__[name] = tensor
         for name, branch in program.branches.items():
             found.__dict__[name] = branch
+        _bind_streams(module, program, found)
         found.graph = copy.deepcopy(program.graph)
         found.graph.owning_module = None  # a cycle would keep device memory until the next collection
         found.training = module.training
         state.graph_modules[index] = found
     return found
+
+
+def _bind_streams(module: PlacedModule, program: Program, code: fx.GraphModule) -> None:
+    """Give the code what copies its segments."""
+    state, plan = module._graphplan, program.plan
+    rings = {plan.devices[ring.device]: ring for ring in plan.schedule.rings}
+    if not rings:
+        return
+    weights = dict(_named_tensors(module))
+    for weight in plan.graph.weights.values():
+        if weight.kind == "constant" and constant_attribute(weight.name) in program.constants:
+            weights[weight.name] = program.constants[constant_attribute(weight.name)]
+    if state.streams.must_grow(rings):
+        state.graph_modules.clear()  # they hold on to the smaller ring
+    state.streams.prepare(rings, weights)
+    for index, (device, ring) in enumerate(rings.items()):
+        if ring.segments:
+            code.__dict__[stream_attribute(index)] = state.streams.bind(device, ring, weights)
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _run(module: PlacedModule, program: Program, code: fx.GraphModule, call: BoundCall) -> Any:
@@ -297,9 +349,7 @@ def _refuse_overlap(program: Program, tensors: Sequence[Any]) -> None:
 
 def _explain_moved_weights(module: PlacedModule, plan: Plan, error: RuntimeError) -> None:
     """Where weights are no longer where the plan has put them, say so instead of torch."""
-    named: dict[str, torch.Tensor] = {}
-    named.update(module.named_parameters(remove_duplicate=False))
-    named.update(module.named_buffers(remove_duplicate=False))
+    named = dict(_named_tensors(module))
     for name, key in plan.placement.items():
         planned = plan.devices[key]
         tensor = named.get(name)

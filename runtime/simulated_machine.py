@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from graphplan.device import CPU, SIMULATED, DeviceKey, Link, current_machine
 from graphplan.errors import DeviceError, SimulatedOutOfMemoryError, readable_bytes
 
 __all__ = ["SimulatedMachine", "SimulatedTransfer", "active_machine"]
+
+Watch = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +35,14 @@ class SimulatedMachine:
         cpu_memory: bytes of the CPU's budget, or None where none was given; not enforced.
         links: (source, destination) -> link, for the planner's cost model.
         transfers: the copies so far, in order.
+        watch: called with the tensors that each operation reads and writes, views aside: for proofs.
     """
 
     capacities: dict[int, int]
     cpu_memory: int | None = None
     links: Mapping[tuple[DeviceKey, DeviceKey], Link] = field(default_factory=dict)
     transfers: list[SimulatedTransfer] = field(default_factory=list)
+    watch: Watch | None = None
     _live: dict[int, int] = field(default_factory=dict)
     _peak: dict[int, int] = field(default_factory=dict)
     paused: int = 0

@@ -232,6 +232,8 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
     if device is None:
         return out
     written = _written_argument(func, args, kwargs) if hasattr(func, "_schema") else None
+    if not getattr(func, "is_view", False):
+        _watch(tensors, [leaf for leaf in pytree.tree_leaves(written) if isinstance(leaf, torch.Tensor)])
     if written is not None:
         return written
     return pytree.tree_map(lambda leaf: _wrap(leaf, device), out)
@@ -281,8 +283,15 @@ def _log(source: torch.device, destination: torch.device, tensor: torch.Tensor) 
         active_machine().transfers.append(SimulatedTransfer(_key(source), _key(destination), nbytes))
 
 
+def _watch(read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
+    watch = active_machine().watch
+    if watch is not None:
+        watch(read, written)
+
+
 def _copy_into(destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     _log(source.device, destination.device, source)
+    _watch([source], [destination])
     _inner(destination).copy_(_inner(source))
     return destination
 
@@ -291,6 +300,7 @@ def _convert(source: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
     wanted = kwargs.get("device")
     device = source.device if wanted is None else _resolve(wanted)
     _log(source.device, device, source)
+    _watch([source], [])
     ignored = ("device", "non_blocking", "pin_memory")
     rest = {key: value for key, value in kwargs.items() if key not in ignored}
     out: torch.Tensor = aten._to_copy.default(_inner(source), **rest)

@@ -54,7 +54,7 @@ def moves_of(machine: SimulatedMachine) -> list[tuple[Any, Any, int]]:
 
 def planned_moves(plan: graphplan.Plan) -> list[tuple[Any, Any, int]]:
     """The copies that the plan foresees."""
-    return [(m.source, m.destination, m.nbytes) for m in plan.schedule.moves()]
+    return [(m.source, m.destination, m.nbytes) for m in plan.schedule.copies()]
 
 
 def assert_kept(machine: SimulatedMachine, plan: graphplan.Plan) -> None:

@@ -15,7 +15,7 @@ from builders import bytes_of, chain, largest_difference, moves_of, planned_move
 from torch import nn
 
 import graphplan
-from graphplan import Graph, Operation, Plan, Value, Weight
+from graphplan import Graph, Link, Operation, Plan, Value, Weight
 from graphplan.device import read_max_memory
 from graphplan.passes.constrain import Wishes
 from graphplan.passes.evaluate import Problem
@@ -45,6 +45,8 @@ class Steps(nn.Module):
         return {"y": y, "memory": memory}
 
 
+SLOW = {(0, "cpu"): Link(1e9, 15e-6)}  # what is streamed over it does not hide behind so little work
+ROOMY: dict[Any, int] = {0: 1 << 30, "cpu": 1 << 30}
 PREFILL: dict[str, Any] = {"x": X}
 DECODE: dict[str, Any] = {"x": X[:1], "memory": MEMORY}
 
@@ -87,18 +89,54 @@ def test_results_equal_and_budgets_hold_in_every_call(shares: dict[Any, float]) 
 
 def test_weights_decide_what_stays_on_the_accelerator() -> None:
     # room for one of the two halves: the decoder is what most calls run
-    model = Steps(width=128).eval()
+    model = Steps(width=128, depth=2).eval()
     call = {"x": torch.randn(8, 128)}, {"x": torch.randn(1, 128), "memory": torch.randn(1, 128)}
     budgets = {0: bytes_of(model) // 2 + 24 * KIB, "cpu": "1GiB"}
-    alone = graphplan.plan(model, budgets, kwargs=call[0])
-    joint = graphplan.plan(model, budgets, calls=list(call), weights=[1, 200])
-    on_card = {name.split(".")[0] for name, key in joint.placement.items() if key == 0}
-    assert on_card == {"decoder"}
+    alone = graphplan.plan(model, budgets, kwargs=call[0], links=SLOW)
+    joint = graphplan.plan(model, budgets, calls=list(call), weights=[1, 200], links=SLOW)
+    large = {name: key for name, key in joint.placement.items() if name.endswith(".weight")}
+    assert {name.split(".")[0] for name, key in large.items() if key == 0} == {"decoder"}
     # the same weights as for the first call alone, and the best that the second can make of them
     homes = {name: key for name, key in alone.schedule.assignment.weights.items() if name in alone.placement}
     second = joint.others[0]
     kept = place(Problem(second.graph, second.topology, "cpu", fixed_weights=homes)).evaluation
     assert joint.weighted_makespan < alone.makespan + 200 * kept.seconds
+
+
+def test_calls_that_stream_share_their_rings_within_the_budget() -> None:
+    torch.manual_seed(0)
+    model = Steps(depth=4).eval()
+    calls = {"x": torch.randn(256, 64)}, DECODE
+    expected = [model(**call) for call in calls]
+    pin = {name: "cpu" for name, _ in model.named_parameters() if name.endswith(".weight")}
+    options: dict[str, Any] = {"pin": pin, "cpu_compute": False}
+    # a decode alone takes a ring for which a prefill, with its large activations, has no room
+    prefill, decode = (graphplan.plan(model, ROOMY, kwargs=call, **options) for call in calls)
+    assert prefill.schedule.rings[0].nbytes < decode.schedule.rings[0].nbytes
+    budgets = {0: prefill.peak_bytes[0], "cpu": 1 << 30}
+    assert graphplan.plan(model, budgets, kwargs=calls[1], **options).schedule == decode.schedule
+    with graphplan.simulate(budgets) as machine:
+        placed = graphplan.partition(model, budgets, calls=list(calls), weights=[1, 200], **options)
+        first, second = placed.plans
+        assert all(len(list(plan.schedule.loads())) >= 4 for plan in placed.plans)
+        (size,) = {ring.nbytes for plan in placed.plans for ring in plan.schedule.rings}
+        assert size == prefill.schedule.rings[0].nbytes
+        for _ in range(2):
+            for result, want in zip(run_all(machine, placed, list(calls)), expected, strict=True):
+                assert largest_difference(result, want) < 1e-5
+        (storage,) = placed._graphplan.streams.storages.values()
+        assert storage.bytes.numel() == size
+        assert first.others == (second,)
+        first.verify()
+        assert Plan.from_json(first.to_json()) == first
+        # a third structure finds the ring that is there, and leaves the others their budgets
+        third = {"x": X[:3], "memory": MEMORY}
+        assert largest_difference(placed(**third), model(**third)) < 1e-5
+        assert {ring.nbytes for plan in placed.plans for ring in plan.schedule.rings} == {
+            storage.bytes.numel()
+        }
+        run_all(machine, placed, [*calls, third])
+        assert placed.plan.others == (placed.plans[1],)
 
 
 def test_further_structures_are_planned_when_they_come() -> None:

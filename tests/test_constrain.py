@@ -41,7 +41,8 @@ def test_a_pinned_parameter_lives_there_and_is_fetched() -> None:
     )
     assert plan.placement["blocks.1.0.weight"] == "cpu"
     assert plan.device_of("blocks.1.0") == 0
-    assert [t.value for t in plan.fetches] == ["blocks.1.0.weight"]
+    assert [load.weights for load in plan.schedule.loads()] == [("blocks.1.0.weight",)]
+    assert plan.fetches == tuple(plan.schedule.loads())
 
 
 def test_pinned_models_run() -> None:

@@ -16,11 +16,13 @@ from torch import nn
 import graphplan
 from graphplan import Graph, Link, Operation, Plan, Speed, Value, Weight
 from graphplan.checks import check_schedule
+from graphplan.cost import move_seconds
 from graphplan.device import read_max_memory
 from graphplan.passes.constrain import Wishes, constrain
 from graphplan.passes.evaluate import Problem, evaluate
 from graphplan.passes.place import place
 from graphplan.speeds import with_speeds
+from graphplan.visualize import time_text
 
 KIB = 1024
 
@@ -57,7 +59,8 @@ def test_where_it_is_and_what_it_costs_there(plan: Plan) -> None:
     operations = [op for op in plan.graph.operations.values() if op.module_path.startswith("blocks.1")]
     assert (found.kind, found.operations) == ("module", tuple(op.name for op in operations))
     assert found.devices == (plan.device_of("blocks.1"),)
-    assert found.homes == (plan.placement["blocks.1.0.weight"],)
+    owned = [plan.placement[name] for name in ("blocks.1.0.weight", "blocks.1.0.bias")]
+    assert found.homes == tuple(dict.fromkeys(owned))
     assert found.stages == (plan.stage_of("blocks.1").index,)
     assert found.flops == sum(op.flops for op in operations)
     assert found.weight_bytes == (32 * 32 + 32) * 4
@@ -201,6 +204,19 @@ def test_it_reads_as_a_table(plan: Plan) -> None:
         assert expected in text
 
 
+def test_a_placement_elsewhere_makes_do_with_fewer_slots() -> None:
+    graph, pin = chain(8, weight=64 * KIB, flops=10**9), {f"w{i}": "cpu" for i in range(4)}
+    plan = planned(graph, {0: 7 * 64 * KIB + 8 * KIB, "cpu": 1 << 30}, pin=pin)
+    assignment = replace(plan.schedule.assignment, slots={0: 3})
+    deep = evaluate(plan.problem, assignment)
+    assert deep.feasible
+    assert [len(ring.slots) for ring in deep.schedule.rings] == [3]
+    plan = replace(plan, schedule=deep.schedule, makespan=deep.seconds, wishes=Wishes())
+    homes = {**assignment.weights, "w0": 0}
+    assert set(evaluate(plan.problem, replace(assignment, weights=homes)).excess) == {0}
+    assert plan.explain("w0").to(0).possible
+
+
 # -- bottleneck -------------------------------------------------------------------------------------------
 
 
@@ -240,6 +256,36 @@ def test_the_parts_add_up() -> None:
     assert sum(parts) == pytest.approx(plan.makespan)
     assert all(growth.gain >= 0 for growth in found.growths)
     assert json.loads(found.to_json())["binds"] == found.binds
+
+
+@pytest.mark.parametrize(("flops", "waits"), [(10**6, True), (3 * 10**10, False)])
+def test_the_parts_add_up_where_weights_are_streamed(flops: int, waits: bool) -> None:
+    graph, pin = chain(6, weight=1 << 20, flops=flops), {f"w{i}": "cpu" for i in range(6)}
+    plan = planned(graph, {0: 1 << 30, "cpu": 1 << 30}, pin=pin, cpu_compute=False)
+    copying = sum(move_seconds(load, plan.topology) for load in plan.schedule.loads())
+    assert len(plan.fetches) == len(list(plan.schedule.loads())) == 6
+    found = plan.bottleneck(progress=False)
+    parts = (found.compute_seconds, found.transfer_seconds, found.fetch_seconds, found.io_seconds)
+    assert sum(parts) == pytest.approx(plan.makespan)
+    assert found.fetch_seconds + found.hidden_seconds == pytest.approx(copying)
+    assert found.hidden_seconds > 0
+    assert f"{time_text(found.hidden_seconds)} of streaming are hidden" in str(found)
+    # where operations take longer than copies, the call waits for the first copy at most
+    assert waits == (found.fetch_seconds > copying / 6)
+    module = plan.explain("layer3")
+    assert module.compute_seconds == pytest.approx(found.compute_seconds / 6)
+    assert (module.transfer_seconds > 0) == waits
+    here = module.to(0)
+    assert here.transfer_seconds == pytest.approx(plan.makespan - found.compute_seconds)
+
+
+def test_a_faster_link_helps_what_is_streamed() -> None:
+    graph, pin = chain(6, weight=1 << 20), {f"w{i}": "cpu" for i in range(6)}
+    plan = planned(graph, {0: 1 << 30, "cpu": 1 << 30}, pin=pin, cpu_compute=False)
+    found = plan.bottleneck(progress=False)
+    assert found.answer is not None
+    assert (found.answer.what, set(found.answer.devices)) == ("link", {0, "cpu"})
+    assert found.gain > 0.4 * plan.makespan
 
 
 def test_equal_devices_are_tried_once() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -125,6 +126,123 @@ def test_deepcopy_and_state_dict() -> None:
     assert largest_difference(placed(x), model(x)) < 1e-3
     saved = {name: tensor.cpu() for name, tensor in placed.state_dict().items()}
     assert largest_difference(saved, dict(model.state_dict())) == 0
+
+
+def place_streamed(depth: int = 8, **options: Any) -> tuple[Any, nn.Module, torch.Tensor]:
+    """Blocks of which a part is streamed, none computed on the CPU."""
+    model = Blocks(depth).eval()
+    x = torch.randn(16, 2048)
+    budgets = budgets_of(model, {0: 0.6, "cpu": 4.0})
+    placed = graphplan.partition(model, budgets, args=(x,), cpu_compute=False, **options)
+    assert placed.plan.schedule.rings
+    return placed, model, x
+
+
+def test_streamed_weights_are_right_and_within_the_plan() -> None:
+    made: list[Any] = []
+
+    def work() -> list[torch.Tensor]:
+        placed, model, x = place_streamed()
+        made.append((placed, model, x))
+        return [placed(x * i) for i in range(4)]
+
+    results, peak = measured(0, work)
+    placed, model, x = made[0]
+    assert peak <= placed.plan.peak_bytes[0] <= placed.plan.topology[0].memory
+    for i, result in enumerate(results):
+        assert largest_difference(result, model(x * i)) < 1e-3
+    streamed = {name for load in placed.plan.schedule.loads() for name in load.weights}
+    parameters = dict(placed.named_parameters())
+    assert all(parameters[name].device.type == "cpu" for name in streamed)
+    assert all(parameters[name].is_pinned() for name in streamed)
+
+
+def test_streamed_copies_run_beside_compute() -> None:
+    placed, _, x = place_streamed()
+    placed(x)
+    torch.cuda.synchronize(0)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        placed(x)
+        torch.cuda.synchronize(0)
+    loads = len(list(placed.plan.schedule.loads()))
+    events = [e for e in profile.profiler.kineto_results.events() if e.device_type().name == "CUDA"]
+    copies = [e for e in events if "HtoD" in e.name() and "Pinned" in e.name()]
+    assert len(copies) == loads  # one for each segment; the input comes from ordinary memory
+    copy_streams = {e.device_resource_id() for e in copies}
+    work_streams = {e.device_resource_id() for e in events if not e.name().startswith("Mem")}
+    assert len(copy_streams) == 1
+    assert work_streams
+    assert not copy_streams & work_streams
+
+
+def test_a_hundred_streamed_calls_leak_nothing() -> None:
+    placed, _, x = place_streamed(4)
+    placed(x)
+    gc.collect()
+    before = torch.cuda.memory_allocated(0)
+    for _ in range(100):
+        placed(x)
+    gc.collect()
+    assert torch.cuda.memory_allocated(0) == before
+    del placed
+    gc.collect()
+    assert torch.cuda.memory_allocated(0) < before
+
+
+def test_streamed_calls_follow_each_other_without_waiting() -> None:
+    placed, model, x = place_streamed(return_outputs=False)
+    results = [placed(x * i) for i in range(6)]  # all enqueued before the first is done
+    for i, result in enumerate(results):
+        assert result.device.type == "cuda"
+        assert largest_difference(result.cpu(), model(x * i)) < 1e-3
+
+
+def test_threads_on_streams_of_their_own_share_a_module() -> None:
+    placed, model, x = place_streamed()
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream(0)):
+            results = [placed(x + index) for _ in range(10)]
+        expected = model(x + index)
+        wrong.extend(index for result in results if largest_difference(result, expected) > 1e-3)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_after_an_interrupt_a_streamed_call_is_right() -> None:
+    placed, model, x = place_streamed()
+    placed(x)
+    stream = next(value for name, value in vars(placed.graph_module).items() if name.startswith("_stream_"))
+    for segment in stream.segments:
+        release = segment.release
+
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        segment.release = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            placed(x * 2)
+        segment.release = release
+        assert largest_difference(placed(x), model(x)) < 1e-3
+
+
+def test_changes_of_streamed_parameters_are_seen() -> None:
+    placed, model, x = place_streamed(4)
+    placed(x)
+    other = Blocks(4).eval()
+    placed.load_state_dict(other.state_dict())
+    assert largest_difference(placed(x), other(x)) < 1e-3
+    twin = copy.deepcopy(placed)
+    placed.load_state_dict(model.state_dict())
+    assert largest_difference(twin(x), other(x)) < 1e-3
+    assert largest_difference(placed(x), model(x)) < 1e-3
 
 
 @pytest.mark.parametrize("shares", [{0: 0.6, 1: 0.6}, {1: 0.6, 0: 0.6}])

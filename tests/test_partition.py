@@ -133,7 +133,7 @@ def test_the_caller_keeps_the_model() -> None:
 
 def test_deepcopy_is_independent() -> None:
     model = Tied().eval()
-    with graphplan.simulate({0: bytes_of(model), 1: bytes_of(model), "cpu": 10**9}) as machine:
+    with graphplan.simulate({0: 2 * bytes_of(model), 1: bytes_of(model), "cpu": 10**9}) as machine:
         placed = graphplan.partition(model, budgets_of(model, {0: 0.3, "cpu": 3.0}), args=(IDS,))
         placed(IDS)
         twin = copy.deepcopy(placed)

@@ -14,7 +14,7 @@ from graphplan import Plan
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return graphplan.plan(Tied().eval(), {2: "17KiB", 0: "17KiB", 5: "9KiB", "cpu": "1MiB"}, (IDS,))
+    return graphplan.plan(Tied().eval(), {2: "20KiB", 0: "20KiB", 5: "12KiB", "cpu": "1MiB"}, (IDS,))
 
 
 def test_json_round_trip(plan: Plan) -> None:
@@ -123,7 +123,7 @@ def test_device_map_names_a_modules_own_parameters() -> None:
 
 def test_summary_is_a_table(plan: Plan) -> None:
     text = plan.summary()
-    for expected in ("budget", "peak", "17.0 KiB", "stage", "transfers", "gap", "blocks"):
+    for expected in ("budget", "peak", "20.0 KiB", "stage", "transfers", "gap", "blocks"):
         assert expected in text
     assert str(plan) == text
     assert "stages" in repr(plan)

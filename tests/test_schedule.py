@@ -28,7 +28,7 @@ BIG = topology(d0=1 << 20, d1=1 << 20, cpu=1 << 20)
 def scheduled(graph: Graph, **devices: object) -> Schedule:
     problem = Problem(graph, BIG, "cpu")
     assignment = reside(problem, {name: devices[name] for name in graph.operations})  # type: ignore[misc]  # keys
-    return build_schedule(graph, assignment, "cpu")
+    return build_schedule(graph, BIG, assignment, "cpu")
 
 
 def test_moves_are_made_right_before_the_first_reader() -> None:
@@ -56,14 +56,30 @@ def test_a_value_moves_once_to_each_device() -> None:
     assert moved == [("x", 0), ("x", 1), ("a", 1), ("c", "cpu")]
 
 
-def test_a_weight_away_from_its_reader_is_fetched() -> None:
+def test_a_weight_away_from_its_reader_is_streamed() -> None:
     graph = chain(1)
-    schedule = build_schedule(graph, Assignment({"v0": 0}, {"w0": "cpu"}), "cpu")
+    schedule = build_schedule(graph, BIG, Assignment({"v0": 0}, {"w0": "cpu"}), "cpu")
+    assert str(schedule) == (
+        "load 0: w0 -> slot 0 of 0, 4096 bytes\n"
+        "move x: cpu -> 0, 1024 bytes (input)\n"
+        "wait 0 on 0\n"
+        "run v0 on 0\n"
+        "release 0 on 0\n"
+        "move v0: 0 -> cpu, 1024 bytes (output)"
+    )
+    memory = measure_memory(graph, BIG, schedule)
+    assert memory.peaks[0].nbytes == 4096 + 2 * 1024  # the ring, the input and the result
+    assert memory.peaks[0].weights == 4096
+    assert memory.peaks["cpu"].weights == 4096
+
+
+def test_without_slots_a_weight_is_copied_right_before_its_reader() -> None:
+    graph = chain(1)
+    schedule = build_schedule(graph, BIG, Assignment({"v0": 0}, {"w0": "cpu"}, {0: 0}), "cpu")
     assert [m.nbytes for m in schedule.moves("weight")] == [4096]
     memory = measure_memory(graph, BIG, schedule)
     assert memory.peaks[0].nbytes == 4096 + 2 * 1024  # the copy, the input and the result
     assert memory.peaks[0].weights == 0
-    assert memory.peaks["cpu"].weights == 4096
 
 
 def test_peaks_count_weights_activations_and_copies() -> None:
@@ -188,6 +204,6 @@ def test_checks_refuse_to_fetch_what_is_written() -> None:
     graph = Graph(
         [Operation("a", "add_", ("w",), ("a",), ("w",))], [Value("a", 0, KIB, "w")], [weight], [], []
     )
-    schedule = build_schedule(graph, Assignment({"a": 0}, {"w": "cpu"}), "cpu")
+    schedule = build_schedule(graph, BIG, Assignment({"a": 0}, {"w": "cpu"}), "cpu")
     with pytest.raises(VerificationError, match="cannot be fetched"):
         check_schedule(graph, BIG, schedule)

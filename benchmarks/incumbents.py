@@ -1,0 +1,151 @@
+"""accelerate's and transformers' device maps, and what their hooks make of them.
+
+Both see a module tree and its parameters only. transformers has its own fork of accelerate's function.
+Asked as ``device_map="auto"`` asks (budgets balanced first), or as ``"sequential"`` does.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from accelerate.utils import get_balanced_memory, infer_auto_device_map
+from accelerate.utils.modeling import find_tied_parameters
+from torch import nn
+from transformers.integrations import accelerate as fork
+
+from graphplan.device import CPU, DISK, DeviceKey
+from graphplan.graph import Graph
+from graphplan.passes.evaluate import Problem
+from graphplan.passes.residence import reside
+from graphplan.schedule import Assignment
+
+DeviceMap = Mapping[str, DeviceKey]
+Mapper = Callable[[Mapping[DeviceKey, int]], DeviceMap]
+_AWAY = (CPU, DISK)
+
+
+def accelerate_maps(model: nn.Module, no_split: Sequence[str]) -> dict[str, Mapper]:
+    """Way to ask -> what makes a map of budgets; ``no_split`` names classes that are kept whole."""
+
+    def sequential(budgets: Mapping[DeviceKey, int]) -> DeviceMap:
+        with _quiet():
+            return infer_auto_device_map(model, dict(budgets), no_split_module_classes=list(no_split))
+
+    def auto(budgets: Mapping[DeviceKey, int]) -> DeviceMap:
+        with _quiet():
+            balanced = get_balanced_memory(model, dict(budgets), no_split_module_classes=list(no_split))
+        return sequential(balanced)
+
+    return {"auto": auto, "sequential": sequential}
+
+
+def transformers_maps(model: nn.Module, no_split: Sequence[str]) -> dict[str, Mapper]:
+    """The same, by transformers' fork."""
+    if not hasattr(model, "all_tied_weights_keys"):  # a plain module: the fork reads ties off its own models
+        groups = find_tied_parameters(model)
+        model.all_tied_weights_keys = {name: first for first, *others in groups for name in others}
+    unplaced = getattr(model, "_no_placement_params", None)
+
+    def sequential(budgets: Mapping[DeviceKey, int]) -> DeviceMap:
+        with _quiet():
+            return fork.infer_auto_device_map(
+                model, dict(budgets), no_split_module_classes=set(no_split), no_placement_params=unplaced
+            )
+
+    def auto(budgets: Mapping[DeviceKey, int]) -> DeviceMap:
+        with _quiet():
+            balanced = fork.get_balanced_memory(model, dict(budgets), no_split_module_classes=set(no_split))
+        return sequential(balanced)
+
+    return {"auto": auto, "sequential": sequential}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without their warnings that this machine has no such devices."""
+    loggers = [logging.getLogger(name) for name in ("accelerate.utils.modeling", fork.__name__)]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def assignment_of(problem: Problem, device_map: DeviceMap) -> Assignment:
+    """A device map as accelerate's hooks carry it out.
+
+    A module on ``"cpu"`` or ``"disk"`` runs on the first accelerator of the map; its parameters are
+    copied there at each call, its buffers stay there. An operation of a module that the map names only
+    in parts runs where its first input is.
+    """
+    graph = problem.graph
+    main = next((key for key in device_map.values() if key not in _AWAY), CPU)
+    operations: dict[str, DeviceKey] = {}
+    for operation in graph.operations.values():
+        key = _entry(device_map, operation.module_path)
+        if key is None:
+            makers = [graph.producer[name] for name in operation.inputs if name in graph.producer]
+            key = operations[makers[0]] if makers else main
+        operations[operation.name] = main if key in _AWAY else key
+    homes = dict(reside(problem, operations).weights)
+    for weight in graph.weights.values():
+        key = _entry(device_map, weight.name)
+        if key is not None and weight.kind != "constant":
+            away = CPU if weight.kind == "parameter" else main
+            homes[weight.name] = away if key in _AWAY else key
+    return Assignment(operations, homes)
+
+
+def _entry(device_map: DeviceMap, name: str) -> DeviceKey | None:
+    """The device of the longest entry that holds ``name``."""
+    while name:
+        if name in device_map:
+            return device_map[name]
+        name = name.rpartition(".")[0]
+    return device_map.get("")
+
+
+class Block(nn.Module):
+    """A module that device maps keep whole."""
+
+
+def skeleton(graph: Graph) -> nn.Module:
+    """The module tree that a graph's names describe, its parameters on the meta device.
+
+    The outermost modules whose name is a number are blocks. Modules and parameters are registered in
+    the order of execution; a tied weight is one parameter under all its names.
+    """
+    root = nn.Module()
+    made: dict[str, nn.Parameter] = {}
+    for operation in graph.operations.values():
+        module, inside = root, False
+        for part in operation.module_path.split("."):
+            if not hasattr(module, part):
+                block = part.isdigit() and not inside
+                module.add_module(part, Block() if block else nn.Module())
+            inside = inside or part.isdigit()
+            module = getattr(module, part)
+        for name in operation.inputs:
+            if name in graph.weights:
+                _register(module, operation.module_path, graph, name, made)
+    return root
+
+
+def _register(module: nn.Module, path: str, graph: Graph, weight: str, made: dict[str, nn.Parameter]) -> None:
+    found = graph.weights[weight]
+    if weight not in made:
+        data = torch.empty(found.nbytes, dtype=torch.uint8, device="meta")
+        made[weight] = nn.Parameter(data, requires_grad=False)
+    for name in found.names:
+        owner, _, leaf = name.rpartition(".")
+        if owner == path and leaf not in module._parameters:
+            module.register_parameter(leaf, made[weight])

@@ -1,0 +1,117 @@
+"""How many bytes of weights accelerators can hold at most: the yardstick for their use.
+
+Only weights that a call reads count. Those that one operation reads together are one item, which must
+lie on one accelerator. A weight counts with what the allocator takes for it among others (see
+``DeviceSpec.resident``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from graphplan.device import DeviceSpec
+from graphplan.graph import Graph, Weight
+from graphplan.passes.evaluate import Problem
+from graphplan.schedule import Assignment
+
+_MIB = 1 << 20
+_UNITS = 2_000_000  # steps in which a capacity is counted
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """What capacities allow of a graph's weights.
+
+    Attributes:
+        most: bytes that no packing passes.
+        everything: whether all fits: True where a packing was found, False where none exists, None
+            where neither was shown.
+    """
+
+    most: int
+    everything: bool | None
+
+
+def sizes_of(graph: Graph, spec: DeviceSpec) -> dict[str, int]:
+    """Bytes that each weight that is read takes on a device where many others are."""
+    return {weight.name: _kept(spec, weight.nbytes) for weight in _read(graph)}
+
+
+def _read(graph: Graph) -> list[Weight]:
+    return [weight for weight in graph.weights.values() if weight.name in graph.consumers]
+
+
+def used(problem: Problem, assignment: Assignment) -> int:
+    """Bytes that weights take on the accelerators where they live."""
+    specs = {spec.key: spec for spec in problem.topology.devices if spec.is_accelerator}
+    placed = ((w.nbytes, specs.get(assignment.weights[w.name])) for w in _read(problem.graph))
+    return sum(_kept(spec, nbytes) for nbytes, spec in placed if spec is not None)
+
+
+def offloaded(problem: Problem, assignment: Assignment) -> int:
+    """Bytes of weights that live on no accelerator, without any rounding."""
+    keys = {spec.key for spec in problem.topology.devices if spec.is_accelerator}
+    return sum(w.nbytes for w in _read(problem.graph) if assignment.weights[w.name] not in keys)
+
+
+def _kept(spec: DeviceSpec, nbytes: int) -> int:
+    alone = spec.resident([nbytes])
+    if alone == spec.rounded(nbytes) or nbytes >= 10 * _MIB:
+        return alone
+    return int(spec.rounded(nbytes) * 20 / 19)  # its share of the segment that it is cut from
+
+
+def items(graph: Graph, kept: Mapping[str, int]) -> list[int]:
+    """Bytes of each set of weights that must lie together, largest first; ``kept``: weight -> bytes."""
+    group: dict[str, str] = {name: name for name in kept}
+
+    def first(name: str) -> str:
+        while group[name] != name:
+            name = group[name]
+        return name
+
+    for operation in graph.operations.values():
+        read = [name for name in operation.inputs if name in kept]
+        for name in read[1:]:
+            group[first(name)] = first(read[0])
+    sizes: dict[str, int] = {}
+    for name, nbytes in kept.items():
+        sizes[first(name)] = sizes.get(first(name), 0) + nbytes
+    return sorted(sizes.values(), reverse=True)
+
+
+def pack(sizes: Sequence[int], capacities: Sequence[int]) -> Packing:
+    """The most bytes of ``sizes`` (largest first) that ``capacities`` can hold.
+
+    For one capacity it is the best subset sum, to a few millionths; for several, that of their sum,
+    of the items that fit the largest.
+    """
+    if _first_fit(sizes, capacities):
+        return Packing(sum(sizes), True)
+    possible = [size for size in sizes if size <= max(capacities)]
+    together = sum(capacities)
+    everything = False if len(possible) < len(sizes) or sum(sizes) > together else None
+    return Packing(min(sum(possible), _subset_sum(possible, together)), everything)
+
+
+def _first_fit(sizes: Sequence[int], capacities: Sequence[int]) -> bool:
+    left = list(capacities)
+    for size in sizes:
+        chosen = next((i for i, room in enumerate(left) if size <= room), None)
+        if chosen is None:
+            return False
+        left[chosen] -= size
+    return True
+
+
+def _subset_sum(sizes: Sequence[int], capacity: int) -> int:
+    """An upper bound of the largest sum within ``capacity``, from sizes rounded down to whole units."""
+    unit = max(1, capacity // _UNITS)
+    limit = capacity // unit
+    within = (1 << (limit + 1)) - 1
+    reachable = 1  # bit i: some subset takes i units
+    for size in sizes:
+        reachable |= (reachable << (size // unit)) & within
+    rounding = (unit - 1) * len(sizes)
+    return min(capacity, (reachable.bit_length() - 1) * unit + rounding)

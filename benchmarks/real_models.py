@@ -1,0 +1,241 @@
+"""Real models in their true sizes, planned on budgets that are shares of their weights.
+
+python benchmarks/real_models.py [--models clip-l,detr] [--cases 2x0.55]
+
+Each card's budget is its share of the weights plus the most bytes beside weights that a call takes
+when one card runs all of it. The CPU takes what does not fit. The same budgets are given to accelerate
+and transformers, whose maps are judged by the same evaluator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from baselines import Baseline, accelerators, device_maps, peak_activation
+from instances import GIB, A, B, C, Card, Speed, devices
+from models import MODELS
+from packing import Packing, items, offloaded, pack, sizes_of, used
+from report import table, write
+from torch import nn
+
+from graphplan.device import CPU, Topology
+from graphplan.errors import GraphplanError, InfeasibleError
+from graphplan.passes.evaluate import Problem
+from graphplan.placement import Plan
+from graphplan.planner import Compiler, Options
+from graphplan.twin import Twin
+
+USE = 0.98  # of what a packing allows, when offloading is forced
+_ROOMY = 1 << 20  # GiB of the card on which a model is measured
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A card that holds a share of the weights."""
+
+    of_weights: float
+    speed: Speed = A
+
+
+CASES: dict[str, tuple[Share, ...]] = {
+    "1x0.7": (Share(0.7),),
+    "2x0.55": (Share(0.55),) * 2,
+    "4x0.275": (Share(0.275),) * 4,
+    "unlike": (Share(0.6, A), Share(0.3, B), Share(0.25, C)),
+}
+
+
+@dataclass(slots=True)
+class Row:
+    """A model on one set of budgets. Sizes are bytes, times seconds.
+
+    Attributes:
+        packing: what the budgets, less activations, allow, in bytes that the allocator takes.
+        offloaded: weights that live on no accelerator, of those that are read.
+        used: what those that do take there.
+        within: whether every peak is within its budget.
+        planning: seconds of planning, without the capture.
+        others: accelerate's and transformers' maps.
+        error: why there is no plan.
+    """
+
+    model: str
+    case: str
+    weights: int
+    activations: int
+    packing: Packing
+    offloaded: int = 0
+    used: int = 0
+    within: bool = False
+    makespan: float = 0.0
+    gap: float = 0.0
+    proof: str = ""
+    planning: float = 0.0
+    others: list[Baseline] = field(default_factory=list)
+    error: str = ""
+
+    def use(self, used: int) -> float:
+        """``used`` bytes on accelerators as a share of what a packing allows."""
+        return used / self.packing.most if self.packing.most else 1.0
+
+    @property
+    def met(self) -> bool:
+        """Within the budgets; nothing offloaded that fits, and the accelerators full where not all does."""
+        if self.error or not self.within:
+            return False
+        return self.offloaded == 0 if self.packing.everything else self.use(self.used) >= USE
+
+    def beaten_by(self) -> list[str]:
+        """Names of those whose map keeps the budgets and is faster."""
+        return [
+            other.name
+            for other in self.others
+            if other.feasible and (self.error or (other.seconds or 0.0) < self.makespan * (1 - 1e-9))
+        ]
+
+
+class Measured:
+    """A model that is captured once and planned on many budgets."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        start = time.perf_counter()
+        self.model: nn.Module = MODELS[name].build()
+        twin = Twin(self.model)
+        self.call = twin.bind((), MODELS[name].example())
+        roomy = devices([Card(A, _ROOMY)], cpu_gib=_ROOMY)
+        self.compiler = Compiler(twin, roomy, Options())
+        found = self.compiler.plan(self.call).plan
+        self.capture = time.perf_counter() - start
+        self.graph = found.graph
+        self.activations = peak_activation(Problem(found.graph, roomy, CPU))
+
+    def topology(self, shares: Sequence[Share]) -> Topology:
+        """Cards of these shares, and a CPU that takes four times the model."""
+        size = self.graph.weight_bytes
+        cards = [Card(s.speed, (s.of_weights * size + self.activations) / GIB) for s in shares]
+        return devices(cards, cpu_gib=64 + 4 * size / GIB)
+
+    def plan(self, topology: Topology) -> Plan:
+        """Plan on other budgets: the compiler keeps what it has captured."""
+        self.compiler.topology = topology
+        return self.compiler.plan(self.call).plan
+
+    def measure(self, case: str) -> Row:
+        """Our plan beside the others', on one set of budgets."""
+        topology = self.topology(CASES[case])
+        capacities = [spec.room - self.activations for spec in accelerators(topology)]
+        kept = sizes_of(self.graph, accelerators(topology)[0])
+        packing = pack(items(self.graph, kept), capacities)
+        row = Row(self.name, case, self.graph.weight_bytes, self.activations, packing)
+        start = time.perf_counter()
+        try:
+            found = self.plan(topology)
+            row.planning = time.perf_counter() - start
+            _fill(row, found)
+            problem = Problem(found.graph, topology, CPU)
+        except InfeasibleError as error:
+            row.error = str(error)
+            problem = Problem(self.graph, topology, CPU)
+        no_split = getattr(self.model, "_no_split_modules", None) or []
+        row.others = device_maps(problem, self.model, sorted(no_split))
+        return row
+
+
+def _fill(row: Row, found: Plan) -> None:
+    problem = Problem(found.graph, found.topology, CPU)
+    assignment = found.schedule.assignment
+    row.used = used(problem, assignment)
+    row.offloaded = offloaded(problem, assignment)
+    row.within = all(found.peak_bytes[spec.key] <= spec.room for spec in found.topology.devices)
+    row.makespan, row.gap, row.proof = found.makespan, found.gap, found.proof
+
+
+def cells(row: Row) -> list[str]:
+    """One line of the table."""
+    fits = {True: "yes", False: "no", None: "?"}[row.packing.everything]
+    line = [f"{row.model} {row.case}", f"{row.weights / 1e9:.2f}", f"{row.activations / 1e9:.3f}", fits]
+    if row.error:
+        line += ["-"] * 5 + [row.error.partition(":")[0]]
+    else:
+        line += [
+            f"{row.offloaded / 1e9:.3f}",
+            f"{100 * row.use(row.used):.1f} %",
+            "yes" if row.within else "NO",
+        ]
+        line += [f"{1e3 * row.makespan:.2f}", f"{100 * row.gap:.1f} %", f"{row.planning:.1f}"]
+    for other in row.others:
+        line += _other_cells(row, other)
+    return [*line, "yes" if row.met else "NO"]
+
+
+def _other_cells(row: Row, other: Baseline) -> list[str]:
+    if other.seconds is None:
+        return ["-", "-", other.error[:30], "-"]
+    ms = f"{1e3 * other.seconds:.2f}"
+    first = f"{other.first_over / 1e6:.0f}" if other.first_over else "-"
+    over = f" over {other.over / 1e6:.0f} MB" if other.over else ""
+    mark = "  !" if other.name in row.beaten_by() else ""
+    return [f"{other.offloaded / 1e9:.3f}", f"{100 * row.use(other.used):.1f} %", ms + over + mark, first]
+
+
+def header(rows: Sequence[Row]) -> list[str]:
+    """Column names."""
+    names = ["model", "weights GB", "activations GB", "fits"]
+    names += ["offloaded GB", "use", "within", "ms", "gap", "planning s"]
+    for other in rows[0].others:
+        names += [f"{other.name}: offloaded GB", "use", "ms", "first over MB"]
+    return [*names, "met"]
+
+
+def as_data(row: Row) -> dict[str, Any]:
+    """For JSON."""
+    others = [{**asdict(other), "excess": None, "feasible": other.feasible} for other in row.others]
+    found = {**asdict(row), "use": row.use(row.used), "met": row.met, "beaten_by": row.beaten_by()}
+    return {**found, "others": others}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--cases", default=",".join(CASES))
+    options = parser.parse_args()
+    chosen, cases = options.models.split(","), options.cases.split(",")
+    rows: list[Row] = []
+    failed: dict[str, str] = {}
+    for name in chosen:
+        try:
+            measured = Measured(name)
+        except (GraphplanError, ImportError) as error:
+            failed[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            print(f"{name}: {failed[name]}", flush=True)
+            continue
+        print(f"{name}: {len(measured.graph.operations)} operations in {measured.capture:.1f} s", flush=True)
+        for case in cases:
+            rows.append(measured.measure(case))
+            print(f"  {case}: {rows[-1].planning:.1f} s", flush=True)
+        del measured
+        gc.collect()
+    if rows:
+        print(table(header(rows), [cells(row) for row in rows]))
+        print("first over: of the map as users ask for it; where that passes a budget, less is given to it")
+    met = sum(row.met for row in rows)
+    beaten = [f"{row.model} {row.case}" for row in rows if row.beaten_by()]
+    print(
+        f"{met} of {len(rows)}: within budget, nothing offloaded that fits, use >= {100 * USE:g} % otherwise"
+    )
+    print(f"a map that keeps the budgets is faster on: {', '.join(beaten) or 'none'}")
+    if len(chosen) == len(MODELS) and len(cases) == len(CASES):
+        data = {"met": met, "of": len(rows), "failed": failed, "rows": [as_data(row) for row in rows]}
+        print(f"wrote {write('real_models', data)}")
+
+
+if __name__ == "__main__":
+    main()

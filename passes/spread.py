@@ -1,0 +1,201 @@
+"""Which weights are streamed where an accelerator does not hold all that it reads.
+
+A copy hides behind the operations that run meanwhile, so the streamed weights are spread evenly over the
+seconds of the device's operations: of sixty equal blocks of which thirty are streamed, every other one.
+Large weights come first, since each copy has its latency; a table of which a few rows are read comes
+last, since all of it would be copied.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from graphplan.device import DeviceKey
+from graphplan.graph import Graph, Weight
+from graphplan.passes.evaluate import Evaluation, Problem, evaluate
+from graphplan.passes.residence import cpu_key, reside
+
+__all__ = ["fetch_excess"]
+
+_LARGE_BUFFER = 1 << 20  # a smaller one is not worth fetching, and another call may write to it
+_LARGE = 8  # a weight is large while it has at least this part of the largest's bytes
+_LEVELS = 3
+_TRIALS = 3  # times to stream more, for a second slot
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """The weights that an operation is the first to read, as far as they may be streamed.
+
+    Attributes:
+        names: of the weights.
+        nbytes: of them together.
+        seconds: of the device's operations up to and with this one.
+        level: 0 for large weights that one operation reads, 1 for the others, 2 for tables of which
+            few rows are read.
+    """
+
+    names: tuple[str, ...]
+    nbytes: int
+    seconds: float
+    level: int
+
+
+def fetch_excess(
+    problem: Problem, operations: Mapping[str, DeviceKey], rounds: int = 24
+) -> Evaluation | None:
+    """Keep weights on the CPU until every accelerator fits; None where that cannot be.
+
+    Args:
+        problem: what is placed.
+        operations: operation -> device.
+        rounds: most placements to try for each kind of candidates.
+    """
+    found = evaluate(problem, reside(problem, operations))
+    cpu = cpu_key(problem.topology)
+    excess = {key: over for key, over in found.excess.items() if key != cpu}
+    if not excess:
+        return found if found.feasible else None
+    if cpu is None:
+        return None
+    candidates = _candidates(problem, found)
+    for level in range(_LEVELS):
+        allowed = {key: [c for c in listed if c.level <= level] for key, listed in candidates.items()}
+        spread = _Spread(problem, operations, allowed, rounds).run(excess)
+        if spread is not None:
+            return spread
+    return None
+
+
+class _Spread:
+    """Streams more and more of the candidates, until what is left fits."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        operations: Mapping[str, DeviceKey],
+        candidates: Mapping[DeviceKey, list[_Candidate]],
+        rounds: int,
+    ) -> None:
+        self.problem, self.operations, self.rounds = problem, operations, rounds
+        self.candidates = candidates
+        self.cpu = cpu_key(problem.topology)
+
+    def run(self, excess: Mapping[DeviceKey, int]) -> Evaluation | None:
+        wanted: dict[DeviceKey, int] = dict(excess)
+        for _ in range(self.rounds):
+            chosen = self._choose(wanted)
+            found = self._evaluate(chosen)
+            over = {key: nbytes for key, nbytes in found.excess.items() if key != self.cpu}
+            if not over:
+                return self._with_two_slots(wanted, found) if found.feasible else None
+            for key, nbytes in over.items():
+                listed = self.candidates.get(key, [])
+                taken = [c.nbytes for c in listed if c.names[0] in chosen]
+                left = [c.nbytes for c in listed if c.names[0] not in chosen]
+                if not left:
+                    return None
+                wanted[key] = max(wanted.get(key, 0) + nbytes, sum(taken) + min(left))
+        return None
+
+    def _with_two_slots(self, wanted: Mapping[DeviceKey, int], found: Evaluation) -> Evaluation:
+        """Stream as much more as a second slot takes, where one was all that fitted, if that pays."""
+        best = found
+        for ring in found.schedule.rings:
+            if len(ring.slots) != 1 or len(ring.segments) < 2:
+                continue
+            more = dict(wanted)
+            more[ring.device] = more.get(ring.device, 0) + ring.slots[0]
+            for _ in range(_TRIALS):
+                trial = self._evaluate(self._choose(more), {ring.device: 2})
+                if trial.feasible:
+                    best = min(best, trial, key=lambda evaluation: evaluation.seconds)
+                    break
+                more[ring.device] += trial.excess.get(ring.device, 0)
+        return best
+
+    def _evaluate(self, chosen: set[str], slots: Mapping[DeviceKey, int] | None = None) -> Evaluation:
+        assignment = reside(self.problem, self.operations, chosen)
+        return evaluate(self.problem, replace(assignment, slots=slots or {}))
+
+    def _choose(self, wanted: Mapping[DeviceKey, int]) -> set[str]:
+        chosen: set[str] = set()
+        for key, nbytes in wanted.items():
+            for candidate in _spread_evenly(self.candidates.get(key, []), nbytes):
+                chosen.update(candidate.names)
+        return chosen
+
+
+def _spread_evenly(candidates: list[_Candidate], wanted: int) -> list[_Candidate]:
+    """Candidates of at least ``wanted`` bytes, if there are as many: as evenly as their places allow."""
+    total = max((c.seconds for c in candidates), default=0.0)
+    chosen: list[_Candidate] = []
+    left: list[_Candidate] = []
+    taken = 0
+    for candidate in candidates:
+        due = wanted * candidate.seconds / total if total else wanted
+        if taken + candidate.nbytes / 2 <= due and taken < wanted:
+            chosen.append(candidate)
+            taken += candidate.nbytes
+        else:
+            left.append(candidate)
+    left.sort(key=lambda candidate: -candidate.nbytes)
+    while taken < wanted and left:
+        # the smallest that is enough, else the largest
+        enough = [i for i, c in enumerate(left) if taken + c.nbytes >= wanted]
+        chosen.append(left.pop(enough[-1] if enough else 0))
+        taken += chosen[-1].nbytes
+    return chosen
+
+
+def _candidates(problem: Problem, found: Evaluation) -> dict[DeviceKey, list[_Candidate]]:
+    """For each device, the weights that live there and may be streamed, in the order of their use."""
+    graph, topology = problem.graph, problem.topology
+    homes = found.schedule.assignment.weights
+    device = found.schedule.assignment.operations
+    clock: dict[DeviceKey, float] = defaultdict(float)
+    listed: dict[DeviceKey, list[_Candidate]] = defaultdict(list)
+    seen: set[str] = set()
+    largest: dict[DeviceKey, int] = defaultdict(int)
+    for name, key in homes.items():
+        if _may_stream(problem, graph.weights[name]):
+            largest[key] = max(largest[key], graph.weights[name].nbytes)
+    for operation in graph.operations.values():
+        if operation.host_only:
+            continue
+        key = device[operation.name]
+        clock[key] += problem.seconds(operation, topology[key])
+        weights = [
+            graph.weights[name]
+            for name in operation.inputs
+            if homes.get(name) == key and name not in seen and _may_stream(problem, graph.weights[name])
+        ]
+        if weights:
+            names = tuple(weight.name for weight in weights)
+            seen.update(names)
+            level = max(_level(graph, weight) for weight in weights)
+            nbytes = sum(weight.nbytes for weight in weights)
+            if not level and _LARGE * nbytes < largest[key]:
+                level = 1
+            listed[key].append(_Candidate(names, nbytes, clock[key], level))
+    return listed
+
+
+def _may_stream(problem: Problem, weight: Weight) -> bool:
+    small_buffer = weight.kind == "buffer" and weight.nbytes < _LARGE_BUFFER
+    return (
+        weight.fetchable
+        and weight.nbytes > 0
+        and weight.name not in problem.fixed_weights
+        and not small_buffer
+        and (weight.name in problem.graph.streamable or not problem.streams)
+    )
+
+
+def _level(graph: Graph, weight: Weight) -> int:
+    readers = [r for r in graph.consumers.get(weight.name, ()) if not graph.operations[r].host_only]
+    if any(2 * graph.operations[r].bytes_accessed < weight.nbytes for r in readers):
+        return 2
+    return 0 if len(readers) == 1 else 1

@@ -1,0 +1,99 @@
+"""Host memory that weights are streamed from: one anonymous mapping, page-locked where a GPU reads it.
+
+Weights that are copied together lie next to each other, so that one copy moves them. Each has a storage
+of its own over its bytes, so that saving or sharing one of them concerns its bytes alone. The mapping
+lives as long as any of them, and is registered with CUDA once, as it is: torch's own allocator of
+page-locked memory would round it up to a power of two.
+"""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+import torch
+
+__all__ = ["HostPages"]
+
+_ALIGNMENT = 512
+_PORTABLE = 1  # cudaHostRegisterPortable: for every GPU
+
+
+class _Mapping(mmap.mmap):
+    """An anonymous mapping that CUDA forgets before it is unmapped."""
+
+    release: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        # not a weakref's callback: mmap unmaps before it calls those
+        if self.release is not None:
+            self.release()
+            self.release = None
+
+
+class HostPages:
+    """A mapping, and what it is given out for.
+
+    Args:
+        nbytes: of all tensors that it is to hold, each rounded up by :meth:`rounded`.
+        pinned: whether a CUDA device copies from it.
+    """
+
+    def __init__(self, nbytes: int, *, pinned: bool) -> None:
+        self._mapping = _Mapping(-1, max(nbytes, 1))
+        self.start = self._bytes(0, max(nbytes, 1)).data_ptr()
+        self.end = self.start + nbytes
+        self.pinned = pinned and self._register(nbytes)
+        self._used = 0
+
+    @staticmethod
+    def rounded(nbytes: int) -> int:
+        """What a tensor of ``nbytes`` takes."""
+        return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+    def _register(self, nbytes: int) -> bool:
+        cudart = torch.cuda.cudart()
+        try:
+            code = int(cudart.cudaHostRegister(self.start, nbytes, _PORTABLE))
+            reason = "" if code == 0 else f"cudaHostRegister returned {code}"
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+        if reason:
+            _forget_error()
+            warnings.warn(
+                f"the {nbytes} bytes of streamed weights could not be page-locked ({reason}): they are "
+                "copied from ordinary memory, which is slower. A higher limit of locked memory (ulimit -l), "
+                "or more weights on the accelerators, would help",
+                stacklevel=2,
+            )
+            return False
+        self._mapping.release = partial(cudart.cudaHostUnregister, self.start)
+        return True
+
+    def _bytes(self, offset: int, nbytes: int) -> torch.Tensor:
+        # a storage of its own for each, over the same mapping, which each of them keeps
+        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes, offset=offset)
+
+    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a dense tensor at the next free place."""
+        nbytes = tensor.numel() * tensor.element_size()
+        place = self._bytes(self._used, nbytes).view(tensor.dtype)
+        self._used += self.rounded(nbytes)
+        return torch.as_strided(place, tensor.size(), tensor.stride()).copy_(tensor)
+
+    def holds(self, address: int) -> bool:
+        """Whether an address is in the mapping."""
+        return self.start <= address < self.end
+
+    def bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
+        """The bytes from an address on."""
+        return self._bytes(address - self.start, nbytes)
+
+
+def _forget_error() -> None:
+    """Take back CUDA's last error, which the next kernel launch would otherwise raise as its own."""
+    with suppress(RuntimeError):  # this launch is the one that raises it
+        torch.zeros(1, device="cuda")

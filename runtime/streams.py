@@ -1,0 +1,231 @@
+"""Weights streamed from host memory into the ring of each accelerator: copies, slots, events.
+
+Each accelerator of a module has one storage, cut into slots as the plan says, and a queue for copies
+beside the one for the call's own work. A slot has two events: ``ready`` is recorded behind the copy of a
+segment, and the work that reads it is enqueued behind that; ``free`` is recorded behind the last reader,
+and the next copy into the slot, of this call or the next one, is enqueued behind that. The host waits
+for nothing. Calls of one module are serialised by a lock, since they share the ring.
+
+What a CPU parameter holds when the copy runs is what the call reads. Results that are back on the CPU are
+proof that all copies are done; with results left on the accelerator, synchronise before writing to a
+parameter that is streamed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from graphplan.device import CPU
+from graphplan.errors import GraphplanError, PlanError, readable_bytes
+from graphplan.runtime.pages import HostPages
+from graphplan.runtime.queues import Queues, queues_of
+from graphplan.schedule import Ring, Segment
+
+__all__ = ["ModuleStreams", "RingStream"]
+
+Find = Callable[[Segment, Sequence[int]], torch.Tensor | None]
+
+
+class _Storage:
+    """The ring of one accelerator, shared by the calls of all structures of a module."""
+
+    def __init__(self, device: torch.device, queues: Queues) -> None:
+        self.device, self.queues = device, queues
+        self.bytes = torch.empty(0, dtype=torch.uint8, device=device)
+        self.user: RingStream | None = None  # whose slots the events of the last call are about
+        self.busy = False  # a call is under way, or has broken off
+        weakref.finalize(self, self.queues.drain).atexit = False
+
+    def enter(self, user: RingStream) -> None:
+        """A call begins. After one of another structure, or one that broke off, all work is waited for."""
+        follows = self.user is user and not self.busy
+        self.busy = True
+        self.queues.enter()
+        if not follows:
+            self.queues.join()
+        self.user = user
+
+    def grow(self, nbytes: int) -> None:
+        """Make it at least so large. What is bound to a smaller one must be gone."""
+        if self.bytes.numel() >= nbytes:
+            return
+        self.queues.drain()
+        self.user = None
+        self.bytes = torch.empty(0, dtype=torch.uint8, device=self.device)  # before the larger one is there
+        try:
+            self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError as error:
+            raise GraphplanError(
+                f"{self.device} has no room for the {readable_bytes(nbytes)} that weights are streamed into, "
+                f"though the budget allows it: something else is on the device. {str(error).splitlines()[0]}"
+            ) from error
+
+
+class _LoadedSegment:
+    """A segment's place in host memory and in the ring; what a lowered graph passes on."""
+
+    def __init__(self, stream: RingStream, index: int, weights: Sequence[torch.Tensor]) -> None:
+        segment = stream.ring.segments[index]
+        self.stream, self.names, self.queues = stream, segment.weights, stream.storage.queues
+        self.ready, self.free = stream.ready[segment.slot], stream.free[segment.slot]
+        start = stream.ring.starts[segment.slot]
+        place = stream.storage.bytes[start : start + segment.nbytes]
+        self.views = tuple(
+            _view_like(place, offset, weight) for offset, weight in zip(segment.offsets, weights, strict=True)
+        )
+        self.addresses = tuple(weight.data_ptr() for weight in weights)
+        self.place, self.source = place, stream.find(segment, self.addresses)
+        self.host = weights[0].device
+
+    def load(self, weights: Sequence[torch.Tensor]) -> None:
+        """Enqueue the copy, behind the last reader of what is in the slot."""
+        self.queues.copies_wait(self.free)
+        if self.source is not None and tuple(weight.data_ptr() for weight in weights) == self.addresses:
+            self.queues.copy(self.place, self.source)
+        else:  # one that the caller has replaced is read where it is now
+            for name, view, weight in zip(self.names, self.views, weights, strict=True):
+                self._require_like(name, view, weight)
+                self.queues.copy(view, weight)
+        self.queues.record_copies(self.ready)
+
+    def _require_like(self, name: str, view: torch.Tensor, weight: torch.Tensor) -> None:
+        if (weight.device, weight.dtype, weight.shape) != (self.host, view.dtype, view.shape):
+            raise PlanError(
+                f"{name!r} is {weight.dtype} of shape {list(weight.shape)} on {weight.device}, the plan has "
+                f"it as {view.dtype} of shape {list(view.shape)} on {self.host}: a placed model cannot be "
+                "moved or converted, only partitioned anew"
+            )
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        """Its weights on the accelerator."""
+        self.queues.work_waits(self.ready)
+        return self.views
+
+    def release(self) -> None:
+        """Nothing enqueued from now on reads it."""
+        self.queues.record_work(self.free)
+        self.stream.released()
+
+
+def _view_like(place: torch.Tensor, offset: int, weight: torch.Tensor) -> torch.Tensor:
+    """Bytes of a slot as what a copy of ``weight`` would be."""
+    like = torch.empty_like(weight, device="meta")
+    part = place[offset : offset + like.numel() * like.element_size()].view(like.dtype)
+    return torch.as_strided(part, like.size(), like.stride())
+
+
+class RingStream:
+    """The ring as one call structure uses it: what its generated code loads segments with.
+
+    Args:
+        storage: of the accelerator.
+        ring: slots and segments, as planned.
+        weights: name -> tensor on the host, of every weight in ``ring``.
+        find: where a segment's bytes lie in one piece in host memory, or None.
+    """
+
+    def __init__(
+        self, storage: _Storage, ring: Ring, weights: Mapping[str, torch.Tensor], find: Find
+    ) -> None:
+        self.storage, self.ring, self.find = storage, ring, find
+        self.ready = [storage.queues.event() for _ in ring.slots]
+        self.free = [storage.queues.event() for _ in ring.slots]
+        self.segments = [
+            _LoadedSegment(self, index, [weights[name] for name in segment.weights])
+            for index, segment in enumerate(ring.segments)
+        ]
+        self.left = 0  # segments of this call that are not released yet
+
+    def __deepcopy__(self, memo: dict[int, object]) -> RingStream:
+        return self  # a copy of generated code uses the same ring; a copy of the module makes its own
+
+    def load(self, index: int, weights: tuple[torch.Tensor, ...]) -> _LoadedSegment:
+        """Enqueue the copy of a segment; that of the first begins a call."""
+        if index == 0:
+            self.storage.enter(self)
+            self.left = len(self.segments)
+        segment = self.segments[index]
+        segment.load(weights)
+        return segment
+
+    def released(self) -> None:
+        """One more segment is released; that of the last ends the call."""
+        self.left -= 1
+        if not self.left:
+            self.storage.busy = False
+
+
+class ModuleStreams:
+    """The rings of a module, and the host memory of the weights that are streamed into them."""
+
+    def __init__(self, make_queues: Callable[[torch.device], Queues] = queues_of) -> None:
+        self.make_queues = make_queues
+        self.storages: dict[torch.device, _Storage] = {}
+        self.pages: list[HostPages] = []
+
+    def must_grow(self, rings: Mapping[torch.device, Ring]) -> bool:
+        """Whether :meth:`prepare` would replace a ring to which something may be bound."""
+        return any(
+            0 < self.storages[device].bytes.numel() < ring.nbytes
+            for device, ring in rings.items()
+            if device in self.storages
+        )
+
+    def prepare(self, rings: Mapping[torch.device, Ring], weights: Mapping[str, torch.Tensor]) -> None:
+        """Make room for these rings, and bring their weights together in host memory.
+
+        Args:
+            rings: by the accelerator that they are on.
+            weights: name -> tensor on the host. The data of each that is streamed is replaced by its
+                copy in the pages.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            self._gather(rings, weights)
+            for device, ring in rings.items():
+                self._storage(device).grow(ring.nbytes)
+
+    def _storage(self, device: torch.device) -> _Storage:
+        if device not in self.storages:
+            self.storages[device] = _Storage(device, self.make_queues(device))
+        return self.storages[device]
+
+    def _gather(self, rings: Mapping[torch.device, Ring], weights: Mapping[str, torch.Tensor]) -> None:
+        streamed = [n for ring in rings.values() for s in ring.segments for n in s.weights]
+        wanted = [
+            tensor
+            for name in dict.fromkeys(streamed)
+            if (tensor := weights.get(name)) is not None and _is_plain(tensor) and not self._pages_of(tensor)
+        ]
+        if not wanted:
+            return
+        total = sum(HostPages.rounded(t.numel() * t.element_size()) for t in wanted)
+        pages = HostPages(total, pinned=any(device.type == "cuda" for device in rings))
+        for tensor in wanted:
+            tensor.data = pages.adopt(tensor.data)
+        self.pages.append(pages)
+
+    def _pages_of(self, tensor: torch.Tensor) -> HostPages | None:
+        return next((pages for pages in self.pages if pages.holds(tensor.data_ptr())), None)
+
+    def bind(self, device: torch.device, ring: Ring, weights: Mapping[str, torch.Tensor]) -> RingStream:
+        """The stream that one call structure's code uses."""
+        with torch.inference_mode(False), torch.no_grad():
+            return RingStream(self._storage(device), ring, weights, self._find)
+
+    def _find(self, segment: Segment, addresses: Sequence[int]) -> torch.Tensor | None:
+        first = addresses[0]
+        for pages in self.pages:
+            if pages.holds(first) and first + segment.nbytes <= pages.end:
+                planned = tuple(first + offset for offset in segment.offsets)
+                return pages.bytes_at(first, segment.nbytes) if tuple(addresses) == planned else None
+        return None
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's bytes are all that it is, without gaps."""
+    if tensor.device.type != CPU or type(tensor.data) is not torch.Tensor or tensor.is_inference():
+        return False
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()

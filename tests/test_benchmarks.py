@@ -1,0 +1,278 @@
+"""The placement benchmarks: their instances are what they say, and their yardsticks measure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from baselines import LESS, Baseline, baselines, best, contiguous, peak_activation, sequential_fill
+from builders import KIB, chain
+from incumbents import assignment_of, skeleton
+from instances import GIB, INSTANCES, A, B, C, Card, Instance, devices, random_chain, stack
+from packing import items, offloaded, pack, sizes_of, used
+from placement import Result, Solved, gap_table, measure, ratio_table
+from real_models import Measured, cells, header
+from report import table
+from scaling import Row, fit
+
+from graphplan.checks import check_schedule
+from graphplan.device import CPU
+from graphplan.graph import Graph
+from graphplan.passes.evaluate import Problem, evaluate
+from graphplan.passes.residence import reside
+
+# bytes of the weights, ties once, as worked out from the configurations by hand
+WIDE, INNER, KEYS = 4096, 14336, 1024
+LLAMA_8B = 2 * (128256 * WIDE + 32 * (2 * WIDE * (WIDE + KEYS) + 3 * WIDE * INNER + 2 * WIDE) + WIDE)
+WEIGHTS = {
+    "llama-8b-two": LLAMA_8B,
+    "llama-8b-four": LLAMA_8B,
+    "llama-8b-streamed": LLAMA_8B,
+    "llama-70b": 139_006_066_688,  # the 70B's 141,107,412,992 less the head, which is tied
+    "llama-405b": 811_706_777_600,
+    "moe-four": 2 * (64000 * 2048 + 16 * (4 * 2048**2 + 3 * 16 * 2048 * 1408 + 16 * 2048 + 4096) + 2048),
+}
+
+
+@pytest.fixture(scope="module")
+def instances() -> dict[str, Instance]:
+    return {name: make() for name, make in INSTANCES.items()}
+
+
+@pytest.mark.parametrize("name", list(INSTANCES))
+def test_instances_are_sound_and_need_more_than_one_device(name: str, instances: dict[str, Instance]) -> None:
+    instance = instances[name]
+    instance.graph.verify()
+    assert instance.name == name
+    assert all(operation.module_path for operation in instance.graph.operations.values())
+    assert set(instance.graph.consumers) >= set(instance.graph.weights)
+    size = instance.graph.weight_bytes
+    assert max(s.memory for s in instance.topology.devices if s.is_accelerator) < size
+    assert sum(s.memory for s in instance.topology.devices) > size
+    again = INSTANCES[name]()
+    assert (again.graph, again.topology) == (instance.graph, instance.topology)
+
+
+@pytest.mark.parametrize("name", list(WEIGHTS))
+def test_weights_take_what_the_model_takes(name: str, instances: dict[str, Instance]) -> None:
+    assert instances[name].graph.weight_bytes == WEIGHTS[name]
+
+
+def test_llama_8b_is_that_of_16_gb_less_the_tied_head(instances: dict[str, Instance]) -> None:
+    graph = instances["llama-8b-two"].graph
+    assert graph.weight_bytes + 2 * 128256 * 4096 == 16_060_522_496
+    assert graph.weights["embed.weight"].names == ("embed.weight", "lm_head.weight")
+    # 2 FLOP for each weight of a layer and each of 512 tokens, and attention's two products
+    assert graph.flops == pytest.approx(
+        512 * (LLAMA_8B - 2 * 128256 * WIDE) + 32 * 4 * 512**2 * WIDE + 2 * 128256 * WIDE, rel=1e-3
+    )
+
+
+def test_graphs_of_a_size_have_that_size() -> None:
+    assert len(random_chain(500, 4).graph.operations) == 500
+    assert random_chain(100, 2, seed=1).graph != random_chain(100, 2, seed=2).graph
+    assert random_chain(100, 2, seed=1).graph == random_chain(100, 2, seed=1).graph
+    small = stack(3, 16)
+    small.graph.verify()
+    assert len(small.graph.operations) == 3 * 15 + 3
+    assert len(small.topology.devices) == 16
+
+
+# -- the others ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["unet", "clip", "segformer-cpu", "t5"])
+def test_the_others_place_everything(name: str, instances: dict[str, Instance]) -> None:
+    problem = instances[name].problem
+    found = baselines(problem)
+    assert [b.name for b in found] == ["sequential fill", "contiguous", "accelerate", "transformers"]
+    fastest = sum(
+        min(problem.seconds(operation, spec) for spec in problem.topology.devices)
+        for operation in problem.graph.operations.values()
+    )
+    for other in found:
+        assert not other.error
+        assert other.seconds is not None
+        assert other.seconds > fastest
+        assert other.feasible == (other.over == 0)
+
+
+@pytest.mark.parametrize("propose", [sequential_fill, contiguous])
+def test_own_baselines_keep_the_budgets(propose: object, instances: dict[str, Instance]) -> None:
+    assert callable(propose)
+    for name in ("unet", "clip"):
+        problem = instances[name].problem
+        assignment = propose(problem)
+        assert set(assignment.operations) == set(problem.graph.operations)
+        assert set(assignment.weights) == set(problem.graph.weights)
+        evaluation = evaluate(problem, assignment)
+        assert evaluation.feasible
+        check_schedule(problem.graph, problem.topology, evaluation.schedule)
+
+
+def small(gib: list[float], cpu: float = 0, count: int = 4) -> Problem:
+    cards = [Card(speed, size) for speed, size in zip((A, B, C), gib, strict=False)]
+    return Problem(chain(count, weight=64 * KIB), devices(cards, cpu_gib=cpu), CPU)
+
+
+def test_sequential_fill_takes_devices_in_order_and_never_goes_back() -> None:
+    room = (2 * 64 + 4) * KIB / GIB
+    found = sequential_fill(small([room, room]))
+    assert list(found.operations.values()) == [0, 0, 1, 1]
+    # the CPU takes the rest
+    found = sequential_fill(small([room], cpu=1))
+    assert list(found.operations.values()) == [0, 0, CPU, CPU]
+
+
+def test_activations_are_what_one_card_needs_beside_weights() -> None:
+    problem = small([1.0])
+    everywhere = dict.fromkeys(problem.graph.operations, 0)
+    alone = evaluate(problem, reside(problem, everywhere)).peak(0)
+    assert peak_activation(problem) == alone.nbytes - alone.weights == 2 * KIB
+
+
+def test_a_device_map_is_carried_out_as_hooks_do() -> None:
+    problem = small([1.0, 1.0], cpu=1)
+    found = assignment_of(problem, {"layer0": 1, "layer1": "cpu", "layer2": "disk", "layer3": 0})
+    assert found.operations == {"v0": 1, "v1": 1, "v2": 1, "v3": 0}
+    assert found.weights == {"w0": 1, "w1": 1, "w2": 1, "w3": 0}  # names that the map has not: with readers
+    problem = _named(problem)
+    found = assignment_of(problem, {"layer0": 1, "layer1": "cpu", "layer2": "disk", "layer3": 0})
+    assert found.weights == {"layer0.w": 1, "layer1.w": CPU, "layer2.w": CPU, "layer3.w": 0}
+
+
+def _named(problem: Problem) -> Problem:
+    """The same problem, its weights named after their modules."""
+    graph = problem.graph
+    new = {f"w{i}": f"layer{i}.w" for i in range(4)}
+    operations = [
+        replace(operation, inputs=tuple(new.get(name, name) for name in operation.inputs))
+        for operation in graph.operations.values()
+    ]
+    weights = [replace(w, name=new[w.name], names=(new[w.name],)) for w in graph.weights.values()]
+    made = Graph(operations, graph.values.values(), weights, graph.inputs, graph.outputs)
+    return replace(problem, graph=made)
+
+
+def test_a_skeleton_has_the_parameters_and_ties_of_the_graph(instances: dict[str, Instance]) -> None:
+    graph = instances["llama-8b-two"].graph
+    model = skeleton(graph)
+    sizes = {n: p.numel() * p.element_size() for n, p in model.named_parameters()}
+    assert sizes == {weight.name: weight.nbytes for weight in graph.weights.values()}
+    assert model.get_parameter("lm_head.weight") is model.get_parameter("embed.weight")
+    blocks = [n for n, module in model.named_modules() if type(module).__name__ == "Block"]
+    assert blocks == [f"layers.{i}" for i in range(32)]
+
+
+def test_the_best_of_several_keeps_the_budgets_first() -> None:
+    kept = Baseline("a", "auto", seconds=2.0)
+    over = Baseline("a", "sequential", seconds=1.0, over=5)
+    none = Baseline("a", error="ValueError: no")
+    assert best([none, over, kept]) is kept
+    assert best([none, over]) is over
+
+
+def test_maps_that_pass_a_budget_are_asked_again_with_less(instances: dict[str, Instance]) -> None:
+    found = {b.name: b for b in baselines(instances["unet"].problem)}
+    assert LESS in found["accelerate"].strategy
+    assert found["accelerate"].feasible
+
+
+def test_what_spills_onto_an_absent_cpu_is_over(instances: dict[str, Instance]) -> None:
+    found = {b.name: b for b in baselines(instances["segformer-two"].problem)}
+    assert found["accelerate"].over >= 1 << 30  # the fuse layer, offloaded where there is no CPU
+    assert not found["accelerate"].feasible
+
+
+# -- packing ---------------------------------------------------------------------------------------
+
+
+def test_packing_is_exact_for_one_card_and_a_bound_for_more() -> None:
+    assert pack([50, 40, 30], [90]).most == 90
+    assert pack([50, 40, 30], [85]).most == 80
+    assert pack([50, 40, 30], [85]).everything is False
+    assert pack([50, 40, 30], [80, 40]).everything is True
+    assert pack([60, 60, 60], [90, 90]).everything is None  # fits by the sum, and not by first fit
+    assert pack([100, 30], [50, 50]).most == 30  # the large one fits nowhere
+
+
+def test_packing_agrees_with_every_subset() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        sizes = sorted((int(n) for n in random.integers(1, 1000, 9)), reverse=True)
+        capacity = int(random.integers(1, sum(sizes)))
+        sums = [sum(s for i, s in enumerate(sizes) if mask >> i & 1) for mask in range(1 << 9)]
+        most = max(total for total in sums if total <= capacity)
+        assert pack(sizes, [capacity]).most == most
+
+
+def test_use_counts_what_is_read_and_lives_on_accelerators(instances: dict[str, Instance]) -> None:
+    problem = instances["segformer-cpu"].problem
+    spec = problem.topology.devices[0]
+    everywhere = dict.fromkeys(problem.graph.operations, 0)
+    on_card = reside(problem, everywhere)
+    kept = sizes_of(problem.graph, spec)
+    assert used(problem, on_card) == sum(items(problem.graph, kept)) == sum(kept.values())
+    assert offloaded(problem, on_card) == 0
+    exact = spec.resident([weight.nbytes for weight in problem.graph.weights.values()])
+    assert abs(sum(kept.values()) - exact) <= 1 << 20
+    off = reside(problem, dict.fromkeys(problem.graph.operations, CPU))
+    assert used(problem, off) == 0
+    assert offloaded(problem, off) == problem.graph.weight_bytes
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+def test_placement_prints_gaps_and_ratios(instances: dict[str, Instance]) -> None:
+    result = measure(instances["segformer-two"], [1, 2])
+    assert [solved.limit for solved in result.solved] == [1, 2]
+    assert result.makespan is not None
+    assert result.solved[-1].lower_bound <= result.makespan
+    gaps = gap_table([result], [1, 2])
+    assert "segformer-two" in gaps
+    assert f"{1e3 * result.makespan:.3f}" in gaps
+    ratios = ratio_table([result])
+    assert "over by 1.01 GiB" in ratios
+
+
+def test_a_target_is_met_only_in_its_time(instances: dict[str, Instance]) -> None:
+    instance = instances["unet"]  # 0.5 % in 2 s
+    assert Result(instance, [Solved(1, 1.0, 1.0, 1.0, "")]).met is None
+    assert Result(instance, [Solved(2, 1.9, 1.0, 0.996, "")]).met is True
+    assert Result(instance, [Solved(2, 1.9, 1.0, 0.99, "")]).met is False
+    assert Result(instance, [Solved(2, 2.9, 1.0, 1.0, "")]).met is False
+    assert Result(instance, [Solved(2, 1.9, 1.0, 0.9, ""), Solved(10, 9, 1.0, 1.0, "")]).met is False
+
+
+def test_who_is_faster_within_the_budgets_beats_us(instances: dict[str, Instance]) -> None:
+    slower, faster = Baseline("slower", seconds=2.0), Baseline("faster", seconds=0.5)
+    cheat = Baseline("cheat", seconds=0.5, over=1)
+    result = Result(instances["unet"], [Solved(2, 1.0, 1.0, 1.0, "")], [slower, faster, cheat])
+    assert result.beaten_by() == ["faster"]
+    assert "2.0000 (500.000 ms)  !" in ratio_table([result])
+
+
+def test_a_power_law_is_found() -> None:
+    rows = [Row("x", n, k, 3e-4 * n**1.5 * k**0.5, 0.0) for n in (500, 1000, 2000) for k in (2, 4, 8)]
+    law = fit(rows)
+    assert law.scale == pytest.approx(3e-4)
+    assert law.by_operations == pytest.approx(1.5)
+    assert law.by_devices == pytest.approx(0.5)
+    assert law.spread == pytest.approx(1.0)
+
+
+def test_a_real_model_is_captured_once_and_planned_on_two_budgets() -> None:
+    measured = Measured("resnet-152")
+    captures = len(measured.compiler.captures)
+    rows = [measured.measure(case) for case in ("2x0.55", "1x0.7")]
+    assert len(measured.compiler.captures) == captures == 1
+    fits, forced = rows
+    assert fits.met
+    assert fits.offloaded == 0
+    assert forced.packing.everything is False
+    assert 0 < forced.use(forced.used) <= 1.001
+    assert forced.within
+    text = table(header(rows), [cells(row) for row in rows])
+    assert "resnet-152 2x0.55" in text
