@@ -19,7 +19,8 @@ from graphplan.graph import Graph
 from graphplan.passes.chain import Chain
 from graphplan.passes.contiguous import split
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
-from graphplan.passes.residence import fetch_excess, reside
+from graphplan.passes.residence import reside
+from graphplan.passes.spread import fetch_excess
 from graphplan.schedule import Assignment
 
 LESS = "given less"  # the mark of a map that was made after another had passed a budget

@@ -7,6 +7,7 @@
 True
 """
 
+from graphplan.bottleneck import Bottleneck, Growth
 from graphplan.device import DeviceSpec, Link, Topology
 from graphplan.errors import (
     BudgetError,
@@ -19,28 +20,38 @@ from graphplan.errors import (
     SimulatedOutOfMemoryError,
     VerificationError,
 )
+from graphplan.explain import Explanation
 from graphplan.graph import Graph, Operation, Value, Weight
 from graphplan.partitioning import partition, plan
 from graphplan.placement import Plan, Stage, Transfer
+from graphplan.relocation import Alternative
+from graphplan.runtime.benchmark import measure_devices
 from graphplan.runtime.simulate import SimulatedMachine, simulate
+from graphplan.speeds import Measurements, Speed
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Alternative",
+    "Bottleneck",
     "BudgetError",
     "CaptureError",
     "DeviceError",
     "DeviceSpec",
+    "Explanation",
     "Graph",
     "GraphplanError",
+    "Growth",
     "InfeasibleError",
     "InputError",
     "Link",
+    "Measurements",
     "Operation",
     "Plan",
     "PlanError",
     "SimulatedMachine",
     "SimulatedOutOfMemoryError",
+    "Speed",
     "Stage",
     "Topology",
     "Transfer",
@@ -48,6 +59,7 @@ __all__ = [
     "VerificationError",
     "Weight",
     "__version__",
+    "measure_devices",
     "partition",
     "plan",
     "simulate",

@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from accelerate.utils import convert_file_size_to_int, get_max_memory
 
+from graphplan.cards import find_card
 from graphplan.errors import BudgetError, DeviceError
 
 __all__ = [
@@ -215,20 +216,7 @@ class Machine(Protocol):
 
 current_machine: ContextVar[Machine | None] = ContextVar("graphplan_machine", default=None)
 
-# name fragment -> (FLOP/s of bf16 matrix products, bytes/s), from the makers' data sheets, dense
-_CARDS: tuple[tuple[str, float, float], ...] = (
-    ("H200", 800e12, 4.8e12),
-    ("H100", 800e12, 3.35e12),
-    ("A100", 280e12, 1.9e12),
-    ("L40", 180e12, 0.86e12),
-    ("L4", 120e12, 0.3e12),
-    ("A10", 120e12, 0.6e12),
-    ("V100", 110e12, 0.9e12),
-    ("T4", 60e12, 0.3e12),
-    ("4090", 160e12, 1.0e12),
-    ("3090", 70e12, 0.93e12),
-)
-_ACCELERATOR = (100e12, 1.0e12)
+_ACCELERATOR = (100e12, 1.0e12)  # FLOP/s and bytes/s of a card that is not known
 _ACCELERATOR_OVERHEAD = 4e-6  # one asynchronous kernel launch
 _CPU_SPEED = (1e12, 50e9)
 # An operation on the CPU stops the host from queueing work for the accelerators, so its price is
@@ -378,11 +366,9 @@ def _accelerator(key: DeviceKey, device: str, memory: int) -> DeviceSpec:
     flops, bandwidth = _ACCELERATOR
     kind, _, index = device.partition(":")
     if kind == "cuda" and torch.cuda.is_available() and int(index) < torch.cuda.device_count():
-        name = torch.cuda.get_device_name(int(index))
-        for fragment, card_flops, card_bandwidth in _CARDS:
-            if fragment in name:
-                flops, bandwidth = card_flops, card_bandwidth
-                break
+        card = find_card(torch.cuda.get_device_name(int(index)))
+        if card is not None:
+            flops, bandwidth = card.flops, card.bandwidth
     return DeviceSpec(key, device, memory, flops, bandwidth, _ACCELERATOR_OVERHEAD)
 
 

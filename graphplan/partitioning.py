@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import numbers
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,15 +18,18 @@ from graphplan.errors import CaptureError, InputError
 from graphplan.passes.constrain import Wishes
 from graphplan.placement import Plan
 from graphplan.planner import Compiler, Options
-from graphplan.runtime.executor import attach, attach_start, placed_class, unplaced
+from graphplan.runtime.executor import Program, attach, attach_start, placed_class, unplaced
 from graphplan.runtime.loading import read_checkpoint
 from graphplan.runtime.storage import TensorSource, place_model, require_data
 from graphplan.signature import BoundCall
+from graphplan.speeds import Measurements, Speed, with_speeds
+from graphplan.tracing import know_caches
 from graphplan.twin import Twin
 
 __all__ = ["partition", "plan"]
 
 Links = Mapping[tuple[DeviceKey, DeviceKey], Link]
+ExampleCall = Mapping[str, Any] | tuple[Sequence[Any], Mapping[str, Any]]
 
 
 def plan(
@@ -42,6 +47,9 @@ def plan(
     cpu_compute: bool = True,
     balance: bool = False,
     reserve: int | str | Mapping[DeviceKey, int | str] = 0,
+    devices: Mapping[DeviceKey, Speed] | Measurements | None = None,
+    calls: Sequence[ExampleCall] | None = None,
+    weights: Sequence[float] | None = None,
 ) -> Plan:
     """Decide where everything in ``model`` goes, and move nothing.
 
@@ -66,6 +74,14 @@ def plan(
         cpu_compute: False where the CPU may keep weights, but not compute.
         balance: spread the work evenly over the accelerators instead of moving the fewest bytes.
         reserve: bytes to leave free on every device, or device key -> bytes.
+        devices: device key -> :class:`graphplan.Speed`, or what :func:`graphplan.measure_devices` found.
+            Without, known cards count at their makers' figures and others at a common one.
+        calls: several example calls, in place of ``args`` and ``kwargs``: each a mapping of named
+            inputs, or a pair ``(args, kwargs)``. One placement of the weights serves them all, keeps
+            every budget in each, and minimises the weighted sum of their seconds. What is returned is
+            the plan of the first; the others' are in its ``others``.
+        weights: how much each of ``calls`` counts, 1 each by default: ``[1, 200]`` for a prefill
+            that 200 decodes follow.
 
     Raises:
         BudgetError, DeviceError: ``max_memory`` cannot be read.
@@ -73,12 +89,16 @@ def plan(
         CaptureError: the model cannot be traced.
         InfeasibleError: no placement fits; the smallest budgets that would do are in the error.
     """
-    topology = read_max_memory(max_memory, links, reserve)
-    wishes = Wishes(pin or {}, together, offload, cpu_compute, balance)
+    topology = with_speeds(read_max_memory(max_memory, links, reserve), devices)
+    wishes = Wishes(dict(pin or {}), _groups(together), offload, cpu_compute, balance)
     options = Options(dynamic_shapes, False, return_outputs, wishes)
     model = _checked(model)
-    twin = Twin(model)
-    return Compiler(twin, topology, options).plan(_example(model, twin, args, kwargs)).plan
+    twin = _twin(model)
+    compiler = Compiler(twin, topology, options)
+    if calls is not None or weights is not None:
+        examples = _examples(twin, args, kwargs, calls, weights)
+        return compiler.plan_together(examples.calls, examples.weights)[0].plan
+    return compiler.plan(_example(model, twin, args, kwargs)).plan
 
 
 def partition(
@@ -99,6 +119,9 @@ def partition(
     cpu_compute: bool = True,
     balance: bool = False,
     reserve: int | str | Mapping[DeviceKey, int | str] = 0,
+    devices: Mapping[DeviceKey, Speed] | Measurements | None = None,
+    calls: Sequence[ExampleCall] | None = None,
+    weights: Sequence[float] | None = None,
 ) -> Any:
     """The model, placed over the devices of ``max_memory`` and ready to run.
 
@@ -125,21 +148,26 @@ def partition(
         cpu_compute: as in :func:`plan`.
         balance: as in :func:`plan`.
         reserve: as in :func:`plan`.
+        devices: as in :func:`plan`.
+        calls: as in :func:`plan`. ``.plans`` and ``.graph_modules`` hold one for each structure.
+        weights: as in :func:`plan`.
 
     Raises:
         GraphplanError: as in :func:`plan`; also DeviceError for a device that this machine lacks,
             InputError for a meta model without a checkpoint.
     """
-    topology = read_max_memory(max_memory, links, reserve)
+    topology = with_speeds(read_max_memory(max_memory, links, reserve), devices)
     require_present(topology)
-    wishes = Wishes(pin or {}, together, offload, cpu_compute, balance)
+    wishes = Wishes(dict(pin or {}), _groups(together), offload, cpu_compute, balance)
     options = Options(dynamic_shapes, grad, return_outputs, wishes)
     model = _checked(model)
-    twin = Twin(model)
+    twin = _twin(model)
     source = None if checkpoint is None else read_checkpoint(model, twin.weights, checkpoint, strict=strict)
     if source is None:
         require_data(model, twin.weights)
     start = _Start(topology, options, source)
+    if calls is not None or weights is not None:
+        return start.place_together(model, twin, _examples(twin, args, kwargs, calls, weights))
     try:
         return start.place(model, twin, _example(model, twin, args, kwargs))
     except CaptureError as error:
@@ -173,14 +201,24 @@ class _Start:
     def place(self, model: nn.Module, twin: Twin, call: BoundCall | None) -> nn.Module:
         """A placed copy of ``model``."""
         compiler = Compiler(twin, self.topology, self.options, self.homes)
-        program = compiler.first(call)
+        return self._attached(model, twin, compiler, [compiler.first(call)])
+
+    def place_together(self, model: nn.Module, twin: Twin, examples: _Examples) -> nn.Module:
+        """A placed copy of ``model``, for several calls."""
+        compiler = Compiler(twin, self.topology, self.options, self.homes)
+        programs = compiler.first_together(examples.calls, examples.weights)
+        return self._attached(model, twin, compiler, programs)
+
+    def _attached(
+        self, model: nn.Module, twin: Twin, compiler: Compiler, programs: list[Program]
+    ) -> nn.Module:
         devices = compiler.devices_of_weights()
         owned = self.homes is not None
         placed = place_model(model, twin.weights, devices, placed_class, self.source, owned=owned)
-        again = _Start(self.topology, self.options, None, compiler.homes, program.plan)
+        again = _Start(self.topology, self.options, None, compiler.homes, programs[0].plan)
         attach(
             placed,
-            [program],
+            programs,
             compiler.further,
             twin.signature,
             again,
@@ -192,8 +230,14 @@ class _Start:
     def __call__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> nn.Module:
         """Place a module that was waiting for its first call, as it is now."""
         model = unplaced(module)
-        twin = Twin(model)
+        twin = _twin(model)
         return self.place(model, twin, twin.bind(args, kwargs))
+
+
+def _twin(model: nn.Module) -> Twin:
+    """The copy to trace, ready to bind calls."""
+    know_caches(model)
+    return Twin(model)
 
 
 def _checked(model: Any) -> nn.Module:
@@ -218,6 +262,57 @@ def _checked(model: Any) -> nn.Module:
                 "accelerate.hooks.remove_hook_from_submodules(model) first"
             )
     return model
+
+
+@dataclass(frozen=True, slots=True)
+class _Examples:
+    """Several example calls, and how much each counts."""
+
+    calls: tuple[BoundCall, ...]
+    weights: tuple[float, ...]
+
+
+def _examples(
+    twin: Twin,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    calls: Sequence[ExampleCall] | None,
+    weights: Sequence[float] | None,
+) -> _Examples:
+    """The caller's calls and weights.
+
+    Raises:
+        InputError: they are not what :func:`plan` takes.
+    """
+    if args or kwargs:
+        raise InputError("give example inputs in calls=, or in args= and kwargs=, not in both")
+    if isinstance(calls, Mapping | str) or not isinstance(calls, Sequence) or not calls:
+        raise InputError("calls must list example calls, each named inputs or a pair (args, kwargs)")
+    counts = [1.0] * len(calls) if weights is None else list(weights)
+    if len(counts) != len(calls):
+        raise InputError(f"there are {len(calls)} calls and {len(counts)} weights: give one for each")
+    for weight in counts:
+        number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
+        if not number or not (0 < weight < math.inf):
+            raise InputError(f"weights must be positive numbers, not {weight!r}")
+    return _Examples(tuple(_bound(twin, call) for call in calls), tuple(map(float, counts)))
+
+
+def _bound(twin: Twin, call: ExampleCall) -> BoundCall:
+    if isinstance(call, Mapping):
+        return twin.bind((), call)
+    if isinstance(call, tuple | list) and len(call) == 2:
+        args, kwargs = call
+        if isinstance(args, tuple | list) and isinstance(kwargs, Mapping):
+            return twin.bind(tuple(args), kwargs)
+    kind = type(call).__name__
+    raise InputError(
+        f"each of calls must be named inputs or a pair (args, kwargs), as ((x,), {{}}), not a {kind}"
+    )
+
+
+def _groups(together: Sequence[str | Sequence[str]]) -> tuple[str | tuple[str, ...], ...]:
+    return tuple(group if isinstance(group, str) else tuple(group) for group in together)
 
 
 def _example(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -12,11 +12,15 @@ from typing import Any
 
 import torch
 
+from graphplan.bottleneck import Bottleneck, find_bottleneck
 from graphplan.checks import check_schedule
 from graphplan.device import CPU, DeviceKey, DeviceSpec, Link, Topology
 from graphplan.errors import GraphplanError, PlanError, VerificationError
+from graphplan.explain import Explanation, explain
 from graphplan.graph import Graph, Operation
 from graphplan.liveness import Memory, Peak, measure_memory
+from graphplan.passes.constrain import Wishes, constrain
+from graphplan.passes.evaluate import Problem
 from graphplan.schedule import Load, Move, Ring, Schedule
 from graphplan.schedule_json import decode_schedule, encode_schedule
 from graphplan.timeline import Timeline, make_timeline
@@ -57,6 +61,13 @@ class Plan:
         lower_bound: seconds below which no placement within the budgets can go.
         proof: what proved the bound.
         method: how the model was captured.
+        wishes: what the caller asked for.
+        fixed_weights: weight -> where an earlier plan of the same model, or constant of it, has put it.
+        call_weight: how much this call counts among those that were planned together.
+        others: the plans of the other calls, where several were planned over one placement of weights.
+        shared_rings: device -> bytes of the ring that calls planned apart from this one have there.
+        ring_limits: device -> bytes that this ring may have, where earlier plans leave no more room.
+        streams: False where weights are copied one by one, for autograd.
     """
 
     graph: Graph
@@ -66,6 +77,13 @@ class Plan:
     lower_bound: float
     proof: str
     method: str = "export"
+    wishes: Wishes = field(default_factory=Wishes)
+    fixed_weights: Mapping[str, DeviceKey] = field(default_factory=dict)
+    call_weight: float = 1.0
+    others: tuple[Plan, ...] = ()
+    shared_rings: Mapping[DeviceKey, int] = field(default_factory=dict)
+    ring_limits: Mapping[DeviceKey, int] = field(default_factory=dict)
+    streams: bool = True
 
     # -- where things are -------------------------------------------------------------------------
 
@@ -114,13 +132,14 @@ class Plan:
         return next(iter(self._stages_of(name)))
 
     def _stages_of(self, name: str) -> tuple[Stage, ...]:
-        operations = {operation.name for operation in self._operations_of(name)}
+        operations = {operation.name for operation in self.operations_of(name)}
         found = tuple(stage for stage in self.stages if operations.intersection(stage.operations))
         if not found:
             raise PlanError(f"no operation, module or weight named {name!r} runs in this plan")
         return found
 
-    def _operations_of(self, name: str) -> Iterator[Operation]:
+    def operations_of(self, name: str) -> Iterator[Operation]:
+        """The operation of this name, or those of a module, or those that read a weight, in order."""
         weight = self.graph.weight_named(name)
         for operation in self.graph.operations.values():
             path = operation.module_path
@@ -217,6 +236,40 @@ class Plan:
         return max(0.0, (self.makespan - self.lower_bound) / self.makespan)
 
     @property
+    def calls(self) -> tuple[Plan, ...]:
+        """The plan of each call that was planned over this placement of weights, this one first."""
+        return (self, *self.others)
+
+    @property
+    def weighted_makespan(self) -> float:
+        """Seconds of all :attr:`calls`, each times its weight: what the placement minimises."""
+        return sum(plan.call_weight * plan.makespan for plan in self.calls)
+
+    @property
+    def weighted_lower_bound(self) -> float:
+        """Weighted seconds below which no placement of all :attr:`calls` can go."""
+        return sum(plan.call_weight * plan.lower_bound for plan in self.calls)
+
+    @property
+    def plain_problem(self) -> Problem:
+        """The graph, the devices and what earlier plans have settled, without the caller's rules."""
+        return Problem(
+            self.graph,
+            self.topology,
+            self.schedule.host,
+            self.schedule.returns_to_host,
+            self.fixed_weights,
+            rings=self.shared_rings,
+            growth=self.ring_limits,
+            streams=self.streams,
+        )
+
+    @cached_property
+    def problem(self) -> Problem:
+        """What was solved: :attr:`plain_problem` with the caller's rules."""
+        return constrain(self.plain_problem, self.wishes)
+
+    @property
     def activations_known(self) -> bool:
         """False without example inputs: then ``peak_bytes`` counts weights only."""
         return self.graph.shapes_known
@@ -224,8 +277,9 @@ class Plan:
     def with_rings(self, sizes: Mapping[DeviceKey, int]) -> Plan:
         """The same plan, with rings of at least so many bytes: other calls of the model share them."""
         known = {ring.device: ring for ring in self.schedule.rings}
+        others = tuple(other.with_rings(sizes) for other in self.others)
         if all(key in known and known[key].nbytes >= nbytes for key, nbytes in sizes.items()):
-            return self
+            return self if others == self.others else replace(self, others=others)
         cpu = next((spec.key for spec in self.topology.devices if spec.type == CPU), CPU)
         rings = [
             replace(ring, nbytes=max(ring.nbytes, sizes.get(spec.key, 0)))
@@ -233,7 +287,37 @@ class Plan:
             if spec.key in known or spec.key in sizes
             for ring in (known.get(spec.key, Ring(spec.key, cpu, (), (), 0)),)
         ]
-        return replace(self, schedule=replace(self.schedule, rings=tuple(rings)))
+        larger = {key: n for key, n in sizes.items() if key not in known or known[key].nbytes < n}
+        return replace(
+            self,
+            schedule=replace(self.schedule, rings=tuple(rings)),
+            shared_rings={**self.shared_rings, **larger},
+            others=others,
+        )
+
+    # -- what if ----------------------------------------------------------------------------------
+
+    def explain(self, name: str) -> Explanation:
+        """Why a module, operation or weight is where it is: ``print(plan.explain("model.layers.3"))``.
+
+        What it costs there, what it would cost on each other device with all else where it is, as the
+        evaluator judges it, and what stops it.
+
+        Raises:
+            PlanError: no such name; the error says which are close.
+        """
+        return explain(self, name)
+
+    def bottleneck(self, *, progress: bool = True) -> Bottleneck:
+        """Which budget's increase would save most time, how much of it is needed, and what is saved.
+
+        Plans again with each device's budget grown, each link and each device twice as fast. All of these
+        are found by local search from this plan, so that others than the answer may help more than is said.
+
+        Args:
+            progress: whether to show a bar when it takes over a second.
+        """
+        return find_bottleneck(self, progress=progress)
 
     def verify(self) -> None:
         """Prove the plan from its own data; raise VerificationError if it does not hold."""
@@ -243,6 +327,8 @@ class Plan:
             raise VerificationError(
                 f"the lower bound, {self.lower_bound} s, is above the makespan, {self.makespan} s"
             )
+        for other in self.others:
+            other.verify()
 
     # -- for people and files ---------------------------------------------------------------------
 
@@ -274,6 +360,10 @@ class Plan:
             data = json.loads(text)
         except json.JSONDecodeError as error:
             raise PlanError(f"this is no JSON: {error}") from error
+        return cls._from_data(data)
+
+    @classmethod
+    def _from_data(cls, data: Any) -> Plan:
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
             raise PlanError(f'this JSON is no plan: it lacks "format": "{_FORMAT}"')
         if data.get("version") != _VERSION:
@@ -332,6 +422,13 @@ def _encode(plan: Plan) -> dict[str, Any]:
         "default_link": asdict(topology.default_link),
         **encode_schedule(schedule),
         "graph": plan.graph.to_dict(),
+        "wishes": asdict(plan.wishes),
+        "fixed_weights": dict(plan.fixed_weights),
+        "call_weight": plan.call_weight,
+        "others": [_encode(other) for other in plan.others],
+        "shared_rings": [[key, nbytes] for key, nbytes in plan.shared_rings.items()],
+        "ring_limits": [[key, nbytes] for key, nbytes in plan.ring_limits.items()],
+        "streams": plan.streams,
     }
 
 
@@ -349,4 +446,16 @@ def _decode(cls: type[Plan], data: Mapping[str, Any]) -> Plan:
         data["lower_bound"],
         data["proof"],
         data["method"],
+        _decode_wishes(data["wishes"]),
+        data["fixed_weights"],
+        data["call_weight"],
+        tuple(cls._from_data(other) for other in data["others"]),
+        dict(map(tuple, data["shared_rings"])),
+        dict(map(tuple, data["ring_limits"])),
+        data["streams"],
     )
+
+
+def _decode_wishes(data: Mapping[str, Any]) -> Wishes:
+    together = tuple(group if isinstance(group, str) else tuple(group) for group in data["together"])
+    return Wishes(**{**data, "together": together})

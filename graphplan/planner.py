@@ -31,8 +31,10 @@ from graphplan.ops import constant_attribute
 from graphplan.passes.annotate import Annotator, costlier
 from graphplan.passes.constrain import Wishes, constrain
 from graphplan.passes.evaluate import Problem, evaluate
+from graphplan.passes.joint import Call, place_jointly
 from graphplan.passes.lower import host_device, lower
 from graphplan.passes.place import Solution, place
+from graphplan.passes.shared_rings import fit_together
 from graphplan.passes.simplify import simplify
 from graphplan.passes.verify import verify_lowered
 from graphplan.placement import Plan
@@ -79,12 +81,53 @@ class Compiler:
     def plan(self, call: BoundCall | None) -> Planned:
         """Capture, annotate and place."""
         captured, annotator = self._capture(call)
-        problem, solution = self._settle(annotator, call)
-        graph, schedule = problem.graph, solution.evaluation.schedule
-        check_schedule(graph, self.topology, schedule)
+        constants = captured.constants
+        graph = self._with_constants(annotator.graph(), constants)
+        plain = self._problem(graph, constants, self._host(call))
+        # a further call may not run everything that the caller has named
+        wishes = self.options.wishes if self.homes is None else self.options.wishes.within(graph)
+        problem, solution = self._settle(annotator, plain, wishes)
+        return self._planned(captured, problem, solution, Call(plain, wishes, 1.0))
+
+    def plan_together(self, calls: Sequence[BoundCall], weights: Sequence[float]) -> tuple[Planned, ...]:
+        """Capture several calls, and place them over the same homes of weights.
+
+        Calls of one structure are one call with the sum of their weights.
+        """
+        parts: dict[tuple[int, DeviceKey], _Part] = {}
+        for call, weight in zip(calls, weights, strict=True):
+            _, annotator = self._capture(call)
+            key = id(annotator), self._host(call)
+            before = parts[key].weight if key in parts else 0.0
+            parts[key] = _Part(annotator, key[1], before + weight)
+        found = list(parts.values())
+        joint, solutions = self._settle_together(found)
+        made = [
+            self._planned(part.annotator.capture, call.settled({}), solution, call)
+            for part, call, solution in zip(found, joint, solutions, strict=True)
+        ]
+        first = replace(made[0].plan, others=tuple(planned.plan for planned in made[1:]))
+        return Planned(made[0].capture, first), *made[1:]
+
+    def _planned(self, captured: Capture, problem: Problem, solution: Solution, call: Call) -> Planned:
+        graph, evaluation = problem.graph, solution.evaluation
+        check_schedule(graph, self.topology, evaluation.schedule)
         _refuse_shared(graph, self.twin)
-        evaluation, bound, proof = solution.evaluation, solution.lower_bound, solution.proof
-        made = Plan(graph, self.topology, schedule, evaluation.seconds, bound, proof, captured.method)
+        made = Plan(
+            graph,
+            self.topology,
+            evaluation.schedule,
+            evaluation.seconds,
+            solution.lower_bound,
+            solution.proof,
+            captured.method,
+            call.wishes,
+            call.problem.fixed_weights,
+            call.weight,
+            shared_rings=call.problem.rings,
+            ring_limits=call.problem.growth,
+            streams=call.problem.streams,
+        )
         return Planned(captured, made)
 
     def _capture(self, call: BoundCall | None) -> tuple[Capture, Annotator]:
@@ -96,34 +139,23 @@ class Compiler:
         options = self.options
         captured = capture(self.twin, call, options.dynamic_shapes, keep_grad=options.grad)
         simplify(captured, keep_grad=options.grad)
+        _rename_constants(captured, [other for _, other, _ in self.captures])
         types = [spec.type for spec in self.topology.devices if spec.computes]
         annotator = Annotator(captured, self.twin.weights, types)
         self.captures.append((modes, captured, annotator))
         return captured, annotator
 
-    def _settle(self, annotator: Annotator, call: BoundCall | None) -> tuple[Problem, Solution]:
+    def _settle(self, annotator: Annotator, plain: Problem, wishes: Wishes) -> tuple[Problem, Solution]:
         """Place the graph, and again where the moves themselves make operations take more.
 
         The graph that is returned is that of the returned placement: its bytes are exact.
         """
         constants = annotator.capture.constants
-        graph = self._with_constants(annotator.graph(), constants)
-        fixed = {**(self.homes or {}), **self._constant_homes(constants)}
-        plain = Problem(
-            graph,
-            self.topology,
-            self._host(call),
-            self.options.return_outputs,
-            fixed,
-            rings=self._rings(),
-            growth=self._ring_limits(),
-            streams=not self.options.grad,
-        )
-        problem = constrain(plain, self.options.wishes)
+        problem = constrain(plain, wishes)
         for _ in range(_SETTLING):
             solution = place(problem)
             moved = self._with_constants(annotator.graph(solution.evaluation.schedule), constants)
-            exact = constrain(replace(plain, graph=moved), self.options.wishes)
+            exact = constrain(replace(plain, graph=moved), wishes)
             if exact.graph == problem.graph:
                 return problem, solution
             again = evaluate(exact, solution.evaluation.schedule.assignment)
@@ -131,6 +163,52 @@ class Compiler:
                 return exact, replace(solution, evaluation=again)
             problem = replace(exact, graph=costlier(problem.graph, exact.graph))
         return problem, place(problem)
+
+    def _settle_together(self, parts: Sequence[_Part]) -> tuple[list[Call], list[Solution]]:
+        """As :meth:`_settle`, for several calls."""
+        constants = [part.annotator.capture.constants for part in parts]
+        union = {name: tensor for named in constants for name, tensor in named.items()}
+        calls = []
+        for part, own in zip(parts, constants, strict=True):
+            graph = self._with_constants(part.annotator.graph(), own, union)
+            plain = self._problem(graph, own, part.host)
+            calls.append(Call(plain, self.options.wishes.within(graph), part.weight))
+        _check_named(self.options.wishes, calls)
+        for _ in range(_SETTLING):
+            solutions = place_jointly(calls)
+            moved = [
+                self._with_constants(part.annotator.graph(found.evaluation.schedule), own, union)
+                for part, own, found in zip(parts, constants, solutions, strict=True)
+            ]
+            exact = [
+                replace(call, problem=replace(call.problem, graph=graph))
+                for call, graph in zip(calls, moved, strict=True)
+            ]
+            again = fit_together(
+                [call.settled({}) for call in exact],
+                [found.evaluation.schedule.assignment for found in solutions],
+            )
+            if all(found.feasible for found in again):
+                judged = zip(solutions, again, strict=True)
+                return exact, [replace(solution, evaluation=found) for solution, found in judged]
+            calls = [
+                replace(new, problem=replace(new.problem, graph=costlier(old.problem.graph, graph)))
+                for old, new, graph in zip(calls, exact, moved, strict=True)
+            ]
+        return calls, list(place_jointly(calls))
+
+    def _problem(self, graph: Graph, constants: Mapping[str, torch.Tensor], host: DeviceKey) -> Problem:
+        """What is asked of one call beside what earlier plans have settled."""
+        return Problem(
+            graph,
+            self.topology,
+            host,
+            self.options.return_outputs,
+            {**(self.homes or {}), **self._constant_homes(constants)},
+            rings=self._rings(),
+            growth=self._ring_limits(),
+            streams=not self.options.grad,
+        )
 
     def _rings(self) -> dict[DeviceKey, int]:
         """Bytes of the rings that earlier plans of this model have made."""
@@ -168,11 +246,23 @@ class Compiler:
             if not any(known.is_same(name, tensor) for name, tensor in constants.items())
         ]
 
-    def _with_constants(self, graph: Graph, constants: Mapping[str, torch.Tensor]) -> Graph:
-        """The graph with the constants of earlier plans, which take their bytes all the same."""
+    def _with_constants(
+        self,
+        graph: Graph,
+        constants: Mapping[str, torch.Tensor],
+        union: Mapping[str, torch.Tensor] | None = None,
+    ) -> Graph:
+        """The graph with the constants of other calls, which take their bytes all the same.
+
+        Args:
+            graph: of one call.
+            constants: its own.
+            union: those of all calls that are planned together with it.
+        """
+        beside = {other.name: other.tensor for other in self._others({**constants, **(union or {})})}
+        beside |= {name: tensor for name, tensor in (union or {}).items() if name not in constants}
         others = [
-            Weight(other.name, tensor_bytes(other.tensor), (other.name,), "constant", False)
-            for other in self._others(constants)
+            Weight(name, tensor_bytes(tensor), (name,), "constant", False) for name, tensor in beside.items()
         ]
         if not others:
             return graph
@@ -207,10 +297,18 @@ class Compiler:
     def first(self, call: BoundCall | None) -> Program:
         """Plan and lower the call that decides where weights are, unless that is settled."""
         planned = self.plan(call)
-        weights = planned.plan.graph.weights
-        homes = planned.plan.schedule.assignment.weights
-        self.homes = {name: key for name, key in homes.items() if weights[name].kind != "constant"}
+        self._settle_homes(planned.plan)
         return self._lower(planned)
+
+    def first_together(self, calls: Sequence[BoundCall], weights: Sequence[float]) -> list[Program]:
+        """Plan and lower the calls that decide together where weights are."""
+        planned = self.plan_together(calls, weights)
+        self._settle_homes(planned[0].plan)
+        return [self._lower(one) for one in planned]
+
+    def _settle_homes(self, made: Plan) -> None:
+        weights, homes = made.graph.weights, made.schedule.assignment.weights
+        self.homes = {name: key for name, key in homes.items() if weights[name].kind != "constant"}
 
     def further(self, call: BoundCall, modes: Sequence[bool]) -> Program:
         """Plan and lower a call of another structure, with the weights where they are."""
@@ -260,9 +358,44 @@ class _Constant:
 
     def is_same(self, origin: str, tensor: torch.Tensor) -> bool:
         """Whether a capture's constant is this one."""
-        mine = self.tensor
-        alike = origin == self.origin and mine.dtype == tensor.dtype and mine.shape == tensor.shape
-        return mine is tensor or (alike and bool(torch.equal(mine, tensor)))
+        return self.tensor is tensor or (origin == self.origin and _same(self.tensor, tensor))
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    alike = a.dtype == b.dtype and a.shape == b.shape
+    return a is b or (alike and bool(torch.equal(a, b)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One of several calls: what was captured, where the caller's tensors are, how much it counts."""
+
+    annotator: Annotator
+    host: DeviceKey
+    weight: float
+
+
+def _rename_constants(captured: Capture, others: Sequence[Capture]) -> None:
+    """Let constants of different values have different names in all captures of one model."""
+    for name, tensor in list(captured.constants.items()):
+        known = [other.constants[name] for other in others if name in other.constants]
+        if all(_same(mine, tensor) for mine in known):
+            continue
+        new = f"{name}_of_capture_{len(others)}"
+        captured.constants[new] = captured.constants.pop(name)
+        for node, weight in captured.weights.items():
+            if weight == name:
+                captured.weights[node] = new
+
+
+def _check_named(wishes: Wishes, calls: Sequence[Call]) -> None:
+    """Raise PlanError for a name that the caller gives and that runs in none of the calls."""
+    pinned = {name for call in calls for name in call.wishes.pin}
+    grouped = {name for call in calls for group in call.wishes.together for name in group}
+    groups = [[group] if isinstance(group, str) else group for group in wishes.together]
+    lost = [name for group in groups for name in group if name not in grouped]
+    pin = {name: key for name, key in wishes.pin.items() if name not in pinned}
+    constrain(calls[0].problem, replace(wishes, pin=pin, together=lost))
 
 
 @dataclass(frozen=True, slots=True)

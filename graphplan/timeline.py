@@ -6,6 +6,9 @@ last read its slot is done, and its first reader waits for it. For two segments 
 
     compute   |wait 0|==run a==|----wait 1----|==run b==|
     copies    |load 0|         |---load 1-----|
+
+Runs, moves and waits fill the call without a gap: their seconds add up to its own. Those of loads are
+beside them, and hidden as far as nothing waits.
 """
 
 from __future__ import annotations
@@ -29,18 +32,21 @@ class Event:
     """Something that takes time.
 
     Attributes:
-        kind: an operation, a move, or the copy of a segment (on the device's copy queue).
+        kind: an operation, a move, the copy of a segment (on the device's copy queue), or a wait for
+            such a copy, if it is not there in time.
         name: of the operation, the value or the segment's weights.
         device: where it runs, or where it arrives.
         start: seconds since the call began.
         end: seconds since the call began.
+        weights: of a load or a wait: what the segment holds.
     """
 
-    kind: Literal["run", "move", "load"]
+    kind: Literal["run", "move", "load", "wait"]
     name: str
     device: DeviceKey
     start: float
     end: float
+    weights: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,16 @@ class Timeline:
         """Seconds that events of a kind take together, on one device or on all."""
         chosen = (e for e in self.events if e.kind == kind and device in (None, e.device))
         return sum(event.end - event.start for event in chosen)
+
+    @property
+    def copy_seconds(self) -> float:
+        """Seconds in which the call does nothing but copy: its moves, and its waits for streamed weights."""
+        return self.busy("move") + self.busy("wait")
+
+    @property
+    def hidden_seconds(self) -> float:
+        """Seconds in which weights are copied while the call does something else."""
+        return max(0.0, self.busy("load") - self.busy("wait"))
 
 
 def make_timeline(graph: Graph, topology: Topology, schedule: Schedule) -> Timeline:
@@ -86,6 +102,7 @@ def _run(
     queue: dict[DeviceKey, float] = {}  # when each copy queue is done
     free: dict[tuple[DeviceKey, int], float] = {}  # when each slot's last readers are done
     there: dict[tuple[DeviceKey, int], float] = {}  # when each segment has arrived
+    coming: dict[tuple[DeviceKey, int], tuple[str, ...]] = {}  # its weights
     for step in schedule.steps:
         if isinstance(step, Run):
             start, now = now, now + seconds(graph.operations[step.operation], specs[step.device])
@@ -101,9 +118,13 @@ def _run(
             end = start + move_seconds(step, topology)
             queue[step.device] = there[step.device, step.segment] = end
             if events is not None:
-                events.append(Event("load", ", ".join(step.weights), step.device, start, end))
+                coming[step.device, step.segment] = step.weights
+                events.append(Event("load", ", ".join(step.weights), step.device, start, end, step.weights))
         elif isinstance(step, Wait):
-            now = max(now, there[step.device, step.segment])
+            start, now = now, max(now, there[step.device, step.segment])
+            if events is not None and now > start:
+                held = coming[step.device, step.segment]
+                events.append(Event("wait", ", ".join(held), step.device, start, now, held))
         else:
             assert isinstance(step, Release)
             free[step.device, slot_of[step.device, step.segment]] = now

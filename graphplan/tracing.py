@@ -27,7 +27,7 @@ from graphplan.signature import BoundCall, leaf_names, register_dataclasses
 from graphplan.symbolic import trace_symbolically
 from graphplan.twin import Twin
 
-__all__ = ["capture", "is_transformers_model"]
+__all__ = ["capture", "is_transformers_model", "know_caches"]
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -261,6 +261,20 @@ def _through_transformers(twin: Twin, call: BoundCall, keep_grad: bool) -> Captu
         raise CaptureError(f"the exporter drops {dropped}")
     prepare = _preparation(twin, set(traced) - set(call.kwargs), dropped)
     return from_program(program, call, twin, "transformers", prepare=prepare, traced=traced)
+
+
+def know_caches(module: nn.Module) -> None:
+    """Let pytree look inside the caches of a transformers model, before a call that has one is bound."""
+    if not is_transformers_model(module):
+        return
+    try:
+        from transformers.exporters.exporter_dynamo import (  # optional package
+            register_cache_pytrees_for_model,
+        )
+    except ImportError:
+        return  # without the exporter the capture fails, and says why
+    with _quiet():
+        register_cache_pytrees_for_model(module)
 
 
 def _preparation(twin: Twin, added: set[str], dropped: Sequence[str]) -> Prepare | None:

@@ -9,10 +9,11 @@ if TYPE_CHECKING:
     from graphplan.placement import Plan
     from graphplan.schedule import Ring
 
-__all__ = ["summary_text", "to_dot"]
+__all__ = ["size_text", "summary_text", "table_lines", "time_text", "to_dot"]
 
 
-def _size(nbytes: int) -> str:
+def size_text(nbytes: int) -> str:
+    """Bytes for people: ``1536 -> "1.5 KiB"``."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
@@ -21,13 +22,15 @@ def _size(nbytes: int) -> str:
     return f"{value:.1f} TiB"
 
 
-def _time(seconds: float) -> str:
+def time_text(seconds: float) -> str:
+    """Seconds for people: ``0.0015 -> "1.50 ms"``."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.1f} µs"
     return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table as lines: the first and the last column to the left, figures to the right."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     lines = []
     for row in (header, *rows):
@@ -41,20 +44,26 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def summary_text(plan: Plan) -> str:
     """The plan as a table that a person can read."""
     graph = plan.graph
+    weights = size_text(graph.weight_bytes)
     lines = [
-        f"{len(graph.operations)} operations, {len(graph.weights)} weights of {_size(graph.weight_bytes)}, "
+        f"{len(graph.operations)} operations, {len(graph.weights)} weights of {weights}, "
         f"captured by {plan.method}",
         "",
         *_devices(plan),
         "",
         *_stages(plan),
         "",
-        f"transfers  {len(plan.transfers)} values, {_size(plan.transfer_bytes)} per call",
-        f"fetches    {len(plan.fetches)} copies of weights, {_size(plan.streamed_bytes)} per call"
+        f"transfers  {len(plan.transfers)} values, {size_text(plan.transfer_bytes)} per call",
+        f"fetches    {len(plan.fetches)} copies of weights, {size_text(plan.streamed_bytes)} per call"
         + "".join(_ring(ring) for ring in plan.schedule.rings),
-        f"time       {_time(plan.makespan)} modelled, lower bound {_time(plan.lower_bound)}, "
+        f"time       {time_text(plan.makespan)} modelled, lower bound {time_text(plan.lower_bound)}, "
         f"gap {100 * plan.gap:.2f} % ({plan.proof})",
     ]
+    if plan.others:
+        lines.append(
+            f"{len(plan.calls)} calls   {time_text(plan.weighted_makespan)} with their weights, lower bound "
+            f"{time_text(plan.weighted_lower_bound)}"
+        )
     if not plan.activations_known:
         lines.append("activations are unknown without example inputs: peaks count weights only")
     return "\n".join(lines)
@@ -62,7 +71,7 @@ def summary_text(plan: Plan) -> str:
 
 def _ring(ring: Ring) -> str:
     count = len(ring.slots)
-    return f", {_size(ring.nbytes)} in {count} slot{'' if count == 1 else 's'} on {ring.device}"
+    return f", {size_text(ring.nbytes)} in {count} slot{'' if count == 1 else 's'} on {ring.device}"
 
 
 def _devices(plan: Plan) -> list[str]:
@@ -71,12 +80,12 @@ def _devices(plan: Plan) -> list[str]:
         peak = plan.peaks[spec.key]
         count = sum(len(stage.operations) for stage in plan.stages if stage.device == spec.key)
         share = f"{100 * peak.nbytes / spec.memory:.0f} %" if spec.memory else "-"
-        budget, most, weights = _size(spec.memory), _size(peak.nbytes), _size(peak.weights)
+        budget, most, weights = size_text(spec.memory), size_text(peak.nbytes), size_text(peak.weights)
         rows.append(
             [str(spec.key), spec.device, budget, most, share, weights, str(count), peak.operation or "-"]
         )
     header = ["key", "device", "budget", "peak", "used", "weights", "operations", "peak at"]
-    return _table(header, rows)
+    return table_lines(header, rows)
 
 
 def _stages(plan: Plan) -> list[str]:
@@ -90,9 +99,9 @@ def _stages(plan: Plan) -> list[str]:
         )
         first, last = paths[0] or "(root)", paths[-1] or "(root)"
         ends = first if first == last else f"{first} .. {last}"
-        rows.append([str(stage.index), str(stage.device), str(len(paths)), _size(arriving), ends])
+        rows.append([str(stage.index), str(stage.device), str(len(paths)), size_text(arriving), ends])
     shown = rows if len(rows) <= 24 else [*rows[:12], ["...", "", "", "", ""], *rows[-11:]]
-    return _table(["stage", "device", "operations", "reads", "modules"], shown)
+    return table_lines(["stage", "device", "operations", "reads", "modules"], shown)
 
 
 def _first_reader(plan: Plan, value: str, operations: Sequence[str]) -> bool:
@@ -124,7 +133,7 @@ def to_dot(plan: Plan) -> str:
             continue
         crosses = stage_of[source] != stage_of[target]
         nbytes = sum(plan.graph.values[value].copy_bytes for value in values)
-        note = f" [label={_quote(_size(nbytes))}, color=red, penwidth=2]" if crosses else ""
+        note = f" [label={_quote(size_text(nbytes))}, color=red, penwidth=2]" if crosses else ""
         lines.append(f"  {_quote(source)} -> {_quote(target)}{note};")
     lines.append("}")
     return "\n".join(lines) + "\n"

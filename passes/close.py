@@ -7,9 +7,7 @@ work is counted, so that the same input gives the same placement on any machine.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,12 +17,13 @@ from graphplan.passes.chain import Chain
 from graphplan.passes.columns import ColumnGeneration
 from graphplan.passes.dive import dive
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
+from graphplan.passes.limits import Limits
 from graphplan.passes.program import Program
 from graphplan.passes.refine import refine, repair
 from graphplan.passes.residence import follow, reside
 from graphplan.passes.shares import Shares
 
-__all__ = ["Limits", "close_gap"]
+__all__ = ["close_gap"]
 
 _ENOUGH = 1e-3  # gap at which to stop
 _STACKED = 5  # a graph is a stack if it has so many times more units than kinds of them
@@ -34,32 +33,6 @@ _NODES = 200
 _COLUMN_WORK = 1.5e9  # numbers that knapsacks may touch, some seconds
 _PROMISING = 1.1  # times the best seconds, up to which a placement is refined
 _TRIES = 4  # programs with more and more room left free
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How long to search.
-
-    Attributes:
-        deadline: ``time.monotonic()`` at which to stop; None: limited by work.
-    """
-
-    deadline: float | None = None
-
-    @property
-    def left(self) -> float | None:
-        """Seconds left, or None."""
-        return None if self.deadline is None else self.deadline - time.monotonic()
-
-    @property
-    def over(self) -> bool:
-        """Whether time is up."""
-        return self.deadline is not None and time.monotonic() >= self.deadline
-
-    def until(self, share: float) -> Limits:
-        """A part of the time that is left."""
-        left = self.left
-        return self if left is None else Limits(time.monotonic() + max(0.0, left) * share)
 
 
 def close_gap(problem: Problem, chain: Chain, best: Evaluation, limits: Limits) -> tuple[Evaluation, Bound]:

@@ -19,7 +19,7 @@ from graphplan.errors import PlanError
 from graphplan.graph import Graph
 from graphplan.passes.evaluate import Problem
 
-__all__ = ["Wishes", "constrain"]
+__all__ = ["Wishes", "constrain", "names_in"]
 
 Group = str | Sequence[str]
 
@@ -42,6 +42,13 @@ class Wishes:
     offload: bool = True
     cpu_compute: bool = True
     balance: bool = False
+
+    def within(self, graph: Graph) -> Wishes:
+        """The wishes as far as they name what runs in this graph, which may be one of several."""
+        pin = {name: key for name, key in self.pin.items() if _runs(graph, name)}
+        groups = [[group] if isinstance(group, str) else group for group in self.together]
+        running = [tuple(name for name in group if _runs(graph, name)) for group in groups]
+        return replace(self, pin=pin, together=tuple(group for group in running if group))
 
 
 def constrain(problem: Problem, wishes: Wishes) -> Problem:
@@ -100,6 +107,10 @@ def _pin(
         allowed[reader] = frozenset({key})
 
 
+def _runs(graph: Graph, name: str) -> bool:
+    return graph.weight_named(name) is not None or bool(_found(graph, name))
+
+
 def _owned(graph: Graph, module: str) -> list[str]:
     """The parameters and buffers of a module, by their first names."""
     return [
@@ -112,7 +123,24 @@ def _owned(graph: Graph, module: str) -> list[str]:
 
 def _operations(graph: Graph, name: str, where: str) -> list[str]:
     """The operations of a module, or the one of this name."""
-    found = [
+    found = _found(graph, name)
+    if not found:
+        close = difflib.get_close_matches(name, names_in(graph), 1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise PlanError(f"{where}: no module, operation or weight of that name runs in this graph{hint}")
+    return found
+
+
+def names_in(graph: Graph) -> list[str]:
+    """Every module, operation and weight that a caller can name."""
+    paths = {operation.module_path for operation in graph.operations.values()}
+    above = {".".join(path.split(".")[:i]) for path in paths for i in range(1, path.count(".") + 1)}
+    tied = {name for weight in graph.weights.values() for name in weight.names}
+    return sorted((paths | above | tied | set(graph.weights) | set(graph.operations)) - {""})
+
+
+def _found(graph: Graph, name: str) -> list[str]:
+    return [
         operation.name
         for operation in graph.operations.values()
         if operation.name == name
@@ -120,13 +148,6 @@ def _operations(graph: Graph, name: str, where: str) -> list[str]:
         or operation.module_path.startswith(name + ".")
         or not name
     ]
-    if not found:
-        paths = {operation.module_path for operation in graph.operations.values()}
-        known = sorted(paths | set(graph.weights) | set(graph.operations))
-        close = difflib.get_close_matches(name, known, 1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise PlanError(f"{where}: no module, operation or weight of that name runs in this graph{hint}")
-    return found
 
 
 def _tied(graph: Graph, together: Iterable[Group]) -> Graph:

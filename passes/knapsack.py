@@ -141,8 +141,8 @@ class Knapsack:
         """Plan the elimination of variables without size; the factors that are left."""
         active = set(range(len(self.scopes)))
         knows: list[set[int]] = [set() for _ in range(self.count)]
-        for index, scope in enumerate(self.scopes):
-            for variable in scope:
+        for index, variables in enumerate(self.scopes):
+            for variable in variables:
                 knows[variable].add(index)
         waiting = [v for v in range(self.count) if not self.sizes[v]]
         for limit in range(1, _LIGHT_SCOPE + 1):

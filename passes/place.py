@@ -15,14 +15,16 @@ from graphplan.device import DeviceKey, Topology
 from graphplan.errors import InfeasibleError, readable_bytes
 from graphplan.passes.bound import lower_bound
 from graphplan.passes.chain import Chain
-from graphplan.passes.close import Limits, close_gap
+from graphplan.passes.close import close_gap
 from graphplan.passes.contiguous import Piece, split
 from graphplan.passes.depth import deepen
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.exhaustive import search_all
+from graphplan.passes.limits import Limits
 from graphplan.passes.refine import refine, repair
 from graphplan.passes.residence import cpu_key, reside
 from graphplan.passes.spread import fetch_excess
+from graphplan.schedule import Assignment
 
 __all__ = ["Solution", "place"]
 
@@ -42,19 +44,28 @@ class Solution:
     proof: str
 
 
-def place(problem: Problem, time_limit: float | None = None) -> Solution:
+def place(
+    problem: Problem,
+    time_limit: float | None = None,
+    *,
+    exhaustive: bool = True,
+    near: Assignment | None = None,
+) -> Solution:
     """Place a graph.
 
     Args:
         problem: what to place, and on what.
         time_limit: seconds after which to stop improving; the best placement by then is returned, with
             a bound that holds. None: limited by work, so that the result does not depend on the clock.
+        exhaustive: whether to try every placement of a small graph and to close the gap of a large one,
+            which takes seconds.
+        near: a proposal beside those that are made here, from a plan for other budgets, say.
 
     Raises:
         InfeasibleError: with the smallest budgets that would do.
     """
-    limits = Limits(None if time_limit is None else time.monotonic() + time_limit)
-    found = _search(problem, limits)
+    limits = Limits(None if time_limit is None else time.monotonic() + time_limit, exhaustive)
+    found = _search(problem, limits, near)
     if found is not None:
         return found
     # the search is not monotone: looking among larger budgets may find what keeps the given ones
@@ -67,8 +78,10 @@ def place(problem: Problem, time_limit: float | None = None) -> Solution:
     raise _infeasible(problem, nearest)
 
 
-def _search(problem: Problem, limits: Limits | None = None, *, polish: bool = True) -> Solution | None:
-    """The best placement found; ``polish`` is False where only feasibility is asked."""
+def _search(
+    problem: Problem, limits: Limits | None = None, near: Assignment | None = None
+) -> Solution | None:
+    """The best placement found; ``limits`` is None where only feasibility is asked."""
     spec = next((s for s in problem.topology.devices if s.is_accelerator), problem.topology.devices[0])
     chain = Chain(problem.graph, spec)
     if problem.balance:
@@ -76,7 +89,7 @@ def _search(problem: Problem, limits: Limits | None = None, *, polish: bool = Tr
         if even is not None and even.feasible:
             bound = lower_bound(problem)
             return Solution(even, min(bound.seconds, even.seconds), bound.proof)
-        if polish:
+        if limits is not None:
             warnings.warn(
                 "balance=True: the model does not fit the accelerators in even pieces, so it is placed to "
                 "move the fewest bytes instead",
@@ -84,15 +97,13 @@ def _search(problem: Problem, limits: Limits | None = None, *, polish: bool = Tr
             )
     plain = _accelerators_alone(problem)
     if plain is not None:
-        best = _best(plain, chain, list(_without_offload(plain, chain)))
-        best, complete = _exhaust(plain, best, fetch=False, polish=polish)
+        best = _best(plain, chain, [*_known(plain, near), *_without_offload(plain, chain)])
+        best, complete = _exhaust(plain, best, limits, fetch=False)
         if best is not None:
-            return _finish(plain, problem, chain, best, complete, limits if polish else None)
-    best = _best(problem, chain, list(_with_offload(problem, chain)))
-    best, complete = _exhaust(problem, best, fetch=True, polish=polish)
-    if best is None:
-        return None
-    return _finish(problem, problem, chain, best, complete, limits if polish else None)
+            return _finish(plain, problem, chain, best, complete, limits)
+    best = _best(problem, chain, [*_known(problem, near), *_with_offload(problem, chain)])
+    best, complete = _exhaust(problem, best, limits, fetch=True)
+    return None if best is None else _finish(problem, problem, chain, best, complete, limits)
 
 
 def _finish(
@@ -110,22 +121,27 @@ def _finish(
     if limits is None:
         return Solution(best, 0.0, "")
     best = deepen(among, refine(among, chain, best), most=_DEPTH)
+    if not limits.exhaustive:
+        bound = lower_bound(among)
+        return Solution(best, min(bound.seconds, best.seconds), bound.proof + where)
     best, bound = close_gap(among, chain, best, limits)
     best = deepen(among, best, most=_DEPTH)
     return Solution(best, min(bound.seconds, best.seconds), bound.proof + where)
 
 
 def _exhaust(
-    problem: Problem, best: Evaluation | None, *, fetch: bool, polish: bool
+    problem: Problem, best: Evaluation | None, limits: Limits | None, *, fetch: bool
 ) -> tuple[Evaluation | None, bool]:
     """Every placement of a small graph, and whether all were tried."""
     count = sum(1 for operation in problem.graph.operations.values() if not operation.host_only)
     devices = sum(1 for spec in problem.topology.devices if spec.computes)
-    if count > _SMALL or devices < 2 or not (polish or best is None):
+    if count > _SMALL or devices < 2 or (fetch and not problem.offload):
         return best, False
-    if fetch and not problem.offload:
+    if limits is None:
+        return (best, False) if best is not None else search_all(problem, None, fetch=fetch, nodes=_FEW_NODES)
+    if not limits.exhaustive:
         return best, False
-    return search_all(problem, best, fetch=fetch, nodes=_NODES if polish else _FEW_NODES)
+    return search_all(problem, best, fetch=fetch, nodes=_NODES)
 
 
 def _accelerators_alone(problem: Problem) -> Problem | None:
@@ -152,6 +168,11 @@ def _best(problem: Problem, chain: Chain, proposals: list[Evaluation | None]) ->
     nearest = min(found, key=lambda evaluation: sum(evaluation.excess.values()))
     mended = repair(problem, chain, nearest)
     return mended if mended.feasible else None
+
+
+def _known(problem: Problem, near: Assignment | None) -> list[Evaluation]:
+    found = [] if near is None else [evaluate(problem, near)]
+    return [evaluation for evaluation in found if evaluation.feasible]
 
 
 def _without_offload(problem: Problem, chain: Chain) -> Iterator[Evaluation | None]:
@@ -301,7 +322,7 @@ def _smallest(problem: Problem) -> Evaluation | None:
 
 
 def _feasible(problem: Problem) -> Evaluation | None:
-    found = _search(problem, polish=False)
+    found = _search(problem)
     return None if found is None else found.evaluation
 
 

@@ -16,7 +16,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx, nn
@@ -25,9 +25,11 @@ from torch.utils import _pytree as pytree
 from graphplan.device import DeviceKey
 from graphplan.errors import CaptureError, InputError, PlanError
 from graphplan.ops import constant_attribute, stream_attribute
-from graphplan.placement import Plan
 from graphplan.runtime.streams import ModuleStreams
 from graphplan.signature import BoundCall, InputSignature, bind_call
+
+if TYPE_CHECKING:
+    from graphplan.placement import Plan  # which lies above, since a plan can be asked for others
 
 __all__ = ["PlacedModule", "Program", "attach", "attach_start", "placed_class", "unplaced"]
 

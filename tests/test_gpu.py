@@ -252,3 +252,13 @@ def test_two_gpus(shares: dict[Any, float], _two: None) -> None:  # carries mark
     placed = place_and_run(model, budgets_of(model, shares), torch.randn(16, 2048))
     assert {str(p.device) for p in placed.parameters()} == {"cuda:0", "cuda:1"}
     assert placed.plan.stages[0].device == next(iter(shares))
+
+
+def test_devices_are_measured() -> None:
+    measured = graphplan.measure_devices({0: "8GiB", "cpu": "8GiB"}, progress=False)
+    for speed in measured.speeds.values():
+        assert None not in (speed.flops, speed.bandwidth, speed.overhead)
+    assert measured.dtypes == {0: "bfloat16", "cpu": "float32"}
+    assert set(measured.links) == {(0, "cpu"), ("cpu", 0)}
+    # whatever the card, a GPU's own memory is faster than the way to it
+    assert (measured.speeds[0].bandwidth or 0) > measured.links["cpu", 0].bandwidth

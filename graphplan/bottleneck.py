@@ -1,0 +1,338 @@
+"""What holds a plan back: each budget grown, each link and device twice as fast, and planned again.
+
+These plans start from the one that is there, and are made by local search. Only the answer's is made with
+every placement tried where the graph is small, as the plan itself was: its gain is what one then gets,
+those of the others what is had at least.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from tqdm.auto import tqdm
+
+from graphplan.cost import move_seconds
+from graphplan.device import DeviceKey, DeviceSpec, Link, Topology
+from graphplan.errors import InfeasibleError
+from graphplan.passes.evaluate import Evaluation, evaluate
+from graphplan.passes.joint import Call, place_jointly
+from graphplan.passes.place import place
+from graphplan.passes.residence import reside
+from graphplan.schedule import Assignment
+from graphplan.visualize import size_text, table_lines, time_text
+
+if TYPE_CHECKING:
+    from graphplan.placement import Plan
+
+__all__ = ["Bottleneck", "Growth", "find_bottleneck"]
+
+_WORTH = 1e-3  # of the makespan: a smaller gain is none
+_SAME = 1e-6  # of the makespan: times that differ by less are the same
+_PRECISION = 0.05  # of the increase that is reported
+_TWICE = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What more of one thing would save.
+
+    Attributes:
+        what: ``"memory"`` of a device, ``"link"`` between two, or ``"speed"`` of a device.
+        devices: the key of the device, or those of the link's ends.
+        like: keys of devices that are the same, for which the same holds.
+        increase: bytes to add to the budget: for the answer the fewest that give its whole gain, for
+            others as many as the placement that gives it takes. 0 where a link or a device is made twice
+            as fast.
+        makespan: modelled seconds of the plan that is made then.
+        gain: seconds that it saves (for all but the answer: at least); 0 where it saves none.
+        trials: bytes added -> modelled seconds, in the order of the bytes.
+    """
+
+    what: Literal["memory", "link", "speed"]
+    devices: tuple[DeviceKey, ...]
+    like: tuple[DeviceKey, ...]
+    increase: int
+    makespan: float
+    gain: float
+    trials: tuple[tuple[int, float], ...] = ()
+
+    def __str__(self) -> str:
+        if self.what == "memory":
+            return f"{size_text(self.increase)} more memory on {self.devices[0]!r}"
+        if self.what == "link":
+            return f"a link between {self.devices[0]!r} and {self.devices[1]!r} that is twice as fast"
+        return f"a device {self.devices[0]!r} that is twice as fast"
+
+
+@dataclass(frozen=True, slots=True)
+class Bottleneck:
+    """What would help a plan most.
+
+    Attributes:
+        answer: the growth that helps most: of memory, if that helps at all, since a budget can be had
+            without another machine; else of a link's or a device's speed. None if nothing helps.
+        binds: whether more memory would help.
+        growths: everything that was tried, what helps most first.
+        makespan: modelled seconds of the plan; of several calls the weighted sum, as all below.
+        compute_seconds: of all operations.
+        transfer_seconds: of activations between devices.
+        fetch_seconds: in which a call does nothing but copy weights, or wait for those that are streamed.
+        io_seconds: of inputs and outputs. These four are the makespan.
+        hidden_seconds: in which weights are streamed while a call does something else; they cost nothing.
+    """
+
+    answer: Growth | None
+    binds: bool
+    growths: tuple[Growth, ...]
+    makespan: float
+    compute_seconds: float
+    transfer_seconds: float
+    fetch_seconds: float
+    io_seconds: float
+    hidden_seconds: float
+
+    @property
+    def gain(self) -> float:
+        """Seconds that the answer saves."""
+        return 0.0 if self.answer is None else self.answer.gain
+
+    def to_json(self) -> str:
+        """All of it as JSON text."""
+        return json.dumps(asdict(self), indent=1)
+
+    def __str__(self) -> str:
+        if self.answer is None:
+            head = "nothing that was tried would save time"
+        else:
+            share = 100 * self.answer.gain / self.makespan
+            head = f"{self.answer} would save {time_text(self.answer.gain)} ({share:.1f} %)"
+            if not self.binds:
+                head = f"no budget binds; {head}"
+        parts = (
+            f"a call takes {time_text(self.makespan)}: {time_text(self.compute_seconds)} compute, "
+            f"{time_text(self.transfer_seconds)} transfers, {time_text(self.fetch_seconds)} fetched weights, "
+            f"{time_text(self.io_seconds)} inputs and outputs"
+        )
+        if self.hidden_seconds:
+            parts += f"; {time_text(self.hidden_seconds)} of streaming are hidden"
+        rows = [
+            [
+                growth.what,
+                " - ".join(map(str, growth.devices)),
+                f"+{size_text(growth.increase)}" if growth.what == "memory" else "twice",
+                time_text(growth.makespan),
+                time_text(growth.gain),
+                f"so on {', '.join(map(str, growth.like))}" if growth.like else "",
+            ]
+            for growth in self.growths
+        ]
+        header = ["more", "of", "by", "time", "saves", ""]
+        return "\n".join([head, parts, "", *table_lines(header, rows)])
+
+
+def find_bottleneck(plan: Plan, *, progress: bool = True) -> Bottleneck:
+    """Plan again with more of each thing; the result depends on the plan only."""
+    search = _Search(plan)
+    trials: list[Callable[[], Growth]] = [*search.memory(), *search.links(), *search.speeds()]
+    growths = []
+    # a bar that waits a second before it shows
+    with warnings.catch_warnings(), tqdm(trials, desc="bottleneck", delay=1, disable=not progress) as bar:
+        warnings.filterwarnings("ignore", message="balance=True")  # the plan itself has said so
+        growths = [trial() for trial in bar]
+        growths.sort(key=lambda growth: -growth.gain)
+        useful = [growth for growth in growths if growth.gain > _WORTH * plan.weighted_makespan]
+        binding = [growth for growth in useful if growth.what == "memory"]
+        answer = next(iter(binding or useful), None)
+        if answer is not None:
+            growths.remove(answer)
+            answer = search.confirmed(answer)
+            growths.append(answer)
+            growths.sort(key=lambda growth: -growth.gain)
+    return Bottleneck(answer, bool(binding), tuple(growths), plan.weighted_makespan, *_parts(plan))
+
+
+def _parts(plan: Plan) -> tuple[float, float, float, float, float]:
+    """Seconds of operations, transfers, fetched weights, inputs and outputs; and what is hidden."""
+    compute = transfers = fetches = through = hidden = 0.0
+    for one in plan.calls:
+        weight, topology, timeline = one.call_weight, one.topology, one.timeline
+        compute += weight * timeline.busy("run")
+        transfers += weight * sum(move_seconds(move, topology) for move in one.transfers)
+        moved = sum(move_seconds(move, topology) for move in one.schedule.moves("weight"))
+        fetches += weight * (moved + timeline.busy("wait"))
+        through += weight * sum(move_seconds(move, topology) for move in one.io_transfers)
+        hidden += weight * timeline.hidden_seconds
+    return compute, transfers, fetches, through, hidden
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A placement of every call, on other devices than the plan's."""
+
+    calls: tuple[Evaluation, ...]
+    seconds: float
+
+    def peak(self, key: DeviceKey) -> int:
+        return max(found.peak(key).nbytes for found in self.calls)
+
+    @property
+    def assignments(self) -> list[Assignment]:
+        return [found.schedule.assignment for found in self.calls]
+
+
+class _Search:
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.topology = plan, plan.topology
+        self.calls = [Call(one.plain_problem, one.wishes, one.call_weight) for one in plan.calls]
+        self.now = plan.weighted_makespan
+        self.near = [one.schedule.assignment for one in plan.calls]
+        self.tried: dict[tuple[str, tuple[DeviceKey, ...]], Topology] = {}
+
+    def _place(
+        self, topology: Topology, near: Sequence[Assignment] | None = None, *, exhaustive: bool = False
+    ) -> _Found | None:
+        """What is found for these devices; None where nothing is, since no search is complete."""
+        calls, start = [call.on(topology) for call in self.calls], near or self.near
+        try:
+            if len(calls) == 1:
+                solutions = [place(calls[0].settled({}), exhaustive=exhaustive, near=start[0])]
+            else:
+                solutions = list(place_jointly(calls, exhaustive=exhaustive, near=start))
+        except InfeasibleError:
+            return None
+        found = tuple(solution.evaluation for solution in solutions)
+        return _Found(found, sum(c.weight * one.seconds for c, one in zip(calls, found, strict=True)))
+
+    def _growth(
+        self,
+        what: Literal["memory", "link", "speed"],
+        devices: tuple[DeviceKey, ...],
+        found: _Found | None,
+        like: tuple[DeviceKey, ...] = (),
+    ) -> Growth:
+        gain = 0.0 if found is None else self.now - found.seconds
+        gain = gain if gain > _SAME * self.now else 0.0
+        return Growth(what, devices, like, 0, self.now - gain, gain)
+
+    def confirmed(self, answer: Growth) -> Growth:
+        """The answer with the fewest bytes that do, and what a plan that is made with them saves."""
+        if answer.what != "memory":
+            found = self._place(self.tried[answer.what, answer.devices], exhaustive=True)
+            again = self._growth(answer.what, answer.devices, found, answer.like)
+            return max(answer, again, key=lambda growth: growth.gain)
+        spec = self.topology[answer.devices[0]]
+        trials = self._narrowed(spec, answer)
+        least = min(size for size, s in trials.items() if s <= answer.makespan + _SAME * self.now)
+        found = self._place(self._grown(spec, least), exhaustive=True)
+        again = self._growth("memory", answer.devices, found, answer.like)
+        best = max(replace(answer, makespan=trials[least]), again, key=lambda growth: growth.gain)
+        trials[least] = best.makespan
+        return replace(best, increase=least, trials=tuple(sorted(trials.items())))
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def memory(self) -> Iterator[Callable[[], Growth]]:
+        """For each kind of device, what more memory on it saves."""
+        kinds: dict[object, list[DeviceSpec]] = {}
+        named = {*self.plan.wishes.pin.values(), *self.plan.fixed_weights.values()}
+        for spec in self.topology.devices:
+            special = spec.key if self.topology.links or spec.key in named else None
+            speeds = (spec.flops, spec.bandwidth, spec.overhead)
+            kinds.setdefault((spec.type, spec.memory, spec.reserve, speeds, special), []).append(spec)
+        for members in kinds.values():
+            if members[0].computes:
+                like = tuple(spec.key for spec in members[1:])
+                yield lambda spec=members[0], like=like: self._memory(spec, like)  # type: ignore[misc]
+
+    def _memory(self, spec: DeviceSpec, like: tuple[DeviceKey, ...]) -> Growth:
+        """What is saved where it holds everything that may run on it."""
+        whole = self._missing(spec)
+        if whole <= 0:
+            return self._growth("memory", (spec.key,), None, like)
+        found = self._place(self._grown(spec, whole))
+        growth = self._growth("memory", (spec.key,), found, like)
+        if found is None or not growth.gain:
+            return growth
+        taken = self._taken(spec, found)
+        return replace(growth, increase=taken, trials=((taken, found.seconds),))
+
+    def _taken(self, spec: DeviceSpec, found: _Found) -> int:
+        """Bytes by which a placement passes the device's budget."""
+        return max(0, found.peak(spec.key) - spec.room)
+
+    def _narrowed(self, spec: DeviceSpec, answer: Growth) -> dict[int, float]:
+        """Bytes added -> seconds, on the way to the fewest bytes with which the time is the answer's."""
+        trials = dict(answer.trials)
+        low, high, near = 0, answer.increase, self.near
+        while high - low > max(512, _PRECISION * high):
+            middle = (low + high) // 2
+            found = self._place(self._grown(spec, middle), near)
+            if found is None or found.seconds > answer.makespan + _SAME * self.now:
+                trials[middle] = self.now if found is None else min(found.seconds, self.now)
+                low = middle
+                continue
+            high, near = min(middle, max(self._taken(spec, found), low + 1)), found.assignments
+            trials[high] = found.seconds
+        return trials
+
+    def _grown(self, spec: DeviceSpec, size: int) -> Topology:
+        return self.topology.with_memory({spec.key: spec.memory + size})
+
+    def _missing(self, spec: DeviceSpec) -> int:
+        """Bytes that the device lacks to hold everything that may run on it."""
+        most = 0
+        for call in self.calls:
+            problem = call.settled({})
+            everywhere = problem.obey(dict.fromkeys(problem.graph.operations, spec.key))
+            most = max(most, evaluate(problem, reside(problem, everywhere)).peak(spec.key).nbytes)
+        return most - spec.room
+
+    # -- speed ------------------------------------------------------------------------------------
+
+    def links(self) -> Iterator[Callable[[], Growth]]:
+        """For each link that is used, what one twice as fast saves."""
+        used: dict[tuple[DeviceKey, DeviceKey], None] = {}
+        for one in self.plan.calls:
+            for copy in one.schedule.copies():
+                pair = (copy.source, copy.destination)
+                if (copy.destination, copy.source) not in used:
+                    used[pair] = None
+        for pair in used:
+            yield lambda pair=pair: self._link(pair)  # type: ignore[misc]
+
+    def _link(self, pair: tuple[DeviceKey, DeviceKey]) -> Growth:
+        a, b = pair
+        faster = {ends: _faster(self.topology.link(*ends)) for ends in ((a, b), (b, a))}
+        topology = replace(self.topology, links={**self.topology.links, **faster})
+        return self._sped("link", pair, topology)
+
+    def speeds(self) -> Iterator[Callable[[], Growth]]:
+        """For each device that runs operations, what one twice as fast saves."""
+        used = {run.device for one in self.plan.calls for run in one.schedule.runs()}
+        for spec in self.topology.devices:
+            if spec.key in used:
+                yield lambda spec=spec: self._speed(spec)  # type: ignore[misc]
+
+    def _speed(self, spec: DeviceSpec) -> Growth:
+        faster = replace(
+            spec,
+            flops=spec.flops * _TWICE,
+            bandwidth=spec.bandwidth * _TWICE,
+            overhead=spec.overhead / _TWICE,
+        )
+        devices = tuple(faster if one.key == spec.key else one for one in self.topology.devices)
+        return self._sped("speed", (spec.key,), replace(self.topology, devices=devices))
+
+    def _sped(
+        self, what: Literal["link", "speed"], devices: tuple[DeviceKey, ...], topology: Topology
+    ) -> Growth:
+        self.tried[what, devices] = topology
+        return self._growth(what, devices, self._place(topology))
+
+
+def _faster(link: Link) -> Link:
+    return Link(link.bandwidth * _TWICE, link.latency / _TWICE)

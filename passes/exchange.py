@@ -1,0 +1,180 @@
+"""Local search over several calls at once: move weights, and what reads them, between devices.
+
+A *unit* is the weights of one layer. It moves to another device, alone or in exchange for one that
+lives there; in each call the operations that read it go along, or stay and fetch it, whichever is
+faster. What lowers the weighted sum of seconds and keeps every call's budgets is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from graphplan.device import DeviceKey
+from graphplan.graph import Graph
+from graphplan.passes.evaluate import Evaluation, Problem
+from graphplan.passes.shared_rings import evaluate_together, fit_together
+
+__all__ = ["exchange"]
+
+_EPSILON = 1e-12
+
+
+def exchange(
+    problems: Sequence[Problem],
+    weights: Sequence[float],
+    start: Sequence[Evaluation],
+    work: int,
+) -> list[Evaluation]:
+    """Placements of which the weighted sum of seconds is at most that of ``start``.
+
+    Args:
+        problems: one for each call; weights of one name are one weight.
+        weights: how much each call's seconds count.
+        start: a feasible placement of each call, over the same homes of weights and the same rings.
+        work: steps of schedules that may be judged; the result does not depend on the clock.
+    """
+    search = _Search(problems, weights, start, work)
+    while search.left > 0 and search.sweep():
+        pass
+    return search.best
+
+
+class _Search:
+    def __init__(
+        self,
+        problems: Sequence[Problem],
+        weights: Sequence[float],
+        start: Sequence[Evaluation],
+        work: int,
+    ) -> None:
+        self.problems, self.weights, self.best, self.left = problems, weights, list(start), work
+        self.keys = [spec.key for spec in problems[0].topology.devices if spec.computes]
+        self.accelerators = {s.key for s in problems[0].topology.devices if s.is_accelerator}
+        fixed = {name for problem in problems for name in problem.fixed_weights}
+        self.units = _units([problem.graph for problem in problems], fixed)
+        self.followers = {
+            unit: [_followers(problem.graph, names) for problem in problems]
+            for unit, names in self.units.items()
+        }
+        for unit, followers in self.followers.items():
+            if any(_writes(p.graph, names) for p, names in zip(problems, followers, strict=True)):
+                del self.units[unit]
+        self.seconds = self._sum(self.best)
+
+    def _sum(self, found: Sequence[Evaluation]) -> float:
+        return sum(weight * one.seconds for weight, one in zip(self.weights, found, strict=True))
+
+    def sweep(self) -> bool:
+        """Try every move once; whether one helped."""
+        improved = False
+        for unit in self.units:
+            for key in self.keys:
+                if self.left <= 0:
+                    return improved
+                if self._home(unit) != key:
+                    improved |= self._move(unit, key)
+        return improved
+
+    def _home(self, unit: str) -> DeviceKey:
+        return self.best[0].schedule.assignment.weights[self.units[unit][0]]
+
+    def _move(self, unit: str, key: DeviceKey) -> bool:
+        """Move a unit to a device, or exchange it for one of that device's."""
+        found = self._judge({unit: key})
+        if found is not None:
+            return self._adopt(found)
+        before = self._home(unit)
+        for other in self._rivals(unit, key):
+            if self.left <= 0:
+                return False
+            found = self._judge({unit: key, other: before})
+            if found is not None and self._adopt(found):
+                return True
+        return False
+
+    def _rivals(self, unit: str, key: DeviceKey) -> Iterator[str]:
+        for other in self.units:
+            if other != unit and self._home(other) == key:
+                yield other
+
+    def _adopt(self, found: list[Evaluation]) -> bool:
+        seconds = self._sum(found)
+        if seconds >= self.seconds - _EPSILON:
+            return False
+        self.best, self.seconds = found, seconds
+        return True
+
+    def _judge(self, moved: Mapping[str, DeviceKey]) -> list[Evaluation] | None:
+        """The calls with these units moved, where every budget is kept; each does what suits it best."""
+        found = []
+        for index, one in enumerate(self.best):
+            homes = dict(one.schedule.assignment.weights)
+            for unit, key in moved.items():
+                homes.update(dict.fromkeys(self.units[unit], key))
+            best = None
+            for devices in self._ways(index, moved):
+                changed = replace(one.schedule.assignment, operations=devices, weights=homes)
+                (judged,) = fit_together([self.problems[index]], [changed])
+                self.left -= len(judged.schedule.steps)
+                if judged.feasible and (best is None or judged.seconds < best.seconds):
+                    best = judged
+            if best is None:
+                return None
+            found.append(best)
+        together = evaluate_together(self.problems, [one.schedule.assignment for one in found])
+        return together if all(one.feasible for one in together) else None
+
+    def _ways(self, index: int, moved: Mapping[str, DeviceKey]) -> Iterator[dict[str, DeviceKey]]:
+        """Where a call may run its operations then: with the weights, where they are, off the CPU."""
+        stay = dict(self.best[index].schedule.assignment.operations)
+        follow = dict(stay)
+        for unit, key in moved.items():
+            follow.update(dict.fromkeys(self.followers[unit][index], key))
+        yield follow
+        if follow != stay:
+            yield stay
+        freed = next((key for key in map(self._home, moved) if key in self.accelerators), None)
+        graph = self.problems[index].graph
+        for devices in (follow, stay):
+            busy = [name for name, key in devices.items() if key not in self.accelerators]
+            if freed is not None and busy and not _writes(graph, busy):
+                yield {**devices, **dict.fromkeys(busy, freed)}
+
+
+def _units(graphs: Sequence[Graph], fixed: set[str]) -> dict[str, list[str]]:
+    """Layer -> its weights, as far as the caller has not settled where they are."""
+    found: dict[str, list[str]] = {}
+    for weight in graphs[0].weights.values():
+        if weight.name not in fixed and weight.nbytes and weight.fetchable:
+            found.setdefault(_layer(weight.name), []).append(weight.name)
+    return found
+
+
+def _writes(graph: Graph, operations: Sequence[str]) -> bool:
+    """Whether any of these reads a weight that must be where it is read."""
+    inputs = {name for operation in operations for name in graph.operations[operation].inputs}
+    return any(name in graph.weights and not graph.weights[name].fetchable for name in inputs)
+
+
+def _layer(name: str) -> str:
+    """``model.layers.3.mlp.up.weight -> model.layers.3``; without a number, the module itself."""
+    parts = name.split(".")
+    numbers = [index for index, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0] + 1] if numbers else parts[:-1] or parts)
+
+
+def _followers(graph: Graph, names: Sequence[str]) -> list[str]:
+    """The operations that read these weights or run between such, and those tied to them."""
+    order = list(graph.operations)
+    reading = {reader for name in names for reader in graph.consumers.get(name, ())}
+    found = {name for name in order if name in reading}
+    paths = {_layer(name) for name in names}
+    for operation in graph.operations.values():
+        path = operation.module_path
+        if any(path == layer or path.startswith(layer + ".") for layer in paths):
+            found.add(operation.name)
+    for group in graph.together:
+        if group & found:
+            found |= group
+    return [name for name in order if name in found]

@@ -1,0 +1,106 @@
+"""Judge calls of one model together: they stream weights through one ring per device.
+
+The ring has the bytes that the call with the largest needs, in every call. A call that fits with a ring
+of its own may not fit with that one; the ring then loses slots until all do. For two calls of which the
+first has large activations::
+
+    alone      call 0: 1 slot,  16 KiB        call 1: 4 slots, 64 KiB
+    together   call 0: 1 slot of 32 KiB       call 1: 2 slots, 32 KiB
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from graphplan.device import DeviceKey
+from graphplan.passes.evaluate import Evaluation, Problem, evaluate
+from graphplan.schedule import Assignment
+
+__all__ = ["beside", "evaluate_together", "fit_together", "within"]
+
+
+def evaluate_together(problems: Sequence[Problem], assignments: Sequence[Assignment]) -> list[Evaluation]:
+    """Judge an assignment of each call, each with the largest ring of all."""
+    found = [evaluate(problem, one) for problem, one in zip(problems, assignments, strict=True)]
+    sizes = _largest(found)
+    return [
+        one if _has(one, sizes) else evaluate(_with_rings(problem, sizes), one.schedule.assignment)
+        for problem, one in zip(problems, found, strict=True)
+    ]
+
+
+def fit_together(problems: Sequence[Problem], assignments: Sequence[Assignment]) -> list[Evaluation]:
+    """As :func:`evaluate_together`, with as many slots as are asked for and all budgets allow."""
+    found = evaluate_together(problems, assignments)
+    while (deepest := _deepest(found)) is not None:
+        fewer = [one.schedule.assignment for one in found]
+        own = fewer[deepest.call]
+        fewer[deepest.call] = replace(own, slots={**own.slots, deepest.device: deepest.slots - 1})
+        found = evaluate_together(problems, fewer)
+    return found
+
+
+def beside(problem: Problem, others: Sequence[Evaluation]) -> Problem:
+    """The problem of one call where these others have made their rings already."""
+    return _with_rings(problem, _largest(others))
+
+
+def within(problem: Problem, others: Sequence[Evaluation]) -> Problem:
+    """As :func:`beside`, with rings that grow no further than the others' budgets allow."""
+    limits = dict(problem.growth)
+    for other in others:
+        sizes = {ring.device: ring.nbytes for ring in other.schedule.rings}
+        for spec in problem.topology.devices:
+            limit = sizes.get(spec.key, 0) + spec.room - other.peak(spec.key).nbytes
+            limits[spec.key] = min(limit, limits.get(spec.key, limit))
+    return replace(beside(problem, others), growth=limits)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """How many slots a call has on a device."""
+
+    call: int
+    device: DeviceKey
+    slots: int
+
+
+def _deepest(found: Sequence[Evaluation]) -> _Slots | None:
+    """Of the devices over their budgets, the call whose slots take most, if it can do with fewer."""
+    over = {key for one in found for key in one.excess}
+    rings = [
+        (sum(ring.slots), _Slots(call, ring.device, len(ring.slots)))
+        for call, one in enumerate(found)
+        for ring in one.schedule.rings
+        if ring.device in over and len(ring.slots) > _least(one, ring.device)
+    ]
+    return max(rings, key=lambda pair: pair[0])[1] if rings else None
+
+
+def _least(found: Evaluation, device: DeviceKey) -> int:
+    """The fewest slots that can do: where segments are read at once, asking for fewer gives no fewer."""
+    asked = found.schedule.assignment.slots.get(device)
+    actual = next(len(ring.slots) for ring in found.schedule.rings if ring.device == device)
+    return actual if asked is not None and asked < actual else 1
+
+
+def _largest(found: Sequence[Evaluation]) -> dict[DeviceKey, int]:
+    """Device -> bytes of the slots of the call that has most there."""
+    sizes: dict[DeviceKey, int] = {}
+    for ring in (ring for one in found for ring in one.schedule.rings if ring.slots):
+        sizes[ring.device] = max(sum(ring.slots), sizes.get(ring.device, 0))
+    return sizes
+
+
+def _has(found: Evaluation, sizes: Mapping[DeviceKey, int]) -> bool:
+    """Whether it counts rings that are as large already."""
+    here = {ring.device: ring.nbytes for ring in found.schedule.rings}
+    return all(here.get(key, 0) >= nbytes for key, nbytes in sizes.items())
+
+
+def _with_rings(problem: Problem, sizes: Mapping[DeviceKey, int]) -> Problem:
+    rings = dict(problem.rings)
+    for key, nbytes in sizes.items():
+        rings[key] = max(nbytes, rings.get(key, 0))
+    return replace(problem, rings=rings)
