@@ -23,10 +23,11 @@ class Chain:
     latency: float
     exact: bool
     labels: int
+    lower: float = 0.0
 
 
-def tails(groups: Groups) -> np.ndarray:
-    """Per value, the least time from when it is ready to the end, along the worst path.
+def tails(groups: Groups) -> list[dict[int, float]]:
+    """Per value and user in another subgraph, the least time from its start to the end, along the worst path.
 
     A path pays for each group the CPU's time, or the accelerator's; and the cost of a value when the
     path enters or leaves an accelerator. A subgraph pays at least that.
@@ -36,19 +37,55 @@ def tails(groups: Groups) -> np.ndarray:
     for i, home in enumerate(groups.value_group):
         out[home].append(i)
     on_cpu, on_accelerator = np.zeros(n), np.zeros(n)
-    tail = np.zeros(len(groups.value_group))
+    tail: list[dict[int, float]] = [{} for _ in groups.value_users]
     for v in reversed(range(n)):
         stay = leave = 0.0
         for i in out[v]:
             cost = groups.value_cost[i]
             for w in groups.value_users[i]:
                 elsewhere = min(on_cpu[w], cost + on_accelerator[w])
-                tail[i] = max(tail[i], elsewhere)
+                tail[i][w] = elsewhere
                 stay = max(stay, min(on_accelerator[w], cost + elsewhere))
                 leave = max(leave, elsewhere)
         on_cpu[v] = groups.cpu[v] + leave
         on_accelerator[v] = groups.accelerator[v] + stay
     return tail
+
+
+def completions(groups: Groups, t: _Tables, limit: float, accelerators: int, progress=None) -> np.ndarray:
+    """Per ideal and number of accelerators left, a lower bound on what follows if all open values are ready at 0.
+
+    By induction from the end: after a step of length c, either every user of an open value must wait
+    for what the step made, and c passes before the rest; or the rest may overlap with the step, and
+    the larger of the two counts.
+    """
+    ideals, count = t.ideals, len(t.ideals)
+    bound = np.full((count, accelerators + 1), np.inf)
+    bound[-1] = 0
+    sequence = range(count - 1, 0, -1)
+    for j in progress(sequence) if progress else sequence:
+        if not np.isfinite(bound[j, -1]):
+            continue
+        opens = t.open[j][: t.n_open[j]]
+        sets = [s for of in t.waits(j) for s in of]
+        after = t.after(j)
+        cand = t.below(np.arange(j), j, limit)
+        smaller = cand[t.count[cand] == t.count[j] - 1]
+        for kind, froms in ((1, cand), (0, smaller)):
+            if not len(froms):
+                continue
+            const = t.length(froms, j) if kind else t.cpu_length(froms, j)
+            fresh = ~t.has[froms][:, opens]
+            path = np.where(fresh, after, 0.0).max(axis=1, initial=0.0) + const
+            behind = np.ones(len(froms), dtype=bool)
+            for needed in sets:
+                behind &= fresh[:, needed].any(axis=1)
+            shift = np.where(behind, const, 0.0)
+            follow = bound[j, :-1] if kind else bound[j]
+            value = np.maximum(shift[:, None] + follow, path[:, None])
+            columns = slice(1, None) if kind else slice(None)
+            bound[froms, columns] = np.minimum(bound[froms, columns], value)
+    return bound
 
 
 class _Tables:
@@ -83,7 +120,38 @@ class _Tables:
         pad = -packed.shape[1] % 8
         self.words = np.pad(packed, ((0, 0), (0, pad))).view(np.uint64)
         self.count = ideals.sum(axis=1)
-        self.end = (self.count == n)
+        self.ideals = ideals
+        self.groups = groups
+        self.tail = tails(groups)
+        self.ancestors = ancestry(groups)
+
+    def below(self, candidates: np.ndarray, j: int, limit: float) -> np.ndarray:
+        """Those candidates that are within ideal j, at most ``limit`` bytes smaller."""
+        candidates = candidates[self.size[j] - self.size[candidates] <= limit]
+        return candidates[~(self.words[candidates] & ~self.words[j]).any(axis=1)]
+
+    def waits(self, j: int) -> list[np.ndarray]:
+        return waits(self.groups, self.ancestors, self.ideals[j], self.open[j][: self.n_open[j]])
+
+    def after(self, j: int) -> np.ndarray:
+        opens = self.open[j][: self.n_open[j]]
+        return np.array([max(a for w, a in self.tail[u].items() if not self.ideals[j, w]) for u in opens])
+
+    def touched(self, froms: np.ndarray, j: int) -> np.ndarray:
+        return self.used[j][self.open[froms]] > self.open_used[froms]
+
+    def length(self, froms: np.ndarray, j: int) -> np.ndarray:
+        """Time of the subgraphs between ideals ``froms`` and j: in, compute, out."""
+        still = self.used[j][self.open[froms]] < self.degree[self.open[froms]]
+        cost = self.open_cost[froms]
+        return (
+            self.accelerator[j] - self.accelerator[froms]
+            + (self.touched(froms, j) * cost).sum(axis=1)
+            + self.out_cost[j] - (still * cost).sum(axis=1)
+        )
+
+    def cpu_length(self, froms: np.ndarray, j: int) -> np.ndarray:
+        return self.groups.cpu[(self.ideals[j] & ~self.ideals[froms]).argmax(axis=1)]
 
 
 def solve(
@@ -101,10 +169,7 @@ def solve(
     """
     t = _Tables(groups, ideals)
     count = len(ideals)
-    tail = np.append(tails(groups), 0.0)
-    ancestors = ancestry(groups)
-    sink = np.array([True] * len(groups))
-    sink[groups.value_group] = False
+    rest = completions(groups, t, limit, accelerators, progress)
     cap = 1024
     ready = np.zeros((cap, t.width + 1))  # last column: the padding
     bound = np.zeros(cap)
@@ -118,25 +183,20 @@ def solve(
     last = np.zeros(count, dtype=np.int64)
     last[0] = 1
     exact = True
+    lower = float(rest[0, -1])
     goal = upper - EPS
     sequence = range(1, count)
     for j in progress(sequence) if progress else sequence:
         cand = np.nonzero(live[:j])[0]
-        cand = cand[t.size[j] - t.size[cand] <= limit]
-        cand = cand[~(t.words[cand] & ~t.words[j]).any(axis=1)]
+        cand = t.below(cand, j, limit)
         smaller = cand[t.count[cand] == t.count[j] - 1]
         parts = []
+        sets, after = t.waits(j), t.after(j)
         for kind, froms in ((1, cand), (0, smaller)):
             if not len(froms):
                 continue
-            touched = t.used[j][t.open[froms]] > t.open_used[froms]
-            if kind:
-                still = t.used[j][t.open[froms]] < t.degree[t.open[froms]]
-                const = (t.accelerator[j] - t.accelerator[froms] + (touched * t.open_cost[froms]).sum(axis=1)
-                         + t.out_cost[j] - (still * t.open_cost[froms]).sum(axis=1))
-            else:
-                added = np.array([int(np.nonzero(ideals[j] & ~ideals[i])[0][0]) for i in froms])
-                const = groups.cpu[added]
+            touched = t.touched(froms, j)
+            const = t.length(froms, j) if kind else t.cpu_length(froms, j)
             n_labels = last[froms] - first[froms]
             row = np.repeat(np.arange(len(froms)), n_labels)
             label = np.arange(n_labels.sum()) - np.repeat(np.cumsum(n_labels) - n_labels, n_labels) + np.repeat(first[froms], n_labels)
@@ -156,8 +216,10 @@ def solve(
                 where = t.place[src, u]
                 new[:, c] = np.where(t.has[src, u], ready[label, where], finish)
             if len(opens):
-                lift(new, waits(groups, ancestors, ideals[j], opens))
-                np.maximum(new_bound, (new + tail[opens]).max(axis=1), out=new_bound)
+                lift(new, sets)
+                np.maximum(new_bound, (new + after).max(axis=1), out=new_bound)
+                left = accelerators - used[label] - kind
+                np.maximum(new_bound, new.min(axis=1) + rest[j, left], out=new_bound)
             keep = new_bound < goal
             parts.append((new[keep], new_bound[keep], used[label[keep]] + kind, label[keep]))
         if not parts:
@@ -193,7 +255,7 @@ def solve(
         added = tuple(int(v) for v in np.nonzero(ideals[of[label]] & ~ideals[of[p]])[0])
         steps.append((added, bool(used[label] > used[p])))
         label = p
-    return Chain(tuple(reversed(steps)), best, exact, total)
+    return Chain(tuple(reversed(steps)), best, exact, total, lower)
 
 
 def ancestry(groups: Groups) -> np.ndarray:
