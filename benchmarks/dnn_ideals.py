@@ -6,8 +6,9 @@ adds one subgraph, or one group on the CPU. The solvers run over pairs of ideals
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import networkx as nx
 import numpy as np
@@ -33,17 +34,24 @@ class Groups:
     value_cost: np.ndarray
     value_users: tuple[tuple[int, ...], ...]
     predecessors: tuple[tuple[int, ...], ...]
+    supported: np.ndarray
 
     def __len__(self) -> int:
         return len(self.members)
 
 
-def colours_and(workload: Workload, pairs: Iterable[tuple[int, int]] = ()) -> list[list[int]]:
-    """The finest partition that keeps colours and ``pairs`` together and whose graph has no circle."""
+def colours_and(
+    workload: Workload, pairs: Iterable[tuple[int, int]] = (), apart: Collection[int] = ()
+) -> list[list[int]]:
+    """The finest partition that keeps colours and ``pairs`` together and whose graph has no circle.
+
+    Colours in ``apart`` are left as single nodes, which is right where they are all on the CPU.
+    """
     together = nx.utils.UnionFind(range(len(workload)))
     first: dict[int, int] = {}
     for v, colour in enumerate(workload.colour):
-        together.union(first.setdefault(colour, v), v)
+        if colour not in apart:
+            together.union(first.setdefault(colour, v), v)
     for u, v in pairs:
         together.union(u, v)
     graph = nx.DiGraph()
@@ -54,8 +62,8 @@ def colours_and(workload: Workload, pairs: Iterable[tuple[int, int]] = ()) -> li
     return [sorted(part) for part in together.to_sets()]
 
 
-def merge(workload: Workload, parts: Sequence[Sequence[int]]) -> Groups:
-    """The graph of the parts; their graph must have no circle."""
+def merge(workload: Workload, parts: Sequence[Sequence[int]], cpu_only: Collection[int] = ()) -> Groups:
+    """The graph of the parts, which must have no circle; colours in ``cpu_only`` stay off accelerators."""
     part_of = {v: i for i, part in enumerate(parts) for v in part}
     graph = nx.DiGraph()
     graph.add_nodes_from(range(len(parts)))
@@ -80,6 +88,9 @@ def merge(workload: Workload, parts: Sequence[Sequence[int]]) -> Groups:
         value_cost=np.array(cost),
         value_users=tuple(users),
         predecessors=tuple(tuple(sorted(number[p] for p in graph.predecessors(i))) for i in order),
+        supported=np.array(
+            [all(workload.supported[v] and workload.colour[v] not in cpu_only for v in m) for m in members]
+        ),
     )
 
 
@@ -98,7 +109,14 @@ def _critical(workload: Workload, part: Sequence[int]) -> float:
     return max(visit(v) for v in part)
 
 
-def enumerate_ideals(groups: Groups, limit: int) -> np.ndarray:
+class Precedence(Protocol):
+    """Anything whose parts, numbered in a topological order, have predecessors."""
+
+    @property
+    def predecessors(self) -> tuple[tuple[int, ...], ...]: ...
+
+
+def enumerate_ideals(groups: Precedence, limit: int) -> np.ndarray:
     """All ideals as rows of booleans, smallest first; the empty one is first, all groups last.
 
     Raises:
@@ -122,12 +140,12 @@ def enumerate_ideals(groups: Groups, limit: int) -> np.ndarray:
                 following[larger] = [w for w in available if w != v] + freed
         found.extend(following)
         if len(found) > limit:
-            raise TooManyIdealsError(f"more than {limit} ideals of {len(groups)} groups")
+            raise TooManyIdealsError(f"more than {limit} ideals of {len(need)} groups")
         level = following
-    return _rows(found, len(groups))
+    return _rows(found, len(need))
 
 
-def ideals_of_orders(groups: Groups, orders: Iterable[Sequence[int]]) -> np.ndarray:
+def ideals_of_orders(groups: Precedence, orders: Iterable[Sequence[int]]) -> np.ndarray:
     """The prefixes of some topological orders, as rows of booleans, smallest first."""
     found = {0}
     for order in orders:
@@ -135,7 +153,7 @@ def ideals_of_orders(groups: Groups, orders: Iterable[Sequence[int]]) -> np.ndar
         for v in order:
             ideal |= 1 << v
             found.add(ideal)
-    return _rows(sorted(found, key=lambda i: (i.bit_count(), i)), len(groups))
+    return _rows(sorted(found, key=lambda i: (i.bit_count(), i)), len(groups.predecessors))
 
 
 def _rows(ideals: Sequence[int], n: int) -> np.ndarray:
