@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
@@ -60,15 +60,22 @@ def order_start(workload: Workload) -> list[int]:
     graph = nx.DiGraph()
     graph.add_nodes_from(range(len(groups)))
     graph.add_edges_from((p, v) for v, ps in enumerate(groups.predecessors) for p in ps)
-    height = {v: 0 for v in graph}
+    height = dict.fromkeys(graph, 0)
     for v in reversed(list(nx.topological_sort(graph))):
         height[v] = 1 + max((height[s] for s in graph.successors(v)), default=0)
-    keys: list[Callable[[int], float]] = [lambda v: v, lambda v: -v, lambda v: -height[v], lambda v: groups.size[v]]
+    keys: list[Callable[[int], float]] = [
+        lambda v: v,
+        lambda v: -v,
+        lambda v: -height[v],
+        lambda v: groups.size[v],
+    ]
     orders = [list(nx.lexicographical_topological_sort(graph, key=key)) for key in keys]
     orders.append(list(reversed(list(nx.dfs_postorder_nodes(graph)))))
     chains = []
     for order in orders:
-        chain = solve(groups, ideals_of_orders(groups, [order]), workload.limit, workload.accelerators, width=4)
+        chain = solve(
+            groups, ideals_of_orders(groups, [order]), workload.limit, workload.accelerators, width=4
+        )
         if chain is not None and chain.steps:
             chains.append(chain)
     return spread(workload, groups, min(chains, key=lambda c: c.latency))
@@ -151,7 +158,9 @@ def without_free_nodes(workload: Workload) -> tuple[list[int], Workload]:
             for v in keep
             if workload.cpu[v] == workload.accelerator[v] == 0
             and workload.size[v] <= SMALL * workload.limit
-            and not (keep.intersection(workload.predecessors[v]) and keep.intersection(workload.successors[v]))
+            and not (
+                keep.intersection(workload.predecessors[v]) and keep.intersection(workload.successors[v])
+            )
         }
         if not drop:
             break

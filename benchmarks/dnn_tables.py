@@ -130,9 +130,11 @@ class Tables:
         still = self.used[j][self.open[froms]] < self.degree[self.open[froms]]
         cost = self.open_cost[froms]
         return (
-            self.accelerator[j] - self.accelerator[froms]
+            self.accelerator[j]
+            - self.accelerator[froms]
             + (self.touched(froms, j) * cost).sum(axis=1)
-            + self.out_cost[j] - (still * cost).sum(axis=1)
+            + self.out_cost[j]
+            - (still * cost).sum(axis=1)
         )
 
     def cpu_length(self, froms: np.ndarray, j: int) -> np.ndarray:

@@ -302,13 +302,18 @@ class _State:
         return tuple(d if d < self.k else self.k - 1 - d for d in self.device)
 
 
-def anneal(workload: Workload, parts: Parts, devices: Sequence[int], tries: int, seed: int) -> tuple[int, ...]:
-    """Simulated annealing over moves and exchanges of groups; never worse than ``devices``."""
+def anneal(
+    workload: Workload, parts: Parts, devices: Sequence[int], tries: int, seed: int, warmth: float
+) -> tuple[int, ...]:
+    """Simulated annealing over moves and exchanges of groups; never worse than ``devices``.
+
+    ``warmth`` is the first temperature as a share of the largest load.
+    """
     rng = random.Random(seed)
     state = _State(workload, parts, devices)
     best, best_load = state.devices(), max(state.load)
     for step in range(tries):
-        heat = best_load * 0.02 * (1 - step / tries) ** 2 + 1e-12
+        heat = best_load * warmth * (1 - step / tries) ** 2 + 1e-12
         before = sum(math.exp(min(50.0, (x - best_load) / heat)) for x in state.load)
         undo = _propose(state, rng)
         after = sum(math.exp(min(50.0, (x - best_load) / heat)) for x in state.load)

@@ -118,7 +118,9 @@ def check(workload: Workload, placement: Placement) -> None:
     for v, device in enumerate(placement):
         node = workload.ids[v]
         if not -workload.cores <= device < workload.accelerators:
-            raise InvalidPlacementError(f"{workload.name}: node {node} is on device {device}, which is not there")
+            raise InvalidPlacementError(
+                f"{workload.name}: node {node} is on device {device}, which is not there"
+            )
         if device >= 0 and not workload.supported[v]:
             raise InvalidPlacementError(f"{workload.name}: node {node} cannot run on an accelerator")
         if device_of.setdefault(workload.colour[v], device) != device:
@@ -201,6 +203,7 @@ def to_json(workload: Workload, placement: Placement) -> dict[str, int | str]:
 
 def placement_from_json(workload: Workload, devices: Mapping[str, int | str]) -> list[int]:
     """The inverse of :func:`to_json`."""
+
     def parse(device: int | str) -> int:
         return device if isinstance(device, int) else CPU - int(device.removeprefix("cpu") or 0)
 
