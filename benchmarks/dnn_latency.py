@@ -188,8 +188,8 @@ def _relaxed(workload: Workload, start: Sequence[int], progress: Progress) -> La
     before = latency(workload, start)
     if value > before:
         placement, value = list(start), before
-    optimal = value <= solved.bound * (1 + 1e-9)
-    proof = f"{'optimal' if optimal else 'bound'}: {solved.proof.removeprefix('optimal: ')}, of the graph without free nodes"
+    kind = "optimal" if value <= solved.bound * (1 + 1e-9) else "bound"
+    proof = f"{kind}: {solved.proof.removeprefix('optimal: ')}, of the graph without free nodes"
     return LatencyResult(tuple(placement), value, before, solved.bound, proof)
 
 
@@ -218,7 +218,7 @@ def _latency_or_inf(workload: Workload, placement: Sequence[int]) -> float:
 
 
 def _search(workload: Workload, start: Sequence[int], work: int, progress: Progress) -> list[int]:
-    """Ruin and recreate: chains that the best placement does not cut are merged at random, the rest solved."""
+    """Ruin and recreate: merge at random chains that the best placement does not cut, solve the rest."""
     rng = random.Random(0)
     best, value = list(start), latency(workload, start)
     chains = [
@@ -247,7 +247,7 @@ def _search(workload: Workload, start: Sequence[int], work: int, progress: Progr
 
 
 def _root_bound(workload: Workload, progress: Progress) -> float:
-    """The relaxed program's bound over all ideals; the longest path of cheapest nodes if they are too many."""
+    """The relaxed program's bound over all ideals; if too many, the longest path of cheapest nodes."""
     groups = merge(workload, colours_and(workload))
     try:
         ideals = enumerate_ideals(groups, BOUND_IDEALS)

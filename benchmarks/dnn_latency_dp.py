@@ -127,7 +127,7 @@ def _extend(
     accelerators: int,
     goal: float,
 ) -> _Batch:
-    """The labels that one step makes of those of the ideals ``froms``, without those that cannot reach ``goal``."""
+    """The labels that one step makes of those of the ideals ``froms``, if they can end below ``goal``."""
     touched = tables.touched(froms, j)
     length = tables.length(froms, j) if on_accelerator else tables.cpu_length(froms, j)
     label, row = labels.of_ideals(froms)

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from dnn_latency import place
-from dnn_throughput import anneal, contiguous_optimum, lower_bound, parts_of
+from dnn_slices import contiguous_optimum, parts_of
+from dnn_throughput import anneal, lower_bound
 from dnn_workload import FOLDER, Workload, expert, inputs, throughput, to_json
 from report import RESULTS, table, write
 from tqdm import tqdm
@@ -76,10 +77,11 @@ def throughput_row(workload: Workload, work: int, experts: Path) -> tuple[dict[s
         found.append(anneal(workload, parts, slices.devices, 5000 * work, seed, heat))
     placements = [parts.spread(devices, len(workload)) for devices in found]
     best = min(placements, key=lambda p: throughput(workload, p))
+    over = "all" if slices.exact else "prefixes of three orders,"
     row = {
         "reference": THROUGHPUT.get(workload.name),
         "contiguous": slices.load,
-        "contiguous_over": f"{'all' if slices.exact else 'prefixes of three orders, '} {slices.ideals} ideals",
+        "contiguous_over": f"{over} {slices.ideals} ideals",
         "ours": throughput(workload, best),
         "bound": lower_bound(workload, parts_of(workload)),
         "proof": "counting: work that must go to accelerators, and heaviest groups; transfers free",

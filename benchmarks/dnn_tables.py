@@ -49,7 +49,7 @@ def ancestry(groups: Groups) -> np.ndarray:
 
 
 def waits(groups: Groups, ancestors: np.ndarray, ideal: np.ndarray, opens: np.ndarray) -> list[np.ndarray]:
-    """For each open value, the sets of open values that each of its users must wait for, as rows of booleans."""
+    """For each open value, the sets of open values that its users must wait for, as rows of booleans."""
     outside = [np.array([w for w in groups.value_users[u] if not ideal[w]]) for u in opens]
     result = []
     for users in outside:
@@ -59,7 +59,7 @@ def waits(groups: Groups, ancestors: np.ndarray, ideal: np.ndarray, opens: np.nd
 
 
 def lift(ready: np.ndarray, sets: list[np.ndarray]) -> None:
-    """Raise each time to the earliest at which a user of the value can start anyway; no schedule changes by it."""
+    """Raise each time to the earliest at which a user of the value can start anyway; no schedule changes."""
     lifted = [
         np.min([ready[:, needed].max(axis=1) for needed in of], axis=0) if len(of) else ready[:, c]
         for c, of in enumerate(sets)
@@ -142,7 +142,7 @@ class Tables:
 
 
 def completions(t: Tables, limit: float, accelerators: int, progress: Progress = iter) -> np.ndarray:
-    """Per ideal and number of accelerators left, a lower bound on what follows if all open values are ready at 0.
+    """Per ideal and accelerators left, a lower bound on what follows if all open values are ready at 0.
 
     By induction from the end: after a step of length c, either every user of an open value must wait
     for what the step made, and c passes before the rest; or the rest may overlap with the step, and

@@ -211,7 +211,7 @@ def placement_from_json(workload: Workload, devices: Mapping[str, int | str]) ->
 
 
 def expert(workload: Workload, path: Path) -> list[int]:
-    """A human expert's split, in the format of the authors' programs; what it leaves out follows its colour."""
+    """A human expert's split in the authors' format; what it leaves out follows its colour."""
     data = json.loads(path.read_text(encoding="utf-8"))
     index = {node: v for v, node in enumerate(workload.ids)}
     by_colour: dict[int, int] = {}
