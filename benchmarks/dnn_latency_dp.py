@@ -26,7 +26,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Chain:
-    """The best chain; without steps, all labels below the given latency were lost to ``width``."""
+    """The best chain; without steps, nothing was found and nothing proven."""
 
     steps: tuple[Step, ...]
     latency: float
@@ -84,18 +84,22 @@ def solve(
     accelerators: int,
     upper: float = np.inf,
     width: int | None = None,
+    most: int | None = None,
+    rest: np.ndarray | None = None,
     progress: Progress = iter,
 ) -> Chain | None:
     """The best chain of a latency below ``upper``; None proves that there is none.
 
-    At most ``width`` labels are kept per ideal and number of accelerators; then nothing is proven.
+    At most ``width`` labels are kept per ideal and number of accelerators, and the program gives up
+    above ``most`` labels in all; then nothing is proven. ``rest`` are its completions, if at hand.
     """
     tables = Tables(groups, ideals)
-    rest = completions(tables, limit, accelerators)
+    if rest is None:
+        rest = completions(tables, limit, accelerators)
     labels = _Labels(len(ideals), tables.width)
     exact = True
     for j in progress(range(1, len(ideals))):
-        live = tables.below(np.nonzero(labels.last[:j])[0], j)
+        live = tables.below(np.nonzero(labels.last[:j])[0], j, limit)
         previous = live[tables.count[live] == tables.count[j] - 1]
         several = tables.on_accelerator(live, j, limit)
         batches = [
@@ -112,6 +116,8 @@ def solve(
             keep, whole = pareto(np.column_stack([new.used, new.bound, new.ready]), width)
             exact &= whole
             labels.add(j, new, keep)
+        if most is not None and labels.total > most:
+            return Chain((), np.inf, False)
     if not labels.last[-1]:
         return None if exact else Chain((), np.inf, False)
     return _trace(ideals, labels, exact)

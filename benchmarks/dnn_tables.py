@@ -106,8 +106,10 @@ class Tables:
         self.tail = tails(groups)
         self.ancestors = ancestry(groups)
 
-    def below(self, candidates: np.ndarray, j: int) -> np.ndarray:
-        """Those candidates that lie within ideal j."""
+    def below(self, candidates: np.ndarray, j: int, limit: float) -> np.ndarray:
+        """Those candidates that lie within ideal j and from which one step may lead to it."""
+        one_fewer = self.count[candidates] == self.count[j] - 1
+        candidates = candidates[one_fewer | (self.size[j] - self.size[candidates] <= limit)]
         return candidates[~(self.words[candidates] & ~self.words[j]).any(axis=1)]
 
     def on_accelerator(self, froms: np.ndarray, j: int, limit: float) -> np.ndarray:
@@ -157,7 +159,7 @@ def completions(t: Tables, limit: float, accelerators: int, progress: Progress =
         opens = t.open[j][: t.n_open[j]]
         sets = [s for of in t.waits(j) for s in of]
         after = t.after(j)
-        cand = t.below(np.arange(j), j)
+        cand = t.below(np.arange(j), j, limit)
         smaller = cand[t.count[cand] == t.count[j] - 1]
         cand = t.on_accelerator(cand, j, limit)
         for kind, froms in ((1, cand), (0, smaller)):
