@@ -148,6 +148,17 @@ def save(path: Path, objective: str, workload: Workload, value: float, placement
     path.write_text(text.replace('"placement":', '"placement":\n') + "\n", encoding="utf-8")
 
 
+def merged(data: dict[str, Any]) -> dict[str, Any]:
+    """The recorded results with the rows of this run in place of theirs."""
+    path = RESULTS / "dnn_partitioning.json"
+    old = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    for objective in ("latency", "throughput"):
+        rows = {row["name"]: row for row in old.get(objective, [])}
+        rows |= {row["name"]: row for row in data[objective]}
+        data[objective] = list(rows.values())
+    return data
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -158,7 +169,7 @@ def main() -> None:
         "--work", type=int, default=20, help="rounds of search, and thousands of moves by five"
     )
     parser.add_argument(
-        "--only", nargs="*", default=[], help="parts of OBJECTIVE-NAME; results are not recorded"
+        "--only", nargs="*", default=[], help="parts of OBJECTIVE-NAME; other recorded rows stay"
     )
     arguments = parser.parse_args()
     if not arguments.workloads.is_dir():
@@ -170,8 +181,7 @@ def main() -> None:
         data[objective] = run(objective, arguments.workloads, arguments.out, arguments.work, arguments.only)
         if data[objective]:
             print(show(objective, data[objective]))
-    if not arguments.only:
-        write("dnn_partitioning", data)
+    write("dnn_partitioning", merged(data) if arguments.only else data)
 
 
 if __name__ == "__main__":
