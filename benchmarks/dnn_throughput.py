@@ -14,6 +14,9 @@ from dnn_slices import Parts
 from dnn_workload import Workload, throughput
 
 
+RUNS = (2, 4, 8, 16, 32)
+
+
 class _State:
     """Loads that follow moves of groups."""
 
@@ -108,7 +111,7 @@ def anneal(
 
 
 def _propose(state: _State, rng: random.Random) -> list[tuple[int, int]]:
-    """One move, or an exchange of two groups; returned is what undoes it."""
+    """One move, an exchange of two groups, or a move of a run of the order; returned is what undoes it."""
     g = rng.randrange(len(state.device))
     a = state.device[g]
     if state.around[g] and rng.random() < 0.7:
@@ -120,7 +123,13 @@ def _propose(state: _State, rng: random.Random) -> list[tuple[int, int]]:
         return []
     undo = [(g, a)]
     state.move(g, b)
-    if rng.random() < 0.5:
+    kind = rng.random()
+    if kind < 0.3:
+        for h in range(g + 1, min(len(state.device), g + rng.choice(RUNS))):
+            if state.device[h] == a and state.fits(h, b):
+                undo.append((h, a))
+                state.move(h, b)
+    elif kind < 0.6:
         h = rng.randrange(len(state.device))
         if state.device[h] == b and h != g and state.fits(h, a):
             undo.append((h, b))
