@@ -13,7 +13,6 @@ import numpy as np
 from dnn_slices import Parts
 from dnn_workload import Workload, throughput
 
-
 RUNS = (2, 4, 8, 16, 32)
 
 
