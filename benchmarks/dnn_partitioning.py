@@ -87,9 +87,10 @@ def throughput_row(workload: Workload, work: int, experts: Path) -> tuple[dict[s
         "proof": "counting: work that must go to accelerators, and heaviest groups; transfers free",
         "seconds": time.perf_counter() - start,
     }
-    split = experts / f"{workload.name.removesuffix('-layer')}_expert.json"
+    base = workload.name.removesuffix("-layer")
+    split = experts / f"{base}_expert.json"
     if not split.is_file():
-        split = experts / f"{workload.name.removesuffix('-layer')}_inference_expert.json"
+        split = experts / f"{base.removesuffix('_training')}_inference_expert.json"
     if workload.name.endswith("-layer") and split.is_file():
         row["expert"] = throughput(workload, expert(workload, split))
     return row, best
