@@ -11,6 +11,7 @@ from graphplan.device import DeviceSpec, Link, Topology
 from graphplan.errors import (
     BudgetError,
     CaptureError,
+    CheckpointError,
     DeviceError,
     GraphplanError,
     InfeasibleError,
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BudgetError",
     "CaptureError",
+    "CheckpointError",
     "DeviceError",
     "DeviceSpec",
     "Graph",

@@ -17,8 +17,8 @@ from graphplan.passes.constrain import Wishes
 from graphplan.placement import Plan
 from graphplan.planner import Compiler, Options
 from graphplan.runtime.executor import attach, attach_start, placed_class, unplaced
-from graphplan.runtime.loading import read_checkpoint
-from graphplan.runtime.storage import TensorSource, place_model, require_data
+from graphplan.runtime.loading import Checkpoint, read_checkpoint
+from graphplan.runtime.storage import place_model, require_data
 from graphplan.signature import BoundCall
 from graphplan.twin import Twin
 
@@ -166,17 +166,18 @@ class _Start:
 
     topology: Topology
     options: Options
-    source: TensorSource | None = None
+    source: Checkpoint | None = None
     homes: dict[str, DeviceKey] | None = None
     known_plan: Plan | None = None
 
     def place(self, model: nn.Module, twin: Twin, call: BoundCall | None) -> nn.Module:
         """A placed copy of ``model``."""
-        compiler = Compiler(twin, self.topology, self.options, self.homes)
+        mappable = frozenset[str]() if self.source is None else self.source.mappable()
+        compiler = Compiler(twin, self.topology, self.options, self.homes, mappable)
         program = compiler.first(call)
-        devices = compiler.devices_of_weights()
         owned = self.homes is not None
-        placed = place_model(model, twin.weights, devices, placed_class, self.source, owned=owned)
+        made = place_model(model, twin.weights, compiler.layout(), placed_class, self.source, owned=owned)
+        placed = made.module
         again = _Start(self.topology, self.options, None, compiler.homes, program.plan)
         attach(
             placed,
@@ -186,6 +187,7 @@ class _Start:
             again,
             keep_grad=self.options.grad,
             return_outputs=self.options.return_outputs,
+            memory=(*made.pages, *made.files),
         )
         return placed
 

@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,19 +24,21 @@ import torch
 
 from graphplan.captured import Capture
 from graphplan.checks import check_schedule
-from graphplan.device import CPU, DeviceKey, Topology
+from graphplan.device import CPU, DISK, DeviceKey, Topology
 from graphplan.errors import CaptureError
 from graphplan.graph import Graph, Weight
 from graphplan.ops import constant_attribute
 from graphplan.passes.annotate import Annotator, costlier
 from graphplan.passes.constrain import Wishes, constrain
+from graphplan.passes.disk import place_or_map
 from graphplan.passes.evaluate import Problem, evaluate
 from graphplan.passes.lower import host_device, lower
-from graphplan.passes.place import Solution, place
+from graphplan.passes.place import Solution
 from graphplan.passes.simplify import simplify
 from graphplan.passes.verify import verify_lowered
 from graphplan.placement import Plan
 from graphplan.runtime.executor import Program
+from graphplan.runtime.storage import Layout
 from graphplan.signature import BoundCall, leaf_names
 from graphplan.tracing import capture
 from graphplan.twin import Twin, tensor_bytes
@@ -63,18 +65,30 @@ class Compiler:
     """Plans and lowers calls of one model; the first decides where weights are."""
 
     def __init__(
-        self, twin: Twin, topology: Topology, options: Options, homes: dict[str, DeviceKey] | None = None
+        self,
+        twin: Twin,
+        topology: Topology,
+        options: Options,
+        homes: dict[str, DeviceKey] | None = None,
+        mappable: Set[str] | None = None,
     ) -> None:
         self.twin, self.topology, self.options = twin, topology, options
-        self.homes = homes
+        self.homes, self.mappable = homes, mappable
         self.captures: list[tuple[tuple[bool, ...], Capture, Annotator]] = []
         self.constants: list[_Constant] = []
         self.plans: list[Plan] = []
 
-    def devices_of_weights(self) -> dict[str, torch.device]:
-        """First name of each weight -> its device."""
+    def layout(self) -> Layout:
+        """Where the first plan has put the weights, and which of them it streams."""
         assert self.homes is not None
-        return {name: self.topology[key].torch_device for name, key in self.homes.items()}
+        rings = self.plans[0].schedule.rings
+        streamed = (name for ring in rings for segment in ring.segments for name in segment.weights)
+        return Layout(
+            {name: self.topology[key].torch_device for name, key in self.homes.items()},
+            [name for name in dict.fromkeys(streamed) if self.homes.get(name) != DISK],
+            any(self.topology[ring.device].type == "cuda" for ring in rings),
+            frozenset(name for name, key in self.homes.items() if key == DISK),
+        )
 
     def plan(self, call: BoundCall | None) -> Planned:
         """Capture, annotate and place."""
@@ -121,7 +135,7 @@ class Compiler:
         )
         problem = constrain(plain, self.options.wishes)
         for _ in range(_SETTLING):
-            solution = place(problem)
+            solution = place_or_map(problem, self.mappable)
             moved = self._with_constants(annotator.graph(solution.evaluation.schedule), constants)
             exact = constrain(replace(plain, graph=moved), self.options.wishes)
             if exact.graph == problem.graph:
@@ -130,7 +144,7 @@ class Compiler:
             if again.feasible:
                 return exact, replace(solution, evaluation=again)
             problem = replace(exact, graph=costlier(problem.graph, exact.graph))
-        return problem, place(problem)
+        return problem, place_or_map(problem, self.mappable)
 
     def _rings(self) -> dict[DeviceKey, int]:
         """Bytes of the rings that earlier plans of this model have made."""
