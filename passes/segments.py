@@ -81,9 +81,8 @@ def add_streams(
     extra: dict[int, list[Step]] = defaultdict(list)
     rings = []
     for spec in topology.devices:
-        spans = _merge_small(
-            graph, topology, assignment, spec, _group(_cluster(uses.get(spec.key, [])), assignment)
-        )
+        grouped = _group(_cluster(uses.get(spec.key, [])), assignment)
+        spans = _merge_small(graph, topology, assignment, spec, grouped)
         if not spans and not least.get(spec.key):
             continue
         source = _source(topology, assignment, spans)
@@ -155,8 +154,8 @@ def _home(assignment: Assignment, span: _Span) -> DeviceKey:
 def _group(spans: Iterable[_Span], assignment: Assignment) -> list[_Span]:
     """The weights that one operation is the first to read, together.
 
-    What is on disk and what is in memory are copied apart. One that is copied again has a copy of its own: it has one place in host memory, so its neighbours
-    there are those of its first copy.
+    What is on disk and what is in memory are copied apart. One that is copied again has a copy of its
+    own: it has one place in host memory, so its neighbours there are those of its first copy.
     """
     grouped: list[_Span] = []
     for span in spans:

@@ -12,6 +12,7 @@ over its own bytes, which keeps the allocation alive; it goes with the last of t
 from __future__ import annotations
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from graphplan.errors import GraphplanError, readable_bytes
 from graphplan.runtime.simulated_tensor import SimulatedTensor
@@ -55,8 +56,8 @@ class Arena:
             self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
             raise GraphplanError(
-                f"{device} has no room for the {readable_bytes(nbytes)} of weights that live there, though the "
-                f"budget allows it: something else is on the device. {str(error).splitlines()[0]}"
+                f"{device} has no room for the {readable_bytes(nbytes)} of weights that live there, though "
+                f"the budget allows it: something else is on the device. {str(error).splitlines()[0]}"
             ) from error
         self._used = 0
 
@@ -77,4 +78,4 @@ def _apart(piece: torch.Tensor) -> torch.Tensor:
     """The same bytes under a storage of their own, which keeps the piece."""
     if isinstance(piece, SimulatedTensor):
         return piece.apart()
-    return torch.from_dlpack(piece) if piece.numel() else torch.empty_like(piece)
+    return from_dlpack(piece) if piece.numel() else torch.empty_like(piece)

@@ -22,6 +22,8 @@ __all__ = ["MappedFile"]
 
 # a private mapping is counted as memory that may be wanted, unless it is said not to
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0  # mmap.MAP_NORESERVE from Python 3.13 on
+_FLAGS = mmap.MAP_PRIVATE | _NORESERVE
+_WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 class MappedFile:
@@ -59,13 +61,13 @@ class MappedFile:
         now, then = os.fstat(self._file), self.header
         if now.st_size != then.size:
             raise CheckpointError(
-                f"{then.path} had {then.size} bytes when it was opened and has {now.st_size} now: weights that "
-                "are on 'disk' are read from it at each call. Partition the model again"
+                f"{then.path} had {then.size} bytes when it was opened and has {now.st_size} now: weights "
+                "that are on 'disk' are read from it at each call. Partition the model again"
             )
         if now.st_mtime_ns != then.changed_ns:
             raise CheckpointError(
-                f"{then.path} was written to since it was opened: weights that are on 'disk' are read from it "
-                "at each call. Partition the model again"
+                f"{then.path} was written to since it was opened: weights that are on 'disk' are read from "
+                "it at each call. Partition the model again"
             )
 
     def _bytes(self, offset: int, nbytes: int) -> torch.Tensor:

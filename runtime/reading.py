@@ -139,7 +139,7 @@ class _Files:
 
     def read(self, path: Path, start: int, buffers: Sequence[torch.Tensor]) -> None:
         """Fill buffers one after another with what is in a file from ``start`` on."""
-        left = deque(memoryview(buffer.numpy()) for buffer in buffers)
+        left = deque(memoryview(buffer.numpy().data) for buffer in buffers)
         while left:
             try:
                 count = os.preadv(self.open[path], list(left), start)

@@ -19,6 +19,7 @@ from torch.utils.backend_registration import (
     _DummyBackendModule,
     _setup_privateuseone_for_python_backend,
 )
+from torch.utils.dlpack import from_dlpack
 
 from graphplan.device import SIMULATED, DeviceKey, current_machine
 from graphplan.errors import DeviceError
@@ -113,7 +114,7 @@ class SimulatedTensor(torch.Tensor):
 
     def apart(self) -> SimulatedTensor:
         """The same bytes under a storage of their own, within the allocation of this one's."""
-        elem = torch.from_dlpack(self.elem) if self.numel() else torch.empty_like(self.elem)
+        elem = from_dlpack(self.elem) if self.numel() else torch.empty_like(self.elem)
         key = (elem.untyped_storage()._cdata, self.device.index)
         part = _Allocation(self.device.index, elem.untyped_storage(), self.allocation)
         _allocations[key] = part

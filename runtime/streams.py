@@ -197,7 +197,7 @@ class RingStream:
         ring: Ring,
         weights: Mapping[str, torch.Tensor],
         find: Find,
-        in_file: Callable[[torch.Tensor], bool] = lambda weight: False,
+        in_file: Callable[[torch.Tensor], bool] = lambda _: False,
     ) -> None:
         self.call = _Call(storage)
         new = storage.queues.event
