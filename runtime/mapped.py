@@ -45,12 +45,7 @@ class MappedFile:
         weakref.finalize(self, os.close, self._file)
         self.check()
         try:
-            self._mapping = mmap.mmap(
-                self._file,
-                header.size,
-                flags=mmap.MAP_PRIVATE | _NORESERVE,
-                prot=mmap.PROT_READ | mmap.PROT_WRITE,
-            )
+            self._mapping = mmap.mmap(self._file, header.size, flags=_FLAGS, prot=_WRITABLE)
         except OSError as error:
             raise CheckpointError(f"{header.path} cannot be mapped: {error.strerror}") from error
         self.start = self._bytes(0, header.size).data_ptr()
