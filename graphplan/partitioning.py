@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphplan.device import DeviceKey, Link, MaxMemory, Topology, read_max_memory, require_present
+from graphplan.device import DISK, DeviceKey, Link, MaxMemory, Topology, read_max_memory, require_present
 from graphplan.errors import CaptureError, InputError
 from graphplan.passes.constrain import Wishes
 from graphplan.placement import Plan
@@ -23,6 +23,11 @@ from graphplan.signature import BoundCall
 from graphplan.twin import Twin
 
 __all__ = ["partition", "plan"]
+
+_IN_MEMORY = (
+    "weights that were on 'disk' have been unpickled and are in memory now, beyond the CPU's budget: "
+    "partition the model again, with checkpoint=, to leave them on disk"
+)
 
 Links = Mapping[tuple[DeviceKey, DeviceKey], Link]
 
@@ -175,6 +180,8 @@ class _Start:
         mappable = frozenset[str]() if self.source is None else self.source.mappable()
         compiler = Compiler(twin, self.topology, self.options, self.homes, mappable)
         program = compiler.first(call)
+        if self.source is None and DISK in (self.homes or {}).values():
+            warnings.warn(_IN_MEMORY, stacklevel=4)
         owned = self.homes is not None
         made = place_model(model, twin.weights, compiler.layout(), placed_class, self.source, owned=owned)
         placed = made.module

@@ -19,7 +19,7 @@ from graphplan.errors import InfeasibleError, readable_bytes
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.place import Solution, place
 from graphplan.passes.residence import cpu_key
-from graphplan.schedule import Assignment
+from graphplan.schedule import STAGED_BYTES, Assignment
 
 __all__ = ["place_or_map"]
 
@@ -107,7 +107,8 @@ class _Mapping:
             return []
         if cpu is None:
             disk = topology[DISK]
-            memory = DeviceSpec(DISK, CPU, extra + disk.reserve, 1.0, 1.0, 1.0, disk.reserve)
+            beside = 2 * STAGED_BYTES * len(topology.devices)  # the evaluator counts buffers there too
+            memory = DeviceSpec(DISK, CPU, extra + beside + disk.reserve, 1.0, 1.0, 1.0, disk.reserve)
             devices = tuple(memory if spec.key == DISK else spec for spec in topology.devices)
             return [_on_accelerators(replace(problem, topology=replace(topology, devices=devices)))]
         larger = _without_disk(topology).with_memory({cpu: topology[cpu].memory + extra})
@@ -155,15 +156,11 @@ class _Mapping:
         what = f"no placement fits, with up to {readable_bytes(extra)} of weights left on disk"
         hint = f". Budgets that would do: {needed}" if needed else ""
         total = sum(w.nbytes for w in graph.weights.values() if w.kind == "parameter")
-        if self.mappable is not None and not self.mappable:
+        if self.mappable is not None and extra < min(total, topology[DISK].room):
             hint += (
-                ". Weights stay on 'disk' in a checkpoint: save the model with save_pretrained or "
-                "safetensors.torch.save_file, and give partition(..., checkpoint=path)"
-            )
-        elif self.mappable is not None and extra < min(total, topology[DISK].room):
-            hint += (
-                ". Only parameters that the checkpoint has in the model's dtype, contiguous, stay on disk: "
-                f"{readable_bytes(extra)} of {readable_bytes(total)}. Give the model the checkpoint's dtype"
+                ". Weights can stay on 'disk' where a checkpoint has them in the model's dtype: "
+                f"{readable_bytes(extra)} of {readable_bytes(total)} here. Save the model so with "
+                "save_pretrained or safetensors.torch.save_file, and give partition(..., checkpoint=path)"
             )
         operation = None if failure is None else failure.operation
         device = None if failure is None else failure.device
