@@ -46,7 +46,8 @@ class HostPages:
     """
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
-        self._mapping = _Mapping(-1, max(nbytes, 1))
+        # private: shared pages, which Python's mmap takes by default, are never huge
+        self._mapping = _Mapping(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if nbytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without them
                 self._mapping.madvise(mmap.MADV_HUGEPAGE)
