@@ -36,7 +36,7 @@ from graphplan.runtime.storage import Layout, place_model
 from graphplan.twin import ModelWeights
 
 LAYERS, WIDTH = 13, 2048
-ROUNDS = 5
+ROUNDS = 9  # memory that the system hands out anew each time is slow in most of them
 
 
 class Block(nn.Module):
