@@ -173,7 +173,9 @@ class _Mapping:
         disk, cpu = self.problem.topology[DISK], cpu_key(self.problem.topology)
         needed = {**failure.needed, DISK: max(disk.memory, failure.needed.get(DISK, 0))}
         if cpu is not None:
-            needed[cpu] = max(0, needed[cpu] - extra)
+            accelerators = sum(1 for spec in self.problem.topology.devices if spec.is_accelerator)
+            buffers = 2 * accelerators * min(STAGED_BYTES, extra)  # that the wide problem has not
+            needed[cpu] = max(0, needed[cpu] - extra) + buffers
         return needed
 
 

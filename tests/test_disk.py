@@ -14,13 +14,18 @@ from typing import Any
 import pytest
 import torch
 from builders import bytes_of, chain, largest_difference, moves_of, planned_moves
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from test_properties import graphs
 from torch import nn
 
 import graphplan
+from graphplan.checks import check_schedule
 from graphplan.device import DeviceSpec, Link, Topology, read_max_memory
+from graphplan.graph import Graph
 from graphplan.passes.disk import place_or_map
-from graphplan.passes.evaluate import Problem
+from graphplan.passes.evaluate import Problem, evaluate
 from graphplan.passes.place import place
 from graphplan.runtime.header import read_header
 from graphplan.runtime.mapped import MappedFile
@@ -184,6 +189,30 @@ def test_no_more_is_on_disk_than_must_be(cpu: int) -> None:
         assert on_disk
         spare = cpu - solution.evaluation.peak("cpu").nbytes
         assert spare < 4096  # another weight would not fit
+
+
+sizes = st.integers(1, 30).map(lambda n: n * 512)
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs(), st.dictionaries(st.sampled_from([0, 1, "cpu"]), sizes, min_size=1), sizes)
+def test_random_graphs_keep_their_budgets(graph: Graph, budgets: dict[Any, int], disk: int) -> None:
+    topology = read_max_memory({**budgets, "disk": disk})
+    problem = Problem(graph, topology, "cpu")
+    found, infeasible = None, None
+    try:
+        found = place_or_map(problem)
+    except graphplan.InfeasibleError as error:
+        infeasible = error
+    if infeasible is not None:
+        assert not infeasible.needed or any(infeasible.needed[key] > topology[key].memory for key in budgets)
+        return
+    assert found is not None
+    schedule = found.evaluation.schedule
+    memory = check_schedule(graph, topology, schedule)
+    assert memory.peaks["disk"].nbytes <= disk
+    assert found.lower_bound <= found.evaluation.seconds * (1 + 1e-9)
+    assert found.evaluation.seconds == evaluate(problem, schedule.assignment).seconds
 
 
 def test_without_a_checkpoint_the_error_says_what_to_do() -> None:
