@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -187,17 +188,19 @@ def measure(path: Path) -> None:
         {
             "way": name,
             "seconds": found,
+            "median_seconds": statistics.median(taken[name] for taken in rounds),
             "bytes_per_second": size / found,
             "times_load_file": best["load_file"] / found,
             "peak_over_model": peaks[name] / size if name in peaks else None,
         }
         for name, found in best.items()
     ]
-    header = ["way", "ms", "GB/s", "x load_file", "peak / model"]
+    header = ["way", "ms", "median ms", "GB/s", "x load_file", "peak / model"]
     table = [
         [
             row["way"],
             f"{1e3 * row['seconds']:.1f}",
+            f"{1e3 * row['median_seconds']:.1f}",
             f"{row['bytes_per_second'] / 1e9:.1f}",
             f"{row['times_load_file']:.2f}",
             "" if row["peak_over_model"] is None else f"{row['peak_over_model']:.3f}",

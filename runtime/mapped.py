@@ -22,8 +22,6 @@ __all__ = ["MappedFile"]
 
 # a private mapping is counted as memory that may be wanted, unless it is said not to
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0  # mmap.MAP_NORESERVE from Python 3.13 on
-_FLAGS = mmap.MAP_PRIVATE | _NORESERVE
-_WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 class MappedFile:
@@ -45,7 +43,8 @@ class MappedFile:
         weakref.finalize(self, os.close, self._file)
         self.check()
         try:
-            self._mapping = mmap.mmap(self._file, header.size, flags=_FLAGS, prot=_WRITABLE)
+            flags, access = mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+            self._mapping = mmap.mmap(self._file, header.size, flags=flags, prot=access)
         except OSError as error:
             raise CheckpointError(f"{header.path} cannot be mapped: {error.strerror}") from error
         self.start = self._bytes(0, header.size).data_ptr()
