@@ -32,7 +32,7 @@ __all__ = ["Request", "read_into"]
 _CHUNK = 8 << 20  # bytes of one read
 _MOST = 256  # tensors in one read
 _BUFFERS = 4
-_THREADS = max(4, min(16, os.cpu_count() or 4))
+_THREADS = max(2, min(16, os.cpu_count() or 2))
 
 Progress = Callable[[int], object]
 
