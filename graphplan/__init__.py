@@ -12,6 +12,7 @@ from graphplan.device import DeviceSpec, Link, Topology
 from graphplan.errors import (
     BudgetError,
     CaptureError,
+    CheckpointError,
     DeviceError,
     GraphplanError,
     InfeasibleError,
@@ -36,6 +37,7 @@ __all__ = [
     "Bottleneck",
     "BudgetError",
     "CaptureError",
+    "CheckpointError",
     "DeviceError",
     "DeviceSpec",
     "Explanation",

@@ -6,7 +6,7 @@ from graphplan.device import DeviceKey, Topology
 from graphplan.errors import VerificationError, readable_bytes
 from graphplan.graph import Graph
 from graphplan.liveness import Memory, measure_memory, steps_around
-from graphplan.schedule import Move, Run, Schedule
+from graphplan.schedule import Move, Run, Schedule, read_in_place
 from graphplan.slots import SlotCheck
 
 __all__ = ["check_schedule"]
@@ -23,7 +23,7 @@ def check_schedule(graph: Graph, topology: Topology, schedule: Schedule) -> Memo
     Raises:
         VerificationError: with the steps around the culprit.
     """
-    _Walk(graph, schedule).run()
+    _Walk(graph, topology, schedule).run()
     _check_ties(graph, schedule)
     memory = measure_memory(graph, topology, schedule)
     for spec in topology.devices:
@@ -37,11 +37,12 @@ def check_schedule(graph: Graph, topology: Topology, schedule: Schedule) -> Memo
 
 
 class _Walk:
-    def __init__(self, graph: Graph, schedule: Schedule) -> None:
+    def __init__(self, graph: Graph, topology: Topology, schedule: Schedule) -> None:
         self.graph, self.schedule = graph, schedule
         self.present: set[tuple[str, DeviceKey]] = set()
         for name, key in schedule.assignment.weights.items():
             self.present.add((name, key))
+        self.present.update(read_in_place(topology, schedule.assignment))
         for name in graph.inputs:
             self.present.add((name, schedule.host))
         self.pending = list(reversed(graph.operations))

@@ -140,12 +140,15 @@ class Link:
         return self.latency + nbytes / self.bandwidth
 
 
+_DISK_LINK = Link(2e9, 100e-6)
+
+
 @dataclass(frozen=True)
 class Topology:
     """The devices in the caller's order, and the links between them.
 
     ``links`` maps ``(source key, destination key)`` to a :class:`Link`; a pair that is not named in
-    either direction has ``default_link``.
+    either direction has ``default_link``, or 2 GB/s and 100 microseconds where one of them is the disk.
     """
 
     devices: tuple[DeviceSpec, ...]
@@ -155,7 +158,7 @@ class Topology:
     def link(self, source: DeviceKey, destination: DeviceKey) -> Link:
         """The link from one device to another."""
         found = self.links.get((source, destination)) or self.links.get((destination, source))
-        return found or self.default_link
+        return found or (_DISK_LINK if DISK in (source, destination) else self.default_link)
 
     def __getitem__(self, key: DeviceKey) -> DeviceSpec:
         for spec in self.devices:

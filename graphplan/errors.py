@@ -7,6 +7,7 @@ from collections.abc import Mapping
 __all__ = [
     "BudgetError",
     "CaptureError",
+    "CheckpointError",
     "DeviceError",
     "GraphplanError",
     "InfeasibleError",
@@ -42,6 +43,10 @@ class DeviceError(GraphplanError, ValueError):
 
 class InputError(GraphplanError, ValueError):
     """The example inputs, or the inputs of a call, do not fit the model."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint that is missing, damaged or changed, or does not fit the model."""
 
 
 class CaptureError(GraphplanError):

@@ -1,9 +1,10 @@
 """Bytes on each device at each step of a schedule: the one place where memory is counted.
 
-A device holds, at a step: the weights that live there and the ring that weights are streamed into,
-both for the whole call, every storage whose last reader has not run yet, and the workspace of the
-operation that runs. A view holds its base's storage and brings none. What the caller passed in stays
-on the caller's device throughout.
+A device holds, at a step: the weights that live there, in one allocation, and the ring that weights are
+streamed into, both for the whole call, every storage whose last reader has not run yet, and the workspace
+of the operation that runs. A view holds its base's storage and brings none. What the caller passed in
+stays on the caller's device throughout. Weights on disk take the system's page cache and no memory of
+the CPU's budget, but for the buffers that they pass on their way to a ring.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from graphplan.device import CPU, DeviceKey, DeviceSpec, Topology
+from graphplan.device import CPU, DISK, DeviceKey, DeviceSpec, Topology
 from graphplan.errors import VerificationError
 from graphplan.graph import Graph
-from graphplan.schedule import Load, Move, Run, Schedule, Wait
+from graphplan.schedule import STAGED_BYTES, Load, Move, Run, Schedule, Wait, read_in_place
 
 __all__ = ["Memory", "Peak", "measure_memory"]
 
@@ -69,6 +70,7 @@ def measure_memory(graph: Graph, topology: Topology, schedule: Schedule) -> Memo
 class _Sweep:
     def __init__(self, graph: Graph, topology: Topology, schedule: Schedule) -> None:
         self.graph, self.schedule = graph, schedule
+        self.in_place = list(read_in_place(topology, schedule.assignment))
         self.specs = {spec.key: spec for spec in topology.devices}
         if schedule.host not in self.specs:
             self.specs[schedule.host] = DeviceSpec(schedule.host, CPU, 0, 1.0, 1.0, 0.0)
@@ -91,15 +93,34 @@ class _Sweep:
 
     def _place_weights(self) -> dict[DeviceKey, int]:
         sizes: dict[DeviceKey, list[int]] = defaultdict(list)
+        arenas: dict[DeviceKey, int] = defaultdict(int)
         for weight in self.graph.weights.values():
             key = self.schedule.assignment.weights[weight.name]
             self.home[weight.name] = key
-            sizes[key].append(weight.nbytes)
+            if weight.kind == "constant":
+                sizes[key].append(weight.nbytes)
+            else:
+                arenas[key] += self.specs[key].rounded(weight.nbytes)
             # a weight outlives the call, so its storage is counted once, here, and never freed
             self.storage[weight.name, key] = _Storage(key, 0, len(self.schedule.steps))
+        for place in self.in_place:
+            self.storage[place] = _Storage(place[1], 0, len(self.schedule.steps))
+        for spec in self.specs.values():
+            if spec.type == CPU:
+                sizes[spec.key] += self._buffers()
+        for key, nbytes in arenas.items():
+            sizes[key].append(nbytes)
         for ring in self.schedule.rings:
             sizes[ring.device].append(ring.nbytes)
         return {key: self.specs[key].resident(listed) for key, listed in sizes.items()}
+
+    def _buffers(self) -> list[int]:
+        """Bytes of the two buffers that each ring's weights on disk pass."""
+        largest: dict[DeviceKey, int] = {}
+        for load in self.schedule.loads():
+            if load.source == DISK:
+                largest[load.device] = max(load.nbytes, largest.get(load.device, 0))
+        return [2 * min(nbytes, STAGED_BYTES) for nbytes in largest.values()]
 
     def _place_inputs(self) -> int:
         host, total = self.schedule.host, 0

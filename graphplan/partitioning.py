@@ -13,20 +13,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphplan.device import DeviceKey, Link, MaxMemory, Topology, read_max_memory, require_present
+from graphplan.device import DISK, DeviceKey, Link, MaxMemory, Topology, read_max_memory, require_present
 from graphplan.errors import CaptureError, InputError
 from graphplan.passes.constrain import Wishes
 from graphplan.placement import Plan
 from graphplan.planner import Compiler, Options
 from graphplan.runtime.executor import Program, attach, attach_start, placed_class, unplaced
-from graphplan.runtime.loading import read_checkpoint
-from graphplan.runtime.storage import TensorSource, place_model, require_data
+from graphplan.runtime.loading import Checkpoint, read_checkpoint
+from graphplan.runtime.storage import place_model, require_data
 from graphplan.signature import BoundCall
 from graphplan.speeds import Measurements, Speed, with_speeds
 from graphplan.tracing import know_caches
 from graphplan.twin import Twin
 
 __all__ = ["partition", "plan"]
+
+_IN_MEMORY = (
+    "weights that were on 'disk' have been unpickled and are in memory now, beyond the CPU's budget: "
+    "partition the model again, with checkpoint=, to leave them on disk"
+)
 
 Links = Mapping[tuple[DeviceKey, DeviceKey], Link]
 ExampleCall = Mapping[str, Any] | tuple[Sequence[Any], Mapping[str, Any]]
@@ -194,27 +199,33 @@ class _Start:
 
     topology: Topology
     options: Options
-    source: TensorSource | None = None
+    source: Checkpoint | None = None
     homes: dict[str, DeviceKey] | None = None
     known_plan: Plan | None = None
 
     def place(self, model: nn.Module, twin: Twin, call: BoundCall | None) -> nn.Module:
         """A placed copy of ``model``."""
-        compiler = Compiler(twin, self.topology, self.options, self.homes)
+        compiler = self._compiler(twin)
         return self._attached(model, twin, compiler, [compiler.first(call)])
 
     def place_together(self, model: nn.Module, twin: Twin, examples: _Examples) -> nn.Module:
         """A placed copy of ``model``, for several calls."""
-        compiler = Compiler(twin, self.topology, self.options, self.homes)
+        compiler = self._compiler(twin)
         programs = compiler.first_together(examples.calls, examples.weights)
         return self._attached(model, twin, compiler, programs)
+
+    def _compiler(self, twin: Twin) -> Compiler:
+        mappable = frozenset[str]() if self.source is None else self.source.mappable()
+        return Compiler(twin, self.topology, self.options, self.homes, mappable)
 
     def _attached(
         self, model: nn.Module, twin: Twin, compiler: Compiler, programs: list[Program]
     ) -> nn.Module:
-        devices = compiler.devices_of_weights()
+        if self.source is None and DISK in (self.homes or {}).values():
+            warnings.warn(_IN_MEMORY, stacklevel=5)
         owned = self.homes is not None
-        placed = place_model(model, twin.weights, devices, placed_class, self.source, owned=owned)
+        made = place_model(model, twin.weights, compiler.layout(), placed_class, self.source, owned=owned)
+        placed = made.module
         again = _Start(self.topology, self.options, None, compiler.homes, programs[0].plan)
         attach(
             placed,
@@ -224,6 +235,7 @@ class _Start:
             again,
             keep_grad=self.options.grad,
             return_outputs=self.options.return_outputs,
+            memory=(*made.pages, *made.files),
         )
         return placed
 

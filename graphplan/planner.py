@@ -16,7 +16,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,21 +25,23 @@ import torch
 
 from graphplan.captured import Capture
 from graphplan.checks import check_schedule
-from graphplan.device import CPU, DeviceKey, Topology
+from graphplan.device import CPU, DISK, DeviceKey, Topology
 from graphplan.errors import CaptureError
 from graphplan.graph import Graph, Weight
 from graphplan.ops import constant_attribute
 from graphplan.passes.annotate import Annotator, costlier
 from graphplan.passes.constrain import Wishes, constrain
+from graphplan.passes.disk import place_or_map
 from graphplan.passes.evaluate import Problem, evaluate
 from graphplan.passes.joint import Call, place_jointly
 from graphplan.passes.lower import host_device, lower
-from graphplan.passes.place import Solution, place
+from graphplan.passes.place import Solution
 from graphplan.passes.shared_rings import fit_together
 from graphplan.passes.simplify import simplify
 from graphplan.passes.verify import verify_lowered
 from graphplan.placement import Plan
 from graphplan.runtime.executor import Program
+from graphplan.runtime.storage import Layout
 from graphplan.signature import BoundCall, leaf_names
 from graphplan.tracing import capture
 from graphplan.twin import Twin, tensor_bytes
@@ -61,22 +64,39 @@ class Options:
     wishes: Wishes = field(default_factory=Wishes)
 
 
+_NOT_ON_DISK = (
+    "with several example calls no weight is left on 'disk'; give the most important call alone to use it"
+)
+
+
 class Compiler:
     """Plans and lowers calls of one model; the first decides where weights are."""
 
     def __init__(
-        self, twin: Twin, topology: Topology, options: Options, homes: dict[str, DeviceKey] | None = None
+        self,
+        twin: Twin,
+        topology: Topology,
+        options: Options,
+        homes: dict[str, DeviceKey] | None = None,
+        mappable: Set[str] | None = None,
     ) -> None:
         self.twin, self.topology, self.options = twin, topology, options
-        self.homes = homes
+        self.homes, self.mappable = homes, mappable
         self.captures: list[tuple[tuple[bool, ...], Capture, Annotator]] = []
         self.constants: list[_Constant] = []
         self.plans: list[Plan] = []
 
-    def devices_of_weights(self) -> dict[str, torch.device]:
-        """First name of each weight -> its device."""
+    def layout(self) -> Layout:
+        """Where the first plans have put the weights, and which of them they stream."""
         assert self.homes is not None
-        return {name: self.topology[key].torch_device for name, key in self.homes.items()}
+        rings = [ring for plan in self.plans for ring in plan.schedule.rings]
+        streamed = (name for ring in rings for segment in ring.segments for name in segment.weights)
+        return Layout(
+            {name: self.topology[key].torch_device for name, key in self.homes.items()},
+            [name for name in dict.fromkeys(streamed) if self.homes.get(name) != DISK],
+            any(self.topology[ring.device].type == "cuda" for ring in rings),
+            frozenset(name for name, key in self.homes.items() if key == DISK),
+        )
 
     def plan(self, call: BoundCall | None) -> Planned:
         """Capture, annotate and place."""
@@ -153,7 +173,7 @@ class Compiler:
         constants = annotator.capture.constants
         problem = constrain(plain, wishes)
         for _ in range(_SETTLING):
-            solution = place(problem)
+            solution = place_or_map(problem, self.mappable)
             moved = self._with_constants(annotator.graph(solution.evaluation.schedule), constants)
             exact = constrain(replace(plain, graph=moved), wishes)
             if exact.graph == problem.graph:
@@ -162,10 +182,12 @@ class Compiler:
             if again.feasible:
                 return exact, replace(solution, evaluation=again)
             problem = replace(exact, graph=costlier(problem.graph, exact.graph))
-        return problem, place(problem)
+        return problem, place_or_map(problem, self.mappable)
 
     def _settle_together(self, parts: Sequence[_Part]) -> tuple[list[Call], list[Solution]]:
         """As :meth:`_settle`, for several calls."""
+        if DISK in self.topology:
+            warnings.warn(_NOT_ON_DISK, stacklevel=5)
         constants = [part.annotator.capture.constants for part in parts]
         union = {name: tensor for named in constants for name, tensor in named.items()}
         calls = []

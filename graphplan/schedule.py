@@ -13,9 +13,9 @@ An *instance* is a value on a device. A value reaches a device at most once, and
 after its last reader. Devices are keys, as in ``max_memory``; the caller's own device, from which
 inputs come and to which outputs return, is ``host``.
 
-Weights that live on the CPU and are read on an accelerator are *streamed*: a *segment* (the weights of
-an operation, or of a few small ones) is copied in one go into a slot of the accelerator's *ring*, on a
-queue of its own, ahead of its first reader. For two segments in a ring of one slot::
+Weights that live on the CPU, or on disk, and are read on an accelerator are *streamed*: a *segment* (the
+weights of an operation, or of a few small ones) is copied in one go into a slot of the accelerator's
+*ring*, on a queue of its own, ahead of its first reader. For two segments in a ring of one slot::
 
     load 0: w0 -> slot 0 of 0, 4096 bytes
     wait 0 on 0
@@ -32,9 +32,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
 
-from graphplan.device import DeviceKey
+from graphplan.device import CPU, DISK, DeviceKey, Topology
 
 __all__ = [
+    "STAGED_BYTES",
     "Assignment",
     "Load",
     "Move",
@@ -46,7 +47,10 @@ __all__ = [
     "Segment",
     "Step",
     "Wait",
+    "read_in_place",
 ]
+
+STAGED_BYTES = 16 << 20  # the largest of the two buffers that weights on disk pass on their way to a ring
 
 MoveKind = Literal["activation", "weight", "input", "output", "writeback"]
 
@@ -66,6 +70,14 @@ class Assignment:
     operations: Mapping[str, DeviceKey]
     weights: Mapping[str, DeviceKey]
     slots: Mapping[DeviceKey, int] = field(default_factory=dict)
+
+
+def read_in_place(topology: Topology, assignment: Assignment) -> Iterator[tuple[str, DeviceKey]]:
+    """The weights on disk, with each device that reads them where they are: the CPU, page by page."""
+    memory = [spec.key for spec in topology.devices if spec.type == CPU]
+    if DISK in topology:
+        on_disk = [name for name, key in assignment.weights.items() if key == DISK]
+        yield from ((name, key) for name in on_disk for key in memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +163,7 @@ class Ring:
 
     Attributes:
         device: key of the accelerator.
-        source: where the streamed weights live.
+        source: where the streamed weights live; some may be on disk instead, which their loads say.
         slots: bytes of each slot; they lie one after another.
         segments: in the order in which they are copied.
         nbytes: bytes of the storage, which calls of other structures may need larger than ``slots``.

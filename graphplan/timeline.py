@@ -13,12 +13,12 @@ beside them, and hidden as far as nothing waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Literal
 
 from graphplan.cost import move_seconds, operation_seconds
-from graphplan.device import DeviceKey, DeviceSpec, Topology
+from graphplan.device import CPU, DISK, DeviceKey, DeviceSpec, Topology
 from graphplan.graph import Graph, Operation
 from graphplan.schedule import Load, Move, Release, Run, Schedule, Wait
 
@@ -98,6 +98,7 @@ def _run(
 ) -> float:
     specs = {spec.key: spec for spec in topology.devices}
     slot_of = {(ring.device, i): s.slot for ring in schedule.rings for i, s in enumerate(ring.segments)}
+    on_disk = {name for name, key in schedule.assignment.weights.items() if key == DISK}
     now = 0.0
     queue: dict[DeviceKey, float] = {}  # when each copy queue is done
     free: dict[tuple[DeviceKey, int], float] = {}  # when each slot's last readers are done
@@ -106,6 +107,8 @@ def _run(
     for step in schedule.steps:
         if isinstance(step, Run):
             start, now = now, now + seconds(graph.operations[step.operation], specs[step.device])
+            if on_disk and specs[step.device].type == CPU:
+                now += _reading(graph, topology, graph.operations[step.operation], on_disk)
             if events is not None:
                 events.append(Event("run", step.operation, step.device, start, now))
         elif isinstance(step, Move):
@@ -129,3 +132,11 @@ def _run(
             assert isinstance(step, Release)
             free[step.device, slot_of[step.device, step.segment]] = now
     return now
+
+
+def _reading(graph: Graph, topology: Topology, operation: Operation, on_disk: Set[str]) -> float:
+    """Seconds to read weights where they are on disk: an embedding reads few of its bytes."""
+    if operation.host_only:
+        return 0.0
+    sizes = [graph.weights[name].nbytes for name in operation.inputs if name in on_disk]
+    return sum(topology.link(DISK, CPU).seconds(min(n, operation.bytes_accessed)) for n in sizes)

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from graphplan.captured import Capture
-from graphplan.device import SIMULATED, DeviceKey, Topology
+from graphplan.device import CPU, DISK, SIMULATED, DeviceKey, Topology
 from graphplan.errors import CaptureError, VerificationError
 from graphplan.graph import Graph
 from graphplan.ops import (
@@ -107,7 +107,8 @@ class _Lowering:
         node = self.env.get((name, key))
         if node is not None:
             return node
-        if name not in self.graph.weights or self.home[name] != key:
+        in_place = self.home.get(name) == DISK and self.devices[key].type == CPU
+        if name not in self.graph.weights or (self.home[name] != key and not in_place):
             raise VerificationError(f"lowering needs {name!r} on {key!r}, where the schedule has not put it")
         constant = name in self.capture.constants
         node = self.out.get_attr(constant_attribute(name) if constant else name)

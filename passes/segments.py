@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from graphplan.device import CPU, DeviceKey, DeviceSpec, Topology
+from graphplan.device import CPU, DISK, DeviceKey, DeviceSpec, Topology
 from graphplan.graph import Graph
 from graphplan.schedule import Assignment, Load, Move, Release, Ring, Run, Segment, Step, Wait
 
@@ -37,7 +37,7 @@ class Streamed:
     """Tells which weights a device reads from its ring."""
 
     def __init__(self, graph: Graph, topology: Topology, assignment: Assignment) -> None:
-        memory = {spec.key for spec in topology.devices if spec.type == CPU}
+        memory = {spec.key for spec in topology.devices if spec.type in (CPU, DISK)}
         self.weights = {
             name
             for name, key in assignment.weights.items()
@@ -81,20 +81,22 @@ def add_streams(
     extra: dict[int, list[Step]] = defaultdict(list)
     rings = []
     for spec in topology.devices:
-        spans = _merge_small(graph, topology, assignment, spec, _group(_cluster(uses.get(spec.key, []))))
+        grouped = _group(_cluster(uses.get(spec.key, [])), assignment)
+        spans = _merge_small(graph, topology, assignment, spec, grouped)
         if not spans and not least.get(spec.key):
             continue
         source = _source(topology, assignment, spans)
         slot_of = _choose_slots(spans, assignment.slots.get(spec.key, _SLOTS))
         ring = _ring(graph, spec, source, spans, slot_of, least.get(spec.key, 0))
-        _place_steps(ring, spans, _leading_moves(steps), extra)
+        _place_steps(ring, spans, assignment, _leading_moves(steps), extra)
         rings.append(ring)
     return _interleave(steps, extra), tuple(rings)
 
 
 def _source(topology: Topology, assignment: Assignment, spans: Sequence[_Span]) -> DeviceKey:
-    if spans:
-        return assignment.weights[spans[0].weights[0]]
+    homes = [home for span in spans if (home := _home(assignment, span)) != DISK]
+    if homes or spans:
+        return homes[0] if homes else DISK
     return next((spec.key for spec in topology.devices if spec.type == CPU), CPU)
 
 
@@ -145,16 +147,21 @@ def _cluster(uses: Iterable[_Span]) -> list[_Span]:
     return spans
 
 
-def _group(spans: Iterable[_Span]) -> list[_Span]:
+def _home(assignment: Assignment, span: _Span) -> DeviceKey:
+    return assignment.weights[span.weights[0]]
+
+
+def _group(spans: Iterable[_Span], assignment: Assignment) -> list[_Span]:
     """The weights that one operation is the first to read, together.
 
-    One that is copied again has a copy of its own: it has one place in host memory, so its neighbours
-    there are those of its first copy.
+    What is on disk and what is in memory are copied apart. One that is copied again has a copy of its
+    own: it has one place in host memory, so its neighbours there are those of its first copy.
     """
     grouped: list[_Span] = []
     for span in spans:
         last = grouped[-1] if grouped else None
-        if last is not None and last.start == span.start and not (last.again or span.again):
+        joined = last is not None and last.start == span.start and not (last.again or span.again)
+        if last is not None and joined and _home(assignment, last) == _home(assignment, span):
             last.weights += span.weights
             last.end = max(last.end, span.end)
         else:
@@ -175,7 +182,8 @@ def _merge_small(
     for span in spans[1:]:
         last = merged[-1]
         joined = [*last.weights, *span.weights]
-        if last.again or span.again or _bytes(graph, joined) > limit:
+        apart = last.again or span.again or _home(assignment, last) != _home(assignment, span)
+        if apart or _bytes(graph, joined) > limit:
             merged.append(span)
         else:
             last.weights, last.end = joined, max(last.end, span.end)
@@ -234,7 +242,13 @@ def _leading_moves(steps: Sequence[Run | Move]) -> int:
     return next((index for index, step in enumerate(steps) if isinstance(step, Run)), len(steps))
 
 
-def _place_steps(ring: Ring, spans: Sequence[_Span], first: int, extra: dict[int, list[Step]]) -> None:
+def _place_steps(
+    ring: Ring,
+    spans: Sequence[_Span],
+    assignment: Assignment,
+    first: int,
+    extra: dict[int, list[Step]],
+) -> None:
     """Loads as early as the slot allows, in order; waits and releases around the readers.
 
     ``extra[i]`` comes right before step ``i``; nothing is loaded before step ``first``.
@@ -245,7 +259,7 @@ def _place_steps(ring: Ring, spans: Sequence[_Span], first: int, extra: dict[int
     for index, (span, segment) in enumerate(zip(spans, ring.segments, strict=True)):
         if segment.previous < index:
             load_at = max(load_at, spans[segment.previous].end + 1)
-        load = Load(index, ring.device, ring.source, segment.weights, segment.nbytes)
+        load = Load(index, ring.device, _home(assignment, span), segment.weights, segment.nbytes)
         extra[load_at].append(load)
         extra[span.start].append(Wait(index, ring.device))
 

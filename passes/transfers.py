@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from graphplan.device import DeviceKey, Topology
 from graphplan.graph import Graph, Operation
 from graphplan.passes.segments import Streamed, add_streams
-from graphplan.schedule import Assignment, Move, MoveKind, Run, Schedule
+from graphplan.schedule import Assignment, Move, MoveKind, Run, Schedule, read_in_place
 
 __all__ = ["build_schedule"]
 
@@ -65,6 +65,7 @@ class _Writer:
         self.home: dict[str, DeviceKey] = dict(assignment.weights)
         self.home.update(dict.fromkeys(graph.inputs, host))
         self.present: set[tuple[str, DeviceKey]] = set(self.home.items())
+        self.present.update(read_in_place(topology, assignment))
 
     def is_tensor(self, name: str) -> bool:
         value = self.graph.values.get(name)

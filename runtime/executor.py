@@ -25,6 +25,8 @@ from torch.utils import _pytree as pytree
 from graphplan.device import DeviceKey
 from graphplan.errors import CaptureError, InputError, PlanError
 from graphplan.ops import constant_attribute, stream_attribute
+from graphplan.runtime.mapped import MappedFile
+from graphplan.runtime.pages import HostPages
 from graphplan.runtime.streams import ModuleStreams
 from graphplan.signature import BoundCall, InputSignature, bind_call
 
@@ -169,6 +171,7 @@ class PlacedModule(nn.Module):
         state = self._graphplan
         assert state.signature is not None
         call = bind_call(state.signature, args, kwargs)
+        state.streams.check_files()
         with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):
             with state.lock:
                 index = self._find(call)
@@ -233,10 +236,13 @@ def attach(
     *,
     keep_grad: bool,
     return_outputs: bool,
+    memory: Sequence[HostPages | MappedFile] = (),
 ) -> None:
-    """Give a placed copy its programs, and the way to make more."""
+    """Give a placed copy its programs, the way to make more, and the memory of its weights."""
     _refuse_names(module)
-    module.__dict__["_graphplan"] = _State(programs, compile, signature, restart, keep_grad, return_outputs)
+    state = _State(programs, compile, signature, restart, keep_grad, return_outputs)
+    state.streams.pages.extend(memory)
+    module.__dict__["_graphplan"] = state
     for index in range(len(programs)):
         _graph_module(cast(PlacedModule, module), index)  # takes the ring's memory now, while it is there
 

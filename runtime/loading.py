@@ -1,22 +1,26 @@
-"""Weights from a safetensors checkpoint, one tensor at a time."""
+"""The weights of a safetensors checkpoint: which file has what, and what can stay there."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from graphplan.errors import InputError
+from graphplan.errors import CheckpointError
+from graphplan.runtime.header import Entry, FileHeader, read_header
+from graphplan.runtime.mapped import MappedFile
+from graphplan.runtime.reading import Request, read_into
 from graphplan.twin import ModelWeights
 
 __all__ = ["Checkpoint", "read_checkpoint"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+
+_Found = tuple[FileHeader, Entry]
 
 
 class Checkpoint:
@@ -25,83 +29,127 @@ class Checkpoint:
     A buffer that no checkpoint holds (non-persistent) comes from the model itself.
     """
 
-    def __init__(self, weights: ModelWeights, files: dict[str, Path]) -> None:
+    def __init__(self, weights: ModelWeights, found: Mapping[str, _Found]) -> None:
         self.weights = weights
-        self.file_of = {
-            first: (files[name], name)
+        self.found = {
+            first: found[name]
             for first, names in weights.names.items()
-            for name in names
-            if name in files
+            for name in reversed(names)  # the first of its names that a file has
+            if name in found
         }
-        self.open: dict[Path, Any] = {}
+        self._files: dict[Path, MappedFile] = {}
 
-    def read(self, name: str) -> torch.Tensor:
-        """One weight, in the model's dtype, on the CPU."""
-        model = self.weights.tensors[name]
-        if name not in self.file_of:
-            return model
-        path, key = self.file_of[name]
-        if path not in self.open:
-            self.open[path] = safe_open(path, framework="pt", device="cpu")
-        tensor: torch.Tensor = self.open[path].get_tensor(key)
-        if tensor.shape != model.shape:
-            raise InputError(
-                f"{path.name} has {key!r} of shape {list(tensor.shape)}, the model {list(model.shape)}"
-            )
-        return tensor.to(model.dtype)
+    def __contains__(self, name: object) -> bool:
+        return name in self.found
+
+    @property
+    def files(self) -> tuple[MappedFile, ...]:
+        """Those that :meth:`map` has mapped."""
+        return tuple(self._files.values())
+
+    def mappable(self) -> frozenset[str]:
+        """Parameters that can be used where they are in their file: of the model's dtype and strides."""
+        return frozenset(
+            name
+            for name, (_, entry) in self.found.items()
+            if name in self.weights.parameters
+            and entry.dtype == self.weights.tensors[name].dtype
+            and self.weights.tensors[name].is_contiguous()
+            and entry.start % entry.dtype.itemsize == 0
+        )
+
+    def map(self, name: str) -> torch.Tensor:
+        """One weight in its file."""
+        header, entry = self.found[name]
+        if header.path not in self._files:
+            self._files[header.path] = MappedFile(header)
+        return self._files[header.path].tensor(entry)
+
+    def read(self, targets: Mapping[str, torch.Tensor], progress: Callable[[int], object]) -> None:
+        """Fill tensors, on any device and of any dtype, with the weights of these names.
+
+        Args:
+            targets: first name -> what is filled.
+            progress: called with bytes as they are read.
+        """
+        requests = [Request(*self.found[name], target) for name, target in targets.items()]
+        read_into(requests, progress)
 
 
 def read_checkpoint(model: nn.Module, weights: ModelWeights, path: str | Path, *, strict: bool) -> Checkpoint:
-    """Open a checkpoint and compare its names with the model's.
+    """Open a checkpoint and compare its names and shapes with the model's.
 
     Args:
         model: whose weights they are, for messages.
         weights: of ``model``.
-        path: a ``.safetensors`` file, or a folder with one or with an index of several.
+        path: a ``.safetensors`` file, or a folder with one, with an index of several, or with several.
         strict: whether missing or unexpected names are errors.
 
     Raises:
-        InputError: no such file, a damaged one, or names that do not fit.
+        CheckpointError: no such file, a damaged one, or names or shapes that do not fit.
     """
-    files = _files(Path(path))
-    known = set(weights.first)
+    found = _entries(Path(path))
     missing = [
         first
         for first, names in weights.names.items()
-        if not any(name in files for name in names)
+        if not any(name in found for name in names)
         and ((strict and set(names) & weights.persistent) or weights.tensors[first].device.type == "meta")
     ]
-    unexpected = sorted(set(files) - known) if strict else []
+    unexpected = sorted(set(found) - set(weights.first)) if strict else []
     if missing or unexpected:
-        raise InputError(
-            f"{path} does not fit {type(model).__name__}: missing {_some(missing)}, "
-            f"unexpected {_some(unexpected)}"
+        raise CheckpointError(
+            f"{path} does not fit {type(model).__name__}: missing {_listed(missing)}, "
+            f"unexpected {_listed(unexpected)}"
         )
-    return Checkpoint(weights, files)
+    checkpoint = Checkpoint(weights, found)
+    wrong = [
+        f"{header.path.name} has {entry.name!r} of shape {list(entry.shape)}, the model "
+        f"{list(weights.tensors[name].shape)}"
+        for name, (header, entry) in checkpoint.found.items()
+        if entry.shape != tuple(weights.tensors[name].shape)
+    ]
+    if wrong:
+        raise CheckpointError("; ".join(wrong))
+    return checkpoint
 
 
-def _some(names: list[str]) -> str:
-    if not names:
-        return "nothing"
-    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names)) or "nothing"
 
 
-def _files(path: Path) -> dict[str, Path]:
-    """Tensor name -> file."""
-    if path.is_dir() and (path / _INDEX).is_file():
-        index = json.loads((path / _INDEX).read_text(encoding="utf-8"))
-        named = {name: path / file for name, file in index["weight_map"].items()}
-        if lacking := sorted({str(file) for file in named.values() if not file.is_file()}):
-            raise InputError(f"the index of {path} names files that are not there: {_some(lacking)}")
-        return named
+def _entries(path: Path) -> dict[str, _Found]:
+    """Tensor name -> where it is."""
+    index = path / _INDEX if path.is_dir() else path
+    if index.name.endswith(".index.json") and index.is_file():
+        return _indexed(index)
+    files = [path]
     if path.is_dir():
-        path = path / _SINGLE
-    if not path.is_file():
-        raise InputError(
-            f"no checkpoint at {path}: give a .safetensors file, or a folder with {_SINGLE} or {_INDEX}"
+        single = path / _SINGLE
+        files = [single] if single.is_file() else sorted(path.glob("*.safetensors"))
+    if not files or not files[0].is_file():
+        raise CheckpointError(
+            f"no checkpoint at {path}: give a .safetensors file, or a folder with {_SINGLE}, {_INDEX} or "
+            "other .safetensors files"
         )
+    found: dict[str, _Found] = {}
+    for file in files:
+        header = read_header(file)
+        for name, entry in header.entries.items():
+            if name in found:
+                raise CheckpointError(f"{found[name][0].path} and {file} both have {name!r}")
+            found[name] = header, entry
+    return found
+
+
+def _indexed(index: Path) -> dict[str, _Found]:
     try:
-        with safe_open(path, framework="pt", device="cpu") as opened:
-            return dict.fromkeys(opened.keys(), path)
-    except SafetensorError as error:
-        raise InputError(f"{path} is no safetensors file, or is cut short: {error}") from error
+        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        named = {str(name): index.parent / file for name, file in listed.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is no index of a checkpoint: {error!r}") from error
+    if lacking := sorted({str(file) for file in named.values() if not file.is_file()}):
+        raise CheckpointError(f"{index} names files that are not there: {_listed(lacking)}")
+    headers = {file: read_header(file) for file in dict.fromkeys(named.values())}
+    if absent := [name for name, file in named.items() if name not in headers[file].entries]:
+        raise CheckpointError(f"{index} names tensors that its files do not have: {_listed(absent)}")
+    return {name: (headers[file], headers[file].entries[name]) for name, file in named.items()}

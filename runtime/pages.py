@@ -16,9 +16,12 @@ from functools import partial
 
 import torch
 
+from graphplan.runtime.arena import dense_strides, shaped
+
 __all__ = ["HostPages"]
 
 _ALIGNMENT = 512
+_HUGE = 2 << 20  # bytes of a huge page: filling them for the first time is several times as fast
 _PORTABLE = 1  # cudaHostRegisterPortable: for every GPU
 
 
@@ -43,7 +46,11 @@ class HostPages:
     """
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
-        self._mapping = _Mapping(-1, max(nbytes, 1))
+        # private: shared pages, which Python's mmap takes by default, are never huge
+        self._mapping = _Mapping(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if nbytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without them
+                self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self.start = self._bytes(0, max(nbytes, 1)).data_ptr()
         self.end = self.start + nbytes
         self.pinned = pinned and self._register(nbytes)
@@ -77,12 +84,18 @@ class HostPages:
         # a storage of its own for each, over the same mapping, which each of them keeps
         return torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes, offset=offset)
 
-    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a dense tensor at the next free place."""
-        nbytes = tensor.numel() * tensor.element_size()
-        place = self._bytes(self._used, nbytes).view(tensor.dtype)
+    def reserve(self, like: torch.Tensor) -> torch.Tensor:
+        """The next free place, as what a copy of ``like`` would be; not written to yet."""
+        nbytes = like.numel() * like.element_size()
+        if not nbytes:
+            return torch.empty_strided(like.size(), dense_strides(like), dtype=like.dtype)
+        place = self._bytes(self._used, nbytes)
         self._used += self.rounded(nbytes)
-        return torch.as_strided(place, tensor.size(), tensor.stride()).copy_(tensor)
+        return shaped(place, like)
+
+    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor at the next free place."""
+        return self.reserve(tensor).copy_(tensor)
 
     def holds(self, address: int) -> bool:
         """Whether an address is in the mapping."""

@@ -48,6 +48,10 @@ class Queues(Protocol):
         """What is copied from now on follows all work so far."""
         ...
 
+    def wait(self, event: Any) -> None:
+        """Let the host wait for an event."""
+        ...
+
     def drain(self) -> None:
         """Let the host wait until all copies are done: before their memory goes."""
         ...
@@ -80,6 +84,9 @@ class SerialQueues:
 
     def join(self) -> None:
         """It is done."""
+
+    def wait(self, event: Any) -> None:
+        """It has happened."""
 
     def drain(self) -> None:
         """They are done."""
@@ -120,6 +127,9 @@ class CudaQueues:
 
     def join(self) -> None:
         self.copies.wait_stream(self.last)
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
 
     def drain(self) -> None:
         self.copies.synchronize()

@@ -19,6 +19,7 @@ from torch.utils.backend_registration import (
     _DummyBackendModule,
     _setup_privateuseone_for_python_backend,
 )
+from torch.utils.dlpack import from_dlpack
 
 from graphplan.device import SIMULATED, DeviceKey, current_machine
 from graphplan.errors import DeviceError
@@ -69,11 +70,15 @@ def _kernel(op: Any) -> Callable[..., Any]:
 class _Allocation:
     """A storage's claim on a device's capacity; ends with the last tensor that shares it."""
 
-    def __init__(self, device: int, storage: torch.UntypedStorage) -> None:
+    def __init__(
+        self, device: int, storage: torch.UntypedStorage, part_of: _Allocation | None = None
+    ) -> None:
         machine = active_machine()
-        self.nbytes = 0 if machine.paused else -(-storage.nbytes() // _GRANULARITY) * _GRANULARITY
+        free = machine.paused or part_of is not None
+        self.nbytes = 0 if free else -(-storage.nbytes() // _GRANULARITY) * _GRANULARITY
         machine.take(device, self.nbytes)
         self.device, self.storage = device, storage  # holding the storage keeps its address unique
+        self.part_of = part_of  # whose bytes these are, where a storage is over a part of another's
         weakref.finalize(self, machine.give, device, self.nbytes)
 
 
@@ -106,6 +111,14 @@ class SimulatedTensor(torch.Tensor):
             allocation = _allocations[key] = _Allocation(device.index, storage)
         made.elem, made.allocation = elem, allocation
         return made
+
+    def apart(self) -> SimulatedTensor:
+        """The same bytes under a storage of their own, within the allocation of this one's."""
+        elem = from_dlpack(self.elem) if self.numel() else torch.empty_like(self.elem)
+        key = (elem.untyped_storage()._cdata, self.device.index)
+        part = _Allocation(self.device.index, elem.untyped_storage(), self.allocation)
+        _allocations[key] = part
+        return SimulatedTensor(elem, self.device)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["elem"], (self.device,)

@@ -1,41 +1,76 @@
-"""Weights on their devices: the placed copy of a model."""
+"""Weights on their devices: the placed copy of a model.
+
+Each accelerator has one allocation for all weights that live there, as large as they are. On the CPU
+parameters share the caller's memory; what a checkpoint fills is one mapping, those that are streamed
+next to each other, so that they need not be brought together later.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from graphplan.device import CPU
 from graphplan.errors import GraphplanError, InputError, readable_bytes
+from graphplan.runtime.arena import Arena, is_plain
+from graphplan.runtime.loading import Checkpoint
+from graphplan.runtime.mapped import MappedFile
+from graphplan.runtime.pages import HostPages
 from graphplan.twin import ModelWeights, tensor_bytes
 
-__all__ = ["TensorSource", "place_model", "require_data"]
-
-
-class TensorSource(Protocol):
-    """Where the data of weights comes from."""
-
-    def read(self, name: str) -> torch.Tensor:
-        """The data of the weight with this first name, on the CPU."""
-        ...
-
+__all__ = ["Layout", "Placement", "place_model", "require_data"]
 
 _PROGRESS_FROM = 1 << 30  # bytes above which placing takes long enough to watch
+
+Progress = Callable[[int], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where weights go.
+
+    Attributes:
+        devices: first name of each weight -> its device.
+        streamed: those on the CPU that are streamed, in the order in which they are copied.
+        pinned: whether a CUDA device copies them.
+        mapped: those that stay in their file.
+    """
+
+    devices: Mapping[str, torch.device]
+    streamed: Sequence[str] = ()
+    pinned: bool = False
+    mapped: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A placed module, and the host memory of its weights that it does not share with the caller's.
+
+    Attributes:
+        module: the copy.
+        pages: mappings that a checkpoint was read into.
+        files: those that weights are read from at each call.
+    """
+
+    module: nn.Module
+    pages: tuple[HostPages, ...] = ()
+    files: tuple[MappedFile, ...] = ()
 
 
 def place_model(
     model: nn.Module,
     weights: ModelWeights,
-    devices: Mapping[str, torch.device],
+    layout: Layout,
     placed_class: Callable[[type[nn.Module]], type[nn.Module]] = lambda cls: cls,
-    source: TensorSource | None = None,
+    source: Checkpoint | None = None,
     *,
     owned: bool = False,
-) -> nn.Module:
+) -> Placement:
     """A copy of ``model`` whose weights are on their devices.
 
     Parameters that live on the CPU share their memory with the caller's; buffers do not, since calls
@@ -44,34 +79,111 @@ def place_model(
     Args:
         model: left as it is.
         weights: of ``model``.
-        devices: first name of each weight -> where it goes.
+        layout: where they go.
         placed_class: from the class of the model to that of the copy.
         source: where the data is read from instead of the model (a checkpoint).
         owned: whether ``model`` gives its weights away, so that what is in place is not copied.
 
     Raises:
         InputError: a weight is on the meta device, so there is nothing to place.
+        GraphplanError: a device has no room.
     """
     if source is None:
         require_data(model, weights)
-    placed: dict[str, torch.Tensor] = {}
-    total = sum(tensor_bytes(tensor) for tensor in weights.tensors.values())
+    total = sum(tensor_bytes(t) for name, t in weights.tensors.items() if name not in layout.mapped)
     with (
         torch.no_grad(),
         tqdm(total=total, unit="B", unit_scale=True, desc="placing", disable=total < _PROGRESS_FROM) as bar,
     ):
-        for name, tensor in weights.tensors.items():
-            data = tensor if source is None else source.read(name)
-            shared = owned or (source is None and isinstance(tensor, nn.Parameter))
-            placed[name] = _place(name, data, devices[name], shared=shared)
-            bar.update(tensor_bytes(tensor))
+        placing = _Placing(weights, layout, source, owned, bar.update)
+        placing.run()
     memo: dict[int, object] = {}
     for name, tensor in _all_tensors(model):
-        memo[id(tensor)] = _like(tensor, placed[weights.first[name]], memo)
+        memo[id(tensor)] = _like(tensor, placing.placed[weights.first[name]], memo)
     copied = copy.deepcopy(model, memo)
     copied.__dict__.pop("forward", None)  # a patched forward was traced; the class's is ours
     copied.__class__ = placed_class(type(model))
-    return copied
+    return Placement(copied, tuple(placing.pages), () if source is None else source.files)
+
+
+@dataclass(slots=True)
+class _Placing:
+    """Finds a place for every weight, then fills the places."""
+
+    weights: ModelWeights
+    layout: Layout
+    source: Checkpoint | None
+    owned: bool
+    progress: Progress
+    placed: dict[str, torch.Tensor] = field(default_factory=dict)
+    pages: list[HostPages] = field(default_factory=list)
+
+    def run(self) -> None:
+        together: dict[torch.device, list[str]] = {}
+        for name, tensor in self.weights.tensors.items():
+            device = self.layout.devices[name]
+            if self.source is not None and name in self.layout.mapped:
+                self.placed[name] = self.source.map(name)
+            elif self._is_shared(name, tensor, device):
+                self.placed[name] = tensor.detach()
+                self.progress(tensor_bytes(tensor))
+            elif is_plain(tensor) and (device.type != CPU or self._is_read(name)):
+                together.setdefault(device, []).append(name)
+            else:
+                self.placed[name] = self._alone(name, tensor, device)
+        for device, names in together.items():
+            self._reserve(device, names)
+        self._fill([name for names in together.values() for name in names])
+
+    def _is_read(self, name: str) -> bool:
+        return self.source is not None and name in self.source
+
+    def _is_shared(self, name: str, tensor: torch.Tensor, device: torch.device) -> bool:
+        ours = self.owned or (self.source is None and isinstance(tensor, nn.Parameter))
+        return ours and tensor.device == device and not self._is_read(name)
+
+    def _alone(self, name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A weight with an allocation of its own: what wraps other tensors, and buffers on the CPU."""
+        data = tensor.detach()
+        if self.source is not None and name in self.source:
+            data = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self.source.read({name: data}, self.progress)
+        else:
+            self.progress(tensor_bytes(tensor))
+        try:
+            return data.to(device, copy=True)
+        except torch.OutOfMemoryError as error:
+            raise GraphplanError(
+                f"{device} has no room for {name!r} of {readable_bytes(tensor_bytes(tensor))}, though the "
+                f"budget allows it: something else is on the device. {str(error).splitlines()[0]}"
+            ) from error
+
+    def _reserve(self, device: torch.device, names: Sequence[str]) -> None:
+        if device.type != CPU:
+            self._cut(names, Arena(device, self._bytes(names)))
+            return
+        streamed = [name for name in self.layout.streamed if name in set(names)]
+        others = [name for name in names if name not in set(streamed)]
+        for group, pinned in ((streamed, self.layout.pinned), (others, False)):
+            if group:
+                self.pages.append(HostPages(self._bytes(group), pinned=pinned))
+                self._cut(group, self.pages[-1])
+
+    def _bytes(self, names: Sequence[str]) -> int:
+        return sum(Arena.rounded(tensor_bytes(self.weights.tensors[name])) for name in names)
+
+    def _cut(self, names: Sequence[str], memory: Arena | HostPages) -> None:
+        for name in names:
+            self.placed[name] = memory.reserve(self.weights.tensors[name])
+
+    def _fill(self, names: Sequence[str]) -> None:
+        read = [name for name in names if self._is_read(name)]
+        if self.source is not None and read:
+            self.source.read({name: self.placed[name] for name in read}, self.progress)
+        for name in names:
+            if not self._is_read(name):
+                self.placed[name].copy_(self.weights.tensors[name].detach())
+                self.progress(tensor_bytes(self.weights.tensors[name]))
 
 
 def _all_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -90,19 +202,6 @@ def require_data(model: nn.Module, weights: ModelWeights) -> None:
             f"{type(model).__name__} has no data for {empty[0]!r}{more}: they are on the meta device. "
             "Load the weights first, or use graphplan.plan, which needs none"
         )
-
-
-def _place(name: str, tensor: torch.Tensor, device: torch.device, *, shared: bool) -> torch.Tensor:
-    data = tensor.detach()
-    if data.device == device and shared:
-        return data
-    try:
-        return data.to(device, copy=True)
-    except torch.OutOfMemoryError as error:
-        raise GraphplanError(
-            f"{device} has no room for {name!r} of {readable_bytes(tensor_bytes(tensor))}, though the "
-            f"budget allows it: something else is on the device. {str(error).splitlines()[0]}"
-        ) from error
 
 
 def _like(original: torch.Tensor, placed: torch.Tensor, memo: dict[int, object]) -> object:

@@ -22,13 +22,17 @@ import torch
 
 from graphplan.device import CPU
 from graphplan.errors import GraphplanError, PlanError, readable_bytes
+from graphplan.runtime.mapped import MappedFile
 from graphplan.runtime.pages import HostPages
 from graphplan.runtime.queues import Queues, queues_of
-from graphplan.schedule import Ring, Segment
+from graphplan.runtime.staging import Part, Staging, flat_bytes
+from graphplan.schedule import STAGED_BYTES, Ring, Segment
 
 __all__ = ["ModuleStreams", "RingStream"]
 
 Find = Callable[[Segment, Sequence[int]], torch.Tensor | None]
+
+_BUFFERS = 2
 
 
 class _Storage:
@@ -39,6 +43,7 @@ class _Storage:
         self.bytes = torch.empty(0, dtype=torch.uint8, device=device)
         self.user: object = None  # stands for the stream whose slots the last call's events are about
         self.busy = False  # a call is under way, or has broken off
+        self.staging: Staging | None = None  # for what is streamed from files
         weakref.finalize(self, self.queues.drain).atexit = False
 
     def enter(self, user: object) -> None:
@@ -49,6 +54,14 @@ class _Storage:
         if not follows:
             self.queues.join()
         self.user = user
+
+    def stage(self, nbytes: int) -> None:
+        """Have buffers for copies of segments of up to so many bytes from files."""
+        nbytes = min(nbytes, STAGED_BYTES)
+        if self.staging is None or self.staging.nbytes < nbytes:
+            self.queues.drain()
+            self.staging = None  # before the larger ones are there
+            self.staging = Staging(self.queues, nbytes, _BUFFERS, pinned=self.device.type == "cuda")
 
     def grow(self, nbytes: int) -> None:
         """Make it at least so large. What is bound to a smaller one must be gone."""
@@ -103,6 +116,7 @@ class _LoadedSegment:
         call: to be told of its release.
         weights: on the host.
         source: its bytes in one piece in host memory, or None.
+        parts: its bytes where they are in files; none where it is in memory.
     """
 
     def __init__(
@@ -112,7 +126,9 @@ class _LoadedSegment:
         call: _Call,
         weights: Sequence[torch.Tensor],
         source: torch.Tensor | None,
+        parts: Sequence[Part] = (),
     ) -> None:
+        self.parts = parts
         self.call, self.names, self.queues = call, segment.weights, call.storage.queues
         self.ready, self.free = slot.ready, slot.free
         self.place, self.source = slot.place[: segment.nbytes], source
@@ -126,7 +142,11 @@ class _LoadedSegment:
     def load(self, weights: Sequence[torch.Tensor]) -> None:
         """Enqueue the copy, behind the last reader of what is in the slot."""
         self.queues.copies_wait(self.free)
-        if self.source is not None and tuple(weight.data_ptr() for weight in weights) == self.addresses:
+        in_place = tuple(weight.data_ptr() for weight in weights) == self.addresses
+        staging = self.call.storage.staging
+        if in_place and self.parts and staging is not None:
+            staging.copy(self.place, self.parts)
+        elif in_place and self.source is not None:
             self.queues.copy(self.place, self.source)
         else:  # one that the caller has replaced is read where it is now
             for name, view, weight in zip(self.names, self.views, weights, strict=True):
@@ -168,10 +188,16 @@ class RingStream:
         ring: slots and segments, as planned.
         weights: name -> tensor on the host, of every weight in ``ring``.
         find: where a segment's bytes lie in one piece in host memory, or None.
+        in_file: whether a weight is in a file.
     """
 
     def __init__(
-        self, storage: _Storage, ring: Ring, weights: Mapping[str, torch.Tensor], find: Find
+        self,
+        storage: _Storage,
+        ring: Ring,
+        weights: Mapping[str, torch.Tensor],
+        find: Find,
+        in_file: Callable[[torch.Tensor], bool] = lambda _: False,
     ) -> None:
         self.call = _Call(storage)
         new = storage.queues.event
@@ -182,8 +208,13 @@ class RingStream:
         self.segments = []
         for segment in ring.segments:
             here = [weights[name] for name in segment.weights]
-            source = find(segment, [weight.data_ptr() for weight in here])
-            self.segments.append(_LoadedSegment(segment, slots[segment.slot], self.call, here, source))
+            slot, parts = slots[segment.slot], []
+            if all(in_file(weight) for weight in here):
+                listed = zip(segment.offsets, here, strict=True)
+                parts = [Part(offset, flat_bytes(weight)) for offset, weight in listed]
+                storage.stage(segment.nbytes)
+            source = None if parts else find(segment, [weight.data_ptr() for weight in here])
+            self.segments.append(_LoadedSegment(segment, slot, self.call, here, source, parts))
 
     def __deepcopy__(self, memo: dict[int, object]) -> RingStream:
         return self  # a copy of generated code uses the same ring; a copy of the module makes its own
@@ -203,7 +234,13 @@ class ModuleStreams:
     def __init__(self, make_queues: Callable[[torch.device], Queues] = queues_of) -> None:
         self.make_queues = make_queues
         self.storages: dict[torch.device, _Storage] = {}
-        self.pages: list[HostPages] = []
+        self.pages: list[HostPages | MappedFile] = []
+
+    def check_files(self) -> None:
+        """Raise CheckpointError if a file that weights are read from has changed."""
+        for pages in self.pages:
+            if isinstance(pages, MappedFile):
+                pages.check()
 
     def must_grow(self, rings: Mapping[torch.device, Ring]) -> bool:
         """Whether :meth:`prepare` would replace a ring to which something may be bound."""
@@ -246,13 +283,16 @@ class ModuleStreams:
             tensor.data = pages.adopt(tensor.data)
         self.pages.append(pages)
 
-    def _pages_of(self, tensor: torch.Tensor) -> HostPages | None:
+    def _pages_of(self, tensor: torch.Tensor) -> HostPages | MappedFile | None:
         return next((pages for pages in self.pages if pages.holds(tensor.data_ptr())), None)
 
     def bind(self, device: torch.device, ring: Ring, weights: Mapping[str, torch.Tensor]) -> RingStream:
         """The stream that one call structure's code uses."""
         with torch.inference_mode(False), torch.no_grad():
-            return RingStream(self._storage(device), ring, weights, self._find)
+            return RingStream(self._storage(device), ring, weights, self._find, self._in_file)
+
+    def _in_file(self, weight: torch.Tensor) -> bool:
+        return isinstance(self._pages_of(weight), MappedFile)
 
     def _find(self, segment: Segment, addresses: Sequence[int]) -> torch.Tensor | None:
         first = addresses[0]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import pickle
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from builders import bytes_of, largest_difference
+from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
 import graphplan
@@ -243,6 +247,92 @@ def test_changes_of_streamed_parameters_are_seen() -> None:
     placed.load_state_dict(model.state_dict())
     assert largest_difference(twin(x), other(x)) < 1e-3
     assert largest_difference(placed(x), model(x)) < 1e-3
+
+
+# -- storage, loading, disk ---------------------------------------------------------------------------------
+
+
+def loaded(model: nn.Module, folder: Path, budgets: dict[Any, int], x: torch.Tensor, **options: Any) -> Any:
+    """A meta model, placed and filled from a checkpoint of ``model``; the peak is measured meanwhile."""
+    save_file(model.state_dict(), folder / "model.safetensors")
+    with torch.device("meta"):
+        empty = Blocks(len(model.blocks)).eval()
+    options = {"args": (x,), "checkpoint": str(folder), "cpu_compute": False, **options}
+    placed, peak = measured(0, lambda: graphplan.partition(empty, budgets, **options))
+    assert peak <= placed.plan.peak_bytes[0] <= budgets[0]
+    return placed
+
+
+def test_weights_are_one_allocation_with_a_storage_each(tmp_path: Path) -> None:
+    model, x = Blocks(2).eval(), torch.randn(16, 2048)
+    gc.collect()
+    before = torch.cuda.memory_stats(0)["allocation.all.current"]
+    placed = graphplan.partition(model, budgets_of(model, {0: 1.2, "cpu": 4.0}), args=(x,))
+    parameters = list(placed.parameters())
+    assert {p.device.type for p in parameters} == {"cuda"}
+    constants = len({id(t) for p in placed._graphplan.programs for t in p.constants.values()})
+    assert torch.cuda.memory_stats(0)["allocation.all.current"] - before == 1 + constants
+    assert len({p.untyped_storage().data_ptr() for p in parameters}) == len(parameters)
+    for parameter in parameters:
+        assert parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
+        assert parameter.data_ptr() % 512 == 0
+    torch.save(placed.blocks[0]["up"].bias, tmp_path / "bias.pt")
+    assert (tmp_path / "bias.pt").stat().st_size < 16384
+    save_model(placed, str(tmp_path / "model.safetensors"))
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        assert torch.equal(tensor, model.state_dict()[name])
+    del placed, parameters, parameter
+    gc.collect()
+    assert torch.cuda.memory_stats(0)["allocation.all.current"] == before
+
+
+def test_weights_in_an_arena_are_converted_and_pickled() -> None:
+    model, x = Blocks(2).eval(), torch.randn(16, 2048)
+    placed = graphplan.partition(model, budgets_of(model, {0: 1.2, "cpu": 4.0}), args=(x,))
+    again = pickle.loads(pickle.dumps(placed))
+    assert largest_difference(again(x), model(x)) < 1e-3
+    del again
+    gc.collect()
+    before = torch.cuda.memory_allocated(0)
+    placed.half()
+    gc.collect()
+    assert torch.cuda.memory_allocated(0) < 0.6 * before
+    placed.to("cpu")
+    gc.collect()
+    assert torch.cuda.memory_allocated(0) < 0.1 * before
+
+
+@pytest.mark.parametrize("share", [0.6, 1.2])
+def test_a_checkpoint_goes_straight_to_its_storage(share: float, tmp_path: Path) -> None:
+    model, x = Blocks(4).eval(), torch.randn(16, 2048)
+    placed = loaded(model, tmp_path, budgets_of(model, {0: share, "cpu": 4.0}), x)
+    state = {name: tensor.cpu() for name, tensor in placed.state_dict().items()}
+    assert largest_difference(state, dict(model.state_dict())) == 0
+    assert largest_difference(placed(x), model(x)) < 1e-3
+
+
+def test_a_checkpoint_is_converted_on_the_way(tmp_path: Path) -> None:
+    model, x = Blocks(2).eval(), torch.randn(16, 2048)
+    narrow = Blocks(2).eval()
+    narrow.load_state_dict(model.state_dict())
+    placed = loaded(narrow.bfloat16(), tmp_path, budgets_of(model, {0: 1.2, "cpu": 4.0}), x)
+    assert {p.dtype for p in placed.parameters()} == {torch.float32}
+    assert largest_difference(placed(x), narrow.float()(x)) < 1e-3
+
+
+def test_weights_are_streamed_from_disk(tmp_path: Path) -> None:
+    model, x = Blocks(4).eval(), torch.randn(16, 2048)
+    budgets = {**budgets_of(model, {0: 0.6}), "disk": 1 << 40}
+    placed = loaded(model, tmp_path, budgets, x)
+    assert "disk" in placed.plan.placement.values()
+    for i in range(3):
+        assert largest_difference(placed(x * i), model(x * i)) < 1e-3
+    other = Blocks(4).eval()
+    placed.load_state_dict(other.state_dict())
+    assert largest_difference(placed(x), other(x)) < 1e-3
+    os.truncate(tmp_path / "model.safetensors", 1 << 20)
+    with pytest.raises(graphplan.CheckpointError, match="now"):
+        placed(x)
 
 
 @pytest.mark.parametrize("shares", [{0: 0.6, 1: 0.6}, {1: 0.6, 0: 0.6}])

@@ -1,0 +1,193 @@
+"""Weights that stay on disk, where accelerators and the CPU together do not hold them.
+
+The disk is a slower and larger part of the CPU's memory: the solver places for a CPU that is larger by
+what may stay on disk, and then the weights that cost least there leave the CPU, until its own budget is
+kept. Before and after, for a CPU that holds two of three weights::
+
+    wa on the CPU, streamed to 0            wa on disk, streamed to 0
+    wb on the CPU, streamed to 0            wb on the CPU, streamed to 0
+    embed on the CPU, gathered there        embed on disk, gathered by the CPU
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, replace
+
+from graphplan.device import CPU, DISK, DeviceKey, DeviceSpec, Topology
+from graphplan.errors import InfeasibleError, readable_bytes
+from graphplan.passes.evaluate import Evaluation, Problem, evaluate
+from graphplan.passes.place import Solution, place
+from graphplan.passes.residence import cpu_key
+from graphplan.schedule import STAGED_BYTES, Assignment
+
+__all__ = ["place_or_map"]
+
+_ROUNDS = 8  # times that more weights leave the CPU, when the evaluator finds it still too full
+_AS_FAST = ", with the disk as fast as the CPU"
+
+
+def place_or_map(problem: Problem, mappable: Set[str] | None = None) -> Solution:
+    """Place a graph, with weights on disk if it does not fit otherwise.
+
+    Args:
+        problem: what to place; without ``"disk"`` among its devices this is :func:`place`.
+        mappable: the parameters that can stay on disk: those that a checkpoint has as the model has
+            them. None: there is no checkpoint yet, so all.
+
+    Raises:
+        InfeasibleError: with budgets that would do.
+    """
+    if DISK not in problem.topology:
+        return place(problem)
+    return _Mapping(problem, mappable).run()
+
+
+@dataclass(slots=True)
+class _Mapping:
+    problem: Problem
+    mappable: Set[str] | None
+
+    def run(self) -> Solution:
+        problem, disk = self.problem, self.problem.topology[DISK]
+        weights = problem.graph.weights
+        settled = [n for n, key in problem.fixed_weights.items() if key == DISK and n in weights]
+        free = [name for name in weights if self._may_leave(name)]
+        extra = min(disk.room, sum(disk.rounded(weights[name].nbytes) for name in [*settled, *free]))
+        if not settled:
+            found = self._without_disk(hopeless=extra > 0 and self._is_hopeless())
+            if found is not None:
+                return found
+        failure: InfeasibleError | None = None
+        for wide in self._widened(extra, settled):
+            try:
+                solution = place(wide)
+            except InfeasibleError as error:
+                failure = failure or error
+                continue
+            evaluation = self._spill(solution.evaluation.schedule.assignment, free, settled)
+            if evaluation.feasible:
+                bound = min(solution.lower_bound, evaluation.seconds)
+                return Solution(evaluation, bound, solution.proof + _AS_FAST)
+        raise self._infeasible(failure, extra)
+
+    def _may_leave(self, name: str) -> bool:
+        weight = self.problem.graph.weights[name]
+        mappable = self.mappable is None or name in self.mappable
+        return (
+            mappable
+            and weight.kind == "parameter"
+            and weight.fetchable
+            and weight.nbytes > 0
+            and name not in self.problem.fixed_weights
+        )
+
+    def _is_hopeless(self) -> bool:
+        """Whether the weights alone take more than all memory."""
+        topology = self.problem.topology
+        return self.problem.graph.weight_bytes > sum(s.room for s in topology.devices if s.computes)
+
+    def _without_disk(self, *, hopeless: bool) -> Solution | None:
+        if hopeless:
+            return None
+        try:
+            found = place(replace(self.problem, topology=_without_disk(self.problem.topology)))
+        except InfeasibleError:
+            return None
+        return replace(found, evaluation=self._judged(found.evaluation.schedule.assignment))
+
+    def _judged(self, assignment: Assignment) -> Evaluation:
+        return evaluate(self.problem, assignment)
+
+    def _widened(self, extra: int, settled: Iterable[str]) -> list[Problem]:
+        """Problems in which the disk is a part of the CPU: as asked, and with nothing computed there."""
+        problem, topology = self.problem, self.problem.topology
+        cpu = cpu_key(topology)
+        if not extra:
+            return []
+        if cpu is None:
+            disk = topology[DISK]
+            beside = 2 * STAGED_BYTES * len(topology.devices)  # the evaluator counts buffers there too
+            memory = DeviceSpec(DISK, CPU, extra + beside + disk.reserve, 1.0, 1.0, 1.0, disk.reserve)
+            devices = tuple(memory if spec.key == DISK else spec for spec in topology.devices)
+            return [_on_accelerators(replace(problem, topology=replace(topology, devices=devices)))]
+        larger = _without_disk(topology).with_memory({cpu: topology[cpu].memory + extra})
+        fixed = {**problem.fixed_weights, **dict.fromkeys(settled, cpu)}
+        wide = replace(problem, topology=larger, fixed_weights=fixed)
+        if any(spec.is_accelerator for spec in topology.devices):
+            return [wide, _on_accelerators(wide)]
+        return [wide]
+
+    def _spill(self, assignment: Assignment, free: Iterable[str], settled: Iterable[str]) -> Evaluation:
+        """Let the weights that cost least on disk leave the CPU, until it keeps its budget."""
+        cpu = cpu_key(self.problem.topology)
+        homes = {**assignment.weights, **dict.fromkeys(settled, DISK)}
+        found = self._judged(replace(assignment, weights=homes))
+        left = [name for name in free if homes[name] == cpu]
+        left.sort(key=lambda name: self._price(name, assignment), reverse=True)
+        spec = self.problem.topology[DISK]
+        for _ in range(_ROUNDS):
+            over = 0 if cpu is None else found.excess.get(cpu, 0)
+            if over <= 0 or not left:
+                break
+            while over > 0 and left:
+                name = left.pop()
+                homes[name] = DISK
+                over -= spec.rounded(self.problem.graph.weights[name].nbytes)
+            found = self._judged(replace(assignment, weights=dict(homes)))
+        return found
+
+    def _price(self, name: str, assignment: Assignment) -> tuple[float, int]:
+        """Bytes read in a call for each byte of a weight, then the small ones before the large."""
+        graph, nbytes, read = self.problem.graph, self.problem.graph.weights[name].nbytes, 0
+        for reader in graph.consumers.get(name, ()):
+            operation = graph.operations[reader]
+            on_cpu = not self.problem.topology[assignment.operations[reader]].is_accelerator
+            if not operation.host_only:
+                read += min(nbytes, operation.bytes_accessed) if on_cpu else nbytes
+        return read / nbytes, -nbytes
+
+    def _infeasible(self, failure: InfeasibleError | None, extra: int) -> InfeasibleError:
+        """The error of the wide problem in terms of the given budgets."""
+        topology = self.problem.topology
+        available = {spec.key: spec.memory for spec in topology.devices}
+        needed = self._needed(failure, extra)
+        graph = self.problem.graph
+        what = f"no placement fits, with up to {readable_bytes(extra)} of weights left on disk"
+        hint = f". Budgets that would do: {needed}" if needed else ""
+        total = sum(w.nbytes for w in graph.weights.values() if w.kind == "parameter")
+        if self.mappable is not None and extra < min(total, topology[DISK].room):
+            hint += (
+                ". Weights can stay on 'disk' where a checkpoint has them in the model's dtype: "
+                f"{readable_bytes(extra)} of {readable_bytes(total)} here. Save the model so with "
+                "save_pretrained or safetensors.torch.save_file, and give partition(..., checkpoint=path)"
+            )
+        operation = None if failure is None else failure.operation
+        device = None if failure is None else failure.device
+        text = f"{what}; the budgets are {available}{hint}"
+        return InfeasibleError(text, needed=needed, available=available, operation=operation, device=device)
+
+    def _needed(self, failure: InfeasibleError | None, extra: int) -> Mapping[DeviceKey, int]:
+        if failure is None or not failure.needed:
+            return {}
+        disk, cpu = self.problem.topology[DISK], cpu_key(self.problem.topology)
+        needed = {**failure.needed, DISK: max(disk.memory, failure.needed.get(DISK, 0))}
+        if cpu is not None:
+            accelerators = sum(1 for spec in self.problem.topology.devices if spec.is_accelerator)
+            buffers = 2 * accelerators * min(STAGED_BYTES, extra)  # that the wide problem has not
+            needed[cpu] = max(0, needed[cpu] - extra) + buffers
+        return needed
+
+
+def _without_disk(topology: Topology) -> Topology:
+    return replace(topology, devices=tuple(spec for spec in topology.devices if spec.key != DISK))
+
+
+def _on_accelerators(problem: Problem) -> Problem:
+    """The same problem with every operation that may on an accelerator."""
+    keys = frozenset(spec.key for spec in problem.topology.devices if spec.is_accelerator)
+    allowed = {}
+    for name in problem.graph.operations:
+        rule = problem.allowed.get(name, keys)
+        allowed[name] = (rule & keys) or rule
+    return replace(problem, allowed=allowed)
