@@ -10,6 +10,7 @@
     place           -> where everything is
     check_schedule  proof that nothing passes a budget
     lower           -> fx graph with every move
+    quicken         the fastest calls that do the same
     verify_lowered  proof that its tensors meet
 """
 
@@ -33,6 +34,7 @@ from graphplan.passes.constrain import Wishes, constrain
 from graphplan.passes.evaluate import Problem, evaluate
 from graphplan.passes.lower import host_device, lower
 from graphplan.passes.place import Solution, place
+from graphplan.passes.quicken import quicken
 from graphplan.passes.simplify import simplify
 from graphplan.passes.verify import verify_lowered
 from graphplan.placement import Plan
@@ -223,6 +225,7 @@ class Compiler:
         self.plans.append(made)
         graph, schedule = made.graph, made.schedule
         lowered = lower(captured, graph, schedule, self.topology)
+        quicken(lowered.graph, keep_grad=self.options.grad)
         verify_lowered(lowered, graph, schedule, self.topology)
         return Program(
             plan=made,
