@@ -119,6 +119,13 @@ class TensorLeaf:
     ranges: tuple[tuple[int, int] | None, ...] = ()
     stride: tuple[int, ...] | None = None
 
+    def fits(self, leaf: torch.Tensor) -> bool:
+        """Whether a tensor is one of these; the same answer as that of :meth:`mismatch`, sooner."""
+        usual = leaf.dtype is self.dtype and leaf.shape == self.shape
+        if usual and self.stride is None and leaf.is_contiguous():
+            return True  # a size that is None equals no size
+        return self.mismatch("", leaf) is None
+
     def mismatch(self, name: str, leaf: Any) -> str | None:
         """Why ``leaf`` does not fit, or None."""
         if not isinstance(leaf, torch.Tensor):

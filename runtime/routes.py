@@ -1,0 +1,193 @@
+"""A call of a form that was served before goes straight to its program.
+
+Binding a call to the names of ``forward`` and flattening it by pytree takes longer than many a layer. A
+route remembers one form: how many arguments by position, which names in which order, and for each argument
+what it is made of. A call that has exactly this form takes the route, and its tensors are checked as for any
+call; every other call is bound and flattened. For ``model(ids, mask=None)`` a route is::
+
+    (tensor,) {mask: None}   ->   inputs of the code: tensor 0
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphplan.captured import Without
+from graphplan.signature import BoundCall, InputSignature, TensorLeaf, bind_call
+
+__all__ = ["Route", "find_route"]
+
+Match = Callable[[Any, list[Any]], bool]
+"""Whether a value has the form; its tensors are appended to the list, in order."""
+
+
+class _Unknown(Exception):  # noqa: N818  # not an error: it is caught where it matters
+    """A value of which no route is made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One form of a call.
+
+    Attributes:
+        count: arguments by position.
+        names: of the others, in the order in which they are given.
+        matches: the form of each argument.
+        checks: what each tensor must be, in the order of the arguments.
+        order: for each leaf that the signature knows, the tensor that it is, or None for a constant.
+        constants: the leaves that are no tensors.
+    """
+
+    count: int
+    names: tuple[str, ...]
+    matches: tuple[Match, ...]
+    checks: tuple[TensorLeaf | None, ...]
+    order: tuple[int | None, ...]
+    constants: tuple[Any, ...]
+    first: int | None
+
+    def leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any], host: torch.device) -> list[Any] | None:
+        """The leaves of a call of this form, whose tensors the program serves; None for any other call."""
+        if len(args) != self.count or tuple(kwargs) != self.names:
+            return None
+        tensors: list[Any] = []
+        values = (*args, *kwargs.values()) if kwargs else args
+        for match, value in zip(self.matches, values, strict=True):
+            if not match(value, tensors):
+                return None
+        for check, tensor in zip(self.checks, tensors, strict=True):
+            if check is not None and not check.fits(tensor):
+                return None
+        if self.first is not None and tensors[self.first].device != host:
+            return None
+        return [
+            constant if index is None else tensors[index]
+            for index, constant in zip(self.order, self.constants, strict=True)
+        ]
+
+
+def find_route(
+    forward: inspect.Signature,
+    signature: InputSignature,
+    prepare: Callable[[BoundCall], BoundCall] | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Route | None:
+    """The route of a call that was bound and served; None where its form cannot be told so quickly.
+
+    Args:
+        forward: the signature of the model's ``forward``.
+        signature: of the program that serves the call.
+        prepare: as the program's.
+        args: of the call.
+        kwargs: of the call.
+    """
+    if prepare is not None and not isinstance(prepare, Without):
+        return None  # it computes with the tensors
+    if signature.symbolic or any(isinstance(p.default, torch.Tensor) for p in forward.parameters.values()):
+        return None
+    values = (*args, *kwargs.values())
+    try:
+        form = _Form()
+        matches = tuple(form.match(value) for value in values)
+        marked = [form.marked(value) for value in values]
+    except _Unknown:
+        return None
+    call = bind_call(forward, marked[: len(args)], dict(zip(kwargs, marked[len(args) :], strict=True)))
+    if call.spec != signature.spec:
+        return None
+    checks: list[TensorLeaf | None] = [None] * form.count
+    positions = [leaf.index if isinstance(leaf, _Mark) else None for leaf in call.leaves]
+    for position, leaf in zip(positions, signature.leaves, strict=True):
+        if (position is None) == isinstance(leaf, TensorLeaf):
+            return None
+        if position is not None:
+            checks[position] = leaf
+    if None in checks:
+        return None  # a tensor that is dropped on the way
+    traced = call if prepare is None else prepare(call)
+    order = tuple(leaf.index if isinstance(leaf, _Mark) else None for leaf in traced.leaves)
+    constants = tuple(None if isinstance(leaf, _Mark) else leaf for leaf in traced.leaves)
+    first = next((position for position in positions if position is not None), None)
+    return Route(len(args), tuple(kwargs), matches, tuple(checks), order, constants, first)
+
+
+class _Mark:
+    """Stands for the tensor of this number while a call is bound and flattened."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class _Form:
+    """Reads the form of arguments, and numbers their tensors."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.next = 0
+
+    def match(self, value: Any) -> Match:
+        """The test for values of this value's form."""
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            self.count += 1
+            return _is_tensor
+        if value is None or kind in (bool, int, float, str):
+            return _constant(value)
+        if kind is list or kind is tuple:
+            return _sequence(kind, [self.match(v) for v in value])
+        if kind is dict:
+            return _mapping(tuple(value), [self.match(v) for v in value.values()])
+        raise _Unknown
+
+    def marked(self, value: Any) -> Any:
+        """The value with marks in place of its tensors."""
+        if isinstance(value, torch.Tensor):
+            self.next += 1
+            return _Mark(self.next - 1)
+        if isinstance(value, list | tuple):
+            return type(value)([self.marked(v) for v in value])
+        if isinstance(value, dict):
+            return {key: self.marked(v) for key, v in value.items()}
+        return value
+
+
+def _is_tensor(value: Any, tensors: list[Any]) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return False
+    tensors.append(value)
+    return True
+
+
+def _constant(known: Any) -> Match:
+    kind = type(known)
+
+    def match(value: Any, _tensors: list[Any]) -> bool:
+        return value is known or (type(value) is kind and bool(value == known))
+
+    return match
+
+
+def _sequence(kind: type, parts: Sequence[Match]) -> Match:
+    def match(value: Any, tensors: list[Any]) -> bool:
+        if type(value) is not kind or len(value) != len(parts):
+            return False
+        return all(part(item, tensors) for part, item in zip(parts, value, strict=True))
+
+    return match
+
+
+def _mapping(keys: tuple[Any, ...], parts: Sequence[Match]) -> Match:
+    kinds = tuple(map(type, keys))
+
+    def match(value: Any, tensors: list[Any]) -> bool:
+        if type(value) is not dict or tuple(value) != keys or tuple(map(type, value)) != kinds:
+            return False
+        return all(part(item, tensors) for part, item in zip(parts, value.values(), strict=True))
+
+    return match
