@@ -23,42 +23,39 @@ from torch import fx
 __all__ = ["BUILTINS", "METHODS", "quicken"]
 
 aten = torch.ops.aten
-_nn = torch._C._nn
+
+_DEFAULT = """
+abs addmm argmax baddbmm batch_norm bitwise_not bmm cat ceil chunk clamp clone conv1d conv2d cos
+cumsum dropout embedding erf exp floor gather group_norm index_select layer_norm log logical_and
+logical_not logical_or matmul max_pool2d maximum minimum mm neg reciprocal relu rms_norm rsqrt
+sigmoid sin split_with_sizes sqrt square stack tanh tril triu unsqueeze
+"""
+_NN = """
+adaptive_avg_pool2d avg_pool2d elu gelu hardswish hardtanh leaky_relu linear scaled_dot_product_attention silu
+softplus
+"""
+_TENSOR = "add sub mul div le lt ge gt eq ne bitwise_and bitwise_or"
 
 BUILTINS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
-    **{
-        getattr(aten, name).default: getattr(torch, name)
-        for name in (
-            "abs", "addmm", "baddbmm", "bitwise_not", "bmm", "cat", "ceil", "clone", "cos", "embedding", "erf",
-            "exp", "floor", "layer_norm", "log", "logical_and", "logical_not", "logical_or", "matmul", "maximum",
-            "minimum", "mm", "neg", "reciprocal", "relu", "rms_norm", "rsqrt", "sigmoid", "sin", "sqrt", "square",
-            "stack", "tanh", "tril", "triu", "unsqueeze",
-        )
-    },
-    **{
-        getattr(aten, name).Tensor: getattr(torch, name)
-        for name in ("add", "sub", "mul", "div", "le", "lt", "ge", "gt", "eq", "ne", "bitwise_and", "bitwise_or")
-    },
+    **{getattr(aten, name).default: getattr(torch, name) for name in _DEFAULT.split()},
+    **{getattr(aten, name).default: getattr(torch._C._nn, name) for name in _NN.split()},
+    **{getattr(aten, name).Tensor: getattr(torch, name) for name in _TENSOR.split()},
     **{getattr(aten, name).Scalar: getattr(torch, name) for name in ("le", "lt", "ge", "gt", "eq", "ne")},
-    aten.pow.Tensor_Scalar: torch.pow,
-    aten.pow.Tensor_Tensor: torch.pow,
-    aten.where.self: torch.where,
-    aten.transpose.int: torch.transpose,
-    aten.select.int: torch.select,
-    aten.unbind.int: torch.unbind,
-    aten.softmax.int: torch.softmax,
-    aten.log_softmax.int: torch.log_softmax,
-    aten.squeeze.dim: torch.squeeze,
-    aten.mean.dim: torch.mean,
-    aten.sum.dim_IntList: torch.sum,
     aten.flatten.using_ints: torch.flatten,
+    aten.log_softmax.int: torch.log_softmax,
     aten.masked_fill.Scalar: torch.masked_fill,
     aten.masked_fill.Tensor: torch.masked_fill,
-    aten.linear.default: _nn.linear,
-    aten.gelu.default: _nn.gelu,
-    aten.silu.default: _nn.silu,
-    aten.scaled_dot_product_attention.default: _nn.scaled_dot_product_attention,
-}  # fmt: skip
+    aten.mean.dim: torch.mean,
+    aten.pow.Tensor_Scalar: torch.pow,
+    aten.pow.Tensor_Tensor: torch.pow,
+    aten.select.int: torch.select,
+    aten.softmax.int: torch.softmax,
+    aten.squeeze.dim: torch.squeeze,
+    aten.sum.dim_IntList: torch.sum,
+    aten.transpose.int: torch.transpose,
+    aten.unbind.int: torch.unbind,
+    aten.where.self: torch.where,
+}
 """Overload -> the builtin that takes its arguments in the same order and under the same names."""
 
 METHODS: dict[torch._ops.OpOverload, str] = {
@@ -70,7 +67,13 @@ METHODS: dict[torch._ops.OpOverload, str] = {
 """Overload with a list of sizes or dimensions -> the method that takes them one by one."""
 
 _WRITES = {aten.add_.Tensor: "add_", aten.mul_.Tensor: "mul_", aten.copy_.default: "copy_"}
-_VIEWS = (aten.unsqueeze.default, aten.transpose.int, aten.select.int, aten.expand.default, aten.permute.default)
+_VIEWS = (
+    aten.unsqueeze.default,
+    aten.transpose.int,
+    aten.select.int,
+    aten.expand.default,
+    aten.permute.default,
+)
 _INT_MAX = (1 << 63) - 1
 
 
@@ -147,7 +150,9 @@ def _has_tensor_first(node: fx.Node) -> bool:
 
 
 def _may_be_tensor(node: fx.Node) -> bool:
-    return not isinstance(node.meta.get("val"), int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool)
+    return not isinstance(
+        node.meta.get("val"), int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool
+    )
 
 
 def _plain_arguments(node: fx.Node) -> bool:
@@ -182,7 +187,8 @@ def _narrow(node: fx.Node) -> None:
     before = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
     if node.kwargs or not isinstance(before, torch.Tensor):
         return
-    dim, start, end, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
+    rest: list[Any] = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
+    dim, start, end, step = rest
     size = before.shape[dim] if type(dim) is int else None
     if type(size) is not int or step != 1:
         return

@@ -45,7 +45,7 @@ class Program:
         signature: which calls it serves.
         graph: from the call's tensors to a flat tuple of results.
         constants: attribute name -> tensor that the code lifted out of the model's.
-        branches: attribute name -> graph of a control-flow operation.
+        attributes: name -> module that the code calls: a graph of a control-flow operation, a stage.
         inputs: for each placeholder, the index of its leaf.
         on_host: those of the placeholders that are read where the caller's tensors were planned
             to be, without a move.
@@ -60,7 +60,7 @@ class Program:
     signature: InputSignature
     graph: fx.Graph
     constants: Mapping[str, torch.Tensor]
-    branches: Mapping[str, fx.GraphModule]
+    attributes: Mapping[str, nn.Module]
     inputs: tuple[int, ...]
     on_host: frozenset[int]
     changed: frozenset[int]
@@ -330,8 +330,7 @@ def _graph_module(module: PlacedModule, program: Program) -> fx.GraphModule:
         found.__dict__[name] = module.__dict__[name]
     for name, tensor in program.constants.items():
         found.__dict__[name] = tensor
-    for name, branch in program.branches.items():
-        found.__dict__[name] = branch
+    found.__dict__.update(program.attributes)
     _bind_streams(module, program, found)
     found.graph = copy.deepcopy(program.graph)
     found.graph.owning_module = None  # a cycle would keep device memory until the next collection

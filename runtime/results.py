@@ -90,7 +90,8 @@ class _Writer:
         if parts or isinstance(value, list | tuple | set | frozenset):
             return f"{self._name(type(value))}({joined})"
         if isinstance(value, dict):
-            return f"{self._name(type(value))}({self._dict(list(value), [self._object(v) for v in value.values()])})"
+            items = self._dict(list(value), [self._object(v) for v in value.values()])
+            return f"{self._name(type(value))}({items})"
         state = self._dict(list(vars(value)), [self._object(v) for v in vars(value).values()])
         return f"make({self._name(type(value))}, {state})"
 
@@ -108,7 +109,7 @@ def _is_described(node: Any) -> bool:
     return module.startswith("transformers.exporters.")
 
 
-def _make(cls: type, state: dict[str, Any]) -> Any:
+def _make(cls: Any, state: dict[str, Any]) -> Any:
     made = cls.__new__(cls)
     made.__dict__.update(state)
     return made

@@ -165,7 +165,7 @@ def _is_tensor(value: Any, tensors: list[Any]) -> bool:
 
 
 def _constant(known: Any) -> Match:
-    kind = type(known)
+    kind: type = type(known)
 
     def match(value: Any, _tensors: list[Any]) -> bool:
         return value is known or (type(value) is kind and bool(value == known))
@@ -173,7 +173,7 @@ def _constant(known: Any) -> Match:
     return match
 
 
-def _sequence(kind: type, parts: Sequence[Match]) -> Match:
+def _sequence(kind: Any, parts: Sequence[Match]) -> Match:
     def match(value: Any, tensors: list[Any]) -> bool:
         if type(value) is not kind or len(value) != len(parts):
             return False
