@@ -58,6 +58,8 @@ BUILTINS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
 }
 """Overload -> the builtin that takes its arguments in the same order and under the same names."""
 
+_COMPARISONS = {getattr(aten, name).Tensor for name in ("le", "lt", "ge", "gt", "eq", "ne")}
+
 METHODS: dict[torch._ops.OpOverload, str] = {
     aten.view.default: "view",
     aten.reshape.default: "reshape",
@@ -73,6 +75,7 @@ _VIEWS = (
     aten.select.int,
     aten.expand.default,
     aten.permute.default,
+    aten.slice.Tensor,
 )
 _INT_MAX = (1 << 63) - 1
 
@@ -165,6 +168,8 @@ def _plain_arguments(node: fx.Node) -> bool:
     names = {a.name for a in schema if a.kwarg_only}
     if not set(node.kwargs) <= names:
         return False  # a builtin may have another name for what the schema has by position
+    if node.target in _COMPARISONS and not isinstance(node.args[1], fx.Node):
+        return False  # the builtin would take a number for the overload with a Scalar
     return all(_fits(a.type, value) for a, value in zip(positional, node.args, strict=False))
 
 
