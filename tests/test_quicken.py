@@ -20,22 +20,48 @@ SQUARE, INTS, FLAGS = torch.rand(3, 3), torch.tensor([[1, 0], [2, 1]]), torch.ra
 IMAGE, KERNEL = torch.rand(1, 4, 6, 6), torch.rand(2, 4, 3, 3)
 STATS = (torch.rand(4), torch.rand(4), torch.zeros(4), torch.ones(4))
 
-_UNARY = (
-    "abs ceil clone cos erf exp floor log logical_not neg reciprocal relu rsqrt sigmoid sin sqrt square tanh "
-    "hardswish silu elu hardtanh leaky_relu softplus argmax"
-).split()
+_UNARY = [
+    "abs",
+    "ceil",
+    "clone",
+    "cos",
+    "erf",
+    "exp",
+    "floor",
+    "log",
+    "logical_not",
+    "neg",
+    "reciprocal",
+    "relu",
+    "rsqrt",
+    "sigmoid",
+    "sin",
+    "sqrt",
+    "square",
+    "tanh",
+    "hardswish",
+    "silu",
+    "elu",
+    "hardtanh",
+    "leaky_relu",
+    "softplus",
+    "argmax",
+]
 SAMPLES: dict[Any, list[tuple[Any, ...]]] = {
     **{getattr(aten, name).default: [(A,)] for name in _UNARY},
     **{getattr(aten, name).default: [(A, B)] for name in ("maximum", "minimum", "logical_and", "logical_or")},
-    **{getattr(aten, n).Tensor: [(A, B), (A, 2), (A, 0.5)] for n in "add sub mul div".split()},
-    **{getattr(aten, name).Tensor: [(A, B)] for name in "le lt ge gt eq ne".split()},
-    **{getattr(aten, name).Scalar: [(A, 1), (A, 0.5)] for name in "le lt ge gt eq ne".split()},
+    **{getattr(aten, n).Tensor: [(A, B), (A, 2), (A, 0.5)] for n in ["add", "sub", "mul", "div"]},
+    **{getattr(aten, name).Tensor: [(A, B)] for name in ["le", "lt", "ge", "gt", "eq", "ne"]},
+    **{getattr(aten, name).Scalar: [(A, 1), (A, 0.5)] for name in ["le", "lt", "ge", "gt", "eq", "ne"]},
     aten.bitwise_and.Tensor: [(FLAGS, FLAGS)],
     aten.bitwise_or.Tensor: [(FLAGS, FLAGS)],
     aten.bitwise_not.default: [(FLAGS,)],
     aten.addmm.default: [(SQUARE, SQUARE, SQUARE)],
     aten.baddbmm.default: [(torch.rand(2, 3, 3), A, B.transpose(1, 2))],
-    aten.batch_norm.default: [(IMAGE, *STATS, False, 0.1, 1e-5, True), (IMAGE, *STATS, True, 0.1, 1e-5, False)],
+    aten.batch_norm.default: [
+        (IMAGE, *STATS, False, 0.1, 1e-5, True),
+        (IMAGE, *STATS, True, 0.1, 1e-5, False),
+    ],
     aten.bmm.default: [(A, B.transpose(1, 2))],
     aten.cat.default: [([A, B],), ([A, B], -1)],
     aten.stack.default: [([A, B],), ([A, B], 1)],
@@ -76,7 +102,11 @@ SAMPLES: dict[Any, list[tuple[Any, ...]]] = {
     aten.where.self: [(FLAGS, A, B)],
     aten.linear.default: [(A, torch.rand(5, 4)), (A, torch.rand(5, 4), torch.rand(5))],
     aten.gelu.default: [(A,), (A, {"approximate": "tanh"})],
-    aten.scaled_dot_product_attention.default: [(A, B, B), (A, B, B, None, 0.0, True), (A, A, A, {"scale": 0.5})],
+    aten.scaled_dot_product_attention.default: [
+        (A, B, B),
+        (A, B, B, None, 0.0, True),
+        (A, A, A, {"scale": 0.5}),
+    ],
     aten.view.default: [(A, [6, 4]), (A, [2, -1])],
     aten.reshape.default: [(A, [6, 4]), (A, [-1])],
     aten.expand.default: [(A[:1], [2, 3, 4]), (A[:1], [5, -1, 3, 4])],

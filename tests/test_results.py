@@ -54,7 +54,9 @@ def test_dataclasses_and_model_outputs() -> None:
 
     for result in (
         Found(1, [2, None]),
-        BaseModelOutputWithPast(last_hidden_state=torch.ones(1), hidden_states=(torch.zeros(1), torch.ones(2))),
+        BaseModelOutputWithPast(
+            last_hidden_state=torch.ones(1), hidden_states=(torch.zeros(1), torch.ones(2))
+        ),
     ):
         register_dataclasses(result)
         leaves, spec = pytree.tree_flatten(result)
