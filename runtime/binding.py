@@ -27,39 +27,58 @@ __all__ = ["BoundCode"]
 class BoundCode:
     """Runs a graph module's graph with its weights bound.
 
+    Threads may call it at the same time.
+
     Args:
         code: whose ``get_attr`` nodes become arguments. It holds on to its own weights; this adds no cycle.
     """
 
     def __init__(self, code: fx.GraphModule) -> None:
         self.code = code
-        self.forward: Any = None  # of the graph module when it was bound: recompiling makes another
-        self.function: Callable[..., Any] | None = None
-        self.sources = _NOTHING
+        self.binding: _Binding | None = None
 
     def __call__(self, tensors: Sequence[Any]) -> Sequence[Any]:
         """The flat results for the flat inputs."""
-        if type(self.code).forward is not self.forward:
-            self._bind()
-        if self.function is None or self.code._forward_hooks or self.code._forward_pre_hooks:
-            results: Sequence[Any] = self.code(*tensors)
-            return results
-        weights = self.sources.read()
-        if weights is None:  # a module was replaced, or a weight is no plain entry any more
-            self._bind()
-            return self(tensors) if self.function is not None else self.code(*tensors)
-        found: Sequence[Any] = self.function(self.code, *tensors, *weights)
+        code, binding = self.code, self.binding
+        if binding is None or binding.forward is not type(code).forward:
+            binding = self._bind()
+        weights = binding.sources.read()
+        if weights is None:  # a module was replaced
+            binding = self._bind()
+            weights = binding.sources.read()
+        found: Sequence[Any]
+        if weights is None or binding.function is None or code._forward_hooks or code._forward_pre_hooks:
+            found = code(*tensors)
+        else:
+            found = binding.function(code, *tensors, *weights)
         return found
 
-    def _bind(self) -> None:
+    def _bind(self) -> _Binding:
+        forward = type(self.code).forward
         graph, targets = _with_arguments(self.code.graph)
-        self.forward, self.function = type(self.code).forward, None
         sources = _find_sources(self.code, targets)
-        if sources is None or sources.read() is None:
-            return  # a parametrization, say: its attribute computes the weight, and is read by name
-        shell = fx.GraphModule(nn.Module(), fx.Graph(), class_name=type(self.code).__name__)
-        shell.graph = graph
-        self.sources, self.function = sources, type(shell).forward
+        if sources is None:  # a parametrization, say: its attribute computes the weight, and is read by name
+            self.binding = _Binding(forward, None, _NOTHING)
+        else:
+            shell = fx.GraphModule(nn.Module(), fx.Graph(), class_name=type(self.code).__name__)
+            shell.graph = graph
+            self.binding = _Binding(forward, type(shell).forward, sources)
+        return self.binding
+
+
+@dataclass(frozen=True, slots=True)
+class _Binding:
+    """What was bound at one time; a change makes another.
+
+    Attributes:
+        forward: of the graph module then: recompiling it makes another.
+        function: takes the module, the inputs, the weights; None where weights are not plain entries.
+        sources: of the weights.
+    """
+
+    forward: Any
+    function: Callable[..., Any] | None
+    sources: _Sources
 
 
 @dataclass(frozen=True, slots=True)
