@@ -73,8 +73,10 @@ def bind_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping
             positional.append(value)
         elif not _is_default(value, parameter.default):
             named[name] = value
-    register_dataclasses((positional, named))
     leaves, spec = pytree.tree_flatten((tuple(positional), named))
+    if any(dataclasses.is_dataclass(leaf) for leaf in leaves):
+        register_dataclasses(leaves)
+        leaves, spec = pytree.tree_flatten((tuple(positional), named))
     return BoundCall(tuple(positional), named, tuple(leaves), spec)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["rebuilder"]
+__all__ = ["is_described", "make", "rebuilder"]
 
 Rebuild = Callable[[Sequence[Any]], Any]
 
@@ -37,7 +37,7 @@ class _Leaf:
 
 class _Writer:
     def __init__(self) -> None:
-        self.names: dict[str, Any] = {"make": _make}
+        self.names: dict[str, Any] = {"make": make}
         self.leaves = itertools.count()
 
     def function(self, spec: pytree.TreeSpec) -> Rebuild:
@@ -54,7 +54,7 @@ class _Writer:
         if spec.is_leaf():
             return f"r[{next(self.leaves)}]"
         node = pytree.SUPPORTED_NODES[spec.type]
-        if _is_described(node):
+        if is_described(node):
             leaves = [_Leaf(next(self.leaves)) for _ in spec.children()]
             return self._object(node.unflatten_fn(leaves, spec.context))
         parts = [self._structure(child) for child in spec.children()]
@@ -103,13 +103,14 @@ def _tuple(parts: Sequence[str]) -> str:
     return f"({', '.join(parts)},)" if parts else "()"
 
 
-def _is_described(node: Any) -> bool:
+def is_described(node: Any) -> bool:
     """Whether transformers' exporter describes objects of this class: by attributes, leaves as they are."""
     module = getattr(node.unflatten_fn, "__module__", None) or ""
     return module.startswith("transformers.exporters.")
 
 
-def _make(cls: Any, state: dict[str, Any]) -> Any:
+def make(cls: Any, state: dict[str, Any]) -> Any:
+    """An object with these attributes, which nothing has initialised."""
     made = cls.__new__(cls)
     made.__dict__.update(state)
     return made

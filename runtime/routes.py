@@ -13,11 +13,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from graphplan.captured import Without
+from graphplan.runtime.results import is_described, make
 from graphplan.signature import BoundCall, InputSignature, TensorLeaf, bind_call
 
 __all__ = ["Route", "find_route"]
@@ -102,7 +105,7 @@ def find_route(
     if call.spec != signature.spec:
         return None
     checks: list[TensorLeaf | None] = [None] * form.count
-    positions = [leaf.index if isinstance(leaf, _Mark) else None for leaf in call.leaves]
+    positions = [form.index_of(leaf) for leaf in call.leaves]
     for position, leaf in zip(positions, signature.leaves, strict=True):
         if (position is None) == isinstance(leaf, TensorLeaf):
             return None
@@ -111,25 +114,26 @@ def find_route(
     if None in checks:
         return None  # a tensor that is dropped on the way
     traced = call if prepare is None else prepare(call)
-    order = tuple(leaf.index if isinstance(leaf, _Mark) else None for leaf in traced.leaves)
-    constants = tuple(None if isinstance(leaf, _Mark) else leaf for leaf in traced.leaves)
+    order = tuple(form.index_of(leaf) for leaf in traced.leaves)
+    constants = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in traced.leaves)
     first = next((position for position in positions if position is not None), None)
     return Route(len(args), tuple(kwargs), matches, tuple(checks), order, constants, first)
 
 
-class _Mark:
-    """Stands for the tensor of this number while a call is bound and flattened."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
+_CONSTANTS = (bool, int, float, str, torch.dtype, torch.device)
 
 
 class _Form:
-    """Reads the form of arguments, and numbers their tensors."""
+    """Reads the form of arguments, and puts marks, which are tensors too, in place of their tensors."""
 
     def __init__(self) -> None:
         self.count = 0
-        self.next = 0
+        self.marks: list[torch.Tensor] = []
+        self.objects = False  # inside an object whose attributes are flattened with it
+
+    def index_of(self, leaf: Any) -> int | None:
+        """Which tensor of the call a leaf stands for; None for a constant."""
+        return next((index for index, mark in enumerate(self.marks) if mark is leaf), None)
 
     def match(self, value: Any) -> Match:
         """The test for values of this value's form."""
@@ -137,24 +141,47 @@ class _Form:
         if isinstance(value, torch.Tensor):
             self.count += 1
             return _is_tensor
-        if value is None or kind in (bool, int, float, str):
+        if value is None or kind in _CONSTANTS or (self.objects and isinstance(value, type)):
             return _constant(value)
         if kind is list or kind is tuple:
             return _sequence(kind, [self.match(v) for v in value])
         if kind is dict:
             return _mapping(tuple(value), [self.match(v) for v in value.values()])
+        if (node := pytree.SUPPORTED_NODES.get(kind)) is not None and is_described(node):
+            return self._object(value)
+        if self.objects and hasattr(value, "__dict__") and not isinstance(value, _SPECIAL):
+            return self._object(value)
         raise _Unknown
+
+    def _object(self, value: Any) -> Match:
+        outside, self.objects = self.objects, True
+        state = self.match(dict(vars(value)))
+        self.objects = outside
+        return _attributes(type(value), state)
 
     def marked(self, value: Any) -> Any:
         """The value with marks in place of its tensors."""
         if isinstance(value, torch.Tensor):
-            self.next += 1
-            return _Mark(self.next - 1)
+            self.marks.append(torch.empty(0))
+            return self.marks[-1]
         if isinstance(value, list | tuple):
             return type(value)([self.marked(v) for v in value])
         if isinstance(value, dict):
             return {key: self.marked(v) for key, v in value.items()}
+        if hasattr(value, "__dict__") and not isinstance(value, type):
+            return make(type(value), {key: self.marked(v) for key, v in vars(value).items()})
         return value
+
+
+# what has attributes and is more than those, or is called
+_SPECIAL = (type, list, tuple, dict, set, frozenset, FunctionType, MethodType)
+
+
+def _attributes(cls: type, state: Match) -> Match:
+    def match(value: Any, tensors: list[Any]) -> bool:
+        return type(value) is cls and state(vars(value), tensors)
+
+    return match
 
 
 def _is_tensor(value: Any, tensors: list[Any]) -> bool:

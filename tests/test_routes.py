@@ -11,6 +11,7 @@ from builders import largest_difference
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import graphplan
 from graphplan.captured import Without
@@ -191,6 +192,47 @@ def test_calls_of_all_forms_in_turn() -> None:
     assert programs == 8  # those that differ in name or default alone are one
     with pytest.raises(graphplan.InputError):
         placed(x, None, None)
+
+
+def test_caches_take_a_route_and_only_those_of_its_form() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
+    model, ids = LlamaForCausalLM(config).eval(), torch.ones(1, 3, dtype=torch.long)
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, kwargs={"input_ids": ids})
+
+    def cache(length: int) -> Any:
+        with torch.no_grad():
+            return model(ids[:, :1].expand(1, length)).past_key_values
+
+    def compare(length: int) -> None:
+        inputs = {"input_ids": ids[:, :2]}
+        with torch.no_grad():
+            ours = placed(**inputs, past_key_values=cache(length))
+            theirs = model(**inputs, past_key_values=cache(length))
+        assert largest_difference(ours.logits, theirs.logits) < 1e-5
+        assert ours.past_key_values.get_seq_length() == length + 2
+
+    for length in (3, 3, 4, 3):
+        compare(length)
+    assert len(placed.plans) == 3
+    routes, host = [known.route for known in placed._graphplan.routes], torch.device("cpu")
+    inputs = {"input_ids": ids[:, :2], "past_key_values": cache(3)}
+    (taken,) = [route for route in routes if route.leaves((), inputs, host) is not None]
+    leaves = pytree.tree_leaves(inputs)
+    found = taken.leaves((), inputs, host)
+    assert found is not None
+    assert all(a is b for a, b in zip(found, leaves, strict=True))
+    inputs["past_key_values"].layers[0].is_initialized = False
+    assert taken.leaves((), inputs, host) is None
+    inputs["past_key_values"] = cache(3)
+    inputs["past_key_values"].layers.pop()
+    assert taken.leaves((), inputs, host) is None
+    inputs["past_key_values"] = cache(3)
+    inputs["past_key_values"].added = 1
+    assert taken.leaves((), inputs, host) is None
 
 
 def test_modes_and_devices_choose_among_routes() -> None:
