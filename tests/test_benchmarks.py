@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +10,6 @@ from baselines import LESS, Baseline, baselines, best, contiguous, peak_activati
 from builders import KIB, chain
 from incumbents import assignment_of, skeleton
 from instances import GIB, INSTANCES, A, B, C, Card, Instance, devices, random_chain, stack
-from overhead import EAGER, OURS, linears, llama, require_equal
-from overhead import measure as measure_calls
 from packing import items, offloaded, pack, sizes_of, used
 from placement import Result, Solved, gap_table, measure, ratio_table
 from real_models import Measured, cells, header
@@ -279,19 +276,3 @@ def test_a_real_model_is_captured_once_and_planned_on_two_budgets() -> None:
     assert forced.within
     text = table(header(rows), [cells(row) for row in rows])
     assert "resnet-152 2x0.55" in text
-
-
-@pytest.mark.parametrize("make", [lambda: linears(3, 4), lambda: llama(1, 16)])
-def test_overhead_times_every_form(make: Any) -> None:
-    rows = measure_calls(make(), rounds=2)
-    assert [row["form"] for row in rows][:2] == [EAGER, OURS]
-    assert len(rows) == 4
-    assert rows[0]["ratio_of_best"] == 1
-    assert all(0 < row["best_ms"] <= row["median_ms"] for row in rows)
-
-
-def test_overhead_refuses_a_form_that_differs() -> None:
-    workload = linears(2, 4)
-    calls = {EAGER: workload.model, OURS: lambda input: workload.model(input) + 1}
-    with pytest.raises(AssertionError, match="graphplan differs"):
-        require_equal(calls, workload.inputs)
