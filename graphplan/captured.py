@@ -14,7 +14,7 @@ from graphplan.errors import CaptureError
 from graphplan.signature import BoundCall, InputSignature, TensorLeaf, leaf_names
 from graphplan.twin import Twin, identity
 
-__all__ = ["Capture", "Prepare", "bound_call", "finite_bound", "from_program"]
+__all__ = ["Capture", "Prepare", "Without", "bound_call", "finite_bound", "from_program"]
 
 Prepare = Callable[[BoundCall], BoundCall]
 
@@ -123,6 +123,17 @@ def bound_call(traced: Mapping[str, Any]) -> BoundCall:
     """A call of named arguments that needs no binding."""
     leaves, spec = pytree.tree_flatten(((), dict(traced)))
     return BoundCall((), dict(traced), tuple(leaves), spec)
+
+
+@dataclass(frozen=True, slots=True)
+class Without:
+    """Takes arguments out of a call that were not traced: none of them is a tensor."""
+
+    names: tuple[str, ...]
+
+    def __call__(self, call: BoundCall) -> BoundCall:
+        """The call without them."""
+        return bound_call({name: value for name, value in call.kwargs.items() if name not in self.names})
 
 
 def _with_flags(signature: InputSignature, call: BoundCall) -> InputSignature:

@@ -13,8 +13,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphplan.device import DISK, DeviceKey, Link, MaxMemory, Topology, read_max_memory, require_present
-from graphplan.errors import CaptureError, InputError
+from graphplan.device import (
+    DISK,
+    SIMULATED,
+    DeviceKey,
+    Link,
+    MaxMemory,
+    Topology,
+    read_max_memory,
+    require_present,
+)
+from graphplan.errors import CaptureError, DeviceError, InputError
 from graphplan.passes.constrain import Wishes
 from graphplan.placement import Plan
 from graphplan.planner import Compiler, Options
@@ -118,6 +127,7 @@ def partition(
     links: Links | None = None,
     return_outputs: bool = True,
     grad: bool = False,
+    compile: bool | Mapping[str, Any] = False,
     pin: Mapping[str, DeviceKey] | None = None,
     together: Sequence[str | Sequence[str]] = (),
     offload: bool = True,
@@ -147,6 +157,10 @@ def partition(
         return_outputs: False leaves results on the device that made them.
         grad: keep autograd alive in calls. Otherwise they run as under ``torch.no_grad()``, so that
             no activation outlives its last reader and the budgets hold.
+        compile: True to compile each stage (a run of operations on one device) with ``torch.compile``, at
+            its first call; or the options of ``torch.compile``. The plan counts operations one by one: a
+            compiled stage holds what it reads until it ends, and buffers of the compiler's own; give a
+            ``reserve``. Not on simulated devices.
         pin: as in :func:`plan`.
         together: as in :func:`plan`.
         offload: as in :func:`plan`.
@@ -164,7 +178,7 @@ def partition(
     topology = with_speeds(read_max_memory(max_memory, links, reserve), devices)
     require_present(topology)
     wishes = Wishes(dict(pin or {}), _groups(together), offload, cpu_compute, balance)
-    options = Options(dynamic_shapes, grad, return_outputs, wishes)
+    options = Options(dynamic_shapes, grad, return_outputs, wishes, _compile_options(compile, topology))
     model = _checked(model)
     twin = _twin(model)
     source = None if checkpoint is None else read_checkpoint(model, twin.weights, checkpoint, strict=strict)
@@ -250,6 +264,21 @@ def _twin(model: nn.Module) -> Twin:
     """The copy to trace, ready to bind calls."""
     know_caches(model)
     return Twin(model)
+
+
+def _compile_options(compile: bool | Mapping[str, Any], topology: Topology) -> Mapping[str, Any] | None:
+    """Options of ``torch.compile``; None where nothing is to be compiled."""
+    if compile is False:
+        return None
+    if compile is not True and not isinstance(compile, Mapping):
+        raise InputError("compile must be True, False, or options of torch.compile such as {'mode': ...}")
+    simulated = [spec.key for spec in topology.devices if spec.type == SIMULATED]
+    if simulated:
+        raise DeviceError(
+            f"compile: device {simulated[0]!r} is simulated, and torch.compile has no code for simulated "
+            "devices: leave compile out inside simulate"
+        )
+    return {} if compile is True else dict(compile)
 
 
 def _checked(model: Any) -> nn.Module:

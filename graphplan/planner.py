@@ -10,7 +10,9 @@
     place           -> where everything is
     check_schedule  proof that nothing passes a budget
     lower           -> fx graph with every move
+    quicken         the fastest calls that do the same
     verify_lowered  proof that its tensors meet
+    cut_stages      where stages are to be compiled
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ import logging
 import warnings
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 from graphplan.captured import Capture
 from graphplan.checks import check_schedule
@@ -36,8 +39,10 @@ from graphplan.passes.evaluate import Problem, evaluate
 from graphplan.passes.joint import Call, place_jointly
 from graphplan.passes.lower import host_device, lower
 from graphplan.passes.place import Solution
+from graphplan.passes.quicken import quicken
 from graphplan.passes.shared_rings import fit_together
 from graphplan.passes.simplify import simplify
+from graphplan.passes.stages import cut_stages
 from graphplan.passes.verify import verify_lowered
 from graphplan.placement import Plan
 from graphplan.runtime.executor import Program
@@ -62,6 +67,7 @@ class Options:
     grad: bool = False
     return_outputs: bool = True
     wishes: Wishes = field(default_factory=Wishes)
+    compile: Mapping[str, Any] | None = None
 
 
 _NOT_ON_DISK = (
@@ -343,13 +349,20 @@ class Compiler:
         self.plans.append(made)
         graph, schedule = made.graph, made.schedule
         lowered = lower(captured, graph, schedule, self.topology)
+        quicken(lowered.graph, keep_grad=self.options.grad)
         verify_lowered(lowered, graph, schedule, self.topology)
+        code, attributes = lowered.graph, dict[str, nn.Module](lowered.branches)
+        if self.options.compile is not None:
+            staged = cut_stages(code, schedule.assignment.operations, attributes)
+            code = staged.graph
+            for name, stage in staged.stages.items():
+                attributes[name] = cast(nn.Module, torch.compile(stage, **self.options.compile))
         return Program(
             plan=made,
             signature=captured.signature,
-            graph=lowered.graph,
+            graph=code,
             constants=self._place_constants(captured.constants, schedule.assignment.weights),
-            branches=lowered.branches,
+            attributes=attributes,
             inputs=tuple(captured.inputs.index(name) for name in graph.inputs),
             on_host=frozenset(_read_on_host(made)),
             changed=frozenset(graph.inputs.index(name) for name in graph.changed_inputs),

@@ -73,8 +73,10 @@ def bind_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping
             positional.append(value)
         elif not _is_default(value, parameter.default):
             named[name] = value
-    register_dataclasses((positional, named))
     leaves, spec = pytree.tree_flatten((tuple(positional), named))
+    if any(dataclasses.is_dataclass(leaf) for leaf in leaves):
+        register_dataclasses(leaves)
+        leaves, spec = pytree.tree_flatten((tuple(positional), named))
     return BoundCall(tuple(positional), named, tuple(leaves), spec)
 
 
@@ -118,6 +120,13 @@ class TensorLeaf:
     shape: tuple[int | None, ...]
     ranges: tuple[tuple[int, int] | None, ...] = ()
     stride: tuple[int, ...] | None = None
+
+    def fits(self, leaf: torch.Tensor) -> bool:
+        """Whether a tensor is one of these; the same answer as that of :meth:`mismatch`, sooner."""
+        usual = leaf.dtype is self.dtype and leaf.shape == self.shape
+        if usual and self.stride is None and leaf.is_contiguous():
+            return True  # a size that is None equals no size
+        return self.mismatch("", leaf) is None
 
     def mismatch(self, name: str, leaf: Any) -> str | None:
         """Why ``leaf`` does not fit, or None."""

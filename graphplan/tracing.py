@@ -20,7 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from graphplan.captured import Capture, Prepare, bound_call, from_program
+from graphplan.captured import Capture, Prepare, Without, bound_call, from_program
 from graphplan.device import suspended
 from graphplan.errors import CaptureError, GraphplanError, InputError
 from graphplan.signature import BoundCall, leaf_names, register_dataclasses
@@ -282,7 +282,7 @@ def _preparation(twin: Twin, added: set[str], dropped: Sequence[str]) -> Prepare
     if added:
         return partial(_prepare_for_export, twin.module)
     if dropped:
-        return partial(_without, tuple(dropped))
+        return Without(tuple(dropped))
     return None
 
 
@@ -290,7 +290,3 @@ def _prepare_for_export(module: nn.Module, call: BoundCall) -> BoundCall:
     from transformers.exporters.utils import prepare_for_export  # optional package
 
     return bound_call(prepare_for_export(module, dict(_on_cpu(call).kwargs))[1])
-
-
-def _without(names: tuple[str, ...], call: BoundCall) -> BoundCall:
-    return bound_call({name: value for name, value in call.kwargs.items() if name not in names})

@@ -16,6 +16,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -25,8 +26,11 @@ from torch.utils import _pytree as pytree
 from graphplan.device import DeviceKey
 from graphplan.errors import CaptureError, InputError, PlanError
 from graphplan.ops import constant_attribute, stream_attribute
+from graphplan.runtime.binding import BoundCode
 from graphplan.runtime.mapped import MappedFile
 from graphplan.runtime.pages import HostPages
+from graphplan.runtime.results import Rebuild, rebuilder
+from graphplan.runtime.routes import Route, find_route
 from graphplan.runtime.streams import ModuleStreams
 from graphplan.signature import BoundCall, InputSignature, bind_call
 
@@ -45,7 +49,7 @@ class Program:
         signature: which calls it serves.
         graph: from the call's tensors to a flat tuple of results.
         constants: attribute name -> tensor that the code lifted out of the model's.
-        branches: attribute name -> graph of a control-flow operation.
+        attributes: name -> module that the code calls: a graph of a control-flow operation, a stage.
         inputs: for each placeholder, the index of its leaf.
         on_host: those of the placeholders that are read where the caller's tensors were planned
             to be, without a move.
@@ -60,7 +64,7 @@ class Program:
     signature: InputSignature
     graph: fx.Graph
     constants: Mapping[str, torch.Tensor]
-    branches: Mapping[str, fx.GraphModule]
+    attributes: Mapping[str, nn.Module]
     inputs: tuple[int, ...]
     on_host: frozenset[int]
     changed: frozenset[int]
@@ -68,6 +72,11 @@ class Program:
     out_spec: pytree.TreeSpec
     modes: tuple[bool, ...]
     prepare: Callable[[BoundCall], BoundCall] | None = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether it copies weights through a ring, so that its calls must follow one another."""
+        return any(ring.segments for ring in self.plan.schedule.rings)
 
 
 _MANY = 32
@@ -80,11 +89,32 @@ Compile = Callable[[BoundCall, Sequence[bool]], Program]
 Start = Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], nn.Module]
 
 
+_training = attrgetter("training")
+_ROUTES = 16  # forms of calls that are remembered
+
+
+@dataclass(frozen=True, slots=True)
+class _Code:
+    """The code of one program, ready to run on one module's weights."""
+
+    module: fx.GraphModule
+    bound: BoundCode
+    rebuild: Rebuild
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A form of call that has been served, and by which program."""
+
+    route: Route
+    index: int
+
+
 @dataclass
 class _State:
     """What a placed module keeps beside the model's own attributes.
 
-    ``graph_modules`` are bound to one module's weights, so a copy of the module makes its own.
+    ``codes`` are bound to one module's weights, so a copy of the module makes its own.
     ``start`` places the module at its next call: where there were no inputs to plan with, and where
     pickling has dropped the programs. ``restart`` is what pickling keeps for that.
     """
@@ -96,7 +126,8 @@ class _State:
     keep_grad: bool = False
     return_outputs: bool = True
     start: Start | None = None
-    graph_modules: dict[int, fx.GraphModule] = field(default_factory=dict)
+    codes: dict[int, _Code] = field(default_factory=dict)
+    routes: list[_Known] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     streams: ModuleStreams = field(default_factory=ModuleStreams)
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -108,7 +139,7 @@ class _State:
             replace(p, constants={name: own[id(tensor)] for name, tensor in p.constants.items()})
             for p in self.programs
         ]
-        copied = replace(self, programs=programs, graph_modules={}, modules=[])
+        copied = replace(self, programs=programs, codes={}, routes=[], modules=[])
         copied.streams, copied.lock = ModuleStreams(), threading.RLock()
         return copied
 
@@ -148,13 +179,13 @@ class PlacedModule(nn.Module):
     @property
     def graph_modules(self) -> tuple[fx.GraphModule, ...]:
         """The generated code of every call structure so far, over this module's own weights."""
-        return tuple(_graph_module(self, index) for index in range(len(self._graphplan.programs)))
+        return tuple(_code_of(self, index).module for index in range(len(self._graphplan.programs)))
 
     @property
     def graph_module(self) -> fx.GraphModule:
         """The generated code of the first call structure; PlanError as :attr:`plan`."""
         self._first()
-        return _graph_module(self, 0)
+        return _code_of(self, 0).module
 
     @property
     def code(self) -> str:
@@ -169,22 +200,38 @@ class PlacedModule(nn.Module):
                 self.__dict__.clear()
                 self.__dict__.update(started.__dict__)
         state = self._graphplan
-        assert state.signature is not None
-        call = bind_call(state.signature, args, kwargs)
         state.streams.check_files()
         with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):
             with state.lock:
-                index = self._find(call)
-                program, code = state.programs[index], _graph_module(self, index)
-                if any(ring.segments for ring in program.plan.schedule.rings):
-                    return _run(self, program, code, call)
-            return _run(self, program, code, call)
+                index, leaves = self._serve(args, kwargs)
+                program, code = state.programs[index], _code_of(self, index)
+                if program.streams:
+                    return _run(self, program, code, leaves)
+            return _run(self, program, code, leaves)
 
-    def _find(self, call: BoundCall) -> int:
+    def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, Sequence[Any]]:
+        """The program that serves a call, and the leaves that it takes its inputs from."""
         state = self._graphplan
         if not state.modules:
             state.modules = list(self.modules())[1:]  # not itself: that would be a cycle
-        modes = (self.training, *[module.training for module in state.modules])
+        modes = (self.training, *map(_training, state.modules))
+        for known in state.routes:
+            program = state.programs[known.index]
+            if program.modes == modes:
+                leaves = known.route.leaves(args, kwargs, program.host)
+                if leaves is not None:
+                    return known.index, leaves
+        assert state.signature is not None
+        call = bind_call(state.signature, args, kwargs)
+        index = self._find(call, modes)
+        program = state.programs[index]
+        route = find_route(state.signature, program.signature, program.prepare, args, kwargs)
+        if route is not None:
+            state.routes = [_Known(route, index), *state.routes[: _ROUTES - 1]]
+        return index, call.leaves if program.prepare is None else program.prepare(call).leaves
+
+    def _find(self, call: BoundCall, modes: tuple[bool, ...]) -> int:
+        state = self._graphplan
         device = call.device
         for index, program in enumerate(state.programs):
             here = device is None or device == program.host
@@ -194,7 +241,7 @@ class PlacedModule(nn.Module):
         state.programs.append(state.compile(call, modes))
         _share_rings(state.programs)
         if len(state.programs) == _MANY:
-            warnings.warn(_MANY_PROGRAMS, stacklevel=4)
+            warnings.warn(_MANY_PROGRAMS, stacklevel=5)
         return len(state.programs) - 1
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -244,7 +291,7 @@ def attach(
     state.streams.pages.extend(memory)
     module.__dict__["_graphplan"] = state
     for index in range(len(programs)):
-        _graph_module(cast(PlacedModule, module), index)  # takes the ring's memory now, while it is there
+        _code_of(cast(PlacedModule, module), index)  # takes the ring's memory now, while it is there
 
 
 def attach_start(module: nn.Module, start: Start) -> None:
@@ -273,24 +320,29 @@ def _share_rings(programs: list[Program]) -> None:
         programs[:] = [replace(program, plan=program.plan.with_rings(sizes)) for program in programs]
 
 
-def _graph_module(module: PlacedModule, index: int) -> fx.GraphModule:
-    """The program's code over the module's weights: one namespace, seen through two objects."""
+def _code_of(module: PlacedModule, index: int) -> _Code:
+    """The program's code over the module's weights."""
     state = module._graphplan
-    found = state.graph_modules.get(index)
+    found = state.codes.get(index)
     if found is None:
         program = state.programs[index]
-        found = fx.GraphModule(nn.Module(), fx.Graph(), class_name=type(module).__name__)
-        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            found.__dict__[name] = module.__dict__[name]
-        for name, tensor in program.constants.items():
-            found.__dict__[name] = tensor
-        for name, branch in program.branches.items():
-            found.__dict__[name] = branch
-        _bind_streams(module, program, found)
-        found.graph = copy.deepcopy(program.graph)
-        found.graph.owning_module = None  # a cycle would keep device memory until the next collection
-        found.training = module.training
-        state.graph_modules[index] = found
+        code = _graph_module(module, program)
+        found = state.codes[index] = _Code(code, BoundCode(code), rebuilder(program.out_spec))
+    return found
+
+
+def _graph_module(module: PlacedModule, program: Program) -> fx.GraphModule:
+    """The code and the module: one namespace, seen through two objects."""
+    found = fx.GraphModule(nn.Module(), fx.Graph(), class_name=type(module).__name__)
+    for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        found.__dict__[name] = module.__dict__[name]
+    for name, tensor in program.constants.items():
+        found.__dict__[name] = tensor
+    found.__dict__.update(program.attributes)
+    _bind_streams(module, program, found)
+    found.graph = copy.deepcopy(program.graph)
+    found.graph.owning_module = None  # a cycle would keep device memory until the next collection
+    found.training = module.training
     return found
 
 
@@ -305,7 +357,7 @@ def _bind_streams(module: PlacedModule, program: Program, code: fx.GraphModule) 
         if weight.kind == "constant" and constant_attribute(weight.name) in program.constants:
             weights[weight.name] = program.constants[constant_attribute(weight.name)]
     if state.streams.must_grow(rings):
-        state.graph_modules.clear()  # they hold on to the smaller ring
+        state.codes.clear()  # they hold on to the smaller ring
     state.streams.prepare(rings, weights)
     for index, (device, ring) in enumerate(rings.items()):
         if ring.segments:
@@ -317,9 +369,8 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _run(module: PlacedModule, program: Program, code: fx.GraphModule, call: BoundCall) -> Any:
-    traced = call if program.prepare is None else program.prepare(call)
-    tensors = [traced.leaves[index] for index in program.inputs]
+def _run(module: PlacedModule, program: Program, code: _Code, leaves: Sequence[Any]) -> Any:
+    tensors = [leaves[index] for index in program.inputs]
     if program.changed:
         _refuse_overlap(program, tensors)
     back: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -330,13 +381,13 @@ def _run(module: PlacedModule, program: Program, code: fx.GraphModule, call: Bou
             if position in program.changed:
                 back.append((tensor, tensors[position]))
     try:
-        results = list(code(*tensors))
+        results = code.bound(tensors)
     except RuntimeError as error:
         _explain_moved_weights(module, program.plan, error)
         raise
     for original, changed in back:
         original.copy_(changed)
-    return pytree.tree_unflatten(results, program.out_spec)
+    return code.rebuild(results)
 
 
 def _refuse_overlap(program: Program, tensors: Sequence[Any]) -> None:

@@ -108,7 +108,7 @@ def run_with_clocks(
     """Races, accesses and results of calls of a placed module, by what its operations really touch."""
     state = placed._graphplan
     state.streams = streams = ModuleStreams(lambda device: queues())
-    state.graph_modules.clear()
+    state.codes.clear()
 
     def watch(read: Any, written: Any) -> None:
         for storage in streams.storages.values():

@@ -379,7 +379,7 @@ def test_memory_is_free_with_the_module() -> None:
         gc.collect()
         gc.disable()  # no cycle keeps the ring until the next collection
         try:
-            placed._graphplan.graph_modules.clear()
+            placed._graphplan.codes.clear()
             placed._graphplan.streams = None
             assert machine.live_bytes(0) == kept - ring
         finally:

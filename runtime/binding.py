@@ -1,0 +1,151 @@
+"""Generated code whose weights are arguments, instead of attributes that each call looks up one by one.
+
+``self.model.layers.0.mlp.up.weight`` is five dictionary look-ups through ``nn.Module.__getattr__``. Bound
+code takes it as an argument, read straight from the dictionary of parameters of the module that owns it::
+
+    def forward(self, x):                         def forward(self, x, up_weight):
+        up_weight = self.mlp.up.weight                linear = torch._C._nn.linear(x, up_weight)
+        linear = torch._C._nn.linear(x, up_weight)    return (linear,)
+        return (linear,)
+
+What a call reads is what the modules hold at that time: a parameter that was replaced, in whatever way, is
+found in its dictionary; where a module was replaced, or the graph module recompiled, the code is bound anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import getitem, is_
+from typing import Any
+
+from torch import fx, nn
+
+__all__ = ["BoundCode"]
+
+
+class BoundCode:
+    """Runs a graph module's graph with its weights bound.
+
+    Threads may call it at the same time.
+
+    Args:
+        code: whose ``get_attr`` nodes become arguments. It holds on to its own weights; this adds no cycle.
+    """
+
+    def __init__(self, code: fx.GraphModule) -> None:
+        self.code = code
+        self.binding: _Binding | None = None
+
+    def __call__(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        """The flat results for the flat inputs."""
+        code, binding = self.code, self.binding
+        if binding is None or binding.forward is not type(code).forward:
+            binding = self._bind()
+        weights = binding.sources.read()
+        if weights is None:  # a module was replaced
+            binding = self._bind()
+            weights = binding.sources.read()
+        found: Sequence[Any]
+        if weights is None or binding.function is None or code._forward_hooks or code._forward_pre_hooks:
+            found = code(*tensors)
+        else:
+            found = binding.function(code, *tensors, *weights)
+        return found
+
+    def _bind(self) -> _Binding:
+        forward = type(self.code).forward
+        graph, targets = _with_arguments(self.code.graph)
+        sources = _find_sources(self.code, targets)
+        if sources is None:  # a parametrization, say: its attribute computes the weight, and is read by name
+            self.binding = _Binding(forward, None, _NOTHING)
+        else:
+            shell = fx.GraphModule(nn.Module(), fx.Graph(), class_name=type(self.code).__name__)
+            shell.graph = graph
+            self.binding = _Binding(forward, type(shell).forward, sources)
+        return self.binding
+
+
+@dataclass(frozen=True, slots=True)
+class _Binding:
+    """What was bound at one time; a change makes another.
+
+    Attributes:
+        forward: of the graph module then: recompiling it makes another.
+        function: takes the module, the inputs, the weights; None where weights are not plain entries.
+        sources: of the weights.
+    """
+
+    forward: Any
+    function: Callable[..., Any] | None
+    sources: _Sources
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """Where the weights are read from.
+
+    Attributes:
+        parents: the dictionary of children in which each module on the way to a weight stands.
+        children: the names of these modules there.
+        modules: the modules themselves, when the code was bound.
+        owners: for each weight, the dictionary that has it.
+        names: of the weights, there.
+    """
+
+    parents: Sequence[dict[str, Any]]
+    children: Sequence[str]
+    modules: Sequence[Any]
+    owners: Sequence[dict[str, Any]]
+    names: Sequence[str]
+
+    def read(self) -> list[Any] | None:
+        """The weights as they are now; None where they are to be looked for anew."""
+        try:
+            same = all(map(is_, map(getitem, self.parents, self.children), self.modules))
+            return list(map(getitem, self.owners, self.names)) if same else None
+        except KeyError:
+            return None
+
+
+_NOTHING = _Sources((), (), (), (), ())
+
+
+def _with_arguments(graph: fx.Graph) -> tuple[fx.Graph, list[str]]:
+    """A copy in which attributes are placeholders, behind the inputs; and their targets."""
+    bound = fx.Graph()
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    attributes = [node for node in graph.nodes if node.op == "get_attr"]
+    env = {node: bound.placeholder(node.name) for node in (*inputs, *attributes)}
+    for node in graph.nodes:
+        if node not in env:
+            env[node] = bound.node_copy(node, env.__getitem__)
+    return bound, [str(node.target) for node in attributes]
+
+
+def _find_sources(root: nn.Module, targets: Sequence[str]) -> _Sources | None:
+    steps: dict[str, tuple[dict[str, Any], str, nn.Module]] = {}
+    owners, names = [], []
+    for target in targets:
+        owner, module = None, root
+        *path, name = target.split(".")
+        for depth, part in enumerate(path):
+            children = module._modules
+            child = children.get(part)
+            if child is None:
+                return None
+            steps[".".join(path[: depth + 1])] = (children, part, child)
+            module = child
+        places = (module.__dict__, module._parameters, module._buffers)
+        owner = next((place for place in places if name in place), None)
+        if owner is None or _is_computed(module, name):
+            return None
+        owners.append(owner)
+        names.append(name)
+    found = list(steps.values())
+    return _Sources([s[0] for s in found], [s[1] for s in found], [s[2] for s in found], owners, names)
+
+
+def _is_computed(module: nn.Module, name: str) -> bool:
+    """Whether the module's class answers to the name before its dictionaries do."""
+    return hasattr(type(module), name)
