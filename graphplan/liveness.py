@@ -3,7 +3,8 @@
 A device holds, at a step: the weights that live there and the ring that weights are streamed into,
 both for the whole call, every storage whose last reader has not run yet, and the workspace of the
 operation that runs. A view holds its base's storage and brings none. What the caller passed in stays
-on the caller's device throughout.
+on the caller's device throughout. A part of a sliced weight takes bytes where the whole lives, and where
+it is kept beside that.
 """
 
 from __future__ import annotations
@@ -95,6 +96,8 @@ class _Sweep:
             key = self.schedule.assignment.weights[weight.name]
             self.home[weight.name] = key
             sizes[key].append(weight.nbytes)
+            if weight.part_of and (whole := self.schedule.assignment.weights[weight.part_of]) != key:
+                sizes[whole].append(weight.nbytes)
             # a weight outlives the call, so its storage is counted once, here, and never freed
             self.storage[weight.name, key] = _Storage(key, 0, len(self.schedule.steps))
         for ring in self.schedule.rings:

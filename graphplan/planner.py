@@ -8,6 +8,7 @@
     Annotator       -> Graph: bytes, FLOPs, aliases
     constrain       what the caller asks for
     place           -> where everything is
+    slice_weights   the same again in parts, where no accelerator holds an operation's weight
     check_schedule  proof that nothing passes a budget
     lower           -> fx graph with every move
     verify_lowered  proof that its tensors meet
@@ -16,24 +17,27 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from graphplan.captured import Capture
+from graphplan.captured import Capture, Part
 from graphplan.checks import check_schedule
 from graphplan.device import CPU, DeviceKey, Topology
-from graphplan.errors import CaptureError
+from graphplan.errors import CaptureError, InfeasibleError
 from graphplan.graph import Graph, Weight
 from graphplan.ops import constant_attribute
-from graphplan.passes.annotate import Annotator, costlier
+from graphplan.passes.annotate import Annotator, costlier, part_weight
 from graphplan.passes.constrain import Wishes, constrain
 from graphplan.passes.evaluate import Problem, evaluate
 from graphplan.passes.lower import host_device, lower
-from graphplan.passes.place import Solution, place
+from graphplan.passes.oversized import find_oversized, offered_parts
+from graphplan.passes.place import Solution, place, sketch
 from graphplan.passes.simplify import simplify
+from graphplan.passes.slicing import is_sliceable, slice_weights
 from graphplan.passes.verify import verify_lowered
 from graphplan.placement import Plan
 from graphplan.runtime.executor import Program
@@ -78,8 +82,9 @@ class Compiler:
 
     def plan(self, call: BoundCall | None) -> Planned:
         """Capture, annotate and place."""
-        captured, annotator = self._capture(call)
-        problem, solution = self._settle(annotator, call)
+        _, annotator = self._capture(call)
+        choice = self._choose(self._sliced_as_before(annotator), call)
+        problem, solution, captured = choice.problem, choice.solution, choice.annotator.capture
         graph, schedule = problem.graph, solution.evaluation.schedule
         check_schedule(graph, self.topology, schedule)
         _refuse_shared(graph, self.twin)
@@ -101,15 +106,57 @@ class Compiler:
         self.captures.append((modes, captured, annotator))
         return captured, annotator
 
-    def _settle(self, annotator: Annotator, call: BoundCall | None) -> tuple[Problem, Solution]:
-        """Place the graph, and again where the moves themselves make operations take more.
+    def _sliced_as_before(self, annotator: Annotator) -> Annotator:
+        """The capture with the parts that earlier plans have placed, of weights that it can read so."""
+        known = [part for name in self.homes or () if (part := Part.named(name)) is not None]
+        here = [part for part in known if is_sliceable(annotator.capture, part.weight)]
+        return annotator.of(slice_weights(annotator.capture, here)) if here else annotator
 
-        The graph that is returned is that of the returned placement: its bytes are exact.
-        """
+    def _choose(self, annotator: Annotator, call: BoundCall | None) -> _Choice:
+        """Place the graph as it was captured and, where that may help, with weights sliced: the faster."""
+        sliced = self._best_slicing(annotator, call) if self.homes is None else None
+        if sliced is None:
+            return self._settle(annotator, call)
+        try:
+            found = self._settle(sliced, call)
+        except InfeasibleError:  # the moves that slicing brings made operations take more
+            return self._settle(annotator, call)
+        if sketch(self._constrained(annotator, call)) is None:
+            return found
+        whole = self._settle(annotator, call)
+        best = min(whole, found, key=lambda choice: choice.solution.evaluation.seconds)
+        bound = min(whole.solution.lower_bound, found.solution.lower_bound)
+        return replace(best, solution=replace(best.solution, lower_bound=bound))
+
+    def _best_slicing(self, annotator: Annotator, call: BoundCall | None) -> Annotator | None:
+        """The capture with oversized weights in as many parts as seem best; None where that is not possible."""
+        problem = self._constrained(annotator, call)
+        wishes = self.options.wishes
+        named = {*wishes.pin, *(n for g in wishes.together for n in ([g] if isinstance(g, str) else g))}
+        capture = annotator.capture
+        oversized = [
+            one
+            for one in find_oversized(problem, named)
+            if is_sliceable(capture, one.weight.name) and self.twin.weights.has_rows(one.weight.name)
+        ]
+        best: Annotator | None = None
+        seconds = math.inf
+        for parts in offered_parts(oversized):
+            sliced = annotator.of(slice_weights(capture, parts))
+            found = sketch(self._constrained(sliced, call))
+            if found is not None and found.seconds < seconds:
+                best, seconds = sliced, found.seconds
+        return best
+
+    def _constrained(self, annotator: Annotator, call: BoundCall | None) -> Problem:
+        return constrain(self._problem(annotator, call), self.options.wishes)
+
+    def _problem(self, annotator: Annotator, call: BoundCall | None) -> Problem:
+        """What is to be placed, without the caller's rules."""
         constants = annotator.capture.constants
-        graph = self._with_constants(annotator.graph(), constants)
+        graph = self._with_constants(annotator.graph(), annotator.capture)
         fixed = {**(self.homes or {}), **self._constant_homes(constants)}
-        plain = Problem(
+        return Problem(
             graph,
             self.topology,
             self._host(call),
@@ -119,18 +166,25 @@ class Compiler:
             growth=self._ring_limits(),
             streams=not self.options.grad,
         )
+
+    def _settle(self, annotator: Annotator, call: BoundCall | None) -> _Choice:
+        """Place the graph, and again where the moves themselves make operations take more.
+
+        The graph that is returned is that of the returned placement: its bytes are exact.
+        """
+        plain = self._problem(annotator, call)
         problem = constrain(plain, self.options.wishes)
         for _ in range(_SETTLING):
             solution = place(problem)
-            moved = self._with_constants(annotator.graph(solution.evaluation.schedule), constants)
+            moved = self._with_constants(annotator.graph(solution.evaluation.schedule), annotator.capture)
             exact = constrain(replace(plain, graph=moved), self.options.wishes)
             if exact.graph == problem.graph:
-                return problem, solution
+                return _Choice(annotator, problem, solution)
             again = evaluate(exact, solution.evaluation.schedule.assignment)
             if again.feasible:
-                return exact, replace(solution, evaluation=again)
+                return _Choice(annotator, exact, replace(solution, evaluation=again))
             problem = replace(exact, graph=costlier(problem.graph, exact.graph))
-        return problem, place(problem)
+        return _Choice(annotator, problem, place(problem))
 
     def _rings(self) -> dict[DeviceKey, int]:
         """Bytes of the rings that earlier plans of this model have made."""
@@ -168,12 +222,18 @@ class Compiler:
             if not any(known.is_same(name, tensor) for name, tensor in constants.items())
         ]
 
-    def _with_constants(self, graph: Graph, constants: Mapping[str, torch.Tensor]) -> Graph:
-        """The graph with the constants of earlier plans, which take their bytes all the same."""
+    def _with_constants(self, graph: Graph, capture: Capture) -> Graph:
+        """The graph with the constants and parts of earlier plans, which take their bytes all the same."""
         others = [
             Weight(other.name, tensor_bytes(other.tensor), (other.name,), "constant", False)
-            for other in self._others(constants)
+            for other in self._others(capture.constants)
         ]
+        for name, key in (self.homes or {}).items():
+            part = Part.named(name)
+            if part is not None and name not in capture.parts:
+                kept = part_weight(graph.weights[part.weight], part)
+                nbytes = kept.nbytes if self.topology[key].is_accelerator else 0  # else a view
+                others.append(replace(kept, nbytes=nbytes, part_of=""))
         if not others:
             return graph
         parts = (graph.operations.values(), graph.values.values(), [*graph.weights.values(), *others])
@@ -238,6 +298,15 @@ class Compiler:
             modes=self.twin.modes,
             prepare=captured.prepare,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A capture, annotated, as a problem, and the solution of it."""
+
+    annotator: Annotator
+    problem: Problem
+    solution: Solution
 
 
 @dataclass(frozen=True, slots=True)
