@@ -17,7 +17,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -50,6 +49,7 @@ __all__ = ["Compiler", "Options", "Planned"]
 logger = logging.getLogger("graphplan")
 
 _RING_SLACK = 2 << 20  # bytes by which CUDA's allocator may count a larger ring differently
+_HOPE = 2.0  # a sketch of more than so many times the seconds of another plan is not worth refining
 _SETTLING = 4  # times that a placement is made again because its own moves made operations take more
 
 
@@ -117,35 +117,33 @@ class Compiler:
         sliced = self._best_slicing(annotator, call) if self.homes is None else None
         if sliced is None:
             return self._settle(annotator, call)
+        whole = None
+        if sketch(self._constrained(annotator, call)) is not None:
+            whole = self._settle(annotator, call)
+            if whole.seconds * _HOPE < sliced.seconds:
+                return whole
         try:
-            found = self._settle(sliced, call)
+            found = self._settle(sliced.annotator, call)
         except InfeasibleError:  # the moves that slicing brings made operations take more
-            return self._settle(annotator, call)
-        if sketch(self._constrained(annotator, call)) is None:
-            return found
-        whole = self._settle(annotator, call)
-        best = min(whole, found, key=lambda choice: choice.solution.evaluation.seconds)
-        bound = min(whole.solution.lower_bound, found.solution.lower_bound)
-        return replace(best, solution=replace(best.solution, lower_bound=bound))
+            return whole or self._settle(annotator, call)
+        return found if whole is None else _faster(whole, found)
 
-    def _best_slicing(self, annotator: Annotator, call: BoundCall | None) -> Annotator | None:
-        """The capture with oversized weights in as many parts as seem best; None where that is not possible."""
-        problem = self._constrained(annotator, call)
-        wishes = self.options.wishes
+    def _best_slicing(self, annotator: Annotator, call: BoundCall | None) -> _Sketch | None:
+        """Oversized weights in as many parts as seem best; None where no number of parts would do."""
+        wishes, weights = self.options.wishes, self.twin.weights
         named = {*wishes.pin, *(n for g in wishes.together for n in ([g] if isinstance(g, str) else g))}
         capture = annotator.capture
         oversized = [
             one
-            for one in find_oversized(problem, named)
-            if is_sliceable(capture, one.weight.name) and self.twin.weights.has_rows(one.weight.name)
+            for one in find_oversized(self._constrained(annotator, call), named)
+            if is_sliceable(capture, one.weight.name) and weights.has_rows(one.weight.name)
         ]
-        best: Annotator | None = None
-        seconds = math.inf
+        best: _Sketch | None = None
         for parts in offered_parts(oversized):
             sliced = annotator.of(slice_weights(capture, parts))
             found = sketch(self._constrained(sliced, call))
-            if found is not None and found.seconds < seconds:
-                best, seconds = sliced, found.seconds
+            if found is not None and (best is None or found.seconds < best.seconds):
+                best = _Sketch(sliced, found.seconds)
         return best
 
     def _constrained(self, annotator: Annotator, call: BoundCall | None) -> Problem:
@@ -307,6 +305,27 @@ class _Choice:
     annotator: Annotator
     problem: Problem
     solution: Solution
+
+    @property
+    def seconds(self) -> float:
+        """Of one call, as modelled."""
+        return self.solution.evaluation.seconds
+
+
+def _faster(whole: _Choice, sliced: _Choice) -> _Choice:
+    """The faster of two placements, with the lower of their bounds, which holds for both graphs."""
+    best = min(whole, sliced, key=lambda choice: choice.seconds)
+    least = min(whole, sliced, key=lambda choice: choice.solution.lower_bound).solution
+    proof = least.proof + (", with weights sliced" if least is sliced.solution else "")
+    return replace(best, solution=replace(best.solution, lower_bound=least.lower_bound, proof=proof))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sketch:
+    """A capture, annotated, and the seconds of a placement of it that was found without much work."""
+
+    annotator: Annotator
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,9 @@ def _sliced(plan: Plan) -> list[str]:
         parts = [part for part in plan.graph.parts if part.part_of == name]
         homes = [plan.parts[part.name] for part in parts]
         listed = ", ".join(f"{homes.count(key)} on {key}" for key in dict.fromkeys(homes))
-        lines.append(f"sliced     {name}, {_size(sum(p.nbytes for p in parts))} in {len(parts)} parts: {listed}")
+        lines.append(
+            f"sliced     {name}, {_size(sum(p.nbytes for p in parts))} in {len(parts)} parts: {listed}"
+        )
     return lines
 
 

@@ -43,11 +43,13 @@ def find_oversized(problem: Problem, named: Collection[str] = ()) -> list[Oversi
     if not accelerators or cpu_key(problem.topology) is None or not problem.offload or not problem.streams:
         return []
     for weight in problem.graph.weights.values():
+        if not weight.nbytes or weight.kind not in ("parameter", "buffer") or len(weight.shape) < 2:
+            continue
         readers = [problem.graph.operations[r] for r in problem.graph.consumers.get(weight.name, ())]
         free = weight.name in problem.graph.streamable and weight.name not in problem.fixed_weights
-        if not free or not weight.nbytes or weight.kind not in ("parameter", "buffer") or len(weight.shape) < 2:
-            continue
-        if any(reader.name in named or not _may_accelerate(problem, reader) for reader in readers):
+        if not free or any(
+            reader.name in named or not _may_accelerate(problem, reader) for reader in readers
+        ):
             continue
         rooms = [_room_beside(problem.graph, reader, weight, accelerators) for reader in readers]
         if rooms and weight.nbytes > min(rooms):

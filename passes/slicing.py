@@ -45,7 +45,7 @@ class _Rule:
     dimension: int
 
 
-_RULES = {
+_RULES: dict[Any, _Rule] = {
     aten.linear.default: _Rule(1, 2, -1),
     aten.conv1d.default: _Rule(1, 2, -2),
     aten.conv1d.padding: _Rule(1, 2, -2),
@@ -55,7 +55,7 @@ _RULES = {
     aten.conv3d.padding: _Rule(1, 2, -4),
 }
 _GROUPS = 6  # position of a convolution's groups
-_PRODUCTS = {  # of something with a transposed weight
+_PRODUCTS: dict[Any, _Rule] = {  # of something with a transposed weight
     aten.matmul.default: _Rule(1, None, -1),
     aten.mm.default: _Rule(1, None, -1),
     aten.addmm.default: _Rule(2, 0, -1),
