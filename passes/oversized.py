@@ -46,10 +46,9 @@ def find_oversized(problem: Problem, named: Collection[str] = ()) -> list[Oversi
         if not weight.nbytes or weight.kind not in ("parameter", "buffer") or len(weight.shape) < 2:
             continue
         readers = [problem.graph.operations[r] for r in problem.graph.consumers.get(weight.name, ())]
-        free = weight.name in problem.graph.streamable and weight.name not in problem.fixed_weights
-        if not free or any(
-            reader.name in named or not _may_accelerate(problem, reader) for reader in readers
-        ):
+        if weight.name not in problem.graph.streamable or weight.name in problem.fixed_weights:
+            continue
+        if any(reader.name in named or not _may_accelerate(problem, reader) for reader in readers):
             continue
         rooms = [_room_beside(problem.graph, reader, weight, accelerators) for reader in readers]
         if rooms and weight.nbytes > min(rooms):

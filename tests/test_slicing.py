@@ -22,6 +22,7 @@ from graphplan.twin import Twin
 ROWS, WIDTH = 2048, 64
 WHOLE = ROWS * WIDTH * 4
 FAST = {(0, "cpu"): graphplan.Link(1e12, 1e-7), ("cpu", 0): graphplan.Link(1e12, 1e-7)}
+NARROW = {(0, "cpu"): graphplan.Link(1e9, 1e-7), ("cpu", 0): graphplan.Link(1e9, 1e-7)}
 SLOW = {(0, "cpu"): graphplan.Link(1e8, 1e-3), ("cpu", 0): graphplan.Link(1e8, 1e-3)}
 
 
@@ -203,7 +204,7 @@ def test_a_linear_larger_than_the_accelerator(bias: bool, shape: tuple[int, ...]
 
 
 def test_resident_in_part_and_streamed_in_part() -> None:
-    options = {"cpu_compute": False, "links": FAST}
+    options = {"cpu_compute": False, "links": NARROW}
     placed = check(Head(), (numbers(4, WIDTH),), budgets(WHOLE), {"head.weight"}, **options)
     plan = placed.plan
     homes = list(plan.parts.values())
@@ -226,7 +227,8 @@ def test_resident_in_part_and_streamed_in_part() -> None:
 
 def test_two_accelerators_hold_the_parts_between_them() -> None:
     memory = {0: int(0.7 * WHOLE), 1: int(0.7 * WHOLE), "cpu": 1 << 30}
-    placed = check(Head(), (numbers(64, WIDTH)[:, None],), memory, {"head.weight"}, cpu_compute=False)
+    options = {"cpu_compute": False, "links": NARROW}
+    placed = check(Head(), (numbers(4, WIDTH),), memory, {"head.weight"}, **options)
     assert set(placed.plan.parts.values()) == {0, 1}
     assert placed.plan.fetches == ()
 
@@ -260,10 +262,17 @@ def table(*shape: int) -> torch.Tensor:
 def test_an_embedding_larger_than_the_accelerator(dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Embedding(ROWS, WIDTH, padding_idx=3), nn.Linear(WIDTH, 8))
     ids = torch.cat([table(2, 3), torch.tensor([[0, ROWS - 1, 3], [1023, 1024, 1025]])]).to(dtype)
-    placed = check(model, (ids,), budgets(WHOLE), {"0.weight"}, cpu_compute=False)
-    for wrong in (ROWS, -1):
+    check(model, (ids,), budgets(WHOLE), {"0.weight"}, cpu_compute=False)
+
+
+@pytest.mark.parametrize("wrong", [ROWS, -1])
+def test_an_index_that_is_out_of_range_is_refused(wrong: int) -> None:
+    with graphplan.simulate(budgets(WHOLE)) as machine:
+        model = nn.Sequential(nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, 8))
+        placed = graphplan.partition(model, machine.max_memory, args=(table(2, 3),), cpu_compute=False)
+        assert sliced_names(placed.plan) == {"0.weight"}
         with pytest.raises(IndexError):
-            placed(torch.full_like(ids, wrong))
+            placed(torch.full((2, 3), wrong))
 
 
 def test_a_tied_head_shares_the_parts() -> None:
@@ -310,8 +319,11 @@ def test_what_fits_is_not_sliced() -> None:
 def test_what_the_caller_has_fixed_is_not_sliced() -> None:
     memory = budgets(int(0.7 * WHOLE))
     x = numbers(4, WIDTH)
-    for options in ({"pin": {"head": "cpu"}}, {"pin": {"head.weight": "cpu"}}, {"grad": True}):
-        check(Head(), (x,), memory, set(), links=FAST, **options)
+    for pin in ({"head": "cpu"}, {"head.weight": "cpu"}, {"linear_1": "cpu"}):
+        check(Head(), (x,), memory, set(), links=FAST, pin=pin)
+    with graphplan.simulate(memory):
+        placed = graphplan.partition(Head(), memory, args=(x,), links=FAST, grad=True)
+        assert sliced_names(placed.plan) == set()  # gradients belong to the whole
     with graphplan.simulate(memory), pytest.raises(graphplan.InfeasibleError, match="linear_1"):
         graphplan.plan(Head(), memory, args=(x,), offload=False)
 
@@ -327,7 +339,7 @@ def test_a_strided_weight_is_not_sliced() -> None:
 
 def sliced_head(machine: Any, memory: dict[int | str, int]) -> tuple[Any, nn.Module, torch.Tensor]:
     model, x = Head(), numbers(4, WIDTH)
-    placed = graphplan.partition(model, memory, args=(x,), cpu_compute=False, links=FAST)
+    placed = graphplan.partition(model, memory, args=(x,), cpu_compute=False, links=NARROW)
     assert {0, "cpu"} == set(placed.plan.parts.values())
     assert relative(run_placed(machine, placed, (x,)), model(x)) <= 1e-6
     return placed, model, x
@@ -410,7 +422,7 @@ class Sometimes(Head):
 
 def test_a_further_structure_that_needs_the_whole() -> None:
     memory = budgets(WHOLE)
-    with graphplan.simulate(memory) as machine:
+    with graphplan.simulate({0: 4 * WHOLE, "cpu": 1 << 30}) as machine:
         model, x = Sometimes(), numbers(4, WIDTH)
         placed = graphplan.partition(model, memory, args=(x,), links=FAST)
         assert sliced_names(placed.plan) == {"head.weight"}
