@@ -49,7 +49,7 @@ __all__ = ["Compiler", "Options", "Planned"]
 logger = logging.getLogger("graphplan")
 
 _RING_SLACK = 2 << 20  # bytes by which CUDA's allocator may count a larger ring differently
-_HOPE = 2.0  # a sketch of more than so many times the seconds of another plan is not worth refining
+_HOPE = 1.1  # a sketch of more than so many times the seconds of another plan is not worth refining
 _SETTLING = 4  # times that a placement is made again because its own moves made operations take more
 
 
@@ -142,7 +142,9 @@ class Compiler:
         for parts in offered_parts(oversized):
             sliced = annotator.of(slice_weights(capture, parts))
             found = sketch(self._constrained(sliced, call))
-            if found is not None and (best is None or found.seconds < best.seconds):
+            if found is not None and best is not None and found.seconds >= best.seconds:
+                break
+            if found is not None:
                 best = _Sketch(sliced, found.seconds)
         return best
 

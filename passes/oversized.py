@@ -1,7 +1,8 @@
 """Which weights no accelerator holds beside what their operations make, and how to cut them.
 
 A part must fit a slot of the ring. With more parts than that takes, less memory goes to slots and more to
-parts that stay; with too many, latencies and overheads add up. So several counts are offered.
+parts that stay; with too many, latencies and overheads add up. So several counts are offered. A table of
+which few rows are read is left whole where the CPU may read them.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ def find_oversized(problem: Problem, named: Collection[str] = ()) -> list[Oversi
             continue
         if any(reader.name in named or not _may_accelerate(problem, reader) for reader in readers):
             continue
+        if all(_is_gathered_on_cpu(problem, reader, weight) for reader in readers):
+            continue
         rooms = [_room_beside(problem.graph, reader, weight, accelerators) for reader in readers]
         if rooms and weight.nbytes > min(rooms):
             room = max(min(rooms), _ALIGNMENT)
@@ -60,6 +63,12 @@ def find_oversized(problem: Problem, named: Collection[str] = ()) -> list[Oversi
 def _may_accelerate(problem: Problem, operation: Operation) -> bool:
     keys = {spec.key for spec in problem.topology.devices if spec.is_accelerator}
     return not keys.isdisjoint(problem.allowed.get(operation.name, keys))
+
+
+def _is_gathered_on_cpu(problem: Problem, operation: Operation, weight: Weight) -> bool:
+    """Whether this reads a few rows of a table, and may do so where the table is."""
+    cpu = cpu_key(problem.topology)
+    return 2 * operation.bytes_accessed < weight.nbytes and cpu in problem.allowed.get(operation.name, {cpu})
 
 
 def _room_beside(graph: Graph, operation: Operation, weight: Weight, accelerators: list[DeviceSpec]) -> int:
