@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from builders import KIB, bytes_of, run_placed
+from safetensors.torch import save_file
 from torch import nn
 
 import graphplan
@@ -312,6 +314,20 @@ def test_where_the_accelerator_is_faster_it_computes() -> None:
     assert fast.plan.lower_bound <= fast.plan.makespan
 
 
+def test_a_table_stays_whole_where_the_cpu_may_read_it() -> None:
+    model = nn.Sequential(nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, 8))
+    placed = check(model, (table(2, 3),), budgets(WHOLE), set(), links=FAST)
+    assert placed.plan.stages[0].device == "cpu"
+
+
+def test_parts_of_one_module_stay_together_where_asked() -> None:
+    memory = {0: int(0.7 * WHOLE), 1: int(0.7 * WHOLE), "cpu": 1 << 30}
+    options = {"cpu_compute": False, "links": NARROW, "together": ["head"]}
+    placed = check(Head(bias=False), (numbers(4, WIDTH),), memory, {"head.weight"}, **options)
+    device = placed.plan.schedule.assignment.operations
+    assert len({key for name, key in device.items() if name.startswith("linear_1_")}) == 1
+
+
 def test_what_fits_is_not_sliced() -> None:
     check(Head(), (numbers(4, WIDTH),), budgets(2 * WHOLE), set(), cpu_compute=False)
 
@@ -465,6 +481,20 @@ def test_a_further_structure_that_needs_the_whole() -> None:
         again = pickle.loads(pickle.dumps(placed))
         assert relative(again(x, twice=True), model(x, twice=True)) <= 1e-6
         assert relative(again(x), model(x)) <= 1e-6
+
+
+def test_parts_are_read_from_a_checkpoint(tmp_path: Path) -> None:
+    memory, model, x = budgets(WHOLE), Head(), numbers(4, WIDTH)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        empty = Head()
+    with graphplan.simulate(memory) as machine:
+        options = {"cpu_compute": False, "links": NARROW, "checkpoint": str(tmp_path)}
+        placed = graphplan.partition(empty, memory, args=(x,), **options)
+        assert {0, "cpu"} == set(placed.plan.parts.values())
+        assert relative(run_placed(machine, placed, (x,)), model(x)) <= 1e-6
+        with torch.no_grad():
+            assert relative(copy.deepcopy(placed.graph_module)(x)[0], model(x)) <= 1e-6
 
 
 def test_the_original_stays_as_it_was() -> None:
