@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +15,29 @@ from graphplan.errors import CaptureError
 from graphplan.signature import BoundCall, InputSignature, TensorLeaf, leaf_names
 from graphplan.twin import Twin, identity
 
-__all__ = ["Capture", "Prepare", "Without", "bound_call", "finite_bound", "from_program"]
+__all__ = ["Capture", "Part", "Prepare", "Without", "bound_call", "finite_bound", "from_program"]
 
 Prepare = Callable[[BoundCall], BoundCall]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows ``start`` to ``stop`` of a weight, by its first name."""
+
+    weight: str
+    start: int
+    stop: int
+
+    @property
+    def name(self) -> str:
+        """As in a plan: ``"lm_head.weight[0:4096]"``."""
+        return f"{self.weight}[{self.start}:{self.stop}]"
+
+    @classmethod
+    def named(cls, name: str) -> Part | None:
+        """The part that has this name; None for the name of a whole weight."""
+        found = re.fullmatch(r"(.+)\[(\d+):(\d+)\]", name)
+        return None if found is None else cls(found[1], int(found[2]), int(found[3]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +54,7 @@ class Capture:
         method: ``"transformers"``, ``"export"`` or ``"symbolic_trace"``.
         sizes: symbol of each dynamic size -> the largest that the plan is for.
         prepare: from a call's arguments to those that were traced, where they differ.
+        parts: name -> rows of a weight that the graph reads in parts; ``weights`` has these names.
     """
 
     module: fx.GraphModule
@@ -44,6 +66,7 @@ class Capture:
     method: str
     sizes: dict[Any, int] = field(default_factory=dict)
     prepare: Prepare | None = None
+    parts: dict[str, Part] = field(default_factory=dict)
 
     @property
     def graph(self) -> fx.Graph:

@@ -57,10 +57,13 @@ class Weight:
         name: its first name in the model; the name that operations use.
         nbytes: bytes of its storage.
         names: every name that it has: more than one when it is tied.
-        kind: ``"parameter"``, ``"buffer"`` or ``"constant"``.
+        kind: ``"parameter"``, ``"buffer"``, ``"constant"`` or ``"part"``.
         persistent: whether it is in the ``state_dict``.
         mutated: whether a call writes to it (BatchNorm statistics): it is then never fetched.
         movable: False where the graph holds it inside an opaque module: never fetched either.
+        part_of: for a part, the weight of which it is some rows. That one stays whole on the CPU and has
+            ``nbytes`` of 0, since its parts have them; a part that lives elsewhere is a copy.
+        start: for a part, its first row.
     """
 
     name: str
@@ -72,6 +75,8 @@ class Weight:
     movable: bool = True
     shape: tuple[int, ...] = ()
     dtype: str = ""
+    part_of: str = ""
+    start: int = 0
 
     @property
     def fetchable(self) -> bool:
@@ -206,6 +211,11 @@ class Graph:
         kept = {self.root(name) for name in self.outputs}
         kept |= {self.root(name) for op in self.operations.values() for name in op.mutates}
         return frozenset(w.name for w in self.weights.values() if w.fetchable and w.name not in kept)
+
+    @cached_property
+    def parts(self) -> tuple[Weight, ...]:
+        """The weights that are rows of others."""
+        return tuple(weight for weight in self.weights.values() if weight.part_of)
 
     def weight_named(self, name: str) -> Weight | None:
         """The weight that has this name, tied names included."""

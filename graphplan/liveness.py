@@ -4,7 +4,8 @@ A device holds, at a step: the weights that live there, in one allocation, and t
 streamed into, both for the whole call, every storage whose last reader has not run yet, and the workspace
 of the operation that runs. A view holds its base's storage and brings none. What the caller passed in
 stays on the caller's device throughout. Weights on disk take the system's page cache and no memory of
-the CPU's budget, but for the buffers that they pass on their way to a ring.
+the CPU's budget, but for the buffers that they pass on their way to a ring. A part of a sliced weight
+takes bytes where the whole lives, and where it is kept beside that.
 """
 
 from __future__ import annotations
@@ -97,10 +98,11 @@ class _Sweep:
         for weight in self.graph.weights.values():
             key = self.schedule.assignment.weights[weight.name]
             self.home[weight.name] = key
-            if weight.kind == "constant":
-                sizes[key].append(weight.nbytes)
-            else:
-                arenas[key] += self.specs[key].rounded(weight.nbytes)
+            whole = self.schedule.assignment.weights.get(weight.part_of, key)
+            if weight.kind == "constant" or whole != key:
+                sizes[key].append(weight.nbytes)  # an allocation of its own
+            if weight.kind != "constant":
+                arenas[whole] += self.specs[whole].rounded(weight.nbytes)
             # a weight outlives the call, so its storage is counted once, here, and never freed
             self.storage[weight.name, key] = _Storage(key, 0, len(self.schedule.steps))
         for place in self.in_place:

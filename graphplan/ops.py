@@ -9,6 +9,11 @@ The streaming of weights, for a weight ``w`` on the CPU that a multiplication on
     w_on_0 = on_0[0]
     mm = x_on_0 @ w_on_0
     released_0 = release_segment(loaded_0)      # the slot may be loaded anew behind this
+
+A part of a sliced weight is a view of it on the CPU, or a copy that is kept on an accelerator::
+
+    w_part = torch.narrow(w, 0, 0, 4096)
+    w_part_1 = resident_part(self._part_1, w)   # copied anew if w has changed
 """
 
 from __future__ import annotations
@@ -20,10 +25,13 @@ from torch.utils import _pytree as pytree
 
 __all__ = [
     "Loaded",
+    "Resident",
     "Stream",
     "constant_attribute",
     "load_segment",
+    "part_attribute",
     "release_segment",
+    "resident_part",
     "stream_attribute",
     "to_device",
     "wait_segment",
@@ -50,6 +58,14 @@ class Stream(Protocol):
         ...
 
 
+class Resident(Protocol):
+    """A part of a weight that is kept on an accelerator."""
+
+    def current(self, weight: torch.Tensor) -> torch.Tensor:
+        """The part, with the values that the weight has now."""
+        ...
+
+
 def constant_attribute(name: str) -> str:
     """The attribute of the graph module that holds a constant of the code."""
     return "_constant_" + name.replace(".", "_")
@@ -58,6 +74,16 @@ def constant_attribute(name: str) -> str:
 def stream_attribute(index: int) -> str:
     """The attribute of the graph module that holds the stream of the schedule's ring ``index``."""
     return f"_stream_{index}"
+
+
+def part_attribute(index: int) -> str:
+    """The attribute of the graph module that keeps part ``index`` of the graph's parts."""
+    return f"_part_{index}"
+
+
+def resident_part(part: Resident, weight: torch.Tensor) -> torch.Tensor:
+    """Rows of ``weight`` on an accelerator, copied there anew if it has changed."""
+    return part.current(weight)
 
 
 def load_segment(stream: Stream, index: int, *weights: torch.Tensor) -> Loaded:

@@ -94,9 +94,17 @@ class Plan:
         return {
             name: home[weight.name]
             for weight in self.graph.weights.values()
-            if weight.kind != "constant"
+            if weight.kind in ("parameter", "buffer")
             for name in weight.names or (weight.name,)
         }
+
+    @cached_property
+    def parts(self) -> dict[str, DeviceKey]:
+        """Every part of a sliced weight (``"lm_head.weight[0:4096]"``) -> where it is read from.
+
+        The weight itself is whole where :attr:`placement` has it; a part on an accelerator is a copy.
+        """
+        return {part.name: self.schedule.assignment.weights[part.name] for part in self.graph.parts}
 
     @cached_property
     def devices(self) -> dict[DeviceKey, torch.device]:
@@ -141,10 +149,12 @@ class Plan:
     def operations_of(self, name: str) -> Iterator[Operation]:
         """The operation of this name, or those of a module, or those that read a weight, in order."""
         weight = self.graph.weight_named(name)
+        first = "" if weight is None else weight.name
+        read = {first, *(part.name for part in self.graph.parts if part.part_of == first)} - {""}
         for operation in self.graph.operations.values():
             path = operation.module_path
             inside = path == name or path.startswith(name + ".") or not name
-            reads = weight is not None and weight.name in operation.inputs
+            reads = not read.isdisjoint(operation.inputs)
             if operation.name == name or inside or reads:
                 yield operation
 

@@ -8,6 +8,7 @@
     Annotator       -> Graph: bytes, FLOPs, aliases
     constrain       what the caller asks for
     place           -> where everything is
+    slice_weights   the same again in parts, where no accelerator holds an operation's weight
     check_schedule  proof that nothing passes a budget
     lower           -> fx graph with every move
     quicken         the fastest calls that do the same
@@ -26,27 +27,30 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from graphplan.captured import Capture
+from graphplan.captured import Capture, Part
 from graphplan.checks import check_schedule
 from graphplan.device import CPU, DISK, DeviceKey, Topology
-from graphplan.errors import CaptureError
+from graphplan.errors import CaptureError, InfeasibleError
 from graphplan.graph import Graph, Weight
 from graphplan.ops import constant_attribute
-from graphplan.passes.annotate import Annotator, costlier
+from graphplan.passes.annotate import Annotator, costlier, part_weight
 from graphplan.passes.constrain import Wishes, constrain
 from graphplan.passes.disk import place_or_map
 from graphplan.passes.evaluate import Problem, evaluate
 from graphplan.passes.joint import Call, place_jointly
 from graphplan.passes.lower import host_device, lower
-from graphplan.passes.place import Solution
+from graphplan.passes.oversized import find_oversized, offered_parts
+from graphplan.passes.place import Solution, sketch
 from graphplan.passes.quicken import quicken
 from graphplan.passes.shared_rings import fit_together
 from graphplan.passes.simplify import simplify
+from graphplan.passes.slicing import is_sliceable, slice_weights
 from graphplan.passes.stages import cut_stages
 from graphplan.passes.verify import verify_lowered
 from graphplan.placement import Plan
 from graphplan.runtime.executor import Program
 from graphplan.runtime.storage import Layout
+from graphplan.schedule import Schedule
 from graphplan.signature import BoundCall, leaf_names
 from graphplan.tracing import capture
 from graphplan.twin import Twin, tensor_bytes
@@ -56,6 +60,7 @@ __all__ = ["Compiler", "Options", "Planned"]
 logger = logging.getLogger("graphplan")
 
 _RING_SLACK = 2 << 20  # bytes by which CUDA's allocator may count a larger ring differently
+_HOPE = 1.1  # a sketch of more than so many times the seconds of another plan is not worth refining
 _SETTLING = 4  # times that a placement is made again because its own moves made operations take more
 
 
@@ -96,7 +101,8 @@ class Compiler:
         """Where the first plans have put the weights, and which of them they stream."""
         assert self.homes is not None
         rings = [ring for plan in self.plans for ring in plan.schedule.rings]
-        streamed = (name for ring in rings for segment in ring.segments for name in segment.weights)
+        of = {part.name: part.part_of for plan in self.plans for part in plan.graph.parts}
+        streamed = (of.get(n, n) for ring in rings for segment in ring.segments for n in segment.weights)
         return Layout(
             {name: self.topology[key].torch_device for name, key in self.homes.items()},
             [name for name in dict.fromkeys(streamed) if self.homes.get(name) != DISK],
@@ -106,14 +112,10 @@ class Compiler:
 
     def plan(self, call: BoundCall | None) -> Planned:
         """Capture, annotate and place."""
-        captured, annotator = self._capture(call)
-        constants = captured.constants
-        graph = self._with_constants(annotator.graph(), constants)
-        plain = self._problem(graph, constants, self._host(call))
-        # a further call may not run everything that the caller has named
-        wishes = self.options.wishes if self.homes is None else self.options.wishes.within(graph)
-        problem, solution = self._settle(annotator, plain, wishes)
-        return self._planned(captured, problem, solution, Call(plain, wishes, 1.0))
+        _, annotator = self._capture(call)
+        choice = self._choose(self._sliced_as_before(annotator), call)
+        asked = Call(choice.plain, choice.wishes, 1.0)
+        return self._planned(choice.annotator.capture, choice.problem, choice.solution, asked)
 
     def plan_together(self, calls: Sequence[BoundCall], weights: Sequence[float]) -> tuple[Planned, ...]:
         """Capture several calls, and place them over the same homes of weights.
@@ -171,42 +173,111 @@ class Compiler:
         self.captures.append((modes, captured, annotator))
         return captured, annotator
 
-    def _settle(self, annotator: Annotator, plain: Problem, wishes: Wishes) -> tuple[Problem, Solution]:
+    def _sliced_as_before(self, annotator: Annotator) -> Annotator:
+        """The capture with the parts that earlier plans have placed, of weights that it can read so."""
+        known = [part for name in self.homes or () if (part := Part.named(name)) is not None]
+        here = [part for part in known if is_sliceable(annotator.capture, part.weight)]
+        return annotator.of(slice_weights(annotator.capture, here)) if here else annotator
+
+    def _choose(self, annotator: Annotator, call: BoundCall | None) -> _Choice:
+        """Place the graph as it was captured and, where that may help, with weights sliced: the faster."""
+        sliced = self._best_slicing(annotator, call) if self.homes is None else None
+        if sliced is None:
+            return self._settle(annotator, call)
+        whole = None
+        if sketch(self._constrained(annotator, call)) is not None:
+            whole = self._settle(annotator, call)
+            if whole.seconds * _HOPE < sliced.seconds:
+                return whole
+        try:
+            found = self._settle(sliced.annotator, call)
+        except InfeasibleError:  # the moves that slicing brings made operations take more
+            return whole or self._settle(annotator, call)
+        return found if whole is None else _faster(whole, found)
+
+    def _best_slicing(self, annotator: Annotator, call: BoundCall | None) -> _Sketch | None:
+        """Oversized weights in as many parts as seem best; None where no number of parts would do."""
+        wishes, weights = self.options.wishes, self.twin.weights
+        named = {*wishes.pin, *(n for g in wishes.together for n in ([g] if isinstance(g, str) else g))}
+        capture = annotator.capture
+        oversized = [
+            one
+            for one in find_oversized(self._constrained(annotator, call), named)
+            if is_sliceable(capture, one.weight.name) and weights.has_rows(one.weight.name)
+        ]
+        best: _Sketch | None = None
+        for parts in offered_parts(oversized):
+            sliced = annotator.of(slice_weights(capture, parts))
+            found = sketch(self._constrained(sliced, call))
+            if found is not None and best is not None and found.seconds >= best.seconds:
+                break
+            if found is not None:
+                best = _Sketch(sliced, found.seconds)
+        return best
+
+    def _constrained(self, annotator: Annotator, call: BoundCall | None) -> Problem:
+        plain = self._problem(annotator, call)
+        return constrain(plain, self._wishes(plain.graph))
+
+    def _problem(self, annotator: Annotator, call: BoundCall | None) -> Problem:
+        """What is to be placed, without the caller's rules."""
+        return self._problem_of(self._graph(annotator), annotator, self._host(call))
+
+    def _problem_of(self, graph: Graph, annotator: Annotator, host: DeviceKey) -> Problem:
+        """What is asked of one call beside what earlier plans have settled."""
+        return Problem(
+            graph,
+            self.topology,
+            host,
+            self.options.return_outputs,
+            {**(self.homes or {}), **self._constant_homes(annotator.capture.constants)},
+            rings=self._rings(),
+            growth=self._ring_limits(),
+            streams=not self.options.grad,
+        )
+
+    def _wishes(self, graph: Graph) -> Wishes:
+        """What the caller asks for; a further call may not run everything that is named there."""
+        return self.options.wishes if self.homes is None else self.options.wishes.within(graph)
+
+    def _settle(self, annotator: Annotator, call: BoundCall | None) -> _Choice:
         """Place the graph, and again where the moves themselves make operations take more.
 
         The graph that is returned is that of the returned placement: its bytes are exact.
         """
-        constants = annotator.capture.constants
+        plain = self._problem(annotator, call)
+        wishes = self._wishes(plain.graph)
         problem = constrain(plain, wishes)
         for _ in range(_SETTLING):
             solution = place_or_map(problem, self.mappable)
-            moved = self._with_constants(annotator.graph(solution.evaluation.schedule), constants)
+            moved = self._graph(annotator, solution.evaluation.schedule)
             exact = constrain(replace(plain, graph=moved), wishes)
             if exact.graph == problem.graph:
-                return problem, solution
+                return _Choice(annotator, plain, wishes, problem, solution)
             again = evaluate(exact, solution.evaluation.schedule.assignment)
             if again.feasible:
-                return exact, replace(solution, evaluation=again)
+                return _Choice(annotator, plain, wishes, exact, replace(solution, evaluation=again))
             problem = replace(exact, graph=costlier(problem.graph, exact.graph))
-        return problem, place_or_map(problem, self.mappable)
+        solution = place_or_map(problem, self.mappable)
+        return _Choice(annotator, plain, wishes, problem, solution)
 
     def _settle_together(self, parts: Sequence[_Part]) -> tuple[list[Call], list[Solution]]:
         """As :meth:`_settle`, for several calls."""
         if DISK in self.topology:
             warnings.warn(_NOT_ON_DISK, stacklevel=5)
-        constants = [part.annotator.capture.constants for part in parts]
-        union = {name: tensor for named in constants for name, tensor in named.items()}
+        union: dict[str, torch.Tensor] = {}
+        for part in parts:
+            union |= part.annotator.capture.constants
         calls = []
-        for part, own in zip(parts, constants, strict=True):
-            graph = self._with_constants(part.annotator.graph(), own, union)
-            plain = self._problem(graph, own, part.host)
-            calls.append(Call(plain, self.options.wishes.within(graph), part.weight))
+        for part in parts:
+            plain = self._problem_of(self._graph(part.annotator, union=union), part.annotator, part.host)
+            calls.append(Call(plain, self.options.wishes.within(plain.graph), part.weight))
         _check_named(self.options.wishes, calls)
         for _ in range(_SETTLING):
             solutions = place_jointly(calls)
             moved = [
-                self._with_constants(part.annotator.graph(found.evaluation.schedule), own, union)
-                for part, own, found in zip(parts, constants, solutions, strict=True)
+                self._graph(part.annotator, found.evaluation.schedule, union)
+                for part, found in zip(parts, solutions, strict=True)
             ]
             exact = [
                 replace(call, problem=replace(call.problem, graph=graph))
@@ -224,19 +295,6 @@ class Compiler:
                 for old, new, graph in zip(calls, exact, moved, strict=True)
             ]
         return calls, list(place_jointly(calls))
-
-    def _problem(self, graph: Graph, constants: Mapping[str, torch.Tensor], host: DeviceKey) -> Problem:
-        """What is asked of one call beside what earlier plans have settled."""
-        return Problem(
-            graph,
-            self.topology,
-            host,
-            self.options.return_outputs,
-            {**(self.homes or {}), **self._constant_homes(constants)},
-            rings=self._rings(),
-            growth=self._ring_limits(),
-            streams=not self.options.grad,
-        )
 
     def _rings(self) -> dict[DeviceKey, int]:
         """Bytes of the rings that earlier plans of this model have made."""
@@ -274,24 +332,31 @@ class Compiler:
             if not any(known.is_same(name, tensor) for name, tensor in constants.items())
         ]
 
-    def _with_constants(
+    def _graph(
         self,
-        graph: Graph,
-        constants: Mapping[str, torch.Tensor],
+        annotator: Annotator,
+        schedule: Schedule | None = None,
         union: Mapping[str, torch.Tensor] | None = None,
     ) -> Graph:
-        """The graph with the constants of other calls, which take their bytes all the same.
+        """The graph with the constants and parts of other calls, which take their bytes all the same.
 
         Args:
-            graph: of one call.
-            constants: its own.
-            union: those of all calls that are planned together with it.
+            annotator: of one call.
+            schedule: as in :meth:`Annotator.graph`.
+            union: constants of all calls that are planned together with it.
         """
-        beside = {other.name: other.tensor for other in self._others({**constants, **(union or {})})}
-        beside |= {name: tensor for name, tensor in (union or {}).items() if name not in constants}
+        graph, capture = annotator.graph(schedule), annotator.capture
+        beside = {other.name: other.tensor for other in self._others({**capture.constants, **(union or {})})}
+        beside |= {n: tensor for n, tensor in (union or {}).items() if n not in capture.constants}
         others = [
             Weight(name, tensor_bytes(tensor), (name,), "constant", False) for name, tensor in beside.items()
         ]
+        for name, key in (self.homes or {}).items():
+            part = Part.named(name)
+            if part is not None and name not in capture.parts:
+                kept = part_weight(graph.weights[part.weight], part)
+                nbytes = kept.nbytes if self.topology[key].is_accelerator else 0  # else a view
+                others.append(replace(kept, nbytes=nbytes, part_of=""))
         if not others:
             return graph
         parts = (graph.operations.values(), graph.values.values(), [*graph.weights.values(), *others])
@@ -371,6 +436,46 @@ class Compiler:
             modes=self.twin.modes,
             prepare=captured.prepare,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A capture, annotated, as a problem, and the solution of it.
+
+    Attributes:
+        annotator: of the capture.
+        plain: the problem without the caller's wishes.
+        wishes: of the caller.
+        problem: with them.
+        solution: of the problem.
+    """
+
+    annotator: Annotator
+    plain: Problem
+    wishes: Wishes
+    problem: Problem
+    solution: Solution
+
+    @property
+    def seconds(self) -> float:
+        """Of one call, as modelled."""
+        return self.solution.evaluation.seconds
+
+
+def _faster(whole: _Choice, sliced: _Choice) -> _Choice:
+    """The faster of two placements, with the lower of their bounds, which holds for both graphs."""
+    best = min(whole, sliced, key=lambda choice: choice.seconds)
+    least = min(whole, sliced, key=lambda choice: choice.solution.lower_bound).solution
+    proof = least.proof + (", with weights sliced" if least is sliced.solution else "")
+    return replace(best, solution=replace(best.solution, lower_bound=least.lower_bound, proof=proof))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sketch:
+    """A capture, annotated, and the seconds of a placement of it that was found without much work."""
+
+    annotator: Annotator
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

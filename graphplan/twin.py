@@ -45,6 +45,12 @@ class ModelWeights:
             self.names.setdefault(first, []).append(name)
             self.tensors.setdefault(first, tensor)
 
+    def has_rows(self, name: str) -> bool:
+        """Whether rows of this weight are plain tensors that lie in one piece, and count what is written."""
+        tensor = self.tensors[name]
+        plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+        return plain and tensor.is_contiguous() and not tensor.is_inference()
+
     def sharing(self, name: str) -> list[str]:
         """First names of other weights that lie in the same memory as this one, in another shape."""
         memory = _memory(self.tensors[name])

@@ -64,9 +64,23 @@ def summary_text(plan: Plan) -> str:
             f"{len(plan.calls)} calls   {time_text(plan.weighted_makespan)} with their weights, lower bound "
             f"{time_text(plan.weighted_lower_bound)}"
         )
+    lines += _sliced(plan)
     if not plan.activations_known:
         lines.append("activations are unknown without example inputs: peaks count weights only")
     return "\n".join(lines)
+
+
+def _sliced(plan: Plan) -> list[str]:
+    """How the weights that no accelerator holds are cut, and where their parts are read from."""
+    lines = []
+    for name in dict.fromkeys(part.part_of for part in plan.graph.parts):
+        parts = [part for part in plan.graph.parts if part.part_of == name]
+        homes = [plan.parts[part.name] for part in parts]
+        listed = ", ".join(f"{homes.count(key)} on {key}" for key in dict.fromkeys(homes))
+        lines.append(
+            f"sliced     {name}, {size_text(sum(p.nbytes for p in parts))} in {len(parts)} parts: {listed}"
+        )
+    return lines
 
 
 def _ring(ring: Ring) -> str:

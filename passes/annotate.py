@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from graphplan.captured import Capture
+from graphplan.captured import Capture, Part
 from graphplan.device import DeviceKey
 from graphplan.graph import Graph, Operation, Value, Weight
 from graphplan.passes.aliases import find_together
@@ -20,7 +20,7 @@ from graphplan.passes.simplify import mutated_arguments
 from graphplan.schedule import Schedule
 from graphplan.twin import ModelWeights, tensor_bytes
 
-__all__ = ["Annotator", "annotate", "costlier"]
+__all__ = ["Annotator", "annotate", "costlier", "part_weight"]
 
 aten = torch.ops.aten
 
@@ -42,8 +42,14 @@ class Annotator:
     def __init__(
         self, capture: Capture, weights: ModelWeights, device_types: Sequence[str] = ("cpu",)
     ) -> None:
-        self.capture, self.weights = capture, weights
+        self.capture, self.weights, self.device_types = capture, weights, device_types
         self.interpreter = Interpreter(device_types, capture.sizes)
+
+    def of(self, capture: Capture) -> Annotator:
+        """An annotator of another capture of the model, which knows what this one has measured."""
+        other = Annotator(capture, self.weights, self.device_types)
+        other.interpreter.memo = self.interpreter.memo
+        return other
 
     def graph(self, schedule: Schedule | None = None) -> Graph:
         """The graph; with ``schedule``, as it is when values are moved as it says.
@@ -289,7 +295,7 @@ class _GraphReader:
         return [n for n in self._module_weights(path) if n not in self.model.parameters]
 
     def graph(self) -> Graph:
-        weights = [self._weight(name, t) for name, t in self.model.tensors.items()]
+        weights = [weight for name, t in self.model.tensors.items() for weight in self._weights(name, t)]
         for name, tensor in self.capture.constants.items():
             weights.append(_constant(name, tensor, name in self.written))
         outputs = [
@@ -301,6 +307,14 @@ class _GraphReader:
         parts = (self.operations, self.values.values(), weights, self.inputs, unique)
         plain = Graph(*parts, shapes_known=self.sees_shapes)
         return Graph(*parts, find_together(plain), shapes_known=self.sees_shapes)
+
+    def _weights(self, name: str, tensor: torch.Tensor) -> list[Weight]:
+        """A weight, with its parts if it is sliced."""
+        whole = self._weight(name, tensor)
+        parts = [part for part in self.capture.parts.values() if part.weight == name]
+        if not parts:
+            return [whole]
+        return [replace(whole, nbytes=0), *(part_weight(whole, part) for part in parts)]
 
     def _weight(self, name: str, tensor: torch.Tensor) -> Weight:
         names = tuple(self.model.names[name])
@@ -315,6 +329,22 @@ class _GraphReader:
             tuple(tensor.shape),
             _dtype_name(tensor.dtype),
         )
+
+
+def part_weight(whole: Weight, part: Part) -> Weight:
+    """Some rows of a weight, as a weight."""
+    rows = part.stop - part.start
+    return replace(
+        whole,
+        name=part.name,
+        nbytes=whole.nbytes // whole.shape[0] * rows,
+        names=(part.name,),
+        kind="part",
+        persistent=False,
+        shape=(rows, *whole.shape[1:]),
+        part_of=whole.name,
+        start=part.start,
+    )
 
 
 def _constant(name: str, tensor: torch.Tensor, written: bool) -> Weight:

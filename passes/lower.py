@@ -28,7 +28,9 @@ from graphplan.graph import Graph
 from graphplan.ops import (
     constant_attribute,
     load_segment,
+    part_attribute,
     release_segment,
+    resident_part,
     stream_attribute,
     to_device,
     wait_segment,
@@ -110,10 +112,22 @@ class _Lowering:
         in_place = self.home.get(name) == DISK and self.devices[key].type == CPU
         if name not in self.graph.weights or (self.home[name] != key and not in_place):
             raise VerificationError(f"lowering needs {name!r} on {key!r}, where the schedule has not put it")
-        constant = name in self.capture.constants
-        node = self.out.get_attr(constant_attribute(name) if constant else name)
+        if self.graph.weights[name].part_of:
+            node = self._part(name, key)
+        else:
+            constant = name in self.capture.constants
+            node = self.out.get_attr(constant_attribute(name) if constant else name)
         self.env[name, key] = node
         return node
+
+    def _part(self, name: str, key: DeviceKey) -> fx.Node:
+        """Rows of a weight: a view where that lives, else what is kept on ``key``."""
+        part = self.graph.weights[name]
+        whole = self._instance(part.part_of, self.home[part.part_of])
+        if self.home[part.part_of] == key:
+            return self._call(torch.narrow, (whole, 0, part.start, part.shape[0]), name)
+        kept = self.out.get_attr(part_attribute(self.graph.parts.index(part)))
+        return self._call(resident_part, (kept, whole), name)
 
     def _move(self, step: Move) -> None:
         node = self._instance(step.value, step.source)

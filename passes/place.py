@@ -26,7 +26,7 @@ from graphplan.passes.residence import cpu_key, reside
 from graphplan.passes.spread import fetch_excess
 from graphplan.schedule import Assignment
 
-__all__ = ["Solution", "place"]
+__all__ = ["Solution", "place", "sketch"]
 
 _SMALL = 20  # operations up to which every placement is tried
 _NODES = 60_000  # branches of that, about a second
@@ -76,6 +76,12 @@ def place(
             bound = lower_bound(problem)
             return Solution(again, min(bound.seconds, again.seconds), bound.proof)
     raise _infeasible(problem, nearest)
+
+
+def sketch(problem: Problem) -> Evaluation | None:
+    """A placement that fits, found without much work; None where that finds none."""
+    found = _search(problem)
+    return None if found is None else found.evaluation
 
 
 def _search(
@@ -307,23 +313,18 @@ def _smallest(problem: Problem) -> Evaluation | None:
     high, found = 1.0, None
     while found is None and high < 1e9:
         high *= 2
-        found = _feasible(replace(problem, topology=topology.scaled(high)))
+        found = sketch(replace(problem, topology=topology.scaled(high)))
     if found is None:
         return None
     low = high / 2
     while high / low > 1.005:
         middle = (low + high) / 2
-        candidate = _feasible(replace(problem, topology=topology.scaled(middle)))
+        candidate = sketch(replace(problem, topology=topology.scaled(middle)))
         if candidate is None:
             low = middle
         else:
             high, found = middle, candidate
     return _sufficient(problem, found, topology.scaled(high))
-
-
-def _feasible(problem: Problem) -> Evaluation | None:
-    found = _search(problem)
-    return None if found is None else found.evaluation
 
 
 def _openable(topology: Topology) -> Topology:
@@ -334,7 +335,7 @@ def _openable(topology: Topology) -> Topology:
 def _sufficient(problem: Problem, found: Evaluation, limit: Topology) -> Evaluation:
     """Make sure that asking for the peaks themselves succeeds; else ask for the grown budgets."""
     peaks = {spec.key: found.peak(spec.key).nbytes + spec.reserve for spec in problem.topology.devices}
-    again = _feasible(replace(problem, topology=problem.topology.with_memory(peaks)))
+    again = sketch(replace(problem, topology=problem.topology.with_memory(peaks)))
     if again is not None:
         return found
     raised = {

@@ -53,12 +53,16 @@ class Streamed:
 
 @dataclass(slots=True)
 class _Span:
-    """Weights that are needed on a device from one step to another, both included."""
+    """Weights that are needed on a device from one step to another, both included.
+
+    ``alone``: it shares its copy with none, having no neighbours in host memory but those of its first
+    copy, or of the weight that it is a part of.
+    """
 
     weights: list[str]
     start: int
     end: int
-    again: bool = False
+    alone: bool = False
 
 
 def add_streams(
@@ -118,7 +122,7 @@ def _find_uses(graph: Graph, streamed: Streamed, steps: Sequence[Run | Move]) ->
             if (span := views.get((name, device))) is not None:
                 span.end = index
             elif not operation.host_only and streamed(name, device):
-                fresh[name] = _Span([name], index, index)
+                fresh[name] = _Span([name], index, index, bool(graph.weights[name].part_of))
                 uses[device].append(fresh[name])
         for name in operation.outputs:
             home[name] = step.device
@@ -140,7 +144,7 @@ def _cluster(uses: Iterable[_Span]) -> list[_Span]:
         if known is not None and bisect_left(starts, use.start) <= bisect_right(starts, known.end):
             known.end = max(known.end, use.end)
             continue
-        use.again = known is not None
+        use.alone |= known is not None
         latest[use.weights[0]] = use
         starts.append(use.start)
         spans.append(use)
@@ -160,7 +164,7 @@ def _group(spans: Iterable[_Span], assignment: Assignment) -> list[_Span]:
     grouped: list[_Span] = []
     for span in spans:
         last = grouped[-1] if grouped else None
-        joined = last is not None and last.start == span.start and not (last.again or span.again)
+        joined = last is not None and last.start == span.start and not (last.alone or span.alone)
         if last is not None and joined and _home(assignment, last) == _home(assignment, span):
             last.weights += span.weights
             last.end = max(last.end, span.end)
@@ -182,7 +186,7 @@ def _merge_small(
     for span in spans[1:]:
         last = merged[-1]
         joined = [*last.weights, *span.weights]
-        apart = last.again or span.again or _home(assignment, last) != _home(assignment, span)
+        apart = last.alone or span.alone or _home(assignment, last) != _home(assignment, span)
         if apart or _bytes(graph, joined) > limit:
             merged.append(span)
         else:

@@ -386,7 +386,8 @@ class Shares:
             exact: in double precision, as a proof needs it.
         """
         rows = self.row_kind
-        clock, queue = self.clock[rows] * prices.compute, self.queue[rows]
+        with np.errstate(invalid="ignore"):  # 0 x infinity, where an operation may not run
+            clock, queue = self.clock[rows] * prices.compute, self.queue[rows]
         weight = prices.copies[rows][:, None]
         cost = clock + queue * weight
         cost[:, : self.units] -= (prices.cover + prices.limited[rows])[:, self.group]

@@ -15,7 +15,7 @@ from torch import fx
 from graphplan.device import Topology
 from graphplan.errors import VerificationError
 from graphplan.graph import Graph, Operation
-from graphplan.ops import constant_attribute
+from graphplan.ops import constant_attribute, part_attribute
 from graphplan.passes.lower import Lowered, host_device
 from graphplan.schedule import Load, Move, Release, Run, Schedule, Step
 
@@ -42,6 +42,8 @@ class _Proof:
             self.residence[name] = devices[key]
             if graph.weights[name].kind == "constant":
                 self.residence[constant_attribute(name)] = devices[key]
+        for index, part in enumerate(graph.parts):
+            self.residence[part_attribute(index)] = self.residence[part.name]
         self.device: dict[fx.Node, torch.device | None] = {}
         self.moved: set[tuple[Any, Any]] = set()
         self.streamed: list[Step] = []
@@ -78,7 +80,7 @@ class _Proof:
             return self._stream(node, node.meta["stream"])
         elif "operation" in node.meta:
             return self._operate(node, self.graph.operations[node.meta["operation"]])
-        else:  # one result taken out of several, or an input written back
+        else:  # one result taken out of several, part of a weight, or an input written back
             self.device[node] = self.device[node.all_input_nodes[0]]
         return None
 

@@ -25,10 +25,11 @@ from torch.utils import _pytree as pytree
 
 from graphplan.device import DeviceKey
 from graphplan.errors import CaptureError, InputError, PlanError
-from graphplan.ops import constant_attribute, stream_attribute
+from graphplan.ops import constant_attribute, part_attribute, stream_attribute
 from graphplan.runtime.binding import BoundCode
 from graphplan.runtime.mapped import MappedFile
 from graphplan.runtime.pages import HostPages
+from graphplan.runtime.parts import ModuleParts, rows_of
 from graphplan.runtime.results import Rebuild, rebuilder
 from graphplan.runtime.routes import Route, find_route
 from graphplan.runtime.streams import ModuleStreams
@@ -130,6 +131,7 @@ class _State:
     routes: list[_Known] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     streams: ModuleStreams = field(default_factory=ModuleStreams)
+    parts: ModuleParts = field(default_factory=ModuleParts)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
@@ -140,7 +142,7 @@ class _State:
             for p in self.programs
         ]
         copied = replace(self, programs=programs, codes={}, routes=[], modules=[])
-        copied.streams, copied.lock = ModuleStreams(), threading.RLock()
+        copied.streams, copied.parts, copied.lock = ModuleStreams(), ModuleParts(), threading.RLock()
         return copied
 
     def __reduce__(self) -> Any:
@@ -339,7 +341,8 @@ def _graph_module(module: PlacedModule, program: Program) -> fx.GraphModule:
     for name, tensor in program.constants.items():
         found.__dict__[name] = tensor
     found.__dict__.update(program.attributes)
-    _bind_streams(module, program, found)
+    _bind_streams(module, program, found)  # before parts are copied: it may bring the whole elsewhere
+    _bind_parts(module, program, found)
     found.graph = copy.deepcopy(program.graph)
     found.graph.owning_module = None  # a cycle would keep device memory until the next collection
     found.training = module.training
@@ -358,10 +361,25 @@ def _bind_streams(module: PlacedModule, program: Program, code: fx.GraphModule) 
             weights[weight.name] = program.constants[constant_attribute(weight.name)]
     if state.streams.must_grow(rings):
         state.codes.clear()  # they hold on to the smaller ring
-    state.streams.prepare(rings, weights)
+    parts = plan.graph.parts
+    state.streams.prepare(rings, {**weights, **{part.name: weights[part.part_of] for part in parts}})
+    weights.update({part.name: rows_of(weights[part.part_of], part) for part in parts})
     for index, (device, ring) in enumerate(rings.items()):
         if ring.segments:
             code.__dict__[stream_attribute(index)] = state.streams.bind(device, ring, weights)
+
+
+def _bind_parts(module: PlacedModule, program: Program, code: fx.GraphModule) -> None:
+    """Give the code the parts of sliced weights that are kept on accelerators."""
+    plan = program.plan
+    if not plan.graph.parts:
+        return
+    weights, home = dict(_named_tensors(module)), plan.schedule.assignment.weights
+    for index, part in enumerate(plan.graph.parts):
+        if home[part.name] != home[part.part_of]:
+            device = plan.devices[home[part.name]]
+            kept = module._graphplan.parts.keep(part, weights[part.part_of], device)
+            code.__dict__[part_attribute(index)] = kept
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -255,8 +255,8 @@ class ModuleStreams:
 
         Args:
             rings: by the accelerator that they are on.
-            weights: name -> tensor on the host. The data of each that is streamed is replaced by its
-                copy in the pages.
+            weights: name -> tensor on the host; of a part, the whole. The data of each that is streamed
+                is replaced by its copy in the pages.
         """
         with torch.inference_mode(False), torch.no_grad():
             self._gather(rings, weights)
@@ -270,11 +270,9 @@ class ModuleStreams:
 
     def _gather(self, rings: Mapping[torch.device, Ring], weights: Mapping[str, torch.Tensor]) -> None:
         streamed = [n for ring in rings.values() for s in ring.segments for n in s.weights]
-        wanted = [
-            tensor
-            for name in dict.fromkeys(streamed)
-            if (tensor := weights.get(name)) is not None and _is_plain(tensor) and not self._pages_of(tensor)
-        ]
+        # by object: parts of one weight are brought together with it, once
+        found = {id(tensor): tensor for name in streamed if (tensor := weights.get(name)) is not None}
+        wanted = [t for t in found.values() if _is_plain(t) and not self._pages_of(t)]
         if not wanted:
             return
         total = sum(HostPages.rounded(t.numel() * t.element_size()) for t in wanted)
