@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from graphplan import Graph, simulate
+from graphplan.device import read_max_memory
 from graphplan.passes.annotate import Annotator, annotate, costlier
 from graphplan.passes.measure import TensorMeta
 from graphplan.passes.simplify import simplify
@@ -170,7 +171,8 @@ def test_a_moved_slice_arrives_dense() -> None:
     stays = annotator.graph()
     assert stays.values["reshape"].alias_of is None  # a strided slice is copied
     devices = dict.fromkeys(stays.operations, 0) | {"reshape": 1, "add": 1}
-    moved = annotator.graph(build_schedule(stays, Assignment(devices, {}), "cpu"))
+    topology = read_max_memory({0: "1MiB", 1: "1MiB", "cpu": "1MiB"})
+    moved = annotator.graph(build_schedule(stays, topology, Assignment(devices, {}), "cpu"))
     assert moved.values["reshape"].alias_of == moved.operations["reshape"].inputs[0]
     both = costlier(stays, moved)
     assert both.values["reshape"].nbytes == 128
