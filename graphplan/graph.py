@@ -213,6 +213,11 @@ class Graph:
         return frozenset(w.name for w in self.weights.values() if w.fetchable and w.name not in kept)
 
     @cached_property
+    def not_tensors(self) -> frozenset[str]:
+        """Values that are numbers, sizes, lists: they take no bytes and no copy."""
+        return frozenset(value.name for value in self.values.values() if not value.is_tensor)
+
+    @cached_property
     def parts(self) -> tuple[Weight, ...]:
         """The weights that are rows of others."""
         return tuple(weight for weight in self.weights.values() if weight.part_of)

@@ -43,9 +43,9 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Peaks per device, and the live bytes after each step where they were asked for.
+    """Peaks per device, and the live bytes during each step where they were asked for.
 
-    ``profile[key][i]`` is the most bytes on ``key`` during step ``i``.
+    ``profile[key][i]`` is the most bytes on ``key`` during step ``i``; empty unless asked for.
     """
 
     peaks: Mapping[DeviceKey, Peak]
@@ -59,13 +59,15 @@ class _Storage:
     last_use: int
 
 
-def measure_memory(graph: Graph, topology: Topology, schedule: Schedule) -> Memory:
+def measure_memory(
+    graph: Graph, topology: Topology, schedule: Schedule, *, with_profile: bool = False
+) -> Memory:
     """Count the bytes on each device at each step.
 
     Raises:
         VerificationError: a step reads a value that is not on its device.
     """
-    return _Sweep(graph, topology, schedule).run()
+    return _Sweep(graph, topology, schedule).run(with_profile)
 
 
 class _Sweep:
@@ -79,7 +81,7 @@ class _Sweep:
         self.born: dict[int, list[_Storage]] = defaultdict(list)
         self.home: dict[str, DeviceKey] = {}
 
-    def run(self) -> Memory:
+    def run(self, with_profile: bool) -> Memory:
         resident = self._place_weights()
         caller = self._place_inputs()
         for index, step in enumerate(self.schedule.steps):
@@ -90,7 +92,7 @@ class _Sweep:
             elif isinstance(step, Wait):
                 self._arrive(step)
         self._hold_outputs()
-        return self._sweep(resident, caller)
+        return self._sweep(resident, caller, with_profile)
 
     def _place_weights(self) -> dict[DeviceKey, int]:
         sizes: dict[DeviceKey, list[int]] = defaultdict(list)
@@ -184,11 +186,11 @@ class _Sweep:
                 continue  # a host scalar of a hand-built graph
             self._use(end, (name, host if moved else self.home[name]))
 
-    def _sweep(self, resident: Mapping[DeviceKey, int], caller: int) -> Memory:
+    def _sweep(self, resident: Mapping[DeviceKey, int], caller: int, with_profile: bool) -> Memory:
         live = {key: resident.get(key, 0) for key in self.specs}
         live[self.schedule.host] += caller
         peaks = {key: Peak(nbytes, resident.get(key, 0), -1, "") for key, nbytes in live.items()}
-        profile: dict[DeviceKey, list[int]] = {key: [] for key in self.specs}
+        profile: dict[DeviceKey, list[int]] = {key: [] for key in self.specs} if with_profile else {}
         dying: dict[int, list[_Storage]] = defaultdict(list)
         waiting = _operation_of_each_step(self.schedule)
         for index, step in enumerate(self.schedule.steps):

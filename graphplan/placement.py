@@ -226,7 +226,7 @@ class Plan:
     @cached_property
     def memory(self) -> Memory:
         """Peaks, and the live bytes at every step."""
-        return measure_memory(self.graph, self.topology, self.schedule)
+        return measure_memory(self.graph, self.topology, self.schedule, with_profile=True)
 
     @property
     def peaks(self) -> Mapping[DeviceKey, Peak]:

@@ -2,14 +2,13 @@
 
 A mixture of shares may give a device 7.4 of 32 equal layers, or half of an embedding; no placement does.
 The problem is parted in two, at most 7 and at least 8, and each part has a bound of its own: the bound of
-the whole is the lower of the two.
+the whole is the lowest of its parts.
 """
 
 from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterator
 from itertools import count
 
 import numpy as np
@@ -17,67 +16,83 @@ import numpy as np
 from graphplan.passes.columns import ColumnGeneration
 from graphplan.passes.master import Limit
 
-__all__ = ["branch"]
+__all__ = ["Tree"]
 
 _ROUNDS = 12  # of column generation in each part
 _WHOLE = 1e-4  # what differs less from a whole number is one
 
 
-def branch(
-    root: ColumnGeneration, *, enough: float, work: float, deadline: float | None = None
-) -> tuple[float, int]:
-    """The bound after branching, and the number of parts that were looked at.
+class Tree:
+    """The parts of a problem that no placement better than the best known is excluded from.
 
-    Args:
-        root: column generation that has been run.
-        enough: seconds of a bound that needs no improvement.
-        work: numbers that the knapsacks may touch.
-        deadline: ``time.monotonic()`` at which to stop, or None.
+    Attributes:
+        looked: how many parts have been looked at.
     """
-    each = _ROUNDS * max(1, root.shares.knapsack.work)
-    order = count()
-    open_: list[tuple[float, int, ColumnGeneration]] = [(root.bound, next(order), root)]
-    looked, closed = 0, np.inf
-    while open_ and open_[0][0] < min(enough, closed) and work > 0:
-        if deadline is not None and time.monotonic() > deadline:
-            break
-        _, _, part = heapq.heappop(open_)
-        limits = list(_limits(part))
-        if not limits:  # whole already: the bound can rise no further this way
-            closed = min(closed, part.bound)
-            continue
-        for limit in limits:
-            child = part.with_limit(limit)
-            begun = child.rounds
-            child.run(enough=enough, work=each, deadline=deadline)
-            work -= (child.rounds - begun + 1) * each / _ROUNDS
-            looked += 1
-            heapq.heappush(open_, (child.bound, next(order), child))
-    lowest = min((bound for bound, _, _ in open_), default=np.inf)
-    return float(min(lowest, closed, enough)), looked
+
+    def __init__(self, root: ColumnGeneration) -> None:
+        self.looked = 0
+        self._order = count()
+        self._open = [(root.bound, next(self._order), root)]
+        self._whole = np.inf  # the lowest bound of parts whose mixture has no fractions to part by
+        self._each = _ROUNDS * max(1, root.shares.knapsack.work)
+
+    @property
+    def bound(self) -> float:
+        """Seconds that no placement can go below."""
+        return float(min(self._open[0][0] if self._open else np.inf, self._whole))
+
+    @property
+    def lowest(self) -> ColumnGeneration | None:
+        """The part whose bound is that of the whole."""
+        return self._open[0][2] if self._open else None
+
+    def grow(self, *, enough: float, work: float, deadline: float | None = None) -> float:
+        """Part what has the lowest bound, again and again; the bound then.
+
+        Args:
+            enough: seconds of a bound that needs no improvement.
+            work: numbers that the knapsacks may touch.
+            deadline: ``time.monotonic()`` at which to stop, or None.
+        """
+        while self._open and self._open[0][0] < min(enough, self._whole) and work > 0:
+            if deadline is not None and time.monotonic() > deadline:
+                break
+            _, _, part = heapq.heappop(self._open)
+            limits = _limits(part)
+            if not limits:
+                self._whole = min(self._whole, part.bound)
+            for limit in limits:
+                child = part.with_limit(limit)
+                begun = child.rounds
+                child.run(enough=enough, work=self._each, deadline=deadline)
+                work -= (child.rounds - begun + 1) * self._each / _ROUNDS
+                self.looked += 1
+                heapq.heappush(self._open, (child.bound, next(self._order), child))
+        return self.bound
 
 
-def _limits(part: ColumnGeneration) -> Iterator[Limit]:
-    """The two parts of the most telling number that is not whole."""
+def _limits(part: ColumnGeneration) -> list[Limit]:
+    """The two parts by the most telling number that is not whole; none if all are."""
     mixture = part.mix()
     if mixture is None:
-        return
+        return []
     shares = part.shares
     mixed = np.zeros((len(shares.kinds), len(part.counts)))
     for column, amount in zip(part.columns, mixture.shares, strict=True):
         if amount > _WHOLE:
             mixed[column.kind] += amount * column.cover
     off = np.abs(mixed - np.round(mixed))
-    first = np.array([int(np.argmax(shares.group == g)) for g in range(len(part.counts))])
     # of what is large or differs between kinds, half a unit more or less matters most
+    first = np.unique(shares.group, return_index=True)[1]
     clock = np.where(np.isfinite(shares.clock[:, first]), shares.clock[:, first], 0.0)
-    weight = shares.nbytes[first] / max(1.0, float(shares.room.max())) + np.ptp(clock, axis=0) / max(
-        part.bound, 1e-12
-    )
+    size = shares.nbytes[first] / max(1.0, float(shares.room.max()))
+    weight = size + np.ptp(clock, axis=0) / max(part.bound, 1e-12)
     score = np.where(off > _WHOLE, off * weight[None, :], 0.0)
     if not score.any():
-        return
+        return []
     kind, group = np.unravel_index(int(score.argmax()), score.shape)
     below = int(np.floor(mixed[kind, group]))
-    yield Limit(int(kind), int(group), below, least=False)
-    yield Limit(int(kind), int(group), below + 1, least=True)
+    return [
+        Limit(int(kind), int(group), below, least=False),
+        Limit(int(kind), int(group), below + 1, least=True),
+    ]

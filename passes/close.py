@@ -13,6 +13,7 @@ import numpy as np
 
 from graphplan.device import DeviceKey
 from graphplan.passes.bound import Bound, lower_bound
+from graphplan.passes.branch import Tree
 from graphplan.passes.chain import Chain
 from graphplan.passes.columns import ColumnGeneration
 from graphplan.passes.dive import dive
@@ -31,8 +32,10 @@ _BINARIES = 500  # decisions of a program that is solved without being asked for
 _MANY_BINARIES = 6000
 _NODES = 200
 _COLUMN_WORK = 1.5e9  # numbers that knapsacks may touch, some seconds
+_BRANCH_WORK = 1e9  # the same for parts of the problem
+_TURN = 60  # rounds of column generation between dives
 _PROMISING = 1.1  # times the best seconds, up to which a placement is refined
-_TRIES = 4  # programs with more and more room left free
+_TRIES = 6  # programs, each with more of memory counted
 
 
 def close_gap(problem: Problem, chain: Chain, best: Evaluation, limits: Limits) -> tuple[Evaluation, Bound]:
@@ -70,7 +73,7 @@ class _Closing:
             self._solve_program(shares, self.limits)
         while timed and not self.done:
             before = self.best.seconds
-            self._adopt(refine(self.problem, self.chain, self.best, 1_000_000))
+            self._adopt(refine(self.problem, self.chain, self.best, 1_000_000, self.limits.deadline))
             if self.best.seconds >= before:
                 break
 
@@ -83,20 +86,19 @@ class _Closing:
             self.bound = Bound(seconds, proof)
 
     def _solve_program(self, shares: Shares, limits: Limits) -> None:
-        margin = np.zeros(len(shares.kinds))
+        """Solve, and again with the moments watched at which the evaluator finds a device too full."""
+        margin, watched = np.zeros(len(shares.kinds)), list[tuple[int, str]]()
         for attempt in range(_TRIES):
             if self.done or limits.over:
                 return
-            program = Program(shares, margin)
             left = limits.left
-            seconds = None if left is None else max(0.1, left / (2 if attempt == 0 else 1.5))
-            solved = program.solve(
+            solved = Program(shares, margin, watched).solve(
                 upper=self.best.seconds,
                 gap=_ENOUGH / 2,
                 nodes=_NODES if left is None else 10**9,
-                seconds=seconds,
+                seconds=None if left is None else max(0.1, left / (2 if attempt == 0 else 1.5)),
             )
-            if attempt == 0:
+            if not margin.any():
                 how = "solved" if solved.optimal else "bounded"
                 self._raise(solved.bound, f"mixed-integer program of {shares.units} operations, {how}")
             if not solved.devices:
@@ -104,7 +106,20 @@ class _Closing:
             found = self._judge(shares, solved.devices, solved.brought)
             if found.feasible:
                 return
-            margin = _more_room(shares, margin, found)
+            more = self._moments(shares, found) - set(watched)
+            watched += sorted(more)
+            if not more:
+                margin = _more_room(shares, margin, found)
+
+    def _moments(self, shares: Shares, found: Evaluation) -> set[tuple[int, str]]:
+        """(kind, operation) at which devices hold more than they may."""
+        operations = self.problem.graph.operations
+        return {
+            (row, name)
+            for row, kind in enumerate(shares.kinds)
+            for key in kind.keys
+            if key in found.excess and (name := found.peak(key).operation) in operations
+        }
 
     def _judge(self, shares: Shares, devices: Mapping[int, DeviceKey], brought: Iterable[str]) -> Evaluation:
         placed = {name: key for unit, key in devices.items() for name in shares.items[unit].members}
@@ -116,25 +131,43 @@ class _Closing:
     def _polish(self, found: Evaluation) -> None:
         """Mend and refine what may become the best."""
         if not found.feasible:
-            found = repair(self.problem, self.chain, found)
+            found = repair(self.problem, self.chain, found, deadline=self.limits.deadline)
         if found.feasible and found.seconds < self.best.seconds * _PROMISING:
             self._adopt(found)
-            self._adopt(refine(self.problem, self.chain, found))
+            self._adopt(refine(self.problem, self.chain, found, deadline=self.limits.deadline))
 
     def _generate_columns(self, shares: Shares, limits: Limits) -> None:
+        """Bound by column generation, dive from its mixture, part the problem where that is fractional."""
         generation = ColumnGeneration(shares, [self.best])
-        enough = self.best.seconds * (1 - _ENOUGH)
         timed = limits.deadline is not None
         work = np.inf if timed else _COLUMN_WORK
-        generation.run(enough=enough, work=work, deadline=limits.until(0.7).deadline)
-        proof = (
-            f"column generation over {shares.units} operations in {len(shares.counts)} groups, "
-            f"{generation.rounds} rounds"
-        )
-        self._raise(generation.bound, proof + (", converged" if generation.converged else ""))
-        if self.done:
+        generation.run(enough=self._enough, work=work, deadline=limits.until(0.5).deadline)
+        proof = f"column generation over {shares.units} operations in {len(shares.counts)} groups"
+        self._raise(generation.bound, f"{proof}, {generation.rounds} rounds")
+        self._dive(generation, limits, work / 2)
+        tree = Tree(generation)
+        part: ColumnGeneration | None = generation
+        work = np.inf if timed else _BRANCH_WORK
+        while not self.done and not limits.over and work > 0 and generation.converged:
+            turn = min(work, _TURN * shares.knapsack.work)
+            tree.grow(enough=self._enough, work=turn, deadline=limits.deadline)
+            work -= turn
+            self._raise(tree.bound, f"{proof}, {tree.looked} parts")
+            if tree.lowest is not None and tree.lowest is not part:
+                part = tree.lowest
+                self._dive(part, limits, work)
+            elif tree.lowest is None:
+                break
+
+    @property
+    def _enough(self) -> float:
+        """A bound that needs no improvement."""
+        return self.best.seconds * (1 - _ENOUGH)
+
+    def _dive(self, generation: ColumnGeneration, limits: Limits, work: float) -> None:
+        if self.done or limits.over:
             return
-        found, _ = dive(self.problem, generation, work=work / 2, deadline=limits.deadline)
+        found, _ = dive(self.problem, generation, work=work, deadline=limits.deadline)
         for evaluation in found:
             self._polish(evaluation)
 

@@ -12,11 +12,13 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from graphplan.passes.evaluate import Evaluation
+from graphplan.passes.intervals import intervals
 from graphplan.passes.master import Column, Limit, Mixture, mix_columns, prices_of_fractions
 from graphplan.passes.shares import Prices, Shares
 
@@ -56,6 +58,10 @@ class ColumnGeneration:
         self.mixture: Mixture | None = None
         for evaluation in known:
             self._add_known(evaluation)
+        for kind, units in intervals(shares):
+            taken, nbytes = shares.complete(units)
+            if nbytes <= shares.room[kind]:
+                self._add(kind, taken, np.zeros_like(taken))
         self._center = prices_of_fractions(shares)
 
     def _add_known(self, evaluation: Evaluation) -> None:
@@ -140,6 +146,12 @@ class ColumnGeneration:
         rest.counts = self.counts - column.cover
         rest.count_of = self.count_of.copy()
         rest.count_of[column.kind] -= 1
+        rest.limits = tuple(
+            replace(limit, count=limit.count - int(column.cover[limit.group]))
+            if limit.kind == column.kind
+            else limit
+            for limit in self.limits
+        )
         rest.columns = [
             c for c in self.columns if rest.count_of[c.kind] and not (c.taken[:units] & rest.gone).any()
         ]

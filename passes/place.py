@@ -31,6 +31,7 @@ __all__ = ["Solution", "place", "sketch"]
 _SMALL = 20  # operations up to which every placement is tried
 _NODES = 60_000  # branches of that, about a second
 _FEW_NODES = 3_000  # while looking for the smallest budgets, where there are many searches
+_FIRST_WORK = 100_000  # of the local search before the gap is closed
 _DEPTH = 6  # most slots of a ring in a large graph
 _REPAIRS = 4  # times that a split is made again with less room, when the evaluator finds it too large
 
@@ -126,7 +127,7 @@ def _finish(
         return Solution(best, best.seconds, f"every placement{where} tried")
     if limits is None:
         return Solution(best, 0.0, "")
-    best = deepen(among, refine(among, chain, best), most=_DEPTH)
+    best = deepen(among, refine(among, chain, best, _FIRST_WORK, limits.until(0.3).deadline), most=_DEPTH)
     if not limits.exhaustive:
         bound = lower_bound(among)
         return Solution(best, min(bound.seconds, best.seconds), bound.proof + where)

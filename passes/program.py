@@ -8,6 +8,7 @@ Solved by HiGHS (Huangfu and Hall, 2018) through scipy.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from graphplan.device import DeviceKey
+from graphplan.passes.occupancy import Held, held_during
 from graphplan.passes.shares import Shares
 
 __all__ = ["Program", "Solved"]
@@ -73,10 +75,14 @@ class Program:
     Args:
         shares: its costs and sizes.
         margin: (kinds,) bytes that are left free beyond what must be.
+        watched: (kind, operation): moments at which activations that wait are counted too.
     """
 
-    def __init__(self, shares: Shares, margin: Floats | None = None) -> None:
+    def __init__(
+        self, shares: Shares, margin: Floats | None = None, watched: Iterable[tuple[int, str]] = ()
+    ) -> None:
         self.shares = shares
+        self.held = [(row, held_during(shares, name, shares.kinds[row])) for row, name in watched]
         self.devices = [(row, key) for row, kind in enumerate(shares.kinds) for key in kind.keys]
         self.margin = np.zeros(len(shares.kinds)) if margin is None else margin
         self.count = 0
@@ -153,6 +159,10 @@ class Program:
         ]
         room = float(shares.room[row] - self.margin[row]) / self.memory_scale
         self.rows.add(kept, -np.inf, room)
+        for watched, held in self.held:
+            if watched == row:
+                extra_terms = [(self._held(x, one), one.nbytes / self.memory_scale) for one in held]
+                self.rows.add([*kept, *extra_terms], -np.inf, float(shares.room[row]) / self.memory_scale)
         needs = shares.working[row]
         for unit in np.argsort(-needs, kind="stable")[:_NEEDY]:
             extra = float(needs[unit]) / self.memory_scale
@@ -160,6 +170,14 @@ class Program:
                 terms = dict(kept)
                 terms[x[unit]] = terms.get(x[unit], 0.0) + extra
                 self.rows.add(list(terms.items()), -np.inf, float(shares.room[row]) / self.memory_scale)
+
+    def _held(self, x: list[int], held: Held) -> int:
+        """A variable that is 1 where the units of one of the sets are all there."""
+        there = self._new()
+        for units in held.units:
+            terms = [(there, 1.0), *((x[unit], -1.0) for unit in sorted(units))]
+            self.rows.add(terms, 1.0 - len(units), np.inf)
+        return there
 
     def _once(self) -> None:
         devices = range(len(self.devices))

@@ -7,6 +7,7 @@ weights at their edges); only one that is cheaper is put before the evaluator, w
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,13 @@ _RELIEFS = 12  # moves off a full device that are judged at a time
 _HIDDEN = 0.9  # share of a call that streaming may take and still count as hidden
 
 
-def refine(problem: Problem, chain: Chain, start: Evaluation, work: int = 200_000) -> Evaluation:
+def refine(
+    problem: Problem,
+    chain: Chain,
+    start: Evaluation,
+    work: int = 200_000,
+    deadline: float | None = None,
+) -> Evaluation:
     """A placement at least as good as ``start``.
 
     Args:
@@ -32,15 +39,22 @@ def refine(problem: Problem, chain: Chain, start: Evaluation, work: int = 200_00
         start: a feasible placement.
         work: operations and steps that may be looked at; more searches longer. The result depends
             on the input and on this, not on the clock.
+        deadline: ``time.monotonic()`` at which to stop, or None.
     """
-    search = _Search(problem, chain, start, work)
+    search = _Search(problem, chain, start, work, deadline)
     improved = True
-    while improved and search.left > 0:
+    while improved and not search.over:
         improved = search.sweep()
     return search.best
 
 
-def repair(problem: Problem, chain: Chain, start: Evaluation, work: int = 100_000) -> Evaluation:
+def repair(
+    problem: Problem,
+    chain: Chain,
+    start: Evaluation,
+    work: int = 100_000,
+    deadline: float | None = None,
+) -> Evaluation:
     """A placement that passes its budgets by fewer bytes than ``start``, by none if one is found.
 
     Args:
@@ -48,9 +62,10 @@ def repair(problem: Problem, chain: Chain, start: Evaluation, work: int = 100_00
         chain: its graph in order.
         start: a placement that passes a budget.
         work: as in :func:`refine`.
+        deadline: as in :func:`refine`.
     """
-    search = _Search(problem, chain, start, work)
-    while search.best.excess and search.left > 0 and search.relieve():
+    search = _Search(problem, chain, start, work, deadline)
+    while search.best.excess and not search.over and search.relieve():
         pass
     return search.best
 
@@ -69,8 +84,11 @@ class _Relief:
 
 
 class _Search:
-    def __init__(self, problem: Problem, chain: Chain, start: Evaluation, work: int) -> None:
+    def __init__(
+        self, problem: Problem, chain: Chain, start: Evaluation, work: int, deadline: float | None
+    ) -> None:
         self.problem, self.chain, self.best, self.left = problem, chain, start, work
+        self.deadline = deadline
         self.graph = problem.graph
         self.devices = [spec for spec in problem.topology.devices if spec.computes]
         self.cpu = cpu_key(problem.topology)
@@ -80,6 +98,11 @@ class _Search:
         }
         self.together = {name: group for group in self.graph.together for name in group}
         self._adopt(start)
+
+    @property
+    def over(self) -> bool:
+        """Whether the work is done or time is up."""
+        return self.left <= 0 or (self.deadline is not None and time.monotonic() >= self.deadline)
 
     def _adopt(self, evaluation: Evaluation) -> None:
         self.best = evaluation
@@ -112,7 +135,7 @@ class _Search:
         for start, end in self._intervals(cuts):
             names = self._closure(start, end)
             for target in self._targets(start, end):
-                if self.left <= 0:
+                if self.over:
                     return improved
                 improved |= self._try(names, target)
         return improved
@@ -122,14 +145,14 @@ class _Search:
         before = sum(self.best.excess.values())
         trials = sorted(self._reliefs(), key=lambda trial: trial.seconds)
         for trial in trials[:_RELIEFS]:
-            if self.left <= 0:
+            if self.over:
                 return False
             if self._lighten({**self.device, **dict.fromkeys(trial.names, trial.target)}, before):
                 return True
         return any(
             self._lighten({**self.device, **dict.fromkeys(trial.names, trial.target)}, before)
             for trial in sorted(trials, key=lambda trial: -trial.freed)[:_RELIEFS]
-            if self.left > 0
+            if not self.over
         )
 
     def _reliefs(self) -> Iterator[_Relief]:
@@ -139,7 +162,7 @@ class _Search:
         singles = [(i, i + 1) for i in heavy]
         seen: set[tuple[str, ...]] = set()
         for start, end in [*singles, *self._intervals(cuts)]:
-            if self.left <= 0:
+            if self.over:
                 return
             names = tuple(self._closure(start, end))
             over = {self.device[name] for name in names} & self.best.excess.keys()
@@ -248,7 +271,7 @@ class _Search:
         improved = False
         by_size = sorted(self.fetched, key=lambda name: -self.graph.weights[name].nbytes)
         for name in by_size:
-            if self.left <= 0:
+            if self.over:
                 break
             improved |= self._judge(self.device, self.fetched - {name}, tie=True)
         return improved

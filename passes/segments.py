@@ -269,6 +269,8 @@ def _place_steps(
 
 
 def _interleave(steps: Sequence[Step], extra: Mapping[int, Sequence[Step]]) -> tuple[Step, ...]:
+    if not extra:
+        return tuple(steps)
     order = (Release, Load, Wait)
     woven: list[Step] = []
     for index in range(len(steps) + 1):

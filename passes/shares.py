@@ -366,6 +366,9 @@ class Shares:
             if len(self.tables) == before:
                 break
         self._kept, self._kept_needs = kept, needs
+        self._maker, self._reader = np.array(kept, dtype=np.int64).reshape(len(kept), 2).T
+        apart = [self.tables[pair][:, 0, 1] for pair in kept]
+        self._apart = np.array(apart, dtype=float).reshape(len(kept), len(self.kinds)).T
 
     def _drop_pairs(self, frontier: Sequence[int], excess: int) -> None:
         open_ = set(frontier)
@@ -405,9 +408,8 @@ class Shares:
     def clock_seconds(self, kind: int, taken: Bools, aside: Bools) -> float:
         """Seconds of a share on the clock of operations and moves."""
         seconds = float(self.clock[kind][taken].sum() + self.aside.clock[kind][aside].sum())
-        for pair in self._kept:
-            seconds += float(self.tables[pair][kind, int(taken[pair[0]]), int(taken[pair[1]])])
-        return seconds
+        arrives = taken[self._reader] & ~taken[self._maker]
+        return seconds + float(self._apart[kind][arrives].sum())
 
     def queue_seconds(self, kind: int, taken: Bools, aside: Bools) -> float:
         """Seconds of a share on the copy queue."""

@@ -68,8 +68,7 @@ class _Writer:
         self.present.update(read_in_place(topology, assignment))
 
     def is_tensor(self, name: str) -> bool:
-        value = self.graph.values.get(name)
-        return value is None or value.is_tensor
+        return name not in self.graph.not_tensors
 
     def run(self, operation: Operation) -> None:
         device = self.assignment.operations[operation.name]

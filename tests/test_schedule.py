@@ -118,7 +118,7 @@ def test_sizes_are_rounded_up() -> None:
 
 def test_profile_has_one_figure_per_step() -> None:
     schedule = scheduled(chain(2), v0=0, v1=0)
-    memory = measure_memory(chain(2), BIG, schedule)
+    memory = measure_memory(chain(2), BIG, schedule, with_profile=True)
     assert len(memory.profile[0]) == len(schedule.steps)
     assert max(memory.profile[0]) == memory.peaks[0].nbytes
 
