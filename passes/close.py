@@ -28,11 +28,12 @@ __all__ = ["close_gap"]
 
 _ENOUGH = 1e-3  # gap at which to stop
 _STACKED = 5  # a graph is a stack if it has so many times more units than kinds of them
-_BINARIES = 500  # decisions of a program that is solved without being asked for time
+_BINARIES = 400  # decisions of a program that is solved without being asked for time
 _MANY_BINARIES = 6000
-_NODES = 200
-_COLUMN_WORK = 1.5e9  # numbers that knapsacks may touch, some seconds
-_BRANCH_WORK = 1e9  # the same for parts of the problem
+_NODES = 60  # of a branch and bound that is not asked for time
+_POLISH_WORK = 60_000  # of the local search, likewise
+_COLUMN_WORK = 6e8  # numbers that knapsacks may touch, about a second
+_BRANCH_WORK = 2e8  # the same for parts of the problem
 _TURN = 60  # rounds of column generation between dives
 _PROMISING = 1.1  # times the best seconds, up to which a placement is refined
 _TRIES = 6  # programs, each with more of memory counted
@@ -134,7 +135,8 @@ class _Closing:
             found = repair(self.problem, self.chain, found, deadline=self.limits.deadline)
         if found.feasible and found.seconds < self.best.seconds * _PROMISING:
             self._adopt(found)
-            self._adopt(refine(self.problem, self.chain, found, deadline=self.limits.deadline))
+            work = _POLISH_WORK if self.limits.deadline is None else 10 * _POLISH_WORK
+            self._adopt(refine(self.problem, self.chain, found, work, self.limits.deadline))
 
     def _generate_columns(self, shares: Shares, limits: Limits) -> None:
         """Bound by column generation, dive from its mixture, part the problem where that is fractional."""

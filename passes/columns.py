@@ -60,7 +60,7 @@ class ColumnGeneration:
             self._add_known(evaluation)
         for kind, units in intervals(shares):
             taken, nbytes = shares.complete(units)
-            if nbytes <= shares.room[kind]:
+            if nbytes + shares.activation_bytes(kind, taken) <= shares.room[kind]:
                 self._add(kind, taken, np.zeros_like(taken))
         self._center = prices_of_fractions(shares)
 

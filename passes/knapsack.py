@@ -25,6 +25,7 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
+_STEP = 50_000  # numbers that numpy could touch in the time that a step takes by itself
 _LIGHT_SCOPE = 5  # a variable without size is eliminated early if its table is no larger than this
 
 
@@ -133,9 +134,9 @@ class Knapsack:
 
     @property
     def work(self) -> int:
-        """Numbers that one solution touches."""
+        """Numbers that one solution touches; a step costs some thousands by itself."""
         top = max(1, int(self.capacities.max(initial=0)) + 1)
-        return sum(self.rows * top << (len(step.frontier) + 1) for step in self.steps)
+        return sum((self.rows * top << (len(step.frontier) + 1)) + _STEP for step in self.steps)
 
     def _eliminate_light(self) -> set[int]:
         """Plan the elimination of variables without size; the factors that are left."""

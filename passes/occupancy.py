@@ -1,75 +1,142 @@
 """What a device holds while one operation of the order runs, in terms of who runs where.
 
-A value is still there if it was made on the device before and is read there later. That is linear in the
-decisions, once it is said which pairs of units bring it about; a mixed-integer program takes it as a row.
+A value is still there if it was made on the device before, or brought there for a reader, and is read there
+later. So it is once its maker or an earlier reader, and a reader yet to come, are known to run there: bytes
+that a set of units brings about.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphplan.device import DeviceSpec
-from graphplan.passes.shares import Kind, Shares
+from graphplan.graph import Graph
 
-__all__ = ["Held", "held_during"]
+__all__ = ["Held", "Occupancy"]
+
+_AROUND = 2  # readers before and after a moment that are looked at
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes that are on a device if all units of one of the sets run there."""
+    """Bytes of one value, or of what an operation makes, that are on a device at some moment.
 
-    nbytes: int
+    Attributes:
+        nbytes: before the allocator rounds them up.
+        units: any of these sets, whole on the device, means that they are there.
+        is_input: whether it is the caller's, who has it on the host anyway.
+    """
+
+    nbytes: tuple[int, ...]
     units: tuple[frozenset[int], ...]
+    is_input: bool = False
+
+    def allocated(self, spec: DeviceSpec) -> int:
+        """Bytes on a device."""
+        return sum(spec.allocated(nbytes) for nbytes in self.nbytes if nbytes)
 
 
-def held_during(shares: Shares, operation: str, kind: Kind) -> list[Held]:
-    """What devices of a kind hold at least while ``operation`` runs anywhere, beside weights."""
-    return list(_Moment(shares, operation, kind).held())
+@dataclass(slots=True)
+class _Reads:
+    """The operations that read a value or a view of it, in order, each with its position.
+
+    Attributes:
+        name: of the value.
+        made: position of its maker; -1 for an input.
+        nbytes: of the smallest form of it that may be on a device.
+        kept: position, and the units that keep it where it was made: maker, views and reader.
+        direct: position and unit of those that read one name of it, by name.
+    """
+
+    name: str
+    made: int
+    nbytes: int
+    kept: list[tuple[int, frozenset[int]]]
+    direct: dict[str, list[tuple[int, int]]]
+
+    @property
+    def first(self) -> int:
+        """The first position before which it can wait."""
+        return self.made + 1 if self.kept else min(r[0][0] for r in self.direct.values() if r)
+
+    @property
+    def last(self) -> int:
+        """The last position at which it can wait."""
+        return max([r[-1][0] for r in self.direct.values() if r] + [p for p, _ in self.kept[-1:]])
 
 
-class _Moment:
-    def __init__(self, shares: Shares, operation: str, kind: Kind) -> None:
-        self.shares, self.graph, self.kind = shares, shares.graph, kind
-        self.operation = self.graph.operations[operation]
-        self.index = {name: i for i, name in enumerate(self.graph.operations)}
-        self.now = self.index[operation]
+class Occupancy:
+    """Which values wait while which operation runs.
 
-    def held(self) -> Iterator[Held]:
-        spec = self.kind.spec
-        own = self.shares.unit_of.get(self.operation.name)
+    Args:
+        graph: in order.
+        unit_of: operation -> the unit that it is placed with.
+    """
+
+    def __init__(self, graph: Graph, unit_of: Mapping[str, int]) -> None:
+        self.graph, self.unit_of = graph, unit_of
+        self.index = {name: i for i, name in enumerate(graph.operations)}
+        self._live: list[list[_Reads]] = [[] for _ in self.index]
+        for reads in self._reads():
+            for position in range(reads.first, reads.last + 1):
+                self._live[position].append(reads)
+
+    def during(self, operation: str, device_type: str) -> list[Held]:
+        """What devices of a type hold at least while it runs anywhere, beside weights."""
+        ran, now = self.graph.operations[operation], self.index[operation]
+        own = self.unit_of.get(operation)
+        found = []
         if own is not None:
-            made = [v for n in self.operation.outputs if (v := self.graph.values[n]).alias_of is None]
-            nbytes = [value.nbytes for value in made] + [self.operation.workspace_on(spec.type)]
-            yield Held(sum(spec.allocated(n) for n in nbytes if n), (frozenset({own}),))
+            made = [v.nbytes for n in ran.outputs if (v := self.graph.values[n]).alias_of is None]
+            found.append(Held((*made, ran.workspace_on(device_type)), (frozenset({own}),)))
+        for reads in self._live[now]:
+            sets = [units for position, units in reads.kept if position > now]
+            for readers in reads.direct.values():
+                sets += _across(readers, now)
+                if own is not None and any(position == now for position, _ in readers):
+                    sets.append(frozenset({own}))
+            least = [s for s in dict.fromkeys(sets) if not any(other < s for other in sets)]
+            if least:
+                found.append(Held((reads.nbytes,), tuple(least), reads.made < 0))
+        return found
+
+    def _reads(self) -> Iterator[_Reads]:
         for name, value in self.graph.values.items():
-            if value.is_tensor and value.alias_of is None and value.nbytes:
-                found = self._value(name, own, spec)
-                if found is not None:
-                    yield found
+            maker = self.graph.producer.get(name)
+            if value.alias_of is not None or not value.is_tensor or not value.nbytes:
+                continue
+            direct: dict[str, list[tuple[int, int]]] = {}
+            makers = None if maker is None else self.unit_of.get(maker)
+            start = frozenset() if makers is None else frozenset({makers})
+            kept = sorted(self._follow(name, start, direct), key=lambda reader: reader[0])
+            sizes = [value.nbytes, *(self.graph.values[n].copy_bytes for n, r in direct.items() if r)]
+            for readers in direct.values():
+                readers.sort()
+            if any(direct.values()):
+                made = -1 if maker is None else self.index[maker]
+                yield _Reads(name, made, min(sizes), kept if start else [], direct)
 
-    def _value(self, root: str, own: int | None, spec: DeviceSpec) -> Held | None:
-        maker = self.graph.producer.get(root)
-        unit = self.shares.unit_of.get(maker) if maker is not None else None
-        if maker is None or unit is None or self.index[maker] >= self.now:
-            return None
-        nbytes = self.graph.values[root].nbytes
-        sets = list(self._later_readers(root, frozenset({unit})))
-        reads = [n for n in self.operation.inputs if n in self.graph.values and self.graph.root(n) == root]
-        if reads and own is not None:
-            nbytes = min(nbytes, *(self.graph.values[name].copy_bytes for name in reads))
-            sets.append(frozenset({own}))
-        smallest = [s for s in dict.fromkeys(sets) if not any(other < s for other in sets)]
-        return Held(spec.allocated(nbytes), tuple(smallest)) if smallest else None
-
-    def _later_readers(self, name: str, makers: frozenset[int]) -> Iterator[frozenset[int]]:
-        """Units that keep a value there: who makes it and its views, and a reader yet to come."""
+    def _follow(
+        self, name: str, makers: frozenset[int], direct: dict[str, list[tuple[int, int]]]
+    ) -> Iterator[tuple[int, frozenset[int]]]:
+        """Whoever reads a value or a view of it, with those that must run where it does."""
+        mine = direct.setdefault(name, [])
         for reader in self.graph.consumers.get(name, ()):
-            unit = self.shares.unit_of.get(reader)
+            unit = self.unit_of.get(reader)
             if unit is None:
                 continue
-            if self.index[reader] > self.now:
-                yield makers | {unit}
+            mine.append((self.index[reader], unit))
+            yield self.index[reader], makers | {unit}
             for output in self.graph.operations[reader].outputs:
                 if self.graph.values[output].alias_of == name:
-                    yield from self._later_readers(output, makers | {unit})
+                    yield from self._follow(output, makers | {unit}, direct)
+
+
+def _across(readers: Sequence[tuple[int, int]], now: int) -> Iterator[frozenset[int]]:
+    """A copy that was brought for one reader waits for the next: the pairs around ``now``."""
+    before = [unit for position, unit in readers if position < now][-_AROUND:]
+    after = [unit for position, unit in readers if position > now][:_AROUND]
+    for first in before:
+        for second in after:
+            yield frozenset({first, second})

@@ -17,7 +17,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from graphplan.device import DeviceKey
-from graphplan.passes.occupancy import Held, held_during
+from graphplan.passes.occupancy import Held, Occupancy
 from graphplan.passes.shares import Shares
 
 __all__ = ["Program", "Solved"]
@@ -69,6 +69,14 @@ class _Rows:
         return LinearConstraint(matrix, np.array(self.low), np.array(self.high))
 
 
+def _held_at(shares: Shares, watched: Iterable[tuple[int, str]]) -> list[tuple[int, list[Held]]]:
+    moments = list(watched)
+    if not moments:
+        return []
+    occupancy = Occupancy(shares.graph, shares.unit_of)
+    return [(row, occupancy.during(name, shares.kinds[row].spec.type)) for row, name in moments]
+
+
 class Program:
     """The program of one problem.
 
@@ -82,7 +90,7 @@ class Program:
         self, shares: Shares, margin: Floats | None = None, watched: Iterable[tuple[int, str]] = ()
     ) -> None:
         self.shares = shares
-        self.held = [(row, held_during(shares, name, shares.kinds[row])) for row, name in watched]
+        self.held = _held_at(shares, watched)
         self.devices = [(row, key) for row, kind in enumerate(shares.kinds) for key in kind.keys]
         self.margin = np.zeros(len(shares.kinds)) if margin is None else margin
         self.count = 0
@@ -161,7 +169,9 @@ class Program:
         self.rows.add(kept, -np.inf, room)
         for watched, held in self.held:
             if watched == row:
-                extra_terms = [(self._held(x, one), one.nbytes / self.memory_scale) for one in held]
+                spec = shares.kinds[row].spec
+                mine = [o for o in held if not (o.is_input and shares.host in shares.kinds[row].keys)]
+                extra_terms = [(self._held(x, one), one.allocated(spec) / self.memory_scale) for one in mine]
                 self.rows.add([*kept, *extra_terms], -np.inf, float(shares.room[row]) / self.memory_scale)
         needs = shares.working[row]
         for unit in np.argsort(-needs, kind="stable")[:_NEEDY]:

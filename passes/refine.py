@@ -157,31 +157,39 @@ class _Search:
 
     def _reliefs(self) -> Iterator[_Relief]:
         """Pieces on a device that is over its budget, where they may go, and what that adds."""
-        cuts = [int(cut) for cut in self.chain.positions(256, part_groups=True)]
         heavy = sorted(set(self.chain.weight_reads.reader.tolist()))
-        singles = [(i, i + 1) for i in heavy]
+        cuts = [int(cut) for cut in self.chain.positions(256, part_groups=True)]
         seen: set[tuple[str, ...]] = set()
-        for start, end in [*singles, *self._intervals(cuts)]:
-            if self.over:
-                return
-            names = tuple(self._closure(start, end))
-            over = {self.device[name] for name in names} & self.best.excess.keys()
-            if not over or names in seen:
-                continue
-            seen.add(names)
-            self.left -= len(names)
-            freed = self._freed(names, over)
-            if not freed:
-                continue
-            here = self._local_seconds(names, self.device, self.fetched)
-            for spec in self.devices:
-                if spec.key in over or self._overfills(spec.key, self._weights_of(names)):
+        for pieces in ([(i, i + 1) for i in heavy], *self._intervals_by_length(cuts)):
+            sufficed = True  # longer pieces are for what these do not free
+            for start, end in pieces:
+                if self.over:
+                    return
+                names = tuple(self._closure(start, end))
+                over = {self.device[name] for name in names} & self.best.excess.keys()
+                freed = 0 if not over or names in seen else self._freed(names, over)
+                if not freed:
                     continue
-                changed = {**self.device, **dict.fromkeys(names, spec.key)}
-                seconds = self._local_seconds(names, changed, self.fetched) - here
-                if math.isfinite(seconds):
-                    enough = freed >= sum(self.best.excess[key] for key in over)
-                    yield _Relief(names, spec.key, seconds if enough else seconds + 1.0, freed)
+                seen.add(names)
+                self.left -= len(names)
+                enough = freed >= sum(self.best.excess[key] for key in over)
+                sufficed &= enough
+                yield from self._relieve_by(names, over, freed, enough)
+            if sufficed and seen:
+                return
+
+    def _relieve_by(
+        self, names: tuple[str, ...], over: set[DeviceKey], freed: int, enough: bool
+    ) -> Iterator[_Relief]:
+        """The devices that these operations may go to."""
+        here = self._local_seconds(names, self.device, self.fetched)
+        for spec in self.devices:
+            if spec.key in over or self._overfills(spec.key, self._weights_of(names)):
+                continue
+            changed = {**self.device, **dict.fromkeys(names, spec.key)}
+            seconds = self._local_seconds(names, changed, self.fetched) - here
+            if math.isfinite(seconds):
+                yield _Relief(names, spec.key, seconds if enough else seconds + 1.0, freed)
 
     def _weights_of(self, names: Sequence[str]) -> set[str]:
         return {w for name in names for w in self.graph.operations[name].inputs if w in self.graph.weights}
@@ -204,10 +212,13 @@ class _Search:
         return True
 
     def _intervals(self, cuts: Sequence[int]) -> Iterator[tuple[int, int]]:
+        for pieces in self._intervals_by_length(cuts):
+            yield from pieces
+
+    def _intervals_by_length(self, cuts: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
         length = 1
         while length < len(cuts):
-            for i in range(len(cuts) - length):
-                yield cuts[i], cuts[i + length]
+            yield [(cuts[i], cuts[i + length]) for i in range(len(cuts) - length)]
             length *= 2
 
     def _closure(self, start: int, end: int) -> list[str]:

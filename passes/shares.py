@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from graphplan.device import CPU, DeviceKey, DeviceSpec
 from graphplan.graph import Operation
+from graphplan.passes.bands import Crowd, find_crowds, make_bands
 from graphplan.passes.evaluate import Problem
 from graphplan.passes.knapsack import Chosen, Knapsack
 
@@ -30,7 +31,7 @@ Bools = npt.NDArray[np.bool_]
 
 _UNITS = 3000  # parts of the largest budget at most
 _LOSS = 1e-3  # share of the weights' bytes that coarser units may fail to see
-_STATES = 1 << 21  # numbers that one step of the knapsack may touch
+_STATES = 1 << 18  # numbers per row that one step of the knapsack may touch
 _NOT_TAKEN = np.array([[0.0, 0.0], [np.inf, 0.0]])  # the first needs the second
 
 
@@ -338,23 +339,31 @@ class Shares:
 
     def _build(self) -> None:
         """Set the knapsack up, leaving out cheap values where the states would be too many."""
-        self.bands = _bands(self.working, self.nbytes[: self.units], self.room)
-        self.row_kind = np.array([kind for kind, _, _ in self.bands], dtype=np.int64)
-        self._barred = np.array([self.working[kind] > high for kind, _, high in self.bands])
+        specs = [kind.spec for kind in self.kinds]
+        is_host = [self.host in kind.keys for kind in self.kinds]
+        crowds = find_crowds(self.graph, self.unit_of, specs, is_host)
+        self.bands = make_bands(self.working, crowds, self.nbytes[: self.units], self.room)
+        self.row_kind = np.array([band.kind for band in self.bands], dtype=np.int64)
+        self._barred = np.array([self.working[band.kind] > band.high for band in self.bands])
+        self._crowds = self._counted(crowds)
         total = float(self.nbytes.sum())
-        rooms = np.array([min(self.room[kind] - low, total) for kind, low, _ in self.bands])
+        rooms = np.array([min(self.room[band.kind] - band.low, total) for band in self.bands])
         capacities = np.floor(rooms / self.unit).astype(np.int64)
         top = max(1, int(capacities.max(initial=0)) + 1)
-        limit = max(3, int(np.log2(_STATES / (len(capacities) * top))))
+        limit = max(3, int(np.log2(_STATES / top)))
         dropped: set[int] = set()
         while True:
             kept = [pair for pair in self.tables if not dropped & set(pair)]
             needs = [pair for pair in self.needs if not dropped & set(pair)]
-            scopes = [*kept, *needs]
+            scopes = [*kept, *needs, *(crowd.units for crowd in self._crowds)]
             self.knapsack = Knapsack(self.sizes, scopes, capacities)
             wide = max(self.knapsack.steps, key=lambda step: len(step.frontier), default=None)
             if wide is None or len(wide.frontier) + 1 <= limit:
                 break
+            narrower = [c for c in self._crowds if not set(c.units) & {*wide.frontier, wide.variable}]
+            if len(narrower) < len(self._crowds):
+                self._crowds = narrower
+                continue
             values = sorted(
                 (v for v in wide.frontier if v in self._value_cost), key=self._value_cost.__getitem__
             )
@@ -366,9 +375,29 @@ class Shares:
             if len(self.tables) == before:
                 break
         self._kept, self._kept_needs = kept, needs
+        self._refusals = [self._refusal(crowd) for crowd in self._crowds]
         self._maker, self._reader = np.array(kept, dtype=np.int64).reshape(len(kept), 2).T
         apart = [self.tables[pair][:, 0, 1] for pair in kept]
         self._apart = np.array(apart, dtype=float).reshape(len(kept), len(self.kinds)).T
+
+    def _counted(self, crowds: Sequence[Crowd]) -> list[Crowd]:
+        """Those that some band refuses though it has all of their units one by one."""
+        return [
+            crowd
+            for crowd in crowds
+            if any(
+                crowd.nbytes[band.kind] > band.high
+                and max(self.working[band.kind][unit] for unit in crowd.units) <= band.high
+                for band in self.bands
+            )
+        ]
+
+    def _refusal(self, crowd: Crowd) -> Floats:
+        """The table that keeps a crowd out of the bands that have no room for it."""
+        table = np.zeros((len(self.bands), *(2,) * len(crowd.units)))
+        refused = np.array([crowd.nbytes[band.kind] > band.high for band in self.bands])
+        table.reshape(len(self.bands), -1)[:, -1] = np.where(refused, np.inf, 0.0)
+        return table
 
     def _drop_pairs(self, frontier: Sequence[int], excess: int) -> None:
         open_ = set(frontier)
@@ -401,6 +430,7 @@ class Shares:
         cost = cost + prices.unique[None, :]
         tables = [self.tables[pair][rows] * prices.compute for pair in self._kept]
         tables += [_NOT_TAKEN[None]] * len(self._kept_needs)
+        tables += self._refusals
         less = np.ceil(margin[rows] / self.unit).astype(np.int64)
         dtype = np.float64 if exact else np.float32
         return self.knapsack.solve(cost, aside, tables, less, dtype)
@@ -418,6 +448,15 @@ class Shares:
     def kept_bytes(self, taken: Bools, aside: Bools) -> float:
         """Bytes of weights that a share keeps."""
         return float(self.nbytes[taken & ~aside].sum())
+
+    def activation_bytes(self, kind: int, taken: Bools) -> float:
+        """Bytes for activations that a share needs at least beside its weights."""
+        mine = taken[: self.units]
+        needs = float(self.working[kind][mine].max(initial=0))
+        for crowd in self._crowds:
+            if crowd.nbytes[kind] > needs and mine[list(crowd.units)].all():
+                needs = float(crowd.nbytes[kind])
+        return needs
 
     def complete(self, units: Bools) -> tuple[Bools, float]:
         """The items of a share that has these units and keeps all their weights, and its bytes."""
@@ -476,27 +515,3 @@ def _unit(nbytes: Ints, room: float) -> int:
     lost = {c: float(((sizes % c) * counts).sum()) / total for c in candidates if c >= least}
     allowed = min(lost.values()) + _LOSS
     return max(c for c, share in lost.items() if share <= allowed)
-
-
-def _bands(working: Ints, nbytes: Ints, room: Floats) -> list[tuple[int, int, int]]:
-    """(kind, bytes set aside for activations, most that an operation may need) for each row.
-
-    A share whose neediest operation needs between ``low`` and ``high`` has ``low`` less for weights.
-    """
-    rows = []
-    for kind in range(len(working)):
-        needs = np.unique(working[kind])
-        highest = int(needs[-1]) if len(needs) else 0
-        splits = [highest]
-        if highest > 0.001 * room[kind]:
-            order = np.argsort(working[kind], kind="stable")
-            carried = np.cumsum(nbytes[order])
-            for share in (0.5,):
-                at = int(np.searchsorted(carried, share * carried[-1])) if len(carried) else 0
-                splits.append(int(working[kind][order[min(at, len(order) - 1)]]))
-        low = int(needs[0]) if len(needs) else 0
-        for high in sorted(set(splits)):
-            rows.append((kind, low, high))
-            above = needs[needs > high]
-            low = int(above[0]) if len(above) else high
-    return rows
