@@ -19,6 +19,7 @@ from graphplan.passes.columns import ColumnGeneration
 from graphplan.passes.dive import dive
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.limits import Limits
+from graphplan.passes.master import mix_fractions
 from graphplan.passes.program import Program
 from graphplan.passes.refine import refine, repair
 from graphplan.passes.residence import follow, reside
@@ -26,6 +27,7 @@ from graphplan.passes.shares import Shares
 
 __all__ = ["close_gap"]
 
+_LP_TOLERANCE = 1e-6
 _ENOUGH = 1e-3  # gap at which to stop
 _STACKED = 5  # a graph is a stack if it has so many times more units than kinds of them
 _BINARIES = 400  # decisions of a program that is solved without being asked for time
@@ -62,6 +64,9 @@ class _Closing:
         if self.done or sum(1 for spec in self.problem.topology.devices if spec.computes) < 2:
             return
         shares = Shares(self.problem)
+        fractions = mix_fractions(shares)
+        if fractions is not None:
+            self._raise(fractions.seconds * (1 - _LP_TOLERANCE), "operations in fractions, without moves")
         devices = sum(len(kind.keys) for kind in shares.kinds)
         binaries = shares.units * devices
         timed = self.limits.deadline is not None

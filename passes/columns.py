@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from graphplan.passes.evaluate import Evaluation
 from graphplan.passes.intervals import intervals
-from graphplan.passes.master import Column, Limit, Mixture, mix_columns, prices_of_fractions
+from graphplan.passes.master import Column, Limit, Mixture, mix_columns, mix_fractions
 from graphplan.passes.shares import Prices, Shares
 
 __all__ = ["ColumnGeneration"]
@@ -62,7 +62,8 @@ class ColumnGeneration:
             taken, nbytes = shares.complete(units)
             if nbytes + shares.activation_bytes(kind, taken) <= shares.room[kind]:
                 self._add(kind, taken, np.zeros_like(taken))
-        self._center = prices_of_fractions(shares)
+        fractions = mix_fractions(shares)
+        self._center = None if fractions is None else fractions.prices
 
     def _add_known(self, evaluation: Evaluation) -> None:
         assignment = evaluation.schedule.assignment

@@ -6,6 +6,7 @@ final ones, and the knapsacks have little left to do.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 import numpy as np
@@ -67,9 +68,12 @@ def _cheapest_cuts(shares: Shares) -> npt.NDArray[np.int64]:
     for (maker, reader), table in shares.tables.items():
         if maker < shares.units and reader < shares.units:
             crossing[min(maker, reader) + 1 : max(maker, reader) + 1] += float(table[:, 0, 1].max())
+    makers: dict[int, list[int]] = defaultdict(list)
+    for maker, item in shares.tables:
+        if maker < shares.units <= item:
+            makers[item].append(maker)
     for reader, item in shares.needs:
-        makers = [m for m, other in shares.tables if other == item]
-        for maker in makers:
+        for maker in makers[item]:
             crossing[maker + 1 : reader + 1] += float(shares.tables[maker, item][:, 0, 1].max())
     inner = np.argsort(crossing[1:-1], kind="stable")[: _CUTS - 2] + 1
     return np.unique(np.concatenate([[0], inner, [shares.units]])).astype(np.int64)

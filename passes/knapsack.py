@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Chosen", "Knapsack", "frontier_order"]
+__all__ = ["Chosen", "Knapsack", "Step", "frontier_order"]
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -55,7 +55,7 @@ class _Elimination:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class Step:
     """Bring ``variable`` into the state, add what is known by now, minimise over ``closed``."""
 
     variable: int
@@ -168,7 +168,7 @@ class Knapsack:
             waiting = left
         return active
 
-    def _path(self, active: set[int]) -> list[_Step]:
+    def _path(self, active: set[int]) -> list[Step]:
         gone = {elimination.variable for elimination in self.eliminations}
         rest = [v for v in range(self.count) if v not in gone]
         number = {v: i for i, v in enumerate(rest)}
@@ -179,7 +179,7 @@ class Knapsack:
         for factor in unseen:
             for variable in self.scopes[factor]:
                 pending[variable].add(factor)
-        steps: list[_Step] = []
+        steps: list[Step] = []
         frontier: list[int] = []
         for variable in (rest[i] for i in order):
             ready = []
@@ -194,7 +194,7 @@ class Knapsack:
                     pending[other].discard(factor)
             closed = tuple(v for v in frontier if not pending[v])
             frontier = [v for v in frontier if pending[v]]
-            steps.append(_Step(variable, before, tuple(ready), closed))
+            steps.append(Step(variable, before, tuple(ready), closed))
         return steps
 
     def solve(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from scipy.sparse import coo_array
 
 from graphplan.passes.shares import Prices, Shares
 
-__all__ = ["Column", "Limit", "Mixture", "mix_columns", "prices_of_fractions"]
+__all__ = ["Column", "Fractions", "Limit", "Mixture", "mix_columns", "mix_fractions"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -177,13 +178,63 @@ def _weighed(
     return Prices(cover, compute / total, copies / total, unique, limited, constant)
 
 
-def prices_of_fractions(shares: Shares) -> Prices | None:
-    """Prices to begin with: of operations placed in fractions, without moves between devices."""
-    kinds, groups = len(shares.kinds), len(shares.counts)
-    first = np.array([int(np.argmax(shares.group == g)) for g in range(groups)])
-    clock, queue = shares.clock[:, first], shares.queue[:, first]
+@dataclass(frozen=True, slots=True)
+class Fractions:
+    """Units of each group placed in fractions, without moves between devices.
+
+    Attributes:
+        kept: (kinds, groups) those whose weights stay.
+        brought: (kinds, groups) those whose weights are brought at every call.
+        prices: what the program says of prices.
+        seconds: of the call.
+        nbytes: (groups,) weights of a unit.
+    """
+
+    kept: Floats
+    brought: Floats
+    prices: Prices
+    seconds: float
+    nbytes: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A unit of each group with the weights that it alone reads; arrays as in ``shares``."""
+
+    clock: Floats
+    queue: Floats
+    nbytes: Floats
+    aside_clock: Floats
+    aside_queue: Floats
+
+
+def _with_own_items(shares: Shares) -> _Whole:
+    first = np.unique(shares.group, return_index=True)[1]
+    group_of = {int(unit): group for group, unit in enumerate(first)}
+    readers = Counter(item for _, item in shares.needs)
+    arrays = (shares.clock, shares.queue, shares.aside.clock, shares.aside.queue)
+    clock, queue, aside_clock, aside_queue = (array[:, first].astype(float) for array in arrays)
     nbytes = shares.nbytes[first].astype(float)
-    scale = max(float(clock.min(axis=0).sum()), 1e-9)
+    for unit, item in shares.needs:
+        group = group_of.get(unit)
+        if group is None or readers[item] > 1 or not shares.nbytes[item]:
+            continue
+        if not nbytes[group]:  # it had nothing to bring
+            aside_clock[:, group] = aside_queue[:, group] = 0.0
+        clock[:, group] += shares.clock[:, item]
+        queue[:, group] += shares.queue[:, item]
+        aside_clock[:, group] += shares.aside.clock[:, item]
+        aside_queue[:, group] += shares.aside.queue[:, item]
+        nbytes[group] += float(shares.nbytes[item])
+    return _Whole(clock, queue, nbytes, aside_clock, aside_queue)
+
+
+def mix_fractions(shares: Shares, margin: Floats | None = None) -> Fractions | None:
+    """The best fractions; ``margin`` (kinds,) bytes are left free."""
+    kinds, groups = len(shares.kinds), len(shares.counts)
+    whole = _with_own_items(shares)
+    clock, queue, nbytes = whole.clock, whole.queue, whole.nbytes
+    scale = _typical_seconds(shares, shares.counts)
     # variables: per kind the units whose weights are kept and those whose are brought; the makespan
     lines = _Lines(2 * kinds * groups + 1)
     high = np.full(lines.variables, np.inf)
@@ -191,14 +242,14 @@ def prices_of_fractions(shares: Shares) -> Prices | None:
     for k in range(kinds):
         kept = slice(2 * k * groups, (2 * k + 1) * groups)
         brought = slice((2 * k + 1) * groups, (2 * k + 2) * groups)
-        extra, copying = shares.aside.clock[k, first], shares.aside.queue[k, first]
+        extra, copying = whole.aside_clock[k], whole.aside_queue[k]
         possible = np.isfinite(clock[k])
         may_bring = possible & np.isfinite(extra) & np.isfinite(copying)
         high[kept] = np.where(possible, np.inf, 0.0)
         high[brought] = np.where(may_bring, np.inf, 0.0)
         compute[kept] = np.where(possible, clock[k], 0.0) / scale
         compute[brought] = np.where(may_bring, clock[k] + extra, 0.0) / scale
-        room = max(float(shares.room[k]), 0.0)
+        room = max(float(shares.room[k] - (0.0 if margin is None else margin[k])), 0.0)
         lines.add([(kept, nbytes / max(room, 1.0))], float(shares.count_of[k]) * (room > 0))
         parts = [(kept, queue[k] / scale), (brought, np.where(may_bring, queue[k] + copying, 0.0) / scale)]
         lines.add(parts, 0.0, -float(shares.count_of[k]))
@@ -218,4 +269,6 @@ def prices_of_fractions(shares: Shares) -> Prices | None:
     dual = np.maximum(-found.ineqlin.marginals, 0.0)
     nothing, free = np.zeros(len(shares.items)), np.zeros((kinds, groups))
     prices = found.eqlin.marginals * scale
-    return _weighed(prices, float(dual[-1]), dual[1 : 2 * kinds : 2], nothing, free, 0.0, shares.count_of)
+    weighed = _weighed(prices, float(dual[-1]), dual[1 : 2 * kinds : 2], nothing, free, 0.0, shares.count_of)
+    parts = found.x[:-1].reshape(kinds, 2, groups)
+    return Fractions(parts[:, 0], parts[:, 1], weighed, float(found.fun) * scale, nbytes)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from graphplan.device import DeviceSpec
 from graphplan.graph import Graph
 
 __all__ = ["Held", "Occupancy"]
 
+_LATER = 6  # readers to come that are looked at
 _AROUND = 2  # readers before and after a moment that are looked at
 
 
@@ -91,7 +93,8 @@ class Occupancy:
             made = [v.nbytes for n in ran.outputs if (v := self.graph.values[n]).alias_of is None]
             found.append(Held((*made, ran.workspace_on(device_type)), (frozenset({own}),)))
         for reads in self._live[now]:
-            sets = [units for position, units in reads.kept if position > now]
+            later = (units for position, units in reads.kept if position > now)
+            sets = list(islice(later, _LATER))
             for readers in reads.direct.values():
                 sets += _across(readers, now)
                 if own is not None and any(position == now for position, _ in readers):

@@ -20,6 +20,7 @@ from graphplan.passes.contiguous import Piece, split
 from graphplan.passes.depth import deepen
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.exhaustive import search_all
+from graphplan.passes.interleave import interleavings
 from graphplan.passes.limits import Limits
 from graphplan.passes.refine import refine, repair
 from graphplan.passes.residence import cpu_key, reside
@@ -109,6 +110,9 @@ def _search(
         if best is not None:
             return _finish(plain, problem, chain, best, complete, limits)
     best = _best(problem, chain, [*_known(problem, near), *_with_offload(problem, chain)])
+    if limits is not None and limits.exhaustive:
+        turns = interleavings(problem, chain, limits.until(0.3))
+        best = min([*([] if best is None else [best]), *turns], key=lambda found: found.seconds, default=None)
     best, complete = _exhaust(problem, best, limits, fetch=True)
     return None if best is None else _finish(problem, problem, chain, best, complete, limits)
 

@@ -21,7 +21,7 @@ from graphplan.device import CPU, DeviceKey, DeviceSpec
 from graphplan.graph import Operation
 from graphplan.passes.bands import Crowd, find_crowds, make_bands
 from graphplan.passes.evaluate import Problem
-from graphplan.passes.knapsack import Chosen, Knapsack
+from graphplan.passes.knapsack import Chosen, Knapsack, Step
 
 __all__ = ["Kind", "Prices", "Shares"]
 
@@ -357,28 +357,29 @@ class Shares:
             needs = [pair for pair in self.needs if not dropped & set(pair)]
             scopes = [*kept, *needs, *(crowd.units for crowd in self._crowds)]
             self.knapsack = Knapsack(self.sizes, scopes, capacities)
-            wide = max(self.knapsack.steps, key=lambda step: len(step.frontier), default=None)
-            if wide is None or len(wide.frontier) + 1 <= limit:
-                break
-            narrower = [c for c in self._crowds if not set(c.units) & {*wide.frontier, wide.variable}]
-            if len(narrower) < len(self._crowds):
-                self._crowds = narrower
-                continue
-            values = sorted(
-                (v for v in wide.frontier if v in self._value_cost), key=self._value_cost.__getitem__
-            )
-            if values:
-                dropped.update(values[: len(wide.frontier) + 1 - limit])
-                continue
-            before = len(self.tables)
-            self._drop_pairs(wide.frontier, len(wide.frontier) + 1 - limit)
-            if len(self.tables) == before:
+            wide = _widest(self.knapsack.steps, limit)
+            if not wide or not self._narrow(wide, limit, dropped):
                 break
         self._kept, self._kept_needs = kept, needs
         self._refusals = [self._refusal(crowd) for crowd in self._crowds]
         self._maker, self._reader = np.array(kept, dtype=np.int64).reshape(len(kept), 2).T
         apart = [self.tables[pair][:, 0, 1] for pair in kept]
         self._apart = np.array(apart, dtype=float).reshape(len(kept), len(self.kinds)).T
+
+    def _narrow(self, wide: Sequence[tuple[int, ...]], limit: int, dropped: set[int]) -> bool:
+        """Leave out what opens too many variables at once: crowds, then cheap values, then cheap pairs."""
+        open_ = {variable for frontier in wide for variable in frontier}
+        narrower = [crowd for crowd in self._crowds if open_.isdisjoint(crowd.units)]
+        if len(narrower) < len(self._crowds):
+            self._crowds = narrower
+            return True
+        before = len(dropped), len(self.tables)
+        for frontier in wide:
+            values = sorted((v for v in frontier if v in self._value_cost), key=self._value_cost.__getitem__)
+            dropped.update(values[: len(frontier) - limit])
+            if not values:
+                self._drop_pairs(frontier, len(frontier) - limit)
+        return before != (len(dropped), len(self.tables))
 
     def _counted(self, crowds: Sequence[Crowd]) -> list[Crowd]:
         """Those that some band refuses though it has all of their units one by one."""
@@ -477,6 +478,22 @@ class Shares:
             if taken[index] and item.streamed and self.sizes[index]:
                 aside[index] = homes[item.streamed] != key
         return taken, aside
+
+
+def _widest(steps: Sequence[Step], limit: int) -> list[tuple[int, ...]]:
+    """What is open where more is than may be: the most of each stretch of such steps."""
+    found: list[tuple[int, ...]] = []
+    inside = False
+    for step in steps:
+        open_ = (*step.frontier, step.variable)
+        if len(open_) <= limit:
+            inside = False
+        elif not inside:
+            found.append(open_)
+            inside = True
+        elif len(open_) > len(found[-1]):
+            found[-1] = open_
+    return found
 
 
 def _kinds(problem: Problem) -> list[Kind]:
