@@ -136,7 +136,7 @@ class Knapsack:
     def work(self) -> int:
         """Numbers that one solution touches; a step costs some thousands by itself."""
         top = max(1, int(self.capacities.max(initial=0)) + 1)
-        return sum((self.rows * top << (len(step.frontier) + 1)) + _STEP for step in self.steps)
+        return _STEP + sum((self.rows * top << (len(step.frontier) + 1)) + _STEP for step in self.steps)
 
     def _eliminate_light(self) -> set[int]:
         """Plan the elimination of variables without size; the factors that are left."""
