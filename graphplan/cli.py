@@ -259,7 +259,7 @@ def explain(path: PlanFile, name: Name, as_json: Json = False) -> None:
 
 
 def _ours(named: NamedModel, topology: Topology) -> tuple[list[Baseline], Problem]:
-    """Our row, and the problem for the others: of our plan's graph, or without a plan of one with more room."""
+    """Our row, and the problem for the others: of our graph, or without a plan of one with more room."""
     start = time.perf_counter()
     try:
         found = _plan(named, topology)

@@ -80,7 +80,9 @@ class Baseline:
 
 
 def device_maps(problem: Problem, model: nn.Module, no_split: Sequence[str]) -> list[Baseline]:
-    """Accelerate's and transformers' maps: of several ways to ask the fastest within the budgets, else the nearest.
+    """The maps of accelerate and transformers, of several ways to ask the best.
+
+    That is the fastest within the budgets; where all pass them, the nearest.
 
     Args:
         problem: what to place.

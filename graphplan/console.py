@@ -13,10 +13,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
 from typing import Any
 
 from rich.console import Console
@@ -69,20 +71,28 @@ def print_json(data: Any) -> None:
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """A spinner with the seconds that have passed, where stderr is a terminal."""
-    console = Console(stderr=True)
+    """A spinner with the seconds that have passed, where stderr is a terminal.
+
+    What libraries print there meanwhile is dropped: torch prints the whole graph that it cannot trace,
+    beside the error that it raises.
+    """
+    console = Console(file=sys.stderr)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         progress.add_task(what, total=None)
-        yield
+        with redirect_stderr(StringIO()):
+            yield
 
 
 def show_warnings_in_one_line() -> None:
     """Our warnings as the errors are: without the place in the code; others' not at all."""
+    logging.disable(logging.WARNING)  # of the libraries that transformers imports
     warnings.simplefilter("ignore")
     warnings.filterwarnings("always", category=UserWarning, module="graphplan")
 
+    stream = sys.stderr
+
     def shown(message: Warning | str, *_: Any, **__: Any) -> None:
-        print(f"graphplan: warning: {' '.join(str(message).split())}", file=sys.stderr)
+        print(f"graphplan: warning: {' '.join(str(message).split())}", file=stream)
 
     warnings.showwarning = shown

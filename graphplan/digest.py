@@ -1,4 +1,4 @@
-"""What the command prints as JSON of a plan, of a comparison and of devices; sizes are bytes, times seconds."""
+"""What the command prints of a plan, a comparison and devices. In JSON sizes are bytes, times seconds."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def comparison_text(rows: Sequence[Baseline]) -> str:
 
 
 _NOTES = (
-    "One evaluator judges all: it counts activations, and streams weights ahead of their use, as graphplan's",
-    "runtime does and accelerate's hooks do not. 'as asked' is the map of device_map=\"auto\"; where that passes",
-    "a budget the row is of the fastest map, asked with less room, that keeps all, or else of the nearest.",
+    "One evaluator judges all. It counts activations, and streams weights ahead of their use, as graphplan's",
+    "runtime does and accelerate's hooks do not. 'as asked' is the map of device_map=\"auto\". Where that",
+    "passes a budget, the row is of the fastest map that keeps all, made with less room, or of the nearest.",
 )
 
 

@@ -199,7 +199,7 @@ def _of_factory(word: str, ask: Ask) -> NamedModel:
     if inputs is None and hasattr(model, "main_input_name"):
         return NamedModel(name, model, (), example_inputs(model, ask.batch or 1, ask.length))
     if ask.batch or ask.length:
-        raise InputError(f"--batch and --length are for transformers models: {word!r} gives its own inputs")
+        raise InputError(f"--batch and --length are for transformers models: {word!r} makes its own")
     if isinstance(inputs, Mapping):
         return NamedModel(name, model, (), dict(inputs))
     if inputs is not None and not isinstance(inputs, tuple | list):
