@@ -139,7 +139,8 @@ def _sweep(data: Data) -> str:
             captured[method] = captured.get(method, 0) + 1
     rows = [[method, str(count)] for method, count in sorted(captured.items())]
     good = f"{data['passed']} of {data['of']} architectures give eager's results within 1e-5, keep "
-    return f"{good}every budget, and copy what the plan says.\n\n{markdown(['captured by', 'architectures'], rows)}"
+    table = markdown(["captured by", "architectures"], rows)
+    return f"{good}every budget, and copy what the plan says.\n\n{table}"
 
 
 def _dnn(data: Data, which: str, reference: str) -> str:
