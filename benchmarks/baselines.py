@@ -6,15 +6,14 @@ know nothing of activations: where the evaluator finds a budget passed, they are
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
-from incumbents import Mapper, accelerate_maps, assignment_of, skeleton, transformers_maps
-from packing import offloaded, used
+from skeletons import skeleton
 from torch import nn
 
-from graphplan.device import CPU, DeviceKey, DeviceSpec, Topology, read_max_memory
+from graphplan.comparison import REPAIRS, Baseline, best, device_maps, judged
+from graphplan.device import CPU, DeviceKey, DeviceSpec, Topology
 from graphplan.graph import Graph
 from graphplan.passes.chain import Chain
 from graphplan.passes.contiguous import split
@@ -22,45 +21,6 @@ from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.residence import reside
 from graphplan.passes.spread import fetch_excess
 from graphplan.schedule import Assignment
-
-LESS = "given less"  # the mark of a map that was made after another had passed a budget
-_REPAIRS = 12  # times that one is asked again with less room, when the evaluator finds it over a budget
-
-
-@dataclass(frozen=True, slots=True)
-class Baseline:
-    """What one of the others makes of a problem.
-
-    Attributes:
-        name: whose it is.
-        strategy: how it was asked, for those that can be asked in several ways.
-        seconds: modelled seconds of a call; None where it placed nothing.
-        over: bytes by which the fullest device is over its budget; 0 where all are kept.
-        offloaded: bytes of weights that live on no accelerator, of those that are read.
-        used: bytes that weights take on accelerators, as the allocator keeps them.
-        planning: seconds that it took.
-        error: what it raised instead.
-        excess: device -> bytes by which it is over its budget.
-        first_over: bytes by which the first answer was over, where another is taken instead.
-        first_seconds: the modelled seconds of that.
-    """
-
-    name: str
-    strategy: str = ""
-    seconds: float | None = None
-    over: int = 0
-    offloaded: int = 0
-    used: int = 0
-    planning: float = 0.0
-    error: str = ""
-    excess: Mapping[DeviceKey, int] = field(default_factory=dict)
-    first_over: int = 0
-    first_seconds: float | None = None
-
-    @property
-    def feasible(self) -> bool:
-        """Whether it placed everything within the budgets."""
-        return self.seconds is not None and self.over == 0
 
 
 def baselines(
@@ -80,48 +40,6 @@ def baselines(
     return [*found, *device_maps(problem, model, no_split)]
 
 
-def device_maps(problem: Problem, model: nn.Module, no_split: Sequence[str]) -> list[Baseline]:
-    """accelerate's and transformers' alone."""
-    kept = list(no_split)
-    makers = {"accelerate": accelerate_maps, "transformers": transformers_maps}
-    found = []
-    for name, ways in makers.items():
-        answers = list(_mapped(problem, name, ways(model, kept)))
-        first = answers[0]
-        found.append(replace(best(answers), first_over=first.over, first_seconds=first.seconds))
-    return found
-
-
-def best(found: Sequence[Baseline]) -> Baseline:
-    """The fastest that keeps the budgets; where none does, the one that is least over."""
-    return min(
-        found,
-        key=lambda b: (b.seconds is None, b.over, b.seconds if b.seconds is not None else 0.0),
-    )
-
-
-def _judged(problem: Problem, name: str, strategy: str, propose: Callable[[], Assignment | None]) -> Baseline:
-    start = time.perf_counter()
-    try:
-        assignment = propose()
-    except Exception as error:  # whatever another's code raises is its result
-        return Baseline(name, strategy, error=f"{type(error).__name__}: {error}")
-    planning = time.perf_counter() - start
-    if assignment is None:
-        return Baseline(name, strategy, planning=planning, error="found no placement")
-    evaluation, spilled = _evaluate(problem, assignment)
-    return Baseline(
-        name,
-        strategy,
-        evaluation.seconds,
-        over=max([spilled, *evaluation.excess.values()]),
-        offloaded=offloaded(problem, assignment),
-        used=used(problem, assignment),
-        planning=planning,
-        excess=evaluation.excess,
-    )
-
-
 def _with_ties(
     problem: Problem, name: str, propose: Callable[[Problem], Assignment | None]
 ) -> Iterator[Baseline]:
@@ -131,9 +49,9 @@ def _with_ties(
         found = propose(problem)
         return None if found is None else _pull(problem, found)
 
-    yield _judged(problem, name, "", lambda: propose(problem))
+    yield judged(problem, name, "", lambda: propose(problem))
     if any(len(readers) > 1 for readers in _readers(problem.graph).values()):
-        yield _judged(problem, name, "ties together", pulled)
+        yield judged(problem, name, "ties together", pulled)
 
 
 def _readers(graph: Graph) -> dict[str, tuple[str, ...]]:
@@ -145,17 +63,6 @@ def _pull(problem: Problem, assignment: Assignment) -> Assignment:
     for readers in _readers(problem.graph).values():
         operations.update(dict.fromkeys(readers, operations[readers[0]]))
     return reside(problem, operations)
-
-
-def _evaluate(problem: Problem, assignment: Assignment) -> tuple[Evaluation, int]:
-    """The evaluation, and the bytes of weights that were put on a CPU that has no budget."""
-    if CPU in problem.topology:
-        return evaluate(problem, assignment), 0
-    cpu = read_max_memory({CPU: 1 << 42}).devices[0]
-    wider = replace(problem.topology, devices=(*problem.topology.devices, cpu))
-    weights = problem.graph.weights
-    spilled = sum(weights[name].nbytes for name, key in assignment.weights.items() if key == CPU)
-    return evaluate(replace(problem, topology=wider), assignment), spilled
 
 
 def accelerators(topology: Topology) -> list[DeviceSpec]:
@@ -227,7 +134,7 @@ def _split(problem: Problem, chain: Chain, use_cpu: bool, fetch: bool, growth: i
     """Pieces that keep the budgets, or the last tried; ``growth``: how fast room is taken off."""
     shrink: dict[DeviceKey, int] = {}
     found: Evaluation | None = None
-    for _ in range(_REPAIRS):
+    for _ in range(REPAIRS):
         pieces = split(chain, problem, use_cpu=use_cpu, fetch=fetch, shrink=shrink)
         if pieces is None:
             break
@@ -244,30 +151,3 @@ def _split(problem: Problem, chain: Chain, use_cpu: bool, fetch: bool, growth: i
         for key, excess in found.excess.items():
             shrink[key] = max(shrink.get(key, 0) + excess, growth * shrink.get(key, 0))
     return found
-
-
-# -- device maps ---------------------------------------------------------------------------------------
-
-
-def _mapped(problem: Problem, name: str, ways: Mapping[str, Mapper]) -> Iterator[Baseline]:
-    """As users ask, ``"auto"`` first; and again with what was over taken off, in two ways."""
-    for way, mapper in ways.items():
-        asked = _asked(problem, name, way, mapper, {})
-        yield asked
-        for growth in (1, 2):
-            taken, judged = dict[DeviceKey, int](), asked
-            for _ in range(_REPAIRS):
-                if judged.feasible or not judged.excess:
-                    break
-                for key, excess in judged.excess.items():
-                    before = taken.get(key, 0)
-                    taken[key] = max(before + excess, growth * before)  # modules move, not bytes
-                judged = _asked(problem, name, f"{way}, {LESS}", mapper, taken)
-                yield judged
-
-
-def _asked(
-    problem: Problem, name: str, strategy: str, mapper: Mapper, taken: Mapping[DeviceKey, int]
-) -> Baseline:
-    budgets = {s.key: max(0, s.room - taken.get(s.key, 0)) for s in problem.topology.devices}
-    return _judged(problem, name, strategy, lambda: assignment_of(problem, mapper(budgets)))

@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from graphplan.comparison import kept_bytes
 from graphplan.device import DeviceSpec
-from graphplan.graph import Graph, Weight
-from graphplan.passes.evaluate import Problem
-from graphplan.schedule import Assignment
+from graphplan.graph import Graph
 
-_MIB = 1 << 20
 _UNITS = 2_000_000  # steps in which a capacity is counted
 
 
@@ -35,31 +33,8 @@ class Packing:
 
 def sizes_of(graph: Graph, spec: DeviceSpec) -> dict[str, int]:
     """Bytes that each weight that is read takes on a device where many others are."""
-    return {weight.name: _kept(spec, weight.nbytes) for weight in _read(graph)}
-
-
-def _read(graph: Graph) -> list[Weight]:
-    return [weight for weight in graph.weights.values() if weight.name in graph.consumers]
-
-
-def used(problem: Problem, assignment: Assignment) -> int:
-    """Bytes that weights take on the accelerators where they live."""
-    specs = {spec.key: spec for spec in problem.topology.devices if spec.is_accelerator}
-    placed = ((w.nbytes, specs.get(assignment.weights[w.name])) for w in _read(problem.graph))
-    return sum(_kept(spec, nbytes) for nbytes, spec in placed if spec is not None)
-
-
-def offloaded(problem: Problem, assignment: Assignment) -> int:
-    """Bytes of weights that live on no accelerator, without any rounding."""
-    keys = {spec.key for spec in problem.topology.devices if spec.is_accelerator}
-    return sum(w.nbytes for w in _read(problem.graph) if assignment.weights[w.name] not in keys)
-
-
-def _kept(spec: DeviceSpec, nbytes: int) -> int:
-    alone = spec.resident([nbytes])
-    if alone == spec.rounded(nbytes) or nbytes >= 10 * _MIB:
-        return alone
-    return int(spec.rounded(nbytes) * 20 / 19)  # its share of the segment that it is cut from
+    read = [weight for weight in graph.weights.values() if weight.name in graph.consumers]
+    return {weight.name: kept_bytes(spec, weight.nbytes) for weight in read}
 
 
 def items(graph: Graph, kept: Mapping[str, int]) -> list[int]:

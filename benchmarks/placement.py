@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from baselines import LESS, Baseline, baselines
+from baselines import baselines
 from instances import INSTANCES, Instance
 from report import table, write
 
+from graphplan.comparison import LESS, Baseline
 from graphplan.errors import InfeasibleError, readable_bytes
 from graphplan.passes.evaluate import Problem
 from graphplan.passes.place import Solution, place

@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from baselines import Baseline, accelerators, device_maps, peak_activation
+from baselines import accelerators, peak_activation
 from instances import GIB, A, B, C, Card, Speed, devices
 from models import MODELS
-from packing import Packing, items, offloaded, pack, sizes_of, used
+from packing import Packing, items, pack, sizes_of
 from report import table, write
 from torch import nn
 
+from graphplan.comparison import Baseline, allocated_weights, device_maps, offloaded_weights
 from graphplan.device import CPU, Topology
 from graphplan.errors import GraphplanError, InfeasibleError
 from graphplan.passes.evaluate import Problem
@@ -150,8 +151,8 @@ class Measured:
 def _fill(row: Row, found: Plan) -> None:
     problem = Problem(found.graph, found.topology, CPU)
     assignment = found.schedule.assignment
-    row.used = used(problem, assignment)
-    row.offloaded = offloaded(problem, assignment)
+    row.used = allocated_weights(problem, assignment)
+    row.offloaded = offloaded_weights(problem, assignment)
     row.within = all(found.peak_bytes[spec.key] <= spec.room for spec in found.topology.devices)
     row.makespan, row.gap, row.proof = found.makespan, found.gap, found.proof
 

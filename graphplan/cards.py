@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["Card", "find_card"]
+__all__ = ["Card", "card_names", "find_card"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,11 @@ def find_card(name: str) -> Card | None:
     """
     words = _words(name)
     return next((card for card in _CARDS if _in_order(_words(card.name), words)), None)
+
+
+def card_names() -> list[str]:
+    """The names of all cards that are known."""
+    return [card.name for card in _CARDS]
 
 
 def _words(name: str) -> list[str]:

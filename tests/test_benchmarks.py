@@ -6,19 +6,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from baselines import LESS, Baseline, baselines, best, contiguous, peak_activation, sequential_fill
+from baselines import baselines, contiguous, peak_activation, sequential_fill
 from builders import KIB, chain
-from incumbents import assignment_of, skeleton
 from instances import GIB, INSTANCES, A, B, C, Card, Instance, devices, random_chain, stack
-from packing import items, offloaded, pack, sizes_of, used
+from packing import items, pack, sizes_of
 from placement import Result, Solved, gap_table, measure, ratio_table
 from real_models import Measured, cells, header
 from report import table
 from scaling import Row, fit
+from skeletons import skeleton
 
 from graphplan.checks import check_schedule
+from graphplan.comparison import LESS, Baseline, allocated_weights, best, offloaded_weights
 from graphplan.device import CPU
 from graphplan.graph import Graph
+from graphplan.incumbents import assignment_of
 from graphplan.passes.evaluate import Problem, evaluate
 from graphplan.passes.residence import reside
 
@@ -213,13 +215,13 @@ def test_use_counts_what_is_read_and_lives_on_accelerators(instances: dict[str, 
     everywhere = dict.fromkeys(problem.graph.operations, 0)
     on_card = reside(problem, everywhere)
     kept = sizes_of(problem.graph, spec)
-    assert used(problem, on_card) == sum(items(problem.graph, kept)) == sum(kept.values())
-    assert offloaded(problem, on_card) == 0
+    assert allocated_weights(problem, on_card) == sum(items(problem.graph, kept)) == sum(kept.values())
+    assert offloaded_weights(problem, on_card) == 0
     exact = spec.resident([weight.nbytes for weight in problem.graph.weights.values()])
     assert abs(sum(kept.values()) - exact) <= 1 << 20
     off = reside(problem, dict.fromkeys(problem.graph.operations, CPU))
-    assert used(problem, off) == 0
-    assert offloaded(problem, off) == problem.graph.weight_bytes
+    assert allocated_weights(problem, off) == 0
+    assert offloaded_weights(problem, off) == problem.graph.weight_bytes
 
 
 # -- tables ----------------------------------------------------------------------------------------

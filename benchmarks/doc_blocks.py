@@ -1,0 +1,92 @@
+"""The code blocks of a Markdown page, run in order, each with what it prints.
+
+Blocks of ``python`` share one namespace. In blocks of ``bash``, lines that begin with ``graphplan`` are run
+as the command; other lines are for people. A block whose fence says ``no-run`` is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+_FENCE = re.compile(r"^```(?P<words>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A fenced block.
+
+    Attributes:
+        page: the file that it is in.
+        line: number of its first line of code.
+        language: the first word of the fence.
+        code: its text.
+    """
+
+    page: Path
+    line: int
+    language: str
+    code: str
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """The blocks of a page that are run, in order."""
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in _FENCE.finditer(text):
+        language, *rest = match["words"].split() or [""]
+        if language in ("python", "bash") and "no-run" not in rest:
+            line = text.count("\n", 0, match.start("body")) + 1
+            found.append(Block(page, line, language, match["body"]))
+    return found
+
+
+def outputs_of(page: Path, folder: Path) -> Iterator[str]:
+    """What each block prints; files that it names lie in ``folder``, which is current meanwhile.
+
+    Raises:
+        Exception: whatever a block raises, with the page and the line in its traceback.
+    """
+    names: dict[str, Any] = {"__name__": page.stem}
+    with contextlib.chdir(folder):
+        for block in blocks_of(page):
+            yield _python(block, names) if block.language == "python" else _bash(block, folder)
+
+
+def _python(block: Block, names: dict[str, Any]) -> str:
+    code = compile("\n" * (block.line - 1) + block.code, str(block.page), "exec")
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(code, names)
+    return out.getvalue()
+
+
+def _bash(block: Block, folder: Path) -> str:
+    lines = block.code.replace("\\\n", " ").splitlines()
+    return "".join(command(shlex.split(line)[1:], folder) for line in lines if line.startswith("graphplan "))
+
+
+def command(words: list[str], folder: Path) -> str:
+    """What ``graphplan`` prints."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "COLUMNS": "100", "NO_COLOR": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "graphplan", *words],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"graphplan {shlex.join(words)} ended with {done.returncode}: {done.stderr}")
+    return done.stdout

@@ -1,0 +1,169 @@
+"""The benchmarks' results as Markdown: only what is in ``benchmarks/results``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+Data = Mapping[str, Any]
+
+
+def tables(results: Path = RESULTS) -> dict[str, str]:
+    """Name of a benchmark -> its table, or one line that says that there are no results of it."""
+    return {name: _rendered(results / f"{name}.json", render) for name, render in _RENDERERS.items()}
+
+
+def _rendered(path: Path, render: Callable[[Data], str]) -> str:
+    if not path.is_file():
+        return f"*There is no result of `benchmarks/{path.stem}.py` in this repository.*\n"
+    data = json.loads(path.read_text(encoding="utf-8"))
+    return f"{render(data)}\n\n{_machine(data['machine'])}\n"
+
+
+def _machine(machine: Data) -> str:
+    gpus = ", ".join(machine["gpus"]) or "no GPU"
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    return f"*{machine['date']}, {machine['processor']}, {machine['cores']} cores, {gpus}; {versions}.*"
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, the first column to the left, the others to the right."""
+    rule = [":--", *["--:"] * (len(header) - 1)]
+    return "\n".join(f"| {' | '.join(_cell(c) for c in row)} |" for row in (header, rule, *rows))
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.3f}"
+
+
+def _other(other: Data) -> str:
+    """Our seconds by another's, or why there is no such figure."""
+    if other["seconds"] is None:
+        return "no placement"
+    if other["over"]:
+        return f"over budget by {other['over'] / 1e6:.0f} MB"
+    return "-" if other["ratio"] is None else f"{other['ratio']:.3f}"
+
+
+def _placement(data: Data) -> str:
+    names = [other["name"] for other in data["results"][0]["others"]]
+    header = ["instance", "operations", "devices", "our ms", "gap", *names]
+    rows = []
+    for result in data["results"]:
+        last = result["solved"][-1] if result["solved"] else None
+        own = (
+            ["-", result["error"]] if last is None else [_ms(last["makespan"]), f"{100 * last['gap']:.2f} %"]
+        )
+        sizes = [str(result["operations"]), str(result["devices"])]
+        rows.append([result["instance"], *sizes, *own, *map(_other, result["others"])])
+    met = f"{data['met']} of {data['targets']} targets for the gap are met. "
+    beaten = f"Another placement within the budgets is faster on {data['beaten']} of {len(rows)} instances."
+    return f"{markdown(header, rows)}\n\n{met}{beaten}"
+
+
+def _real_models(data: Data) -> str:
+    names = [other["name"] for other in data["rows"][0]["others"]]
+    header = ["model and cards", "weights GB", "our ms", "offloaded GB", "gap"]
+    for name in names:
+        header += [f"{name} ms", "offloaded GB"]
+    rows = []
+    for row in data["rows"]:
+        own = (
+            ["-"] * 3
+            if row["error"]
+            else [_ms(row["makespan"]), _gb(row["offloaded"]), f"{100 * row['gap']:.1f} %"]
+        )
+        line = [f"{row['model']} {row['case']}", f"{row['weights'] / 1e9:.2f}", *own]
+        for other in row["others"]:
+            over = f" (over by {other['over'] / 1e6:.0f} MB)" if other["over"] else ""
+            line += [
+                _ms(other["seconds"]) + over,
+                "-" if other["seconds"] is None else _gb(other["offloaded"]),
+            ]
+        rows.append(line)
+    beaten = [f"{row['model']} {row['case']}" for row in data["rows"] if row["beaten_by"]]
+    said = f"A map that keeps the budgets is faster than ours on: {', '.join(beaten) or 'none'}."
+    return f"{markdown(header, rows)}\n\n{said}"
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.3f}"
+
+
+def _overhead(data: Data) -> str:
+    header = ["workload", "form", "best ms", "times eager"]
+    rows = [
+        [row["workload"], row["form"], f"{row['best_ms']:.2f}", f"{row['ratio_of_best']:.2f}"]
+        for row in data["rows"]
+    ]
+    return f"{markdown(header, rows)}\n\nClock: {data['clock']}."
+
+
+def _loading(data: Data) -> str:
+    header = ["way", "best ms", "median ms", "GB/s", "peak by model"]
+    rows = [
+        [
+            row["way"],
+            f"{1e3 * row['seconds']:.1f}",
+            f"{1e3 * row['median_seconds']:.1f}",
+            f"{row['bytes_per_second'] / 1e9:.1f}",
+            "-" if row["peak_over_model"] is None else f"{row['peak_over_model']:.2f}",
+        ]
+        for row in data["rows"]
+    ]
+    return f"{markdown(header, rows)}\n\nA checkpoint of {data['bytes'] / 1e9:.2f} GB."
+
+
+def _planning_time(data: Data) -> str:
+    steps = list(data["rows"][0]["seconds"])
+    header = ["layers", "operations", *(f"{step} s" for step in steps), "total s", "gap"]
+    rows = []
+    for row in data["rows"]:
+        taken = [f"{row['seconds'][step]:.2f}" for step in steps]
+        total = f"{sum(row['seconds'].values()):.2f}"
+        rows.append([str(row["layers"]), str(row["operations"]), *taken, total, f"{100 * row['gap']:.2f} %"])
+    return f"{markdown(header, rows)}\n\nOver {data['devices']} devices."
+
+
+def _sweep(data: Data) -> str:
+    captured: dict[str, int] = {}
+    for result in data["results"]:
+        for method in {row["method"] for row in result.get("rows", ())}:
+            captured[method] = captured.get(method, 0) + 1
+    rows = [[method, str(count)] for method, count in sorted(captured.items())]
+    good = f"{data['passed']} of {data['of']} architectures give eager's results within 1e-5, keep "
+    table = markdown(["captured by", "architectures"], rows)
+    return f"{good}every budget, and copy what the plan says.\n\n{table}"
+
+
+def _dnn(data: Data, which: str, reference: str) -> str:
+    header = ["input", "nodes", "accelerators", reference, "ours", "ratio", "bound", "gap"]
+    rows = []
+    for row in data[which]:
+        compared = row["reference"] if row["reference"] is not None else row.get("contiguous")
+        ratio = "-" if not compared else f"{row['ours'] / compared:.4f}"
+        shown = "-" if not compared else f"{compared:.3f}"
+        figures = [shown, f"{row['ours']:.3f}", ratio, f"{row['bound']:.3f}", f"{100 * row['gap']:.1f} %"]
+        rows.append([row["name"], str(row["nodes"]), str(row["accelerators"]), *figures])
+    return markdown(header, rows)
+
+
+_RENDERERS: dict[str, Callable[[Data], str]] = {
+    "placement": _placement,
+    "real_models": _real_models,
+    "overhead": _overhead,
+    "loading": _loading,
+    "planning_time": _planning_time,
+    "sweep": _sweep,
+    "dnn_partitioning": lambda data: (
+        f"Latency of one call:\n\n{_dnn(data, 'latency', 'best of others')}\n\n"
+        f"Time between results of a pipeline:\n\n{_dnn(data, 'throughput', 'contiguous optimum')}"
+    ),
+}

@@ -1,0 +1,103 @@
+"""Words and options that several commands take, with their completion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from graphplan.cards import card_names
+from graphplan.errors import GraphplanError, PlanError
+from graphplan.placement import Plan
+
+__all__ = [
+    "Batch",
+    "Budgets",
+    "Cards",
+    "Dtype",
+    "Json",
+    "Length",
+    "Links",
+    "Measured",
+    "Meta",
+    "Model",
+    "Name",
+    "Pins",
+    "PlanFile",
+    "Reserve",
+    "Trust",
+    "read_plan",
+]
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan of a JSON file.
+
+    Raises:
+        PlanError: the file holds none.
+        OSError: it cannot be read.
+    """
+    try:
+        return Plan.from_json(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{str(path)!r} is no plan: it is no text") from error
+    except PlanError as error:
+        raise PlanError(f"{str(path)!r}: {error}") from error
+
+
+def _complete_card(incomplete: str) -> list[str]:
+    key, equals, name = incomplete.partition("=")
+    return (
+        [f"{key}={card}" for card in card_names() if card.lower().startswith(name.lower())] if equals else []
+    )
+
+
+def _complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Modules, one level at a time, of the plan that was named before."""
+    try:
+        plan = read_plan(Path(ctx.params["path"]))
+    except (GraphplanError, OSError, KeyError, TypeError):
+        return []
+    depth = incomplete.count(".") + 1
+    paths = (operation.module_path.split(".")[:depth] for operation in plan.graph.operations.values())
+    names = dict.fromkeys(".".join(path) for path in paths)
+    return [name for name in names if name and name.startswith(incomplete)]
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="A folder of transformers or its config.json (no weights are read), or package.module:factory, "
+        "which returns a module, or a module and its inputs."
+    ),
+]
+Budgets = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="KEY=BYTES: 0=24GiB, cpu=64GiB; several with commas, or again. The devices need not be here. "
+        "Without, what is free here."
+    ),
+]
+Cards = Annotated[
+    list[str] | None,
+    typer.Option("--device", help="KEY=CARD: 0=H100. How fast it is.", autocompletion=_complete_card),
+]
+Links = Annotated[
+    list[str] | None, typer.Option("--link", help="KEY-KEY=BYTES a second: 0-1=450GB. Without, 25 GB.")
+]
+Measured = Annotated[Path | None, typer.Option(help="What `graphplan devices --measure --out` has written.")]
+Pins = Annotated[list[str] | None, typer.Option("--pin", help="NAME=KEY: lm_head=0. A module or weight.")]
+Reserve = Annotated[str, typer.Option(help="Bytes to leave free on every device: 1GiB.")]
+Batch = Annotated[int | None, typer.Option(min=1, help="Of the example inputs; 1 without.")]
+Length = Annotated[
+    int | None, typer.Option(min=1, help="Tokens, or samples of sound, of the example inputs.")
+]
+Dtype = Annotated[str | None, typer.Option(help="bfloat16, float16, float32; without, the model's own.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that lies in the model's folder.")]
+Meta = Annotated[
+    bool, typer.Option("--meta", help="Run a factory on torch's meta device: no memory, no data.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+PlanFile = Annotated[Path, typer.Argument(help="What `graphplan plan --out` or plan.save_json has written.")]
+Name = Annotated[str, typer.Argument(help="A module, operation or weight.", autocompletion=_complete_name)]

@@ -1,0 +1,98 @@
+"""What the command says, and how it ends: results on stdout, all else on stderr.
+
+=====  ==============================================================
+0      it is done
+1      anything else went wrong
+2      the command, a file or a name that it gives is wrong
+3      no placement keeps the budgets
+4      the model cannot be traced
+130    interrupted
+=====  ==============================================================
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from graphplan.errors import (
+    BudgetError,
+    CaptureError,
+    DeviceError,
+    InfeasibleError,
+    InputError,
+    PlanError,
+)
+
+__all__ = ["complain", "exit_code", "print_json", "show_warnings_in_one_line", "working"]
+
+_WRONG = (BudgetError, DeviceError, InputError, PlanError, OSError)
+
+
+def exit_code(error: Exception) -> int:
+    """How the process ends after this error."""
+    if isinstance(error, InfeasibleError):
+        return 3
+    if isinstance(error, CaptureError):
+        return 4
+    return 2 if isinstance(error, _WRONG) else 1
+
+
+def complain(error: Exception, message: str, *, as_json: bool) -> None:
+    """One line on stderr: text, or a JSON object of the error's type, message and figures."""
+    line = " ".join(message.split())
+    if not as_json:
+        print(f"graphplan: {line}", file=sys.stderr)
+        return
+    said: dict[str, Any] = {"type": type(error).__name__, "message": line}
+    if isinstance(error, InfeasibleError):
+        said |= {
+            "needed": list(map(list, error.needed.items())),
+            "available": list(map(list, error.available.items())),
+            "operation": error.operation,
+            "device": error.device,
+        }
+    print(json.dumps({"error": said}), file=sys.stderr)
+
+
+def print_json(data: Any) -> None:
+    """One JSON document on stdout."""
+    print(json.dumps(data, indent=1))
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """A spinner with the seconds that have passed, where stderr is a terminal.
+
+    What libraries print there meanwhile is dropped: torch prints the whole graph that it cannot trace,
+    beside the error that it raises.
+    """
+    console = Console(file=sys.stderr)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        progress.add_task(what, total=None)
+        with redirect_stderr(StringIO()):
+            yield
+
+
+def show_warnings_in_one_line() -> None:
+    """Our warnings as the errors are: without the place in the code; others' not at all."""
+    logging.disable(logging.WARNING)  # of the libraries that transformers imports
+    warnings.simplefilter("ignore")
+    warnings.filterwarnings("always", category=UserWarning, module="graphplan")
+
+    stream = sys.stderr
+
+    def shown(message: Warning | str, *_: Any, **__: Any) -> None:
+        print(f"graphplan: warning: {' '.join(str(message).split())}", file=stream)
+
+    warnings.showwarning = shown

@@ -1,0 +1,113 @@
+"""Words of the command line of the form ``KEY=VALUE``, read into what :func:`graphplan.plan` takes.
+
+>>> read_budgets(["0=24GiB", "cpu=64GiB"])
+{0: '24GiB', 'cpu': '64GiB'}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from accelerate.utils import convert_file_size_to_int
+
+from graphplan.cards import card_names, find_card
+from graphplan.device import DeviceKey, Link
+from graphplan.errors import BudgetError, DeviceError, PlanError
+from graphplan.speeds import Measurements, Speed
+
+__all__ = ["read_budgets", "read_key", "read_links", "read_measurements", "read_pins", "read_speeds"]
+
+
+def read_key(text: str) -> DeviceKey:
+    """``"0"`` is accelerator 0; all else stays text."""
+    return int(text) if text.isdigit() else text
+
+
+def read_budgets(words: Sequence[str]) -> dict[DeviceKey, int | float | str] | None:
+    """``KEY=BYTES`` each, several in one with commas; None where there are none.
+
+    Raises:
+        BudgetError: a word that is no such pair, or a key that is given twice.
+    """
+    found: dict[DeviceKey, int | float | str] = {}
+    for word in (part for whole in words for part in whole.split(",")):
+        key, equals, value = word.partition("=")
+        if not (key and equals and value):
+            raise BudgetError(f"--max-memory {word!r}: write KEY=BYTES, as 0=24GiB or cpu=64GiB")
+        if read_key(key) in found:
+            raise BudgetError(f"--max-memory names {key!r} twice")
+        found[read_key(key)] = value
+    return found or None
+
+
+def read_speeds(words: Sequence[str]) -> dict[DeviceKey, Speed]:
+    """``KEY=CARD`` each, as ``0=H100``.
+
+    Raises:
+        DeviceError: a word that is no such pair, or a card that is not known.
+    """
+    found: dict[DeviceKey, Speed] = {}
+    for word in words:
+        key, _, name = word.partition("=")
+        if not (key and name):
+            raise DeviceError(f"--device {word!r}: write KEY=CARD, as 0=H100")
+        card = find_card(name)
+        if card is None:
+            raise DeviceError(
+                f"--device {word!r}: no card {name!r} is known; known are {', '.join(card_names())}"
+            )
+        found[read_key(key)] = Speed(card.flops, card.bandwidth)
+    return found
+
+
+def read_links(words: Sequence[str]) -> dict[tuple[DeviceKey, DeviceKey], Link]:
+    """``KEY-KEY=BYTES`` each: bytes per second in both directions, as ``0-1=450GB``.
+
+    Raises:
+        DeviceError: a word that is none.
+    """
+    found: dict[tuple[DeviceKey, DeviceKey], Link] = {}
+    for word in words:
+        pair, _, speed = word.partition("=")
+        source, _, destination = pair.partition("-")
+        try:
+            bandwidth = float(convert_file_size_to_int(speed.removesuffix("/s")))
+        except ValueError:
+            bandwidth = 0.0
+        if not (source and destination and bandwidth > 0):
+            raise DeviceError(f"--link {word!r}: write KEY-KEY=BYTES a second, as 0-1=450GB")
+        found[read_key(source), read_key(destination)] = Link(bandwidth)
+    return found
+
+
+def read_pins(words: Sequence[str]) -> dict[str, DeviceKey]:
+    """``NAME=KEY`` each, as ``lm_head=0``.
+
+    Raises:
+        PlanError: a word that is none.
+    """
+    found: dict[str, DeviceKey] = {}
+    for word in words:
+        name, _, key = word.rpartition("=")
+        if not (name and key):
+            raise PlanError(f"--pin {word!r}: write NAME=KEY, as lm_head=0")
+        found[name] = read_key(key)
+    return found
+
+
+def read_measurements(
+    path: Path | None, words: Sequence[str]
+) -> Measurements | dict[DeviceKey, Speed] | None:
+    """What ``--measured`` names, or what ``--device`` says.
+
+    Raises:
+        DeviceError: both are given, or a card that is not known.
+        PlanError: the file holds no measurements.
+        OSError: it cannot be read.
+    """
+    if path is None:
+        return read_speeds(words) or None
+    if words:
+        raise DeviceError("give --measured or --device, not both")
+    return Measurements.from_json(path.read_text(encoding="utf-8"))

@@ -1,0 +1,121 @@
+"""The documentation: its code runs, its tables are of the results, and the site builds without a warning."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from doc_blocks import Block, blocks_of, outputs_of
+from doc_pages import COMMANDS, pages
+from doc_pictures import example, memory_svg, timeline_svg
+from doc_tables import markdown, tables
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+HAS_MKDOCS = all(importlib.util.find_spec(name) for name in ("mkdocs", "material", "mkdocstrings"))
+PICTURES = ("graph.txt", "summary.txt", "placed.svg", "timeline.svg", "memory.svg", "code.txt")
+
+
+def included(page: Path) -> set[str]:
+    return set(re.findall(r'^--8<-- "(.+)"$', page.read_text(encoding="utf-8"), re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", pages(DOCS), ids=lambda page: page.stem)
+def test_the_code_of_a_page_runs_and_what_is_shown_was_printed(page: Path, tmp_path: Path) -> None:
+    outputs = list(outputs_of(page, tmp_path))
+    assert outputs, "the page has no code that is run"
+    shown = {f"{page.stem}-{number}.txt" for number, text in enumerate(outputs, 1) if text.strip()}
+    assert included(page) == shown
+
+
+def test_a_block_that_fails_names_its_line(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A page\n\n```python\nx = 1\n```\n\n```python no-run\n1 / 0\n```\n\n```python\nx / 0\n```\n"
+    )
+    assert blocks_of(page) == [Block(page, 4, "python", "x = 1\n"), Block(page, 12, "python", "x / 0\n")]
+    with pytest.raises(ZeroDivisionError) as caught:
+        list(outputs_of(page, tmp_path))
+    assert caught.traceback[-1].lineno == 11  # from 0
+
+
+def test_tables_are_of_the_results() -> None:
+    made = tables()
+    assert included(DOCS / "comparison.md") == {f"{name}.md" for name in made}
+    for name, text in made.items():
+        path = ROOT / "benchmarks" / "results" / f"{name}.json"
+        if not path.is_file():
+            assert text.startswith("*There is no result")
+            continue
+        data = json.loads(path.read_text(encoding="utf-8"))
+        assert data["machine"]["processor"] in text
+        rows = data.get("rows") or data.get("results")
+        for row in rows if name in ("overhead", "loading") else ():
+            assert row.get("form", row.get("way")) in text
+
+
+def test_a_table_of_placements_says_what_was_not_met(tmp_path: Path) -> None:
+    other = {"name": "accelerate", "seconds": 2.0, "over": 0, "ratio": 0.5}
+    over = {"name": "transformers", "seconds": 2.0, "over": 3_000_000, "ratio": 0.5}
+    solved = {"makespan": 1.0, "gap": 0.25}
+    first = {
+        "instance": "a",
+        "operations": 3,
+        "devices": 2,
+        "solved": [solved],
+        "others": [other, over],
+        "error": "",
+    }
+    failed = {**first, "instance": "b", "solved": [], "error": "no | luck"}
+    data = {"machine": {"date": "d", "processor": "p", "cores": 1, "gpus": [], "versions": {}}}
+    data |= {"targets": 2, "met": 1, "beaten": 1, "results": [first, failed]}
+    (tmp_path / "placement.json").write_text(json.dumps(data), encoding="utf-8")
+    text = tables(tmp_path)["placement"]
+    assert "| a | 3 | 2 | 1000.000 | 25.00 % | 0.500 | over budget by 3 MB |" in text
+    assert "no \\| luck" in text
+    assert "1 of 2 targets" in text
+    assert markdown(["x"], [["y"]]) == "| x |\n| :-- |\n| y |"
+
+
+def test_pictures_show_the_plan() -> None:
+    plan = example(1, {0: "3MiB", "cpu": "64MiB"})
+    timed = [event for event in plan.timeline.events if event.end > event.start]
+    drawn = timeline_svg(plan)
+    legend = len({event.kind for event in timed})
+    assert drawn.count("<rect") == len(timed) + legend
+    steps = len(plan.memory.profile[0])
+    assert memory_svg(plan).count("<rect") == 2 * steps + 1 + 3  # weights and the rest; budget; legend
+
+
+@pytest.mark.skipif(
+    not HAS_MKDOCS, reason="mkdocs-material or mkdocstrings is not installed: the extra `docs`"
+)
+def test_the_site_builds_strictly(tmp_path: Path) -> None:
+    """With placeholders for what is printed and drawn: those are other tests'."""
+    docs = tmp_path / "docs"
+    shutil.copytree(DOCS, docs, ignore=shutil.ignore_patterns("generated"))
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    into = docs / "generated"
+    into.mkdir()
+    for page in pages(docs):
+        for number, _ in enumerate(blocks_of(page), 1):
+            (into / f"{page.stem}-{number}.txt").write_text("printed", encoding="utf-8")
+    for name in (*PICTURES, *(f"help-{command}.txt" for command in COMMANDS)):
+        (into / name).write_text("<svg></svg>" if name.endswith("svg") else "text", encoding="utf-8")
+    for name, text in tables().items():
+        (into / f"{name}.md").write_text(text, encoding="utf-8")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    placing = (tmp_path / "site" / "reference" / "placing.html").read_text(encoding="utf-8")
+    assert 'id="graphplan.plan"' in placing
+    assert "Decide where everything in" in placing
+    assert not re.search(r'(src|href)="https?://fonts', placing)
