@@ -19,6 +19,7 @@ from graphplan.errors import GraphplanError, PlanError, VerificationError
 from graphplan.explain import Explanation, explain
 from graphplan.graph import Graph, Operation
 from graphplan.liveness import Memory, Peak, measure_memory
+from graphplan.page import to_html
 from graphplan.passes.constrain import Wishes, constrain
 from graphplan.passes.evaluate import Problem
 from graphplan.schedule import Load, Move, Ring, Schedule
@@ -396,6 +397,15 @@ class Plan:
     def save_dot(self, path: str | Path) -> None:
         """Write the plan as a graphviz graph: a cluster per stage, an edge per value that passes."""
         Path(path).write_text(to_dot(self), encoding="utf-8")
+
+    def save_html(self, path: str | Path, *, title: str = "") -> None:
+        """Write the plan as one HTML file that shows it and needs nothing else.
+
+        Args:
+            path: of the file.
+            title: shown above the plan: the model's name, say.
+        """
+        Path(path).write_text(to_html(self, title), encoding="utf-8")
 
 
 def _device_map(prefix: str, placed: list[tuple[str, DeviceKey]]) -> dict[str, DeviceKey]:

@@ -1,0 +1,313 @@
+"use strict";
+// The picture of stages, modules and operations. Only what is visible exists as an element.
+
+const GraphView = (() => {
+  const canvas = Dom.byId("canvas"), lanesBox = Dom.byId("lanes"), namesBox = Dom.byId("lane-names");
+  const idOf = (node) => (Model.isGroup(node) ? `g${node}` : `o${Model.index(node)}`);
+  const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  let cy = null, placed = null;
+
+  function clip(text, width, size) {
+    const room = Math.max(3, Math.floor((width - 16) / (size * 0.56)));
+    return text.length <= room ? text : `${text.slice(0, Math.ceil(room / 2) - 1)}…${text.slice(-Math.floor(room / 2))}`;
+  }
+
+  function caption(node, box) {
+    if (!Model.isGroup(node)) return clip(Model.label(node), box.w, 11);
+    const group = Plan.groups[node];
+    const time = Format.seconds(group.seconds);
+    if (Model.isStage(node)) {
+      const head = `${box.open ? "▾" : "▸"} ${Model.label(node)}`;
+      const about = clip(group.label, box.w, 11);
+      return box.open ? `${head} · ${time}` : `${head}\n${about}\n${clip(`${time} · ${Format.count(group.count, "op")}`, box.w, 11)}`;
+    }
+    const head = clip(`${box.open ? "▾" : "▸"} ${group.label}`, box.w, 12);
+    return box.open ? `${head} · ${time}` : `${head}\n${time}`;
+  }
+
+  // How much of a box is tinted: its time beside that of its slowest sibling.
+  function share(node) {
+    const up = Model.parent(node);
+    const siblings = up < 0 ? Model.stages : Model.children(up);
+    const most = Math.max(...siblings.map(Model.seconds));
+    return most > 0 ? Model.seconds(node) / most : 0;
+  }
+
+  function nodeElement(node, box) {
+    const kind = Model.isStage(node) ? "stage" : Model.isGroup(node) ? "group" : "operation";
+    const classes = box.open ? `${kind} open` : kind;
+    const part = Math.round(100 * share(node));
+    return {
+      group: "nodes",
+      classes,
+      data: { id: idOf(node), node, label: caption(node, box), w: box.w, h: box.h, device: Model.device(node), part, depth: box.depth },
+      position: { x: box.x, y: box.y },
+    };
+  }
+
+  function chipElement(chip) {
+    const label = `${chip.label}\n${Format.bytes(chip.bytes)}`;
+    return {
+      group: "nodes",
+      classes: "chip",
+      data: { id: chip.id, chip, label, w: chip.w, h: chip.h, device: chip.device, part: 0, depth: 9 },
+      position: { x: chip.x, y: chip.y },
+    };
+  }
+
+  function edgeElement(id, source, target, classes, data) {
+    return { group: "edges", classes, data: { id, source, target, label: "", device: 0, width: 1.2, ...data } };
+  }
+
+  const thickness = (bytes) => Math.min(6, 1.6 + Math.log2(1 + bytes / 65536) * 0.32);
+
+  // Copies between the visible nodes, those between the same two as one arrow.
+  function flowEdges(reps) {
+    const found = new Map();
+    Plan.flows.forEach((flow, index) => {
+      const maker = reps.of(flow.maker), reader = reps.of(flow.reader);
+      let ends = null;
+      if (flow.kind === "activation" && maker !== null && reader !== null) ends = [idOf(maker), idOf(reader)];
+      if (flow.kind === "input" && reader !== null) ends = ["in", idOf(reader)];
+      if ((flow.kind === "output" || flow.kind === "writeback") && maker !== null) ends = [idOf(maker), "out"];
+      if (!ends || ends[0] === ends[1]) return;
+      const key = `${ends[0]}>${ends[1]}`;
+      const edge = found.get(key) || { ends, bytes: 0, flows: [], kind: flow.kind, device: flow.from };
+      edge.bytes += flow.bytes;
+      edge.flows.push(index);
+      found.set(key, edge);
+    });
+    return found;
+  }
+
+  function elements() {
+    const made = [];
+    placed.boxes.forEach((box, node) => made.push(nodeElement(node, box)));
+    placed.special.forEach((chip) => made.push(chipElement(chip)));
+    const flows = flowEdges(placed.reps);
+    flows.forEach((edge, key) => {
+      const classes = edge.kind === "activation" ? "transfer" : "end";
+      const data = { label: Format.bytes(edge.bytes), width: thickness(edge.bytes), flows: edge.flows, device: edge.device };
+      made.push(edgeElement(`f:${key}`, ...edge.ends, classes, data));
+    });
+    for (const chip of placed.special) {
+      if (chip.stage === undefined) continue;
+      const data = { width: thickness(chip.bytes), flows: chip.flows, device: chip.device };
+      made.push(edgeElement(`w:${chip.id}`, chip.id, idOf(Model.stages[chip.stage]), "fetch", data));
+    }
+    placed.pairs.forEach(([a, b]) => {
+      const key = `${idOf(a)}>${idOf(b)}`;
+      if (!flows.has(key)) made.push(edgeElement(`d:${key}`, idOf(a), idOf(b), "dependency", {}));
+    });
+    return made;
+  }
+
+  function style() {
+    const surface = Colours.variable("--surface"), ink = Colours.variable("--ink");
+    const muted = Colours.variable("--muted"), accent = Colours.variable("--accent");
+    const transfer = Colours.variable("--transfer");
+    const device = (element) => Colours.device(element.data("device"));
+    const tint = (part) => (element) => Colours.mix(device(element), surface, part);
+    const strong = Colours.isDark() ? 0.42 : 0.3, faint = Colours.isDark() ? 0.16 : 0.1;
+    return [
+      { selector: "node", style: {
+        shape: "round-rectangle", width: "data(w)", height: "data(h)", label: "data(label)",
+        "font-family": "system-ui, sans-serif", "font-size": 12, color: ink, "text-wrap": "wrap",
+        "text-valign": "center", "line-height": 1.35, "min-zoomed-font-size": 5, "corner-radius": 7,
+        "background-fill": "linear-gradient", "background-gradient-direction": "to-right",
+        "background-gradient-stop-colors": (e) => `${tint(strong)(e)} ${tint(strong)(e)} ${tint(faint)(e)} ${tint(faint)(e)}`,
+        "background-gradient-stop-positions": (e) => `0% ${e.data("part")}% ${e.data("part")}% 100%`,
+        "border-width": 1.2, "border-color": tint(0.75), "z-index-compare": "manual", "z-index": 30, "overlay-opacity": 0,
+      } },
+      { selector: "node.stage", style: { "border-width": 1.6, "border-color": device } },
+      { selector: "node.operation", style: { "font-size": 11, "border-width": 1, "corner-radius": 5 } },
+      { selector: "node.open", style: {
+        "background-fill": "solid", "background-color": tint(0.06), "text-valign": "top", "text-margin-y": 24,
+        "font-weight": 600, "z-index": (e) => 1 + e.data("depth"), "border-style": "solid",
+      } },
+      { selector: "node.chip", style: {
+        "background-fill": "solid", "background-color": surface, "border-style": "dashed", "font-size": 11,
+        color: muted, "border-color": tint(0.7), "corner-radius": 20,
+      } },
+      { selector: "edge", style: {
+        width: "data(width)", "curve-style": "bezier", "control-point-step-size": 34, "target-arrow-shape": "triangle", "arrow-scale": 0.9,
+        "line-color": muted, "target-arrow-color": muted, "z-index-compare": "manual", "z-index": 20,
+        "font-family": "system-ui, sans-serif", "font-size": 11, "min-zoomed-font-size": 6, label: "data(label)", color: ink,
+        "text-background-color": surface, "text-background-opacity": 0.92, "text-background-padding": 3,
+        "text-background-shape": "round-rectangle", "overlay-opacity": 0,
+      } },
+      { selector: "edge.dependency", style: { "line-opacity": 0.42, "arrow-scale": 0.7, "z-index": 18 } },
+      { selector: "edge.transfer", style: { "line-color": transfer, "target-arrow-color": transfer, color: transfer, "font-weight": 600, "z-index": 25 } },
+      { selector: "edge.fetch", style: { "line-style": "dashed", "line-color": device, "target-arrow-color": device } },
+      { selector: "edge.end", style: { "line-style": "dotted", "line-color": muted, "target-arrow-color": muted, color: muted } },
+      { selector: ".chosen", style: { "border-width": 3, "border-color": accent, "line-color": accent, "target-arrow-color": accent } },
+    ];
+  }
+
+  function drawLanes() {
+    lanesBox.replaceChildren(...placed.lanes.map((lane) => Dom.el("div", { class: "lane", style: `--device: var(--device-${lane.device})` })));
+    namesBox.replaceChildren(...placed.lanes.map((lane) => {
+      const device = Plan.devices[lane.device];
+      const budget = device.budget === null ? "" : ` of ${Format.bytes(device.budget)}`;
+      return Dom.el("div", { class: "lane-name", style: `--device: var(--device-${lane.device})` },
+        Dom.el("b", {}, device.key), ` ${device.device === device.key ? "" : device.device} `,
+        Dom.el("span", {}, `peak ${Format.bytes(device.peak)}${budget}`));
+    }));
+    followLanes();
+  }
+
+  function followLanes() {
+    const zoom = cy.zoom(), pan = cy.pan();
+    placed.lanes.forEach((lane, index) => {
+      for (const element of [lanesBox.children[index], namesBox.children[index]]) {
+        element.style.top = `${lane.top * zoom + pan.y}px`;
+        element.style.height = `${lane.h * zoom}px`;
+      }
+    });
+  }
+
+  function refresh(anchor) {
+    const before = anchor === null ? null : cy.getElementById(idOf(anchor));
+    const at = before && before.length ? corner(before) : null;
+    placed = Layout.place();
+    cy.batch(() => {
+      cy.elements().remove();
+      cy.add(elements());
+    });
+    const after = at && cy.getElementById(idOf(anchor));
+    if (after && after.length) {
+      const now = corner(after);
+      cy.panBy({ x: at.x - now.x, y: at.y - now.y });
+    }
+    drawLanes();
+    mark();
+  }
+
+  function corner(element) {
+    const box = element.renderedBoundingBox({ includeLabels: false, includeOverlays: false });
+    return { x: box.x1, y: box.y1 };
+  }
+
+  function mark() {
+    cy.elements(".chosen").removeClass("chosen");
+    const chosen = View.chosen();
+    if (chosen && chosen.node !== undefined) cy.getElementById(idOf(chosen.node)).addClass("chosen");
+  }
+
+  function fit() {
+    cy.resize();
+    cy.fit(cy.nodes(), 34);
+    const small = cy.zoom() < 0.5, zoom = Math.min(1.15, Math.max(0.5, cy.zoom()));
+    cy.zoom(zoom);
+    const all = cy.nodes().boundingBox(), height = canvas.clientHeight;
+    const bottom = placed.lanes.reduce((sum, lane) => sum + lane.h, 0);
+    if (small) cy.pan({ x: 130 - all.x1 * zoom, y: Math.max(8, (height - bottom * zoom) / 2) });
+    else cy.pan({ x: (canvas.clientWidth - (all.x1 + all.x2) * zoom) / 2, y: (height - bottom * zoom) / 2 });
+    followLanes();
+  }
+
+  function centre(node) {
+    const element = cy.getElementById(idOf(node));
+    if (!element.length) return;
+    const zoom = Math.max(cy.zoom(), 0.8);
+    const { x, y } = element.position();
+    const pan = { x: canvas.clientWidth / 2 - x * zoom, y: canvas.clientHeight / 2 - y * zoom };
+    if (calm) cy.viewport({ zoom, pan });
+    else cy.animate({ zoom, pan }, { duration: 180 });
+  }
+
+  const zoomBy = (factor) => {
+    const point = { x: canvas.clientWidth / 2, y: canvas.clientHeight / 2 };
+    cy.zoom({ level: cy.zoom() * factor, renderedPosition: point });
+  };
+
+  function listen() {
+    cy.on("tap", "node", (event) => {
+      const node = event.target.data("node");
+      if (node === undefined) View.choose({ flows: event.target.data("chip").flows });
+      else {
+        View.choose({ node });
+        if (Model.isGroup(node)) View.toggle(node);
+      }
+    });
+    cy.on("tap", "edge", (event) => {
+      const flows = event.target.data("flows");
+      if (flows) View.choose({ flows });
+    });
+    cy.on("mousemove", "node, edge", (event) => {
+      const data = event.target.data(), chip = data.chip;
+      const thing = data.node !== undefined ? { node: data.node } : { flows: chip ? chip.flows : data.flows };
+      canvas.style.cursor = thing.node !== undefined || thing.flows ? "pointer" : "";
+      if (thing.node === undefined && !thing.flows) return Tip.hide();
+      const { title, rows } = Details.describe(thing);
+      return Tip.show(title, rows, event.originalEvent.clientX, event.originalEvent.clientY);
+    });
+    cy.on("mouseout", "node, edge", () => { canvas.style.cursor = ""; Tip.hide(); });
+    cy.on("viewport", followLanes);
+    canvas.addEventListener("wheel", (event) => {
+      if (event.ctrlKey || event.metaKey) {
+        const box = canvas.getBoundingClientRect();
+        const point = { x: event.clientX - box.left, y: event.clientY - box.top };
+        cy.zoom({ level: cy.zoom() * Math.exp(-event.deltaY / 300), renderedPosition: point });
+      } else if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
+        cy.panBy({ x: -(event.deltaX || event.deltaY), y: 0 });
+      } else return;
+      event.preventDefault();
+    }, { passive: false });
+    canvas.addEventListener("keydown", keys);
+  }
+
+  function keys(event) {
+    const chosen = View.chosen();
+    const node = chosen && chosen.node !== undefined ? chosen.node : null;
+    const actions = {
+      ArrowLeft: () => cy.panBy({ x: 60, y: 0 }),
+      ArrowRight: () => cy.panBy({ x: -60, y: 0 }),
+      ArrowUp: () => cy.panBy({ x: 0, y: 60 }),
+      ArrowDown: () => cy.panBy({ x: 0, y: -60 }),
+      "+": () => zoomBy(1.25),
+      "=": () => zoomBy(1.25),
+      "-": () => zoomBy(0.8),
+      0: fit,
+      Enter: () => node !== null && View.toggle(node),
+      Backspace: () => node !== null && Model.parent(node) >= 0 && View.choose({ node: Model.parent(node) }, { centre: true }),
+    };
+    if (!(event.key in actions) || event.ctrlKey || event.metaKey) return;
+    event.preventDefault();
+    actions[event.key]();
+  }
+
+  function start() {
+    cy = cytoscape({
+      container: Dom.byId("graph"), style: style(), layout: { name: "preset" }, autoungrabify: true, autounselectify: true,
+      boxSelectionEnabled: false, userZoomingEnabled: false, minZoom: 0.08, maxZoom: 2.5, pixelRatio: "auto",
+    });
+    refresh(null);
+    fit();
+    listen();
+    View.on((change) => {
+      if (change.opened !== undefined) refresh(change.opened);
+      if (change.chosen !== undefined) mark();
+      if (change.centre && change.chosen && change.chosen.node !== undefined) centre(change.chosen.node);
+      if (change.opened === null) fit();
+    });
+    Colours.on(() => cy.style(style()));
+    Dom.byId("fit").addEventListener("click", fit);
+    Dom.byId("collapse").addEventListener("click", () => View.closeAll());
+    Dom.byId("zoom-in").addEventListener("click", () => zoomBy(1.25));
+    Dom.byId("zoom-out").addEventListener("click", () => zoomBy(0.8));
+    new ResizeObserver(() => { cy.resize(); followLanes(); }).observe(canvas);
+  }
+
+  return {
+    start,
+    // for tests: what is drawn, and where on the screen
+    ids: () => cy.nodes().map((node) => node.id()),
+    labels: () => cy.nodes().map((node) => node.data("label")),
+    edges: () => cy.edges().map((edge) => ({ ...edge.data(), classes: edge.classes() })),
+    point(id) {
+      const box = canvas.getBoundingClientRect(), at = cy.getElementById(id).renderedPosition();
+      return { x: box.left + at.x, y: box.top + at.y };
+    },
+  };
+})();
