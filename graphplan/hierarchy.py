@@ -15,6 +15,7 @@ person can look at, consecutive ones are put into runs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -70,14 +71,21 @@ def _opened(children: tuple[Group | str, ...]) -> tuple[Group | str, ...]:
 
 
 def _span(paths: Sequence[str]) -> str:
-    """The first and the last module, without what their names have in common."""
-    named = [path.split(".") for path in paths if path]
+    """The first and the last module, without the prefix that most of them have."""
+    named = [path for path in paths if path]
     if not named:
         return ""
-    common = 0
-    while all(len(parts) > common + 1 and parts[common] == named[0][common] for parts in named):
-        common += 1
-    ends = [".".join(parts[common : common + 2]) for parts in (named[0], named[-1])]
+    prefix = ""
+    while True:
+        below = [path[len(prefix) :].split(".") for path in named if path.startswith(prefix)]
+        # a number says nothing without the name before it
+        longer = Counter(
+            parts[0] for parts in below if len(parts) > 1 and not parts[1].isdigit()
+        ).most_common(1)
+        if not longer or longer[0][1] < 0.8 * len(named):
+            break
+        prefix += longer[0][0] + "."
+    ends = [".".join(path.removeprefix(prefix).split(".")[:2]) for path in (named[0], named[-1])]
     return ends[0] if ends[0] == ends[1] else f"{ends[0]} … {ends[1]}"
 
 
@@ -87,7 +95,7 @@ def _children(names: Sequence[str], path: str, paths: dict[str, str]) -> tuple[G
     for name in names:
         child = paths[name][start:].partition(".")[0]
         # an operation of the module's own is a child by itself; a module's name has no colon of ours
-        inside.setdefault(child and f"m:{child}" or f"o:{name}", []).append(name)
+        inside.setdefault((child and f"m:{child}") or f"o:{name}", []).append(name)
     found: list[Group | str] = []
     for key, members in inside.items():
         kind, _, child = key.partition(":")

@@ -105,7 +105,9 @@ class _Writer:
     # -- devices ----------------------------------------------------------------------------------
 
     def _device(self, key: DeviceKey) -> dict[str, Any]:
-        plan, spec = self.plan, self.plan.topology[key] if key in self.plan.topology else None
+        plan = self.plan
+        # the caller's own device may be none of the plan's
+        spec = next((spec for spec in plan.topology.devices if spec.key == key), None)
         peak = plan.peaks[key]
         ring = sum(ring.nbytes for ring in plan.schedule.rings if ring.device == key)
         return {
@@ -229,7 +231,7 @@ class _Writer:
         """What takes time; an operation by its position, anything else by what it copies."""
         columns: dict[str, list[Any]] = {name: [] for name in ("kind", "device", "start", "end", "what")}
         for event in timeline.events:
-            columns["kind"].append("rmlw"["run move load wait".split().index(event.kind)])
+            columns["kind"].append("rmlw"[["run", "move", "load", "wait"].index(event.kind)])
             columns["device"].append(self.device[event.device])
             columns["start"].append(event.start)
             columns["end"].append(event.end)

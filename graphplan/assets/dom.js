@@ -9,7 +9,7 @@ const Dom = (() => {
       if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
       else element.setAttribute(key, value === true ? "" : value);
     }
-    for (const child of children.flat()) {
+    for (const child of children.flat(Infinity)) {
       if (child !== null && child !== undefined) element.append(child);
     }
     return element;

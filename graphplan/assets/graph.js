@@ -28,8 +28,8 @@ const GraphView = (() => {
   // How much of a box is tinted: its time beside that of its slowest sibling.
   function share(node) {
     const up = Model.parent(node);
-    const siblings = up < 0 ? Model.stages : Model.children(up);
-    const most = Math.max(...siblings.map(Model.seconds));
+    if (up < 0) return 1;
+    const most = Math.max(...Model.children(up).map(Model.seconds));
     return most > 0 ? Model.seconds(node) / most : 0;
   }
 
@@ -72,13 +72,17 @@ const GraphView = (() => {
       if ((flow.kind === "output" || flow.kind === "writeback") && maker !== null) ends = [idOf(maker), "out"];
       if (!ends || ends[0] === ends[1]) return;
       const key = `${ends[0]}>${ends[1]}`;
-      const edge = found.get(key) || { ends, bytes: 0, flows: [], kind: flow.kind, device: flow.from };
+      const far = [maker, reader].some((node) => node !== null && !Model.isStage(node));
+      const edge = found.get(key) || { ends, far, bytes: 0, flows: [], kind: flow.kind, device: flow.from };
       edge.bytes += flow.bytes;
       edge.flows.push(index);
       found.set(key, edge);
     });
     return found;
   }
+
+  // Whether an edge joins what is inside one box with what is outside: it is drawn faintly.
+  const leaves = (a, b) => Model.parent(a) !== Model.parent(b);
 
   function elements() {
     const made = [];
@@ -87,17 +91,18 @@ const GraphView = (() => {
     const flows = flowEdges(placed.reps);
     flows.forEach((edge, key) => {
       const classes = edge.kind === "activation" ? "transfer" : "end";
-      const data = { label: Format.bytes(edge.bytes), width: thickness(edge.bytes), flows: edge.flows, device: edge.device };
-      made.push(edgeElement(`f:${key}`, ...edge.ends, classes, data));
+      const width = edge.kind === "activation" ? thickness(edge.bytes) : 1.4;
+      const data = { label: Format.bytes(edge.bytes), width, flows: edge.flows, device: edge.device };
+      made.push(edgeElement(`f:${key}`, ...edge.ends, edge.far ? `${classes} far` : classes, data));
     });
     for (const chip of placed.special) {
       if (chip.stage === undefined) continue;
-      const data = { width: thickness(chip.bytes), flows: chip.flows, device: chip.device };
+      const data = { width: Math.min(3, thickness(chip.bytes)), flows: chip.flows, device: chip.device };
       made.push(edgeElement(`w:${chip.id}`, chip.id, idOf(Model.stages[chip.stage]), "fetch", data));
     }
     placed.pairs.forEach(([a, b]) => {
       const key = `${idOf(a)}>${idOf(b)}`;
-      if (!flows.has(key)) made.push(edgeElement(`d:${key}`, idOf(a), idOf(b), "dependency", {}));
+      if (!flows.has(key)) made.push(edgeElement(`d:${key}`, idOf(a), idOf(b), leaves(a, b) ? "dependency far" : "dependency", {}));
     });
     return made;
   }
@@ -139,7 +144,10 @@ const GraphView = (() => {
       { selector: "edge.dependency", style: { "line-opacity": 0.42, "arrow-scale": 0.7, "z-index": 18 } },
       { selector: "edge.transfer", style: { "line-color": transfer, "target-arrow-color": transfer, color: transfer, "font-weight": 600, "z-index": 25 } },
       { selector: "edge.fetch", style: { "line-style": "dashed", "line-color": device, "target-arrow-color": device } },
-      { selector: "edge.end", style: { "line-style": "dotted", "line-color": muted, "target-arrow-color": muted, color: muted } },
+      { selector: "edge.end", style: { "line-style": "dashed", "line-dash-pattern": [2, 5], "line-color": muted, "target-arrow-color": muted, color: muted } },
+      { selector: "edge.far", style: { "line-opacity": 0.28, "text-opacity": 0.75 } },
+      { selector: "edge.dependency.far", style: { "line-opacity": 0.2 } },
+      { selector: "edge.near", style: { "line-opacity": 1, "text-opacity": 1, "z-index": 28 } },
       { selector: ".chosen", style: { "border-width": 3, "border-color": accent, "line-color": accent, "target-arrow-color": accent } },
     ];
   }
@@ -159,10 +167,13 @@ const GraphView = (() => {
   function followLanes() {
     const zoom = cy.zoom(), pan = cy.pan();
     placed.lanes.forEach((lane, index) => {
-      for (const element of [lanesBox.children[index], namesBox.children[index]]) {
-        element.style.top = `${lane.top * zoom + pan.y}px`;
-        element.style.height = `${lane.h * zoom}px`;
-      }
+      const top = lane.top * zoom + pan.y, bottom = top + lane.h * zoom;
+      namesBox.children[index].style.top = `${top}px`;
+      // the first and the last lane go on to the edges of the canvas
+      const from = index === 0 ? Math.min(0, top) : top;
+      const to = index === placed.lanes.length - 1 ? Math.max(canvas.clientHeight, bottom) : bottom;
+      lanesBox.children[index].style.top = `${from}px`;
+      lanesBox.children[index].style.height = `${to - from}px`;
     });
   }
 
@@ -189,21 +200,44 @@ const GraphView = (() => {
   }
 
   function mark() {
-    cy.elements(".chosen").removeClass("chosen");
+    cy.elements(".chosen, .near").removeClass("chosen near");
     const chosen = View.chosen();
-    if (chosen && chosen.node !== undefined) cy.getElementById(idOf(chosen.node)).addClass("chosen");
+    if (!chosen) return;
+    if (chosen.flows) cy.edges().filter((edge) => (edge.data("flows") || []).some((flow) => chosen.flows.includes(flow))).addClass("chosen near");
+    for (const node of View.nodes()) {
+      const element = cy.getElementById(idOf(node));
+      element.addClass("chosen").connectedEdges().addClass("near");
+    }
   }
 
   function fit() {
     cy.resize();
-    cy.fit(cy.nodes(), 34);
-    const small = cy.zoom() < 0.5, zoom = Math.min(1.15, Math.max(0.5, cy.zoom()));
-    cy.zoom(zoom);
-    const all = cy.nodes().boundingBox(), height = canvas.clientHeight;
+    const width = canvas.clientWidth, height = canvas.clientHeight;
+    const zoom = Layout.suit(width, height);
+    refresh(null);
+    const all = cy.nodes().boundingBox({ includeLabels: false });
     const bottom = placed.lanes.reduce((sum, lane) => sum + lane.h, 0);
-    if (small) cy.pan({ x: 130 - all.x1 * zoom, y: Math.max(8, (height - bottom * zoom) / 2) });
-    else cy.pan({ x: (canvas.clientWidth - (all.x1 + all.x2) * zoom) / 2, y: (height - bottom * zoom) / 2 });
+    const spare = width - all.w * zoom;
+    cy.viewport({ zoom, pan: { x: (spare > 0 ? spare / 2 : 28) - all.x1 * zoom, y: Math.max(0, (height - bottom * zoom) / 2) } });
     followLanes();
+  }
+
+  // Bring a box that was just opened into view, smaller if need be.
+  function show(node) {
+    const element = cy.getElementById(idOf(node));
+    if (!element.length) return;
+    const box = element.renderedBoundingBox({ includeLabels: false, includeOverlays: false });
+    const width = canvas.clientWidth, height = canvas.clientHeight;
+    if (box.x1 >= 0 && box.y1 >= 0 && box.x2 <= width && box.y2 <= height) return;
+    const { w, h } = element.data(), { x, y } = element.position();
+    const zoom = Math.max(0.55, Math.min(cy.zoom(), (width - 48) / w, (height - 48) / h));
+    const pan = { x: w * zoom < width ? width / 2 - x * zoom : 24 - (x - w / 2) * zoom, y: h * zoom < height ? height / 2 - y * zoom : 40 - (y - h / 2) * zoom };
+    travel(zoom, pan);
+  }
+
+  function travel(zoom, pan) {
+    if (calm) cy.viewport({ zoom, pan });
+    else cy.animate({ zoom, pan }, { duration: 180 });
   }
 
   function centre(node) {
@@ -212,8 +246,7 @@ const GraphView = (() => {
     const zoom = Math.max(cy.zoom(), 0.8);
     const { x, y } = element.position();
     const pan = { x: canvas.clientWidth / 2 - x * zoom, y: canvas.clientHeight / 2 - y * zoom };
-    if (calm) cy.viewport({ zoom, pan });
-    else cy.animate({ zoom, pan }, { duration: 180 });
+    travel(zoom, pan);
   }
 
   const zoomBy = (factor) => {
@@ -222,6 +255,7 @@ const GraphView = (() => {
   };
 
   function listen() {
+    cy.on("tap", () => Tip.hide());
     cy.on("tap", "node", (event) => {
       const node = event.target.data("node");
       if (node === undefined) View.choose({ flows: event.target.data("chip").flows });
@@ -282,13 +316,16 @@ const GraphView = (() => {
       container: Dom.byId("graph"), style: style(), layout: { name: "preset" }, autoungrabify: true, autounselectify: true,
       boxSelectionEnabled: false, userZoomingEnabled: false, minZoom: 0.08, maxZoom: 2.5, pixelRatio: "auto",
     });
-    refresh(null);
     fit();
     listen();
     View.on((change) => {
-      if (change.opened !== undefined) refresh(change.opened);
+      if (change.opened !== undefined && change.opened !== null) refresh(change.opened);
       if (change.chosen !== undefined) mark();
-      if (change.centre && change.chosen && change.chosen.node !== undefined) centre(change.chosen.node);
+      if (change.opened >= 0 && View.isOpen(change.opened)) show(change.opened);
+      if (change.centre && View.nodes().length) {
+        centre(View.nodes()[0]);
+        if (canvas.getBoundingClientRect().bottom < 120) Dom.byId("stages").scrollIntoView();
+      }
       if (change.opened === null) fit();
     });
     Colours.on(() => cy.style(style()));

@@ -3,8 +3,9 @@
 // device; inside an open box dagre's layered layout of what is right inside.
 
 const Layout = (() => {
-  const GAP = 64, PAD = 18, HEAD = 30, CHIP = { w: 104, h: 40 };
-  const LANE = { pad: 24, least: 108 };
+  const GAP = 48, PAD = 18, HEAD = 30, CHIP = { w: 92, h: 40 };
+  const LANE = { pad: 24, least: 104, most: 190 };
+  let least = LANE.least;
 
   // The visible node that stands for each operation.
   function standIns() {
@@ -49,8 +50,8 @@ const Layout = (() => {
   const textWidth = (text, size) => text.length * size * 0.58 + 22;
 
   function closedSize(node) {
-    if (Model.isStage(node)) return { w: Math.max(132, 440 * Model.seconds(node) / slowest), h: 72 };
-    if (Model.isGroup(node)) return { w: Math.min(210, Math.max(96, textWidth(Model.label(node), 12))), h: 50 };
+    if (Model.isStage(node)) return { w: Math.max(132, 300 * Model.seconds(node) / slowest), h: 72 };
+    if (Model.isGroup(node)) return { w: Math.min(210, Math.max(96, textWidth(`▸ ${Model.label(node)}`, 12))), h: 50 };
     return { w: Math.min(190, Math.max(64, textWidth(Model.label(node), 11))), h: 32 };
   }
 
@@ -133,7 +134,7 @@ const Layout = (() => {
     const lanes = [];
     let top = 0;
     heights.forEach((height, device) => {
-      const h = height ? Math.max(LANE.least, height + 2 * LANE.pad + 14) : 44;
+      const h = height ? Math.max(least, height + 2 * LANE.pad + 14) : 40;
       lanes.push({ device, top, h, used: height > 0 });
       top += h;
     });
@@ -157,5 +158,18 @@ const Layout = (() => {
     return { boxes, special, lanes, pairs, reps };
   }
 
-  return { place };
+  // Lanes fill a canvas of this size, as far as that looks well; returns the zoom that shows all.
+  function suit(width, height) {
+    least = LANE.least;
+    const { boxes, special, lanes } = place();
+    const ends = [...boxes.values(), ...special].map((box) => box.x + box.w / 2);
+    const tall = lanes.reduce((sum, lane) => sum + lane.h, 0);
+    const zoom = Math.min(1.1, (width - 56) / Math.max(1, ...ends), height / tall);
+    const used = lanes.filter((lane) => lane.used).length || 1;
+    const idle = lanes.filter((lane) => !lane.used).reduce((sum, lane) => sum + lane.h, 0);
+    if (zoom >= 0.5) least = Math.max(LANE.least, Math.min(LANE.most, (height / zoom - idle) / used));
+    return Math.max(0.5, zoom);
+  }
+
+  return { place, suit };
 })();

@@ -31,7 +31,7 @@
       const fixed = device.weights + device.ring;
       const budget = device.budget === null ? "no budget" : `of ${Format.bytes(device.budget)}`;
       return el("div", { class: "device", style: `--device: var(--device-${index})` },
-        el("span", { class: "key" }, el("b", {}, device.key), device.device === device.key ? "" : ` ${device.device}`),
+        el("span", { class: "who" }, el("b", {}, device.key), device.device === device.key ? "" : ` ${device.device}`),
         el("span", { class: "meter", role: "img", "aria-label": `${Format.bytes(device.peak)} ${budget}` },
           part(device.weights, "weights"), part(device.ring, "ring"), part(Math.max(0, device.peak - fixed), "activations")),
         el("span", { class: "amount" }, `${Format.bytes(device.peak)} ${budget}`));

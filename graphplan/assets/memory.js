@@ -60,6 +60,8 @@ const MemoryCharts = (() => {
     return root;
   }
 
+  const isLate = (device) => device.peakAt > total * 0.5;
+
   function budget(device, far, width, y) {
     if (device.budget === null) return null;
     const share = device.budget ? ` · ${Format.percent(device.peak / device.budget)} used` : "";
@@ -67,7 +69,7 @@ const MemoryCharts = (() => {
     const at = far ? TOP - 8 : y(device.budget);
     return Dom.svg("g", { class: "budget" },
       far ? null : Dom.svg("line", { x1: LEFT, x2: width - RIGHT, y1: at, y2: at }),
-      Dom.svg("text", { x: width - RIGHT, y: Math.max(11, at - 4), "text-anchor": "end" }, label));
+      Dom.svg("text", { x: isLate(device) ? LEFT + 4 : width - RIGHT, y: Math.max(11, at - 4), "text-anchor": isLate(device) ? "start" : "end" }, label));
   }
 
   function measured(bytes, width, y) {
@@ -80,7 +82,7 @@ const MemoryCharts = (() => {
     const at = x(Math.min(device.peakAt, total) + 0.5);
     const op = Math.min(device.peakAt, Model.operations - 1);
     const name = op >= 0 && device.peakAt < Model.operations ? ` at ${Plan.operations.name[op]}` : "";
-    const late = device.peakAt > total * 0.6;
+    const late = isLate(device);
     return Dom.svg("g", { class: "peak" },
       Dom.svg("circle", { cx: at, cy: y(device.peak), r: 4 }),
       Dom.svg("text", { x: at + (late ? -9 : 9), y: Math.max(11, y(device.peak) - 6), "text-anchor": late ? "end" : "start" }, `peak ${Format.bytes(device.peak)}${name}`));

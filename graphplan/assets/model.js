@@ -80,6 +80,11 @@ const View = (() => {
     on: (listener) => listeners.push(listener),
     isOpen: (node) => open.has(node),
     chosen: () => chosen,
+    // the nodes that are chosen: of a weight, those that read it
+    nodes() {
+      if (!chosen || chosen.flows) return [];
+      return chosen.node !== undefined ? [chosen.node] : Model.readers(chosen.weight).filter(Model.hasPlace).map(Model.operation);
+    },
     setOpen(node, wanted) {
       if (!Model.isGroup(node) || open.has(node) === wanted) return;
       if (wanted) open.add(node);
@@ -96,8 +101,9 @@ const View = (() => {
     // thing: {node}, {weight}, {flows} or null
     choose(thing, options = {}) {
       chosen = thing;
-      if (thing && thing.node !== undefined) {
-        const closed = Model.ancestors(thing.node).filter((up) => !open.has(up));
+      const [first] = this.nodes();
+      if (first !== undefined) {
+        const closed = Model.ancestors(first).filter((up) => !open.has(up));
         closed.forEach((up) => open.add(up));
         if (closed.length) tell({ opened: closed[0] });
       }

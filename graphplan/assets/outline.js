@@ -7,7 +7,7 @@ const Outline = (() => {
 
   function row(node) {
     const group = Model.isGroup(node);
-    const label = Model.isStage(node) ? `${Model.label(node)} · ${Plan.groups[node].label}` : Model.label(node);
+    const label = Model.isStage(node) ? `${Model.stage(node)} · ${Plan.groups[node].label}` : Model.label(node);
     const time = Model.seconds(node);
     const item = Dom.el("li", {
       role: "treeitem", tabindex: "-1", "aria-expanded": group ? "false" : null, "aria-selected": "false", "data-node": node,
@@ -49,8 +49,7 @@ const Outline = (() => {
       old.setAttribute("aria-selected", "false");
       old.tabIndex = -1;
     }
-    const chosen = View.chosen();
-    const item = chosen && chosen.node !== undefined ? items.get(chosen.node) : null;
+    const item = items.get(View.nodes()[0]);
     const current = item || root.firstElementChild;
     if (current) current.tabIndex = 0;
     if (!item) return;

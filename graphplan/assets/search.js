@@ -78,16 +78,7 @@ const Search = (() => {
     if (!hit) return;
     open(false);
     input.value = hit.text;
-    reveal(hit.thing);
-  }
-
-  // A weight is shown where it is first read.
-  function reveal(thing) {
-    if (thing.weight !== undefined) {
-      const reader = Model.readers(thing.weight).find(Model.hasPlace);
-      if (reader !== undefined) View.choose({ node: Model.operation(reader) }, { centre: true });
-    }
-    View.choose(thing, { centre: thing.node !== undefined });
+    View.choose(hit.thing, { centre: true });
   }
 
   function keys(event) {
@@ -117,5 +108,5 @@ const Search = (() => {
     });
   }
 
-  return { start, reveal };
+  return { start };
 })();

@@ -61,7 +61,7 @@ const Tables = (() => {
       { title: "Form", value: ({ weight }) => weight.form, text: ({ weight }) => weight.form },
       { title: "Streamed", value: ({ weight }) => (fetched.has(weight.name) ? 1 : 0), text: ({ weight }) => (fetched.has(weight.name) ? "yes" : "") },
       { title: "Bytes", value: ({ weight }) => weight.bytes, text: ({ weight }) => Format.bytes(weight.bytes), number: true },
-    ], 4, ({ index }) => Search.reveal({ weight: index }));
+    ], 4, ({ index }) => View.choose({ weight: index }, { centre: true }));
   }
 
   return { start() { transfers(); weights(); } };
