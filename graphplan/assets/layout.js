@@ -164,7 +164,8 @@ const Layout = (() => {
     const { boxes, special, lanes } = place();
     const ends = [...boxes.values(), ...special].map((box) => box.x + box.w / 2);
     const tall = lanes.reduce((sum, lane) => sum + lane.h, 0);
-    const zoom = Math.min(1.1, (width - 56) / Math.max(1, ...ends), height / tall);
+    let zoom = Math.min(1.1, (width - 56) / Math.max(1, ...ends), height / tall);
+    if (zoom < 0.5) zoom = Math.min(0.9, height / tall); // too much for one look: the first part, to be read
     const used = lanes.filter((lane) => lane.used).length || 1;
     const idle = lanes.filter((lane) => !lane.used).reduce((sum, lane) => sum + lane.h, 0);
     if (zoom >= 0.5) least = Math.max(LANE.least, Math.min(LANE.most, (height / zoom - idle) / used));

@@ -75,7 +75,7 @@ const MemoryCharts = (() => {
   function measured(bytes, width, y) {
     return Dom.svg("g", { class: "measured" },
       Dom.svg("line", { x1: LEFT, x2: width - RIGHT, y1: y(bytes), y2: y(bytes) }),
-      Dom.svg("text", { x: LEFT + 6, y: y(bytes) - 4 }, `measured peak ${Format.bytes(bytes)}`));
+      Dom.svg("text", { x: width / 2, y: y(bytes) + 13, "text-anchor": "middle" }, `measured peak ${Format.bytes(bytes)}`));
   }
 
   function peak(device, x, y) {

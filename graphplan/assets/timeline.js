@@ -5,11 +5,12 @@ const Timeline = (() => {
   const box = Dom.byId("timeline-charts");
   const ROW = 20, LEFT = 132, RIGHT = 14, AXIS = 24, SPLIT = 10;
   const KINDS = { r: "compute", m: "transfers in", l: "fetches", w: "waits" };
-  const longest = Math.max(Plan.modelled.seconds, Plan.measured ? Plan.measured.seconds : 0, 1e-9);
-  let from = 0, to = longest;
+  // What is shown, as parts of each call's own length: a measured call may be far longer than the modelled.
+  let from = 0, to = 1;
 
   // One row for each device and kind that has events; waits are in the row of fetches.
-  function rowsOf(events, measured) {
+  function rowsOf(events, name) {
+    const length = Math.max(events.seconds, 1e-12), measured = name === "measured";
     const rows = new Map();
     events.kind.forEach((kind, index) => {
       const row = kind === "w" ? "r" : kind;
@@ -18,24 +19,24 @@ const Timeline = (() => {
       if (events.end[index] > events.start[index]) rows.get(key).members.push(index);
     });
     const order = "rml";
-    return [...rows.values()].filter((row) => row.members.length)
+    const sorted = [...rows.values()].filter((row) => row.members.length)
       .sort((a, b) => a.device - b.device || order.indexOf(a.kind) - order.indexOf(b.kind));
+    return { name, length, rows: sorted };
   }
 
-  const modelled = rowsOf(Plan.modelled, false);
-  const measured = Plan.measured ? rowsOf(Plan.measured, true) : [];
+  const calls = [rowsOf(Plan.modelled, "modelled"), ...(Plan.measured ? [rowsOf(Plan.measured, "measured")] : [])];
 
   // Events that would share a pixel are drawn as one bar.
-  function bars(row, x) {
+  function bars(row, x, first, last) {
     const { events, members } = row, found = [];
     for (const index of members) {
-      if (events.end[index] < from || events.start[index] > to) continue;
-      const left = x(Math.max(from, events.start[index])), right = x(Math.min(to, events.end[index]));
+      if (events.end[index] < first || events.start[index] > last) continue;
+      const left = x(Math.max(first, events.start[index])), right = x(Math.min(last, events.end[index]));
       const wait = events.kind[index] === "w";
-      const last = found[found.length - 1];
-      if (last && last.wait === wait && left - last.right < 0.6 && (last.right - last.left < 1.5 || right - left < 1.5)) {
-        last.right = Math.max(last.right, right);
-        last.members.push(index);
+      const before = found[found.length - 1];
+      if (before && before.wait === wait && left - before.right < 0.6 && (before.right - before.left < 1.5 || right - left < 1.5)) {
+        before.right = Math.max(before.right, right);
+        before.members.push(index);
       } else found.push({ left, right, wait, members: [index] });
     }
     return found;
@@ -67,9 +68,9 @@ const Timeline = (() => {
     Tip.show(title(row, bar), rows, event.clientX, event.clientY);
   }
 
-  function drawRow(row, top, x) {
+  function drawRow(row, top, x, first, last) {
     const colour = row.kind === "m" ? "var(--transfer)" : `var(--device-${row.device})`;
-    return bars(row, x).map((bar) => Dom.svg("rect", {
+    return bars(row, x, first, last).map((bar) => Dom.svg("rect", {
       class: `bar ${bar.wait ? "wait" : KINDS[row.kind].split(" ")[0]}`, x: bar.left, y: top + 3, height: ROW - 6, width: Math.max(0.75, bar.right - bar.left - 0.3),
       rx: 2, fill: bar.wait ? "url(#waiting)" : colour, opacity: row.kind === "l" ? 0.55 : 0.9,
       onmousemove: (event) => tip(row, bar, event), onmouseleave: () => Tip.hide(),
@@ -80,53 +81,53 @@ const Timeline = (() => {
     }));
   }
 
-  function drawRows(rows, name, y, x, parts) {
-    let top = y, device = null;
-    if (name) {
-      parts.push(Dom.svg("text", { class: "group", x: 0, y: top + 14 }, name));
-      top += ROW;
-    }
-    for (const row of rows) {
+  // The axis and the rows of one call; returns where they end.
+  function drawCall(call, y, width, parts) {
+    const inner = width - LEFT - RIGHT, first = from * call.length, last = to * call.length;
+    const x = (time) => LEFT + inner * (time - first) / (last - first);
+    const body = [];
+    let top = y + AXIS, device = null;
+    for (const row of call.rows) {
       if (row.device !== device && device !== null) top += SPLIT / 2;
       const label = row.device === device ? KINDS[row.kind] : `${Model.deviceName(row.device)}  ${KINDS[row.kind]}`;
       device = row.device;
-      parts.push(
-        Dom.svg("rect", { class: "track", x: LEFT, y: top + 3, width: x(to) - LEFT, height: ROW - 6, rx: 2 }),
+      body.push(
+        Dom.svg("rect", { class: "track", x: LEFT, y: top + 3, width: inner, height: ROW - 6, rx: 2 }),
         Dom.svg("text", { class: "tick", x: LEFT - 10, y: top + 14, "text-anchor": "end" }, label),
-        ...drawRow(row, top, x),
+        ...drawRow(row, top, x, first, last),
       );
       top += ROW;
     }
+    const step = niceStep(last - first, Math.max(3, inner / 110));
+    for (let time = Math.ceil(first / step) * step; time <= last + step * 1e-6; time += step) {
+      parts.push(Dom.svg("line", { class: "grid", x1: x(time), x2: x(time), y1: y + AXIS - 6, y2: top }),
+        Dom.svg("text", { class: "tick", x: x(time), y: y + AXIS - 10, "text-anchor": x(time) > width - 50 ? "end" : "middle" }, Format.seconds(time)));
+    }
+    if (calls.length > 1) parts.push(Dom.svg("text", { class: "group", x: 0, y: y + AXIS - 10 }, `${call.name}, ${Format.seconds(call.length)}`));
+    parts.push(...body);
     return top + SPLIT;
   }
 
   function draw() {
-    const width = Math.max(360, box.clientWidth), inner = width - LEFT - RIGHT;
-    const x = (time) => LEFT + inner * (time - from) / (to - from);
+    const width = Math.max(360, box.clientWidth);
     const parts = [];
-    let y = drawRows(modelled, measured.length ? "modelled" : "", AXIS, x, parts);
-    if (measured.length) y = drawRows(measured, "measured", y, x, parts);
-    const step = niceStep(to - from, Math.max(3, inner / 110));
-    const axis = [];
-    for (let time = Math.ceil(from / step) * step; time <= to + step * 1e-6; time += step) {
-      axis.push(Dom.svg("line", { class: "grid", x1: x(time), x2: x(time), y1: AXIS - 6, y2: y - SPLIT }),
-        Dom.svg("text", { class: "tick", x: x(time), y: AXIS - 10, "text-anchor": x(time) > width - 50 ? "end" : "middle" }, Format.seconds(time)));
-    }
+    let y = 0;
+    for (const call of calls) y = drawCall(call, y, width, parts) + (calls.length > 1 ? SPLIT : 0);
     const pattern = Dom.svg("defs", {}, Dom.svg("pattern", { id: "waiting", width: 5, height: 5, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
       Dom.svg("rect", { width: 5, height: 5, fill: "var(--surface)" }), Dom.svg("rect", { width: 2, height: 5, fill: "var(--muted)" })));
     const root = Dom.svg("svg", {
       class: "chart timeline", width, height: y, viewBox: `0 0 ${width} ${y}`, tabindex: "0", role: "img",
-      "aria-label": `Timeline of one call: ${Format.seconds(Plan.modelled.seconds)} modelled`,
-    }, pattern, axis, parts);
-    listen(root, inner);
+      "aria-label": `Timeline of one call: ${calls.map((call) => `${Format.seconds(call.length)} ${call.name}`).join(", ")}`,
+    }, pattern, parts);
+    listen(root, width - LEFT - RIGHT);
     const focused = box.contains(document.activeElement);
     box.replaceChildren(root);
     if (focused) root.focus({ preventScroll: true });
   }
 
   function show(start, end) {
-    const span = Math.min(longest, Math.max(longest / 5000, end - start));
-    from = Math.max(0, Math.min(longest - span, start));
+    const span = Math.min(1, Math.max(1 / 5000, end - start));
+    from = Math.max(0, Math.min(1 - span, start));
     to = from + span;
     draw();
   }
@@ -145,7 +146,7 @@ const Timeline = (() => {
     }, { passive: false });
     root.addEventListener("keydown", (event) => {
       const actions = {
-        ArrowLeft: () => pan(-0.1), ArrowRight: () => pan(0.1), "+": () => zoom(0.7), "=": () => zoom(0.7), "-": () => zoom(1.4), 0: () => show(0, longest),
+        ArrowLeft: () => pan(-0.1), ArrowRight: () => pan(0.1), "+": () => zoom(0.7), "=": () => zoom(0.7), "-": () => zoom(1.4), 0: () => show(0, 1),
       };
       if (!(event.key in actions) || event.ctrlKey || event.metaKey) return;
       event.preventDefault();
@@ -164,7 +165,7 @@ const Timeline = (() => {
     ].filter(Boolean));
     const hidden = Plan.summary.hiddenSeconds;
     Dom.byId("timeline-hint").textContent = hidden > 0 ? `${Format.seconds(hidden)} of the fetches run behind other work.` : "When each device computes and receives.";
-    Dom.byId("time-all").addEventListener("click", () => show(0, longest));
+    Dom.byId("time-all").addEventListener("click", () => show(0, 1));
     Dom.byId("time-in").addEventListener("click", () => zoom(0.6));
     Dom.byId("time-out").addEventListener("click", () => zoom(1 / 0.6));
     draw();
