@@ -82,7 +82,10 @@ def _span(paths: Sequence[str]) -> str:
         longer = Counter(
             parts[0] for parts in below if len(parts) > 1 and not parts[1].isdigit()
         ).most_common(1)
-        if not longer or longer[0][1] < 0.8 * len(named):
+        if not longer:
+            break
+        inside = longer[0][1] + named.count(prefix + longer[0][0])
+        if inside < 0.8 * len(named):
             break
         prefix += longer[0][0] + "."
     ends = [".".join(path.removeprefix(prefix).split(".")[:2]) for path in (named[0], named[-1])]

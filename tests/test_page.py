@@ -335,5 +335,8 @@ def test_a_measured_call_is_beside_the_modelled_one(show: Open) -> None:
     opened = show(placed.plan, html=to_html(placed.plan, "Measured", profile.measured))
     groups = opened.page.locator("svg.timeline text.group").all_text_contents()
     assert [text.partition(",")[0] for text in groups] == ["modelled", "measured"]
-    assert opened.page.locator(".measured text").count() == 2
+    assert opened.page.locator("svg.memory line.measured").count() == 2
+    for key, nbytes in profile.peak_bytes.items():
+        text = opened.page.text_content(f'svg.memory[data-device="{key}"] .peak text')
+        assert opened.js("n => Format.bytes(n)", nbytes) in text.partition("measured")[2]
     opened.shoot("measured", whole=True)

@@ -231,8 +231,9 @@ const GraphView = (() => {
     if (box.x1 >= 0 && box.y1 >= 0 && box.x2 <= width && box.y2 <= height) return;
     const { w, h } = element.data(), { x, y } = element.position();
     const zoom = Math.max(0.55, Math.min(cy.zoom(), (width - 48) / w, (height - 48) / h));
-    const pan = { x: w * zoom < width ? width / 2 - x * zoom : 24 - (x - w / 2) * zoom, y: h * zoom < height ? height / 2 - y * zoom : 40 - (y - h / 2) * zoom };
-    travel(zoom, pan);
+    const top = Math.max(40, Math.min(box.y1, height - h * zoom - 16));
+    const left = w * zoom < width ? (width - w * zoom) / 2 : 24;
+    travel(zoom, { x: left - (x - w / 2) * zoom, y: top - (y - h / 2) * zoom });
   }
 
   function travel(zoom, pan) {
@@ -247,6 +248,21 @@ const GraphView = (() => {
     const { x, y } = element.position();
     const pan = { x: canvas.clientWidth / 2 - x * zoom, y: canvas.clientHeight / 2 - y * zoom };
     travel(zoom, pan);
+  }
+
+  // All that is open, on a page of paper; afterwards the view is what it was.
+  let onScreen = null;
+  function print(begins) {
+    document.documentElement.classList.toggle("printing", begins);
+    if (begins) onScreen = { zoom: cy.zoom(), pan: { ...cy.pan() } };
+    cy.resize();
+    if (begins) {
+      const all = cy.nodes().boundingBox({ includeLabels: false });
+      const tall = placed.lanes.reduce((sum, lane) => sum + lane.h, 0);
+      const zoom = Math.min(1.1, (canvas.clientWidth - 40) / all.w, canvas.clientHeight / tall);
+      cy.viewport({ zoom, pan: { x: 20 - all.x1 * zoom, y: (canvas.clientHeight - tall * zoom) / 2 } });
+    } else cy.viewport(onScreen);
+    followLanes();
   }
 
   const zoomBy = (factor) => {
@@ -329,6 +345,8 @@ const GraphView = (() => {
       if (change.opened === null) fit();
     });
     Colours.on(() => cy.style(style()));
+    addEventListener("beforeprint", () => print(true));
+    addEventListener("afterprint", () => print(false));
     Dom.byId("fit").addEventListener("click", fit);
     Dom.byId("collapse").addEventListener("click", () => View.closeAll());
     Dom.byId("zoom-in").addEventListener("click", () => zoomBy(1.25));

@@ -53,7 +53,9 @@ const MemoryCharts = (() => {
     band(0, device.weights, "weights", colour, 0.85),
     budget(device, far, width, y),
     peak(device, x, y),
-    device.measuredPeak === null ? null : measured(device.measuredPeak, width, y),
+    device.measuredPeak === null ? null : Dom.svg("line", {
+      class: "measured", x1: LEFT, x2: width - RIGHT, y1: y(device.measuredPeak), y2: y(device.measuredPeak),
+    }),
     Dom.svg("text", { class: "tick", x: LEFT, y: HEIGHT - 5 }, "first operation"),
     Dom.svg("text", { class: "tick", x: width - RIGHT, y: HEIGHT - 5, "text-anchor": "end" }, "last"));
     follow(root, device, values, x, inner);
@@ -72,20 +74,15 @@ const MemoryCharts = (() => {
       Dom.svg("text", { x: isLate(device) ? LEFT + 4 : width - RIGHT, y: Math.max(11, at - 4), "text-anchor": isLate(device) ? "start" : "end" }, label));
   }
 
-  function measured(bytes, width, y) {
-    return Dom.svg("g", { class: "measured" },
-      Dom.svg("line", { x1: LEFT, x2: width - RIGHT, y1: y(bytes), y2: y(bytes) }),
-      Dom.svg("text", { x: width / 2, y: y(bytes) + 13, "text-anchor": "middle" }, `measured peak ${Format.bytes(bytes)}`));
-  }
-
   function peak(device, x, y) {
     const at = x(Math.min(device.peakAt, total) + 0.5);
     const op = Math.min(device.peakAt, Model.operations - 1);
     const name = op >= 0 && device.peakAt < Model.operations ? ` at ${Plan.operations.name[op]}` : "";
     const late = isLate(device);
+    const measured = device.measuredPeak === null ? "" : `, measured ${Format.bytes(device.measuredPeak)}`;
     return Dom.svg("g", { class: "peak" },
       Dom.svg("circle", { cx: at, cy: y(device.peak), r: 4 }),
-      Dom.svg("text", { x: at + (late ? -9 : 9), y: Math.max(11, y(device.peak) - 6), "text-anchor": late ? "end" : "start" }, `peak ${Format.bytes(device.peak)}${name}`));
+      Dom.svg("text", { x: at + (late ? -9 : 9), y: Math.max(11, y(device.peak) - 6), "text-anchor": late ? "end" : "start" }, `peak ${Format.bytes(device.peak)}${name}${measured}`));
   }
 
   // A cursor that follows the mouse and the arrow keys.

@@ -100,8 +100,9 @@ const Timeline = (() => {
     }
     const step = niceStep(last - first, Math.max(3, inner / 110));
     for (let time = Math.ceil(first / step) * step; time <= last + step * 1e-6; time += step) {
-      parts.push(Dom.svg("line", { class: "grid", x1: x(time), x2: x(time), y1: y + AXIS - 6, y2: top }),
-        Dom.svg("text", { class: "tick", x: x(time), y: y + AXIS - 10, "text-anchor": x(time) > width - 50 ? "end" : "middle" }, Format.seconds(time)));
+      parts.push(Dom.svg("line", { class: "grid", x1: x(time), x2: x(time), y1: y + AXIS - 6, y2: top }));
+      if (calls.length > 1 && x(time) < LEFT + 30) continue; // the name of the call is there
+      parts.push(Dom.svg("text", { class: "tick", x: x(time), y: y + AXIS - 10, "text-anchor": x(time) > width - 50 ? "end" : "middle" }, Format.seconds(time)));
     }
     if (calls.length > 1) parts.push(Dom.svg("text", { class: "group", x: 0, y: y + AXIS - 10 }, `${call.name}, ${Format.seconds(call.length)}`));
     parts.push(...body);
