@@ -296,6 +296,15 @@ def test_dark_and_light(show: Open) -> None:
     assert opened.js("() => document.documentElement.dataset.theme") == "light"
 
 
+PAINTED = """() => {
+  const picture = document.querySelector("canvas.paper");
+  const pixels = picture.getContext("2d").getImageData(0, 0, picture.width, picture.height).data;
+  let painted = 0;
+  for (let i = 3; i < pixels.length; i += 4) painted += pixels[i] > 0;
+  return painted / (pixels.length / 4);
+}"""
+
+
 def test_prints_light_and_without_controls(show: Open) -> None:
     opened = show(llama_plan(), scheme="dark")
     page = opened.page
@@ -303,11 +312,13 @@ def test_prints_light_and_without_controls(show: Open) -> None:
     page.emulate_media(media="print")
     assert opened.js("() => document.documentElement.dataset.theme") == "light"
     assert not page.locator("#search").is_visible()
+    assert opened.js(PAINTED) > 0.01, "the graph is blank on paper"
     assert page.locator("#memory-charts svg").first.is_visible()
     opened.shoot("print", whole=True)
     page.emulate_media(media="screen")
     opened.js("() => dispatchEvent(new Event('afterprint'))")
     assert opened.js("() => document.documentElement.dataset.theme") == "dark"
+    assert page.locator("canvas.paper").count() == 0
     assert page.pdf()[:5] == b"%PDF-"
 
 

@@ -261,7 +261,16 @@ const GraphView = (() => {
       const tall = placed.lanes.reduce((sum, lane) => sum + lane.h, 0);
       const zoom = Math.min(1.1, (canvas.clientWidth - 40) / all.w, canvas.clientHeight / tall);
       cy.viewport({ zoom, pan: { x: 20 - all.x1 * zoom, y: (canvas.clientHeight - tall * zoom) / 2 } });
-    } else cy.viewport(onScreen);
+      // the picture on the screen is redrawn later than the paper is printed, so the paper gets its own
+      const drawn = cy.renderer().bufferCanvasImage({ full: false, scale: 2 });
+      const picture = Dom.el("canvas", { class: "paper", width: drawn.width, height: drawn.height });
+      // as pixels: what is drawn stroke by stroke is printed so, and takes viewers minutes
+      picture.getContext("2d").putImageData(drawn.getContext("2d").getImageData(0, 0, drawn.width, drawn.height), 0, 0);
+      canvas.insertBefore(picture, namesBox);
+    } else {
+      canvas.querySelectorAll(".paper").forEach((picture) => picture.remove());
+      cy.viewport(onScreen);
+    }
     followLanes();
   }
 

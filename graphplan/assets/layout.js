@@ -4,7 +4,7 @@
 
 const Layout = (() => {
   const GAP = 48, PAD = 18, HEAD = 30, CHIP = { w: 92, h: 40 };
-  const LANE = { pad: 24, least: 104, most: 190 };
+  const LANE = { pad: 30, least: 104, most: 190 };
   let least = LANE.least;
 
   // The visible node that stands for each operation.
@@ -138,7 +138,7 @@ const Layout = (() => {
       lanes.push({ device, top, h, used: height > 0 });
       top += h;
     });
-    const middle = (device) => lanes[device].top + lanes[device].h / 2 + (lanes[device].used ? 8 : 0);
+    const middle = (device) => lanes[device].top + lanes[device].h / 2 + (lanes[device].used ? 10 : 0);
     const boxes = new Map(), special = [];
     let x = 0;
     const source = callEnds.find((end) => end.id === "in");
