@@ -99,6 +99,8 @@ class Operation:
         workspace: device type -> bytes that it takes while it runs, beyond its outputs.
         module_path: the module that called it (``"model.layers.3.mlp"``).
         host_only: makes only host scalars and runs wherever its inputs are.
+        source: the line of the model's code that called it (``"models/llama.py:263"``), from below the
+            folder that it was imported from; empty where unknown.
     """
 
     name: str
@@ -111,6 +113,7 @@ class Operation:
     workspace: Mapping[str, int] = field(default_factory=dict)
     module_path: str = ""
     host_only: bool = False
+    source: str = ""
 
     def workspace_on(self, device_type: str) -> int:
         """Bytes taken while it runs on a device of this type; the largest known where unmeasured."""

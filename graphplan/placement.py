@@ -15,16 +15,22 @@ import torch
 from graphplan.bottleneck import Bottleneck, find_bottleneck
 from graphplan.checks import check_schedule
 from graphplan.device import CPU, DeviceKey, DeviceSpec, Link, Topology
+from graphplan.dot import to_dot
 from graphplan.errors import GraphplanError, PlanError, VerificationError
 from graphplan.explain import Explanation, explain
 from graphplan.graph import Graph, Operation
 from graphplan.liveness import Memory, Peak, measure_memory
+from graphplan.model_explorer import save_model_explorer
+from graphplan.notebook import to_notebook
+from graphplan.page import to_html
 from graphplan.passes.constrain import Wishes, constrain
 from graphplan.passes.evaluate import Problem
 from graphplan.schedule import Load, Move, Ring, Schedule
 from graphplan.schedule_json import decode_schedule, encode_schedule
+from graphplan.svg import to_svg
 from graphplan.timeline import Timeline, make_timeline
-from graphplan.visualize import summary_text, to_dot
+from graphplan.trace import to_trace
+from graphplan.visualize import summary_text
 
 __all__ = ["Plan", "Stage", "Transfer"]
 
@@ -394,8 +400,33 @@ class Plan:
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     def save_dot(self, path: str | Path) -> None:
-        """Write the plan as a graphviz graph: a cluster per stage, an edge per value that passes."""
+        """Write the plan for graphviz: a cluster per device and stage, an edge per value that passes."""
         Path(path).write_text(to_dot(self), encoding="utf-8")
+
+    def save_html(self, path: str | Path, *, title: str = "") -> None:
+        """Write the plan as one HTML file that shows it and needs nothing else.
+
+        Args:
+            path: of the file.
+            title: shown above the plan: the model's name, say.
+        """
+        Path(path).write_text(to_html(self, title), encoding="utf-8")
+
+    def save_svg(self, path: str | Path, *, title: str = "Plan") -> None:
+        """Write the plan as a picture: stages over time, transfers between them, memory below."""
+        Path(path).write_text(to_svg(self, title), encoding="utf-8")
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write the modelled timeline for Perfetto or ``chrome://tracing``."""
+        Path(path).write_text(to_trace(self), encoding="utf-8")
+
+    def save_model_explorer(self, path: str | Path, *, title: str = "Plan") -> None:
+        """Write the plan for Model Explorer, and its colours beside: ``plan.device.json`` and others."""
+        save_model_explorer(self, Path(path), title)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return to_notebook(self)
 
 
 def _device_map(prefix: str, placed: list[tuple[str, DeviceKey]]) -> dict[str, DeviceKey]:

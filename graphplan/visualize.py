@@ -1,4 +1,4 @@
-"""A plan as text and as a picture."""
+"""A plan as text, and the forms of its figures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ if TYPE_CHECKING:
     from graphplan.placement import Plan
     from graphplan.schedule import Ring
 
-__all__ = ["size_text", "summary_text", "table_lines", "time_text", "to_dot"]
+__all__ = ["COLOURS", "size_text", "summary_text", "table_lines", "time_text"]
+
+
+COLOURS = ("#3b6fd4", "#0f8b7d", "#8350c8", "#c2417a", "#4b8b3b", "#2a8fb3", "#b7791f", "#64748b")
+"""One for each device, in the order of ``max_memory``."""
 
 
 def size_text(nbytes: int) -> str:
@@ -120,39 +124,3 @@ def _stages(plan: Plan) -> list[str]:
 
 def _first_reader(plan: Plan, value: str, operations: Sequence[str]) -> bool:
     return any(name in operations for name in plan.graph.consumers.get(value, ()))
-
-
-_COLOURS = ("#cfe2f3", "#d9ead3", "#fff2cc", "#f4cccc", "#d9d2e9", "#fce5cd", "#d0e0e3", "#ead1dc")
-
-
-def to_dot(plan: Plan) -> str:
-    """The plan in graphviz's language: a cluster per stage, edges with bytes where they cross."""
-    colour = {key: _COLOURS[i % len(_COLOURS)] for i, key in enumerate(plan.topology.keys)}
-    lines = ["digraph plan {", "  rankdir=TB; node [shape=box, style=filled, fontname=Helvetica];"]
-    stage_of: dict[str, int] = {}
-    for stage in plan.stages:
-        lines.append(f"  subgraph cluster_{stage.index} {{")
-        lines.append(f"    label={_quote(f'stage {stage.index} on {stage.device}')}; style=rounded;")
-        for name in stage.operations:
-            stage_of[name] = stage.index
-            operation = plan.graph.operations[name]
-            label = (
-                f"{operation.target}\n{operation.module_path}" if operation.module_path else operation.target
-            )
-            fill = _quote(colour[stage.device])
-            lines.append(f"    {_quote(name)} [label={_quote(label)}, fillcolor={fill}];")
-        lines.append("  }")
-    for source, target, values in plan.graph.edges():
-        if source not in stage_of or target not in stage_of:
-            continue
-        crosses = stage_of[source] != stage_of[target]
-        nbytes = sum(plan.graph.values[value].copy_bytes for value in values)
-        note = f" [label={_quote(size_text(nbytes))}, color=red, penwidth=2]" if crosses else ""
-        lines.append(f"  {_quote(source)} -> {_quote(target)}{note};")
-    lines.append("}")
-    return "\n".join(lines) + "\n"
-
-
-def _quote(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{escaped}"'

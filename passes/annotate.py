@@ -18,6 +18,7 @@ from graphplan.passes.aliases import find_together
 from graphplan.passes.measure import Effect, Interpreter, OperationResult, TensorMeta, describe, round_up
 from graphplan.passes.simplify import mutated_arguments
 from graphplan.schedule import Schedule
+from graphplan.source import source_line
 from graphplan.twin import ModelWeights, tensor_bytes
 
 __all__ = ["Annotator", "annotate", "costlier", "part_weight"]
@@ -215,6 +216,7 @@ class _GraphReader:
                 workspace,
                 _module_path(node),
                 host_only=not any(value.is_tensor for value in values) and not mutates,
+                source=source_line(node.meta.get("stack_trace") or ""),
             )
         )
 

@@ -30,6 +30,7 @@ from graphplan.runtime.binding import BoundCode
 from graphplan.runtime.mapped import MappedFile
 from graphplan.runtime.pages import HostPages
 from graphplan.runtime.parts import ModuleParts, rows_of
+from graphplan.runtime.profile import Profile, Recorder
 from graphplan.runtime.results import Rebuild, rebuilder
 from graphplan.runtime.routes import Route, find_route
 from graphplan.runtime.streams import ModuleStreams
@@ -87,6 +88,7 @@ _MANY_PROGRAMS = (
 )
 
 Compile = Callable[[BoundCall, Sequence[bool]], Program]
+Record = Callable[[Program, fx.GraphModule], Recorder]
 Start = Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], nn.Module]
 
 
@@ -99,7 +101,7 @@ class _Code:
     """The code of one program, ready to run on one module's weights."""
 
     module: fx.GraphModule
-    bound: BoundCode
+    bound: BoundCode | Recorder
     rebuild: Rebuild
 
 
@@ -196,6 +198,26 @@ class PlacedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the placed model on the model's own arguments."""
+        return self._call(args, kwargs)
+
+    def profile(self, *args: Any, **kwargs: Any) -> Profile:
+        """Run one call and measure it: its timeline and peaks, beside the modelled ones.
+
+        Call the module before, so that what only the first call does is not measured. On a simulated
+        machine peaks are measured from now on.
+        """
+        recorders: list[Recorder] = []
+
+        def record(program: Program, code: fx.GraphModule) -> Recorder:
+            recorders.append(Recorder(code, program.plan))
+            return recorders[0]
+
+        self._call(args, kwargs, record)
+        measured = recorders[0].measured
+        assert measured is not None
+        return Profile(recorders[0].plan, measured)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record | None = None) -> Any:
         with self._graphplan.lock:
             if self._graphplan.start is not None:
                 started = self._graphplan.start(self, args, kwargs)
@@ -207,6 +229,8 @@ class PlacedModule(nn.Module):
             with state.lock:
                 index, leaves = self._serve(args, kwargs)
                 program, code = state.programs[index], _code_of(self, index)
+                if record is not None:
+                    code = replace(code, bound=record(program, code.module))
                 if program.streams:
                     return _run(self, program, code, leaves)
             return _run(self, program, code, leaves)

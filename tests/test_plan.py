@@ -135,5 +135,6 @@ def test_files(plan: Plan, tmp_path: Path) -> None:
     plan.save_dot(tmp_path / "plan.dot")
     dot = (tmp_path / "plan.dot").read_text(encoding="utf-8")
     assert dot.startswith("digraph plan {")
-    assert dot.count("subgraph cluster_") == len(plan.stages)
+    assert dot.count("subgraph cluster_stage_") == len(plan.stages)
+    assert dot.count("subgraph cluster_device_") == len({stage.device for stage in plan.stages})
     assert dot.count("{") == dot.count("}")

@@ -1,0 +1,121 @@
+"use strict";
+// What there is to say of a node, a weight or some copies: for the tooltip and for the panel.
+
+const Details = (() => {
+  const panel = Dom.byId("details");
+  const some = (rows) => rows.filter(([, value]) => value !== "" && value !== null && value !== undefined);
+
+  function operation(op) {
+    const columns = Plan.operations;
+    const reads = columns.reads[op].map((index) => Plan.weights[index]);
+    return {
+      kind: "operation",
+      title: columns.name[op],
+      rows: some([
+        ["calls", columns.target[op]],
+        ["device", Model.deviceName(columns.device[op])],
+        ["time", Format.seconds(columns.seconds[op])],
+        ["measured", measuredSeconds(op)],
+        ["starts at", Format.seconds(Model.start(op))],
+        ["FLOPs", columns.flops[op] ? Format.flops(columns.flops[op]) : ""],
+        ["makes", Format.bytes(columns.made[op])],
+        ["result", columns.result[op]],
+        ["weights", reads.length ? Format.bytes(reads.reduce((sum, weight) => sum + weight.bytes, 0)) : ""],
+        ["reads", reads.map((weight) => weight.name).join(", ")],
+        ["module", Model.module(op)],
+        ["source", Model.source(op)],
+      ]),
+    };
+  }
+
+  let measured = null;
+  function measuredSeconds(op) {
+    if (!Plan.measured) return "";
+    if (!measured) {
+      measured = new Map();
+      Plan.measured.what.forEach((what, i) => {
+        if (Plan.measured.kind[i] === "r") measured.set(what, Plan.measured.end[i] - Plan.measured.start[i]);
+      });
+    }
+    return measured.has(op) ? Format.seconds(measured.get(op)) : "";
+  }
+
+  function group(node) {
+    const item = Plan.groups[node];
+    return {
+      kind: item.kind === "run" ? "operations in a row" : item.kind,
+      title: Model.isStage(node) ? `${Model.label(node)} on ${Model.deviceName(Model.device(node))}` : item.label,
+      rows: some([
+        ["modules", Model.isStage(node) ? item.label : ""],
+        ["module", item.path],
+        ["device", Model.deviceName(Model.device(node))],
+        ["time", Format.seconds(item.seconds)],
+        ["operations", item.count.toLocaleString("en")],
+        ["FLOPs", item.flops ? Format.flops(item.flops) : ""],
+        ["weights", Format.bytes(item.weights)],
+        ["makes", Format.bytes(item.made)],
+      ]),
+    };
+  }
+
+  function weight(index) {
+    const item = Plan.weights[index];
+    const readers = Model.readers(index);
+    return {
+      kind: item.kind,
+      title: item.name,
+      rows: some([
+        ["lives on", Model.deviceName(item.home)],
+        ["bytes", Format.bytes(item.bytes)],
+        ["form", item.form],
+        ["tied to", item.names.join(", ")],
+        ["part of", item.partOf],
+        ["read by", readers.map((op) => Plan.operations.name[op]).join(", ") || "nothing"],
+      ]),
+    };
+  }
+
+  function flows(indices) {
+    const chosen = indices.map((index) => Plan.flows[index]);
+    const bytes = chosen.reduce((sum, flow) => sum + flow.bytes, 0);
+    const seconds = chosen.reduce((sum, flow) => sum + flow.end - flow.start, 0);
+    const names = chosen.flatMap((flow) => flow.names);
+    const first = chosen[0];
+    const words = { activation: "transfer", weight: "weights streamed", input: "inputs", output: "outputs", writeback: "written back" };
+    return {
+      kind: words[first.kind],
+      title: `${Model.deviceName(first.from)} → ${Model.deviceName(first.to)}`,
+      rows: some([
+        ["bytes", Format.bytes(bytes)],
+        ["time", Format.seconds(seconds)],
+        ["copies", chosen.length.toLocaleString("en")],
+        ["what", names.slice(0, 6).join(", ") + (names.length > 6 ? ` and ${names.length - 6} more` : "")],
+      ]),
+    };
+  }
+
+  function describe(thing) {
+    if (thing.node !== undefined) return Model.isGroup(thing.node) ? group(thing.node) : operation(Model.index(thing.node));
+    return thing.weight !== undefined ? weight(thing.weight) : flows(thing.flows);
+  }
+
+  function show(thing) {
+    if (!thing) {
+      panel.replaceChildren(Dom.el("p", { class: "empty" }, "Choose a stage, a module, an operation or an arrow to see what it costs."));
+      return;
+    }
+    const { kind, title, rows } = describe(thing);
+    panel.replaceChildren(
+      Dom.el("p", { class: "kind" }, kind),
+      Dom.el("h3", {}, title),
+      Dom.el("dl", {}, rows.map(([key, value]) => [Dom.el("dt", {}, key), Dom.el("dd", {}, value)])),
+    );
+  }
+
+  function start() {
+    show(null);
+    View.on((change) => { if (change.chosen !== undefined) show(change.chosen); });
+  }
+
+  return { start, describe };
+})();

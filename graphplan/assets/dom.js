@@ -1,0 +1,87 @@
+"use strict";
+// Making elements, colours and the tooltip. Text is always set as text.
+
+const Dom = (() => {
+  const SVG = "http://www.w3.org/2000/svg";
+  function fill(element, attributes, children) {
+    for (const [key, value] of Object.entries(attributes || {})) {
+      if (value === undefined || value === null || value === false) continue;
+      if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
+      else element.setAttribute(key, value === true ? "" : value);
+    }
+    for (const child of children.flat(Infinity)) {
+      if (child !== null && child !== undefined) element.append(child);
+    }
+    return element;
+  }
+  const el = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
+  const svg = (tag, attributes, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
+  const byId = (id) => document.getElementById(id);
+  return { el, svg, byId };
+})();
+
+const Colours = (() => {
+  const light = ["#3b6fd4", "#0f8b7d", "#8350c8", "#c2417a", "#4b8b3b", "#2a8fb3"];
+  const dark = ["#7aa5f7", "#45c4b4", "#b58df0", "#f07fb0", "#86c972", "#6cc5e6"];
+  const other = { cpu: ["#64748b", "#94a3b8"], disk: ["#8a6d52", "#c1a487"] };
+  const root = document.documentElement;
+  const wanted = matchMedia("(prefers-color-scheme: dark)");
+  const listeners = [];
+  let forced = null;
+  let printing = false;
+  const accelerators = Plan.devices.filter((d) => !(d.device.split(":")[0] in other));
+
+  const isDark = () => !printing && (forced === null ? wanted.matches : forced);
+  function apply() {
+    root.dataset.theme = isDark() ? "dark" : "light";
+    Plan.devices.forEach((_, index) => root.style.setProperty(`--device-${index}`, device(index)));
+    listeners.forEach((listener) => listener());
+  }
+  function device(index) {
+    const fixed = other[Plan.devices[index].device.split(":")[0]];
+    if (fixed) return fixed[isDark() ? 1 : 0];
+    const palette = isDark() ? dark : light;
+    return palette[accelerators.indexOf(Plan.devices[index]) % palette.length];
+  }
+  const variable = (name) => getComputedStyle(root).getPropertyValue(name).trim();
+  function channels(hex) {
+    return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+  }
+  function mix(hex, into, part) {
+    const a = channels(hex), b = channels(into);
+    return `rgb(${a.map((value, i) => Math.round(value * part + b[i] * (1 - part))).join(",")})`;
+  }
+  wanted.addEventListener("change", apply);
+  addEventListener("beforeprint", () => { printing = true; apply(); });
+  addEventListener("afterprint", () => { printing = false; apply(); });
+  return {
+    apply,
+    device,
+    variable,
+    mix,
+    isDark,
+    force(value) { forced = value; apply(); },
+    on: (listener) => listeners.push(listener),
+  };
+})();
+
+const Tip = (() => {
+  const box = Dom.byId("tip");
+  return {
+    // rows: pairs of words and figures
+    show(title, rows, x, y) {
+      box.replaceChildren(
+        Dom.el("strong", {}, title),
+        Dom.el("dl", {}, rows.map(([key, value]) => [Dom.el("dt", {}, key), Dom.el("dd", {}, value)])),
+      );
+      box.hidden = false;
+      const { width, height } = box.getBoundingClientRect();
+      box.style.left = `${Math.max(8, Math.min(x + 14, innerWidth - width - 8))}px`;
+      box.style.top = `${y + 18 + height > innerHeight ? Math.max(8, y - height - 12) : y + 18}px`;
+    },
+    hide() {
+      box.hidden = true;
+    },
+  };
+})();
+addEventListener("scroll", () => Tip.hide(), { passive: true });

@@ -1,0 +1,30 @@
+"use strict";
+// Numbers for people.
+
+const Format = {
+  bytes(n) {
+    let value = n;
+    for (const unit of ["B", "KiB", "MiB", "GiB"]) {
+      if (Math.abs(value) < 1024) return unit === "B" ? `${value} B` : `${value.toFixed(value < 100 ? 1 : 0)} ${unit}`;
+      value /= 1024;
+    }
+    return `${value.toFixed(1)} TiB`;
+  },
+  seconds(s) {
+    if (s === 0) return "0 s";
+    if (s < 1e-3) return `${(s * 1e6).toFixed(s < 1e-5 ? 1 : 0)} µs`;
+    return s < 1 ? `${(s * 1e3).toFixed(s < 0.1 ? 2 : 1)} ms` : `${s.toFixed(2)} s`;
+  },
+  flops(n) {
+    const units = ["", "k", "M", "G", "T", "P"];
+    let value = n, unit = 0;
+    while (value >= 1000 && unit < units.length - 1) { value /= 1000; unit += 1; }
+    return `${value.toFixed(unit && value < 100 ? 1 : 0)} ${units[unit]}FLOP`;
+  },
+  count(n, one, many) {
+    return `${n.toLocaleString("en")} ${n === 1 ? one : many || one + "s"}`;
+  },
+  percent(x) {
+    return `${(100 * x).toFixed(x < 0.1 ? 1 : 0)} %`;
+  },
+};

@@ -1,0 +1,377 @@
+"use strict";
+// The picture of stages, modules and operations. Only what is visible exists as an element.
+
+const GraphView = (() => {
+  const canvas = Dom.byId("canvas"), lanesBox = Dom.byId("lanes"), namesBox = Dom.byId("lane-names");
+  const idOf = (node) => (Model.isGroup(node) ? `g${node}` : `o${Model.index(node)}`);
+  const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  let cy = null, placed = null;
+
+  function clip(text, width, size) {
+    const room = Math.max(3, Math.floor((width - 16) / (size * 0.56)));
+    return text.length <= room ? text : `${text.slice(0, Math.ceil(room / 2) - 1)}…${text.slice(-Math.floor(room / 2))}`;
+  }
+
+  function caption(node, box) {
+    if (!Model.isGroup(node)) return clip(Model.label(node), box.w, 11);
+    const group = Plan.groups[node];
+    const time = Format.seconds(group.seconds);
+    if (Model.isStage(node)) {
+      const head = `${box.open ? "▾" : "▸"} ${Model.label(node)}`;
+      const about = clip(group.label, box.w, 11);
+      return box.open ? `${head} · ${time}` : `${head}\n${about}\n${clip(`${time} · ${Format.count(group.count, "op")}`, box.w, 11)}`;
+    }
+    const head = clip(`${box.open ? "▾" : "▸"} ${group.label}`, box.w, 12);
+    return box.open ? `${head} · ${time}` : `${head}\n${time}`;
+  }
+
+  // How much of a box is tinted: its time beside that of its slowest sibling.
+  function share(node) {
+    const up = Model.parent(node);
+    if (up < 0) return 1;
+    const most = Math.max(...Model.children(up).map(Model.seconds));
+    return most > 0 ? Model.seconds(node) / most : 0;
+  }
+
+  function nodeElement(node, box) {
+    const kind = Model.isStage(node) ? "stage" : Model.isGroup(node) ? "group" : "operation";
+    const classes = box.open ? `${kind} open` : kind;
+    const part = Math.round(100 * share(node));
+    return {
+      group: "nodes",
+      classes,
+      data: { id: idOf(node), node, label: caption(node, box), w: box.w, h: box.h, device: Model.device(node), part, depth: box.depth },
+      position: { x: box.x, y: box.y },
+    };
+  }
+
+  function chipElement(chip) {
+    const label = `${chip.label}\n${Format.bytes(chip.bytes)}`;
+    return {
+      group: "nodes",
+      classes: "chip",
+      data: { id: chip.id, chip, label, w: chip.w, h: chip.h, device: chip.device, part: 0, depth: 9 },
+      position: { x: chip.x, y: chip.y },
+    };
+  }
+
+  function edgeElement(id, source, target, classes, data) {
+    return { group: "edges", classes, data: { id, source, target, label: "", device: 0, width: 1.2, ...data } };
+  }
+
+  const thickness = (bytes) => Math.min(6, 1.6 + Math.log2(1 + bytes / 65536) * 0.32);
+
+  // Copies between the visible nodes, those between the same two as one arrow.
+  function flowEdges(reps) {
+    const found = new Map();
+    Plan.flows.forEach((flow, index) => {
+      const maker = reps.of(flow.maker), reader = reps.of(flow.reader);
+      let ends = null;
+      if (flow.kind === "activation" && maker !== null && reader !== null) ends = [idOf(maker), idOf(reader)];
+      if (flow.kind === "input" && reader !== null) ends = ["in", idOf(reader)];
+      if ((flow.kind === "output" || flow.kind === "writeback") && maker !== null) ends = [idOf(maker), "out"];
+      if (!ends || ends[0] === ends[1]) return;
+      const key = `${ends[0]}>${ends[1]}`;
+      const far = [maker, reader].some((node) => node !== null && !Model.isStage(node));
+      const edge = found.get(key) || { ends, far, bytes: 0, flows: [], kind: flow.kind, device: flow.from };
+      edge.bytes += flow.bytes;
+      edge.flows.push(index);
+      found.set(key, edge);
+    });
+    return found;
+  }
+
+  // Whether an edge joins what is inside one box with what is outside: it is drawn faintly.
+  const leaves = (a, b) => Model.parent(a) !== Model.parent(b);
+
+  function elements() {
+    const made = [];
+    placed.boxes.forEach((box, node) => made.push(nodeElement(node, box)));
+    placed.special.forEach((chip) => made.push(chipElement(chip)));
+    const flows = flowEdges(placed.reps);
+    flows.forEach((edge, key) => {
+      const classes = edge.kind === "activation" ? "transfer" : "end";
+      const width = edge.kind === "activation" ? thickness(edge.bytes) : 1.4;
+      const data = { label: Format.bytes(edge.bytes), width, flows: edge.flows, device: edge.device };
+      made.push(edgeElement(`f:${key}`, ...edge.ends, edge.far ? `${classes} far` : classes, data));
+    });
+    for (const chip of placed.special) {
+      if (chip.stage === undefined) continue;
+      const data = { width: Math.min(3, thickness(chip.bytes)), flows: chip.flows, device: chip.device };
+      made.push(edgeElement(`w:${chip.id}`, chip.id, idOf(Model.stages[chip.stage]), "fetch", data));
+    }
+    placed.pairs.forEach(([a, b]) => {
+      const key = `${idOf(a)}>${idOf(b)}`;
+      if (!flows.has(key)) made.push(edgeElement(`d:${key}`, idOf(a), idOf(b), leaves(a, b) ? "dependency far" : "dependency", {}));
+    });
+    return made;
+  }
+
+  function style() {
+    const surface = Colours.variable("--surface"), ink = Colours.variable("--ink");
+    const muted = Colours.variable("--muted"), accent = Colours.variable("--accent");
+    const transfer = Colours.variable("--transfer");
+    const device = (element) => Colours.device(element.data("device"));
+    const tint = (part) => (element) => Colours.mix(device(element), surface, part);
+    const strong = Colours.isDark() ? 0.42 : 0.3, faint = Colours.isDark() ? 0.16 : 0.1;
+    return [
+      { selector: "node", style: {
+        shape: "round-rectangle", width: "data(w)", height: "data(h)", label: "data(label)",
+        "font-family": "system-ui, sans-serif", "font-size": 12, color: ink, "text-wrap": "wrap",
+        "text-valign": "center", "line-height": 1.35, "min-zoomed-font-size": 5, "corner-radius": 7,
+        "background-fill": "linear-gradient", "background-gradient-direction": "to-right",
+        "background-gradient-stop-colors": (e) => `${tint(strong)(e)} ${tint(strong)(e)} ${tint(faint)(e)} ${tint(faint)(e)}`,
+        "background-gradient-stop-positions": (e) => `0% ${e.data("part")}% ${e.data("part")}% 100%`,
+        "border-width": 1.2, "border-color": tint(0.75), "z-index-compare": "manual", "z-index": 30, "overlay-opacity": 0,
+      } },
+      { selector: "node.stage", style: { "border-width": 1.6, "border-color": device } },
+      { selector: "node.operation", style: { "font-size": 11, "border-width": 1, "corner-radius": 5 } },
+      { selector: "node.open", style: {
+        "background-fill": "solid", "background-color": tint(0.06), "text-valign": "top", "text-margin-y": 24,
+        "font-weight": 600, "z-index": (e) => 1 + e.data("depth"), "border-style": "solid",
+      } },
+      { selector: "node.chip", style: {
+        "background-fill": "solid", "background-color": surface, "border-style": "dashed", "font-size": 11,
+        color: muted, "border-color": tint(0.7), "corner-radius": 20,
+      } },
+      { selector: "edge", style: {
+        width: "data(width)", "curve-style": "bezier", "control-point-step-size": 34, "target-arrow-shape": "triangle", "arrow-scale": 0.9,
+        "line-color": muted, "target-arrow-color": muted, "z-index-compare": "manual", "z-index": 20,
+        "font-family": "system-ui, sans-serif", "font-size": 11, "min-zoomed-font-size": 6, label: "data(label)", color: ink,
+        "text-background-color": surface, "text-background-opacity": 0.92, "text-background-padding": 3,
+        "text-background-shape": "round-rectangle", "overlay-opacity": 0,
+      } },
+      { selector: "edge.dependency", style: { "line-opacity": 0.42, "arrow-scale": 0.7, "z-index": 18 } },
+      { selector: "edge.transfer", style: { "line-color": transfer, "target-arrow-color": transfer, color: transfer, "font-weight": 600, "z-index": 25 } },
+      { selector: "edge.fetch", style: { "line-style": "dashed", "line-color": device, "target-arrow-color": device } },
+      { selector: "edge.end", style: { "line-style": "dashed", "line-dash-pattern": [2, 5], "line-color": muted, "target-arrow-color": muted, color: muted } },
+      { selector: "edge.far", style: { "line-opacity": 0.28, "text-opacity": 0.75 } },
+      { selector: "edge.dependency.far", style: { "line-opacity": 0.2 } },
+      { selector: "edge.near", style: { "line-opacity": 1, "text-opacity": 1, "z-index": 28 } },
+      { selector: ".chosen", style: { "border-width": 3, "border-color": accent, "line-color": accent, "target-arrow-color": accent } },
+    ];
+  }
+
+  function drawLanes() {
+    lanesBox.replaceChildren(...placed.lanes.map((lane) => Dom.el("div", { class: "lane", style: `--device: var(--device-${lane.device})` })));
+    namesBox.replaceChildren(...placed.lanes.map((lane) => {
+      const device = Plan.devices[lane.device];
+      const budget = device.budget === null ? "" : ` of ${Format.bytes(device.budget)}`;
+      return Dom.el("div", { class: "lane-name", style: `--device: var(--device-${lane.device})` },
+        Dom.el("b", {}, device.key), ` ${device.device === device.key ? "" : device.device} `,
+        Dom.el("span", {}, `peak ${Format.bytes(device.peak)}${budget}`));
+    }));
+    followLanes();
+  }
+
+  function followLanes() {
+    const zoom = cy.zoom(), pan = cy.pan();
+    placed.lanes.forEach((lane, index) => {
+      const top = lane.top * zoom + pan.y, bottom = top + lane.h * zoom;
+      namesBox.children[index].style.top = `${top}px`;
+      // the first and the last lane go on to the edges of the canvas
+      const from = index === 0 ? Math.min(0, top) : top;
+      const to = index === placed.lanes.length - 1 ? Math.max(canvas.clientHeight, bottom) : bottom;
+      lanesBox.children[index].style.top = `${from}px`;
+      lanesBox.children[index].style.height = `${to - from}px`;
+    });
+  }
+
+  function refresh(anchor) {
+    const before = anchor === null ? null : cy.getElementById(idOf(anchor));
+    const at = before && before.length ? corner(before) : null;
+    placed = Layout.place();
+    cy.batch(() => {
+      cy.elements().remove();
+      cy.add(elements());
+    });
+    const after = at && cy.getElementById(idOf(anchor));
+    if (after && after.length) {
+      const now = corner(after);
+      cy.panBy({ x: at.x - now.x, y: at.y - now.y });
+    }
+    drawLanes();
+    mark();
+  }
+
+  function corner(element) {
+    const box = element.renderedBoundingBox({ includeLabels: false, includeOverlays: false });
+    return { x: box.x1, y: box.y1 };
+  }
+
+  function mark() {
+    cy.elements(".chosen, .near").removeClass("chosen near");
+    const chosen = View.chosen();
+    if (!chosen) return;
+    if (chosen.flows) cy.edges().filter((edge) => (edge.data("flows") || []).some((flow) => chosen.flows.includes(flow))).addClass("chosen near");
+    for (const node of View.nodes()) {
+      const element = cy.getElementById(idOf(node));
+      element.addClass("chosen").connectedEdges().addClass("near");
+    }
+  }
+
+  function fit() {
+    cy.resize();
+    const width = canvas.clientWidth, height = canvas.clientHeight;
+    const zoom = Layout.suit(width, height);
+    refresh(null);
+    const all = cy.nodes().boundingBox({ includeLabels: false });
+    const bottom = placed.lanes.reduce((sum, lane) => sum + lane.h, 0);
+    const spare = width - all.w * zoom;
+    cy.viewport({ zoom, pan: { x: (spare > 0 ? spare / 2 : 28) - all.x1 * zoom, y: Math.max(0, (height - bottom * zoom) / 2) } });
+    followLanes();
+  }
+
+  // Bring a box that was just opened into view, smaller if need be.
+  function show(node) {
+    const element = cy.getElementById(idOf(node));
+    if (!element.length) return;
+    const box = element.renderedBoundingBox({ includeLabels: false, includeOverlays: false });
+    const width = canvas.clientWidth, height = canvas.clientHeight;
+    if (box.x1 >= 0 && box.y1 >= 0 && box.x2 <= width && box.y2 <= height) return;
+    const { w, h } = element.data(), { x, y } = element.position();
+    const zoom = Math.max(0.55, Math.min(cy.zoom(), (width - 48) / w, (height - 48) / h));
+    const top = Math.max(40, Math.min(box.y1, height - h * zoom - 16));
+    const left = w * zoom < width ? (width - w * zoom) / 2 : 24;
+    travel(zoom, { x: left - (x - w / 2) * zoom, y: top - (y - h / 2) * zoom });
+  }
+
+  function travel(zoom, pan) {
+    if (calm) cy.viewport({ zoom, pan });
+    else cy.animate({ zoom, pan }, { duration: 180 });
+  }
+
+  function centre(node) {
+    const element = cy.getElementById(idOf(node));
+    if (!element.length) return;
+    const zoom = Math.max(cy.zoom(), 0.8);
+    const { x, y } = element.position();
+    const pan = { x: canvas.clientWidth / 2 - x * zoom, y: canvas.clientHeight / 2 - y * zoom };
+    travel(zoom, pan);
+  }
+
+  // All that is open, on a page of paper; afterwards the view is what it was.
+  let onScreen = null;
+  function print(begins) {
+    document.documentElement.classList.toggle("printing", begins);
+    if (begins) onScreen = { zoom: cy.zoom(), pan: { ...cy.pan() } };
+    cy.resize();
+    if (begins) {
+      const all = cy.nodes().boundingBox({ includeLabels: false });
+      const tall = placed.lanes.reduce((sum, lane) => sum + lane.h, 0);
+      const zoom = Math.min(1.1, (canvas.clientWidth - 40) / all.w, canvas.clientHeight / tall);
+      cy.viewport({ zoom, pan: { x: 20 - all.x1 * zoom, y: (canvas.clientHeight - tall * zoom) / 2 } });
+      // the picture on the screen is redrawn later than the paper is printed, so the paper gets its own
+      const drawn = cy.renderer().bufferCanvasImage({ full: false, scale: 2 });
+      const picture = Dom.el("canvas", { class: "paper", width: drawn.width, height: drawn.height });
+      // as pixels: what is drawn stroke by stroke is printed so, and takes viewers minutes
+      picture.getContext("2d").putImageData(drawn.getContext("2d").getImageData(0, 0, drawn.width, drawn.height), 0, 0);
+      canvas.insertBefore(picture, namesBox);
+    } else {
+      canvas.querySelectorAll(".paper").forEach((picture) => picture.remove());
+      cy.viewport(onScreen);
+    }
+    followLanes();
+  }
+
+  const zoomBy = (factor) => {
+    const point = { x: canvas.clientWidth / 2, y: canvas.clientHeight / 2 };
+    cy.zoom({ level: cy.zoom() * factor, renderedPosition: point });
+  };
+
+  function listen() {
+    cy.on("tap", () => Tip.hide());
+    cy.on("tap", "node", (event) => {
+      const node = event.target.data("node");
+      if (node === undefined) View.choose({ flows: event.target.data("chip").flows });
+      else {
+        View.choose({ node });
+        if (Model.isGroup(node)) View.toggle(node);
+      }
+    });
+    cy.on("tap", "edge", (event) => {
+      const flows = event.target.data("flows");
+      if (flows) View.choose({ flows });
+    });
+    cy.on("mousemove", "node, edge", (event) => {
+      const data = event.target.data(), chip = data.chip;
+      const thing = data.node !== undefined ? { node: data.node } : { flows: chip ? chip.flows : data.flows };
+      canvas.style.cursor = thing.node !== undefined || thing.flows ? "pointer" : "";
+      if (thing.node === undefined && !thing.flows) return Tip.hide();
+      const { title, rows } = Details.describe(thing);
+      return Tip.show(title, rows, event.originalEvent.clientX, event.originalEvent.clientY);
+    });
+    cy.on("mouseout", "node, edge", () => { canvas.style.cursor = ""; Tip.hide(); });
+    cy.on("viewport", followLanes);
+    canvas.addEventListener("wheel", (event) => {
+      if (event.ctrlKey || event.metaKey) {
+        const box = canvas.getBoundingClientRect();
+        const point = { x: event.clientX - box.left, y: event.clientY - box.top };
+        cy.zoom({ level: cy.zoom() * Math.exp(-event.deltaY / 300), renderedPosition: point });
+      } else if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
+        cy.panBy({ x: -(event.deltaX || event.deltaY), y: 0 });
+      } else return;
+      event.preventDefault();
+    }, { passive: false });
+    canvas.addEventListener("keydown", keys);
+  }
+
+  function keys(event) {
+    const chosen = View.chosen();
+    const node = chosen && chosen.node !== undefined ? chosen.node : null;
+    const actions = {
+      ArrowLeft: () => cy.panBy({ x: 60, y: 0 }),
+      ArrowRight: () => cy.panBy({ x: -60, y: 0 }),
+      ArrowUp: () => cy.panBy({ x: 0, y: 60 }),
+      ArrowDown: () => cy.panBy({ x: 0, y: -60 }),
+      "+": () => zoomBy(1.25),
+      "=": () => zoomBy(1.25),
+      "-": () => zoomBy(0.8),
+      0: fit,
+      Enter: () => node !== null && View.toggle(node),
+      Backspace: () => node !== null && Model.parent(node) >= 0 && View.choose({ node: Model.parent(node) }, { centre: true }),
+    };
+    if (!(event.key in actions) || event.ctrlKey || event.metaKey) return;
+    event.preventDefault();
+    actions[event.key]();
+  }
+
+  function start() {
+    cy = cytoscape({
+      container: Dom.byId("graph"), style: style(), layout: { name: "preset" }, autoungrabify: true, autounselectify: true,
+      boxSelectionEnabled: false, userZoomingEnabled: false, minZoom: 0.08, maxZoom: 2.5, pixelRatio: "auto",
+    });
+    fit();
+    listen();
+    View.on((change) => {
+      if (change.opened !== undefined && change.opened !== null) refresh(change.opened);
+      if (change.chosen !== undefined) mark();
+      if (change.opened >= 0 && View.isOpen(change.opened)) show(change.opened);
+      if (change.centre && View.nodes().length) {
+        centre(View.nodes()[0]);
+        if (canvas.getBoundingClientRect().bottom < 120) Dom.byId("stages").scrollIntoView();
+      }
+      if (change.opened === null) fit();
+    });
+    Colours.on(() => cy.style(style()));
+    addEventListener("beforeprint", () => print(true));
+    addEventListener("afterprint", () => print(false));
+    Dom.byId("fit").addEventListener("click", fit);
+    Dom.byId("collapse").addEventListener("click", () => View.closeAll());
+    Dom.byId("zoom-in").addEventListener("click", () => zoomBy(1.25));
+    Dom.byId("zoom-out").addEventListener("click", () => zoomBy(0.8));
+    new ResizeObserver(() => { cy.resize(); followLanes(); }).observe(canvas);
+  }
+
+  return {
+    start,
+    // for tests: what is drawn, and where on the screen
+    ids: () => cy.nodes().map((node) => node.id()),
+    labels: () => cy.nodes().map((node) => node.data("label")),
+    edges: () => cy.edges().map((edge) => ({ ...edge.data(), classes: edge.classes() })),
+    point(id) {
+      const box = canvas.getBoundingClientRect(), at = cy.getElementById(id).renderedPosition();
+      return { x: box.left + at.x, y: box.top + at.y };
+    },
+  };
+})();

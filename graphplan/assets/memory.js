@@ -1,0 +1,146 @@
+"use strict";
+// Bytes over the order of operations, a chart for each device: weights, what is streamed, activations.
+
+const MemoryCharts = (() => {
+  const box = Dom.byId("memory-charts");
+  const HEIGHT = 132, LEFT = 66, RIGHT = 14, TOP = 16, BOTTOM = 20;
+  const total = Math.max(1, Model.operations);
+
+  // The most bytes at each position, from the changes that the plan lists.
+  function levels(device) {
+    const line = device.memory, found = new Float64Array(total + 1);
+    for (let i = 0; i < line.length; i += 2) found.fill(line[i + 1], line[i], i + 2 < line.length ? line[i + 2] : total + 1);
+    return found;
+  }
+
+  // One step for each pixel: the highest of the positions that fall on it.
+  function outline(values, base, x, y, width) {
+    const columns = Math.min(values.length, Math.floor(width));
+    let path = "";
+    for (let i = 0; i < columns; i += 1) {
+      const from = Math.floor(i * values.length / columns), to = Math.floor((i + 1) * values.length / columns);
+      let most = base;
+      for (let k = from; k < Math.max(to, from + 1); k += 1) most = Math.max(most, values[k]);
+      path += `${path ? "L" : "M"}${x(from).toFixed(1)},${y(most).toFixed(1)}H${x(Math.max(to, from + 1)).toFixed(1)}`;
+    }
+    return `${path}V${y(base).toFixed(1)}H${x(0).toFixed(1)}Z`;
+  }
+
+  function chart(device, index) {
+    const width = Math.max(320, box.clientWidth), inner = width - LEFT - RIGHT;
+    const values = levels(device);
+    const highest = Math.max(device.peak, device.measuredPeak || 0, device.weights + device.ring, 1);
+    const far = device.budget !== null && device.budget > 4 * highest;
+    const scale = far || device.budget === null ? highest * 1.25 : Math.max(device.budget, highest) * 1.08;
+    const x = (position) => LEFT + inner * position / (total + 1);
+    const y = (bytes) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - bytes / scale);
+    const fixed = device.weights + device.ring;
+    const colour = `var(--device-${index})`;
+    const band = (low, high, name, fill, opacity) => (high > low
+      ? Dom.svg("rect", { class: name, x: LEFT, width: inner, y: y(high), height: Math.max(0.5, y(low) - y(high)), fill, opacity })
+      : null);
+    const ticks = [0, 0.5, 1].map((part) => part * (far || device.budget === null ? highest : device.budget));
+    const root = Dom.svg("svg", {
+      class: "chart memory", width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, tabindex: "0", role: "img", "data-device": device.key,
+      "aria-label": `Memory of ${device.key}: peak ${Format.bytes(device.peak)}${device.budget === null ? "" : ` of ${Format.bytes(device.budget)}`}`,
+    },
+    ticks.map((bytes) => [
+      Dom.svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(bytes), y2: y(bytes) }),
+      Dom.svg("text", { class: "tick", x: LEFT - 8, y: y(bytes) + 4, "text-anchor": "end" }, Format.bytes(Math.round(bytes))),
+    ]),
+    Dom.svg("path", { class: "activations", d: outline(values, fixed, x, y, inner), fill: "var(--activation)", opacity: 0.85 }),
+    band(device.weights, fixed, "ring", colour, 0.45),
+    band(0, device.weights, "weights", colour, 0.85),
+    budget(device, far, width, y),
+    peak(device, x, y),
+    device.measuredPeak === null ? null : Dom.svg("line", {
+      class: "measured", x1: LEFT, x2: width - RIGHT, y1: y(device.measuredPeak), y2: y(device.measuredPeak),
+    }),
+    Dom.svg("text", { class: "tick", x: LEFT, y: HEIGHT - 5 }, "first operation"),
+    Dom.svg("text", { class: "tick", x: width - RIGHT, y: HEIGHT - 5, "text-anchor": "end" }, "last"));
+    follow(root, device, values, x, inner);
+    return root;
+  }
+
+  const isLate = (device) => device.peakAt > total * 0.5;
+
+  function budget(device, far, width, y) {
+    if (device.budget === null) return null;
+    const share = device.budget ? ` · ${Format.percent(device.peak / device.budget)} used` : "";
+    const label = `budget ${Format.bytes(device.budget)}${far ? " ↑ above this chart" : ""}${share}`;
+    const at = far ? TOP - 8 : y(device.budget);
+    return Dom.svg("g", { class: "budget" },
+      far ? null : Dom.svg("line", { x1: LEFT, x2: width - RIGHT, y1: at, y2: at }),
+      Dom.svg("text", { x: isLate(device) ? LEFT + 4 : width - RIGHT, y: Math.max(11, at - 4), "text-anchor": isLate(device) ? "start" : "end" }, label));
+  }
+
+  function peak(device, x, y) {
+    const at = x(Math.min(device.peakAt, total) + 0.5);
+    const op = Math.min(device.peakAt, Model.operations - 1);
+    const name = op >= 0 && device.peakAt < Model.operations ? ` at ${Plan.operations.name[op]}` : "";
+    const late = isLate(device);
+    const measured = device.measuredPeak === null ? "" : `, measured ${Format.bytes(device.measuredPeak)}`;
+    return Dom.svg("g", { class: "peak" },
+      Dom.svg("circle", { cx: at, cy: y(device.peak), r: 4 }),
+      Dom.svg("text", { x: at + (late ? -9 : 9), y: Math.max(11, y(device.peak) - 6), "text-anchor": late ? "end" : "start" }, `peak ${Format.bytes(device.peak)}${name}${measured}`));
+  }
+
+  // A cursor that follows the mouse and the arrow keys.
+  function follow(root, device, values, x, inner) {
+    const cursor = Dom.svg("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
+    root.append(cursor);
+    let position = 0;
+    function move(to, place) {
+      position = Math.max(0, Math.min(total, to));
+      const at = x(position + 0.5);
+      cursor.setAttribute("x1", at);
+      cursor.setAttribute("x2", at);
+      cursor.setAttribute("visibility", "visible");
+      const box = root.getBoundingClientRect();
+      const name = position < Model.operations ? Plan.operations.name[position] : "end of the call";
+      const fixed = device.weights + device.ring;
+      const rows = [
+        ["total", Format.bytes(values[position])],
+        ["weights", Format.bytes(device.weights)],
+        ...(device.ring ? [["streamed", Format.bytes(device.ring)]] : []),
+        ["activations", Format.bytes(Math.max(0, values[position] - fixed))],
+        ...(position < Model.operations ? [["module", Model.module(position) || "(root)"], ["runs on", Model.deviceName(Plan.operations.device[position])]] : []),
+      ];
+      Tip.show(name, rows, place ? place.x : box.left + at, place ? place.y : box.top + 20);
+    }
+    const hide = () => { cursor.setAttribute("visibility", "hidden"); Tip.hide(); };
+    root.addEventListener("mousemove", (event) => {
+      const left = root.getBoundingClientRect().left;
+      move(Math.floor((event.clientX - left - LEFT) / inner * (total + 1)), { x: event.clientX, y: event.clientY });
+    });
+    root.addEventListener("mouseleave", hide);
+    root.addEventListener("blur", hide);
+    root.addEventListener("click", () => {
+      if (position < Model.operations && Model.hasPlace(position)) View.choose({ node: Model.operation(position) }, { centre: true });
+    });
+    root.addEventListener("keydown", (event) => {
+      const far = event.shiftKey ? Math.ceil(total / 20) : 1;
+      const steps = { ArrowLeft: -far, ArrowRight: far, Home: -total, End: total };
+      if (!(event.key in steps)) return;
+      event.preventDefault();
+      move(position + steps[event.key], null);
+    });
+  }
+
+  function draw() {
+    const used = Plan.devices.map((device, index) => ({ device, index })).filter(({ device }) => device.peak > 0 || device.budget);
+    box.replaceChildren(...used.map(({ device, index }) => Dom.el("figure", {},
+      Dom.el("figcaption", {}, Dom.el("i", { class: "dot", style: `--device: var(--device-${index})` }), Dom.el("b", {}, device.key), device.device === device.key ? "" : ` ${device.device}`),
+      device.peak > 0 ? chart(device, index) : Dom.el("p", { class: "empty" }, `nothing here; budget ${Format.bytes(device.budget)}`))));
+  }
+
+  function start() {
+    const item = (name, text) => Dom.el("li", {}, Dom.el("i", { class: `key ${name}` }), text);
+    Dom.byId("memory-legend").append(item("weights", "weights that live there"), item("activations", "activations, copies and workspace"),
+      ...(Plan.devices.some((device) => device.ring) ? [item("ring", "slots for streamed weights")] : []), item("budget", "budget"), item("peak", "peak"),
+      ...(Plan.measured ? [item("measured", "measured peak")] : []));
+    draw();
+  }
+
+  return { start, draw };
+})();

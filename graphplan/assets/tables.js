@@ -1,0 +1,68 @@
+"use strict";
+// Tables that can be sorted by their headings; long ones show their first rows until asked.
+
+const Tables = (() => {
+  const SHOWN = 12;
+
+  // columns: {title, value(row) to sort by, text(row), number}
+  function make(section, rows, columns, order, take) {
+    let sorted = [...rows], by = order, down = true, all = false;
+    const body = Dom.el("tbody", {});
+    const more = Dom.el("button", { type: "button", class: "quiet more", onclick: () => { all = !all; draw(); } });
+    const heads = columns.map((column, index) => Dom.el("th", { scope: "col", class: column.number ? "number" : null },
+      Dom.el("button", { type: "button", onclick: () => sort(index) }, column.title)));
+
+    function sort(index) {
+      down = by === index ? !down : Boolean(columns[index].number);
+      by = index;
+      draw();
+    }
+
+    function draw() {
+      const { value } = columns[by];
+      sorted = [...rows].sort((a, b) => {
+        const x = value(a), y = value(b);
+        return (x < y ? -1 : x > y ? 1 : 0) * (down ? -1 : 1);
+      });
+      heads.forEach((head, index) => head.setAttribute("aria-sort", index !== by ? "none" : down ? "descending" : "ascending"));
+      const visible = all ? sorted : sorted.slice(0, SHOWN);
+      body.replaceChildren(...visible.map((row) => Dom.el("tr", { tabindex: "0", onclick: () => take(row), onkeydown: (event) => { if (event.key === "Enter") take(row); } },
+        columns.map((column) => Dom.el("td", { class: column.number ? "number" : column.wide ? "wide" : null, title: column.wide ? column.text(row) : null }, column.text(row))))));
+      more.textContent = all ? "Show fewer" : `Show all ${rows.length.toLocaleString("en")}`;
+      more.hidden = rows.length <= SHOWN;
+    }
+
+    if (!rows.length) section.append(Dom.el("p", { class: "empty" }, "None."));
+    else {
+      draw();
+      section.append(Dom.el("div", { class: "scroll" }, Dom.el("table", {}, Dom.el("thead", {}, Dom.el("tr", {}, heads)), body)), more);
+    }
+  }
+
+  function transfers() {
+    const names = (flow) => flow.names.join(", ");
+    const words = { activation: "transfer", weight: "fetch", input: "input", output: "output", writeback: "written back" };
+    make(Dom.byId("transfers"), Plan.flows.map((flow, index) => ({ flow, index })), [
+      { title: "What", value: ({ flow }) => names(flow), text: ({ flow }) => names(flow), wide: true },
+      { title: "Kind", value: ({ flow }) => words[flow.kind], text: ({ flow }) => words[flow.kind] },
+      { title: "From", value: ({ flow }) => Model.deviceName(flow.from), text: ({ flow }) => Model.deviceName(flow.from) },
+      { title: "To", value: ({ flow }) => Model.deviceName(flow.to), text: ({ flow }) => Model.deviceName(flow.to) },
+      { title: "Bytes", value: ({ flow }) => flow.bytes, text: ({ flow }) => Format.bytes(flow.bytes), number: true },
+      { title: "Time", value: ({ flow }) => flow.end - flow.start, text: ({ flow }) => Format.seconds(flow.end - flow.start), number: true },
+      { title: "At", value: ({ flow }) => flow.start, text: ({ flow }) => Format.seconds(flow.start), number: true },
+    ], 4, ({ index }) => View.choose({ flows: [index] }));
+  }
+
+  function weights() {
+    const fetched = new Set(Plan.flows.filter((flow) => flow.kind === "weight").flatMap((flow) => flow.names));
+    make(Dom.byId("weights"), Plan.weights.map((weight, index) => ({ weight, index })), [
+      { title: "Weight", value: ({ weight }) => weight.name, text: ({ weight }) => weight.name, wide: true },
+      { title: "Lives on", value: ({ weight }) => weight.home, text: ({ weight }) => Model.deviceName(weight.home) },
+      { title: "Form", value: ({ weight }) => weight.form, text: ({ weight }) => weight.form },
+      { title: "Streamed", value: ({ weight }) => (fetched.has(weight.name) ? 1 : 0), text: ({ weight }) => (fetched.has(weight.name) ? "yes" : "") },
+      { title: "Bytes", value: ({ weight }) => weight.bytes, text: ({ weight }) => Format.bytes(weight.bytes), number: true },
+    ], 4, ({ index }) => View.choose({ weight: index }, { centre: true }));
+  }
+
+  return { start() { transfers(); weights(); } };
+})();
