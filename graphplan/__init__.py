@@ -25,6 +25,7 @@ from graphplan.explain import Explanation
 from graphplan.graph import Graph, Operation, Value, Weight
 from graphplan.partitioning import partition, plan
 from graphplan.placement import Plan, Stage, Transfer
+from graphplan.pretrained import load
 from graphplan.relocation import Alternative
 from graphplan.runtime.benchmark import measure_devices
 from graphplan.runtime.simulate import SimulatedMachine, simulate
@@ -61,6 +62,7 @@ __all__ = [
     "VerificationError",
     "Weight",
     "__version__",
+    "load",
     "measure_devices",
     "partition",
     "plan",

@@ -8,6 +8,7 @@ import numbers
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,8 +123,8 @@ def partition(
     kwargs: Mapping[str, Any] | None = None,
     *,
     dynamic_shapes: Any = None,
-    checkpoint: str | None = None,
-    strict: bool = True,
+    checkpoint: str | Path | Checkpoint | None = None,
+    strict: bool | None = None,
     links: Links | None = None,
     return_outputs: bool = True,
     grad: bool = False,
@@ -152,7 +153,9 @@ def partition(
         kwargs: as in :func:`plan`.
         dynamic_shapes: as in :func:`plan`.
         checkpoint: a safetensors file, or a folder of them, to read the weights from.
-        strict: whether names that the checkpoint lacks or the model does not know are errors.
+        strict: None: names that the checkpoint lacks or the model does not know are errors, and what
+            cannot be captured falls back to hooks, with a warning. True: that is an error too. False:
+            neither is.
         links: as in :func:`plan`.
         return_outputs: False leaves results on the device that made them.
         grad: keep autograd alive in calls. Otherwise they run as under ``torch.no_grad()``, so that
@@ -181,9 +184,7 @@ def partition(
     options = Options(dynamic_shapes, grad, return_outputs, wishes, _compile_options(compile, topology))
     model = _checked(model)
     twin = _twin(model)
-    source = None if checkpoint is None else read_checkpoint(model, twin.weights, checkpoint, strict=strict)
-    if source is None:
-        require_data(model, twin.weights)
+    source = _source(model, twin, checkpoint, strict=strict is not False)
     start = _Start(topology, options, source)
     if calls is not None or weights is not None:
         return start.place_together(model, twin, _examples(twin, args, kwargs, calls, weights))
@@ -258,6 +259,18 @@ class _Start:
         model = unplaced(module)
         twin = _twin(model)
         return self.place(model, twin, twin.bind(args, kwargs))
+
+
+def _source(
+    model: nn.Module, twin: Twin, checkpoint: str | Path | Checkpoint | None, *, strict: bool
+) -> Checkpoint | None:
+    """Where weights are read from; None where the model has them."""
+    if checkpoint is None:
+        require_data(model, twin.weights)
+        return None
+    if isinstance(checkpoint, Checkpoint):
+        return checkpoint
+    return read_checkpoint(model, twin.weights, checkpoint, strict=strict)
 
 
 def _twin(model: nn.Module) -> Twin:

@@ -15,7 +15,7 @@ from graphplan.runtime.mapped import MappedFile
 from graphplan.runtime.reading import Request, read_into
 from graphplan.twin import ModelWeights
 
-__all__ = ["Checkpoint", "read_checkpoint"]
+__all__ = ["Checkpoint", "file_entries", "read_checkpoint"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -88,7 +88,7 @@ def read_checkpoint(model: nn.Module, weights: ModelWeights, path: str | Path, *
     Raises:
         CheckpointError: no such file, a damaged one, or names or shapes that do not fit.
     """
-    found = _entries(Path(path))
+    found = file_entries(Path(path))
     missing = [
         first
         for first, names in weights.names.items()
@@ -117,8 +117,12 @@ def _listed(names: list[str]) -> str:
     return ", ".join(map(repr, names)) or "nothing"
 
 
-def _entries(path: Path) -> dict[str, _Found]:
-    """Tensor name -> where it is."""
+def file_entries(path: Path) -> dict[str, _Found]:
+    """Tensor name -> where it is.
+
+    Raises:
+        CheckpointError: no such file, or a damaged one.
+    """
     index = path / _INDEX if path.is_dir() else path
     if index.name.endswith(".index.json") and index.is_file():
         return _indexed(index)
