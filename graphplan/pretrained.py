@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from graphplan.runtime.converted import ConvertedCheckpoint, FileTensor
 from graphplan.runtime.loading import file_entries
 from graphplan.twin import ModelWeights
 
-__all__ = ["load"]
+__all__ = ["OpenedFolder", "load", "open_pretrained"]
 
 _CONFIG = "config.json"
 _GENERATION = "generation_config.json"
@@ -62,6 +63,36 @@ def load(
             shapes.
         GraphplanError: as in :func:`graphplan.partition`.
     """
+    opened = open_pretrained(
+        path, dtype=dtype, model_class=model_class, trust_remote_code=trust_remote_code, strict=strict is not False
+    )
+    return partition(
+        opened.model, max_memory, args, kwargs, checkpoint=opened.source, strict=strict, **options
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedFolder:
+    """A model without its weights, and where they are.
+
+    Attributes:
+        model: on the meta device, but for what no checkpoint has.
+        source: of its weights.
+    """
+
+    model: nn.Module
+    source: ConvertedCheckpoint
+
+
+def open_pretrained(
+    path: str | Path,
+    *,
+    dtype: torch.dtype | str = "auto",
+    model_class: type[nn.Module] | None = None,
+    trust_remote_code: bool = False,
+    strict: bool = True,
+) -> OpenedFolder:
+    """As :func:`load`, without reading any weight."""
     folder = Path(path)
     config = _read_config(folder, trust_remote_code)
     tensors = _tensors_of(folder, config)
@@ -71,10 +102,9 @@ def load(
     _keep_wide(model, chosen)
     matched = match_names(model, tensors)
     finish_weights(model, matched)
-    _judge(folder, cls, matched, strict=strict is not False)
+    _judge(folder, cls, matched, strict=strict)
     _finish_model(folder, model)
-    source = ConvertedCheckpoint(ModelWeights(model), matched.found, matched.made)
-    return partition(model, max_memory, args, kwargs, checkpoint=source, strict=strict, **options)
+    return OpenedFolder(model, ConvertedCheckpoint(ModelWeights(model), matched.found, matched.made))
 
 
 def _read_config(folder: Path, trust_remote_code: bool) -> Any:

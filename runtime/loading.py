@@ -123,12 +123,12 @@ def file_entries(path: Path) -> dict[str, _Found]:
     Raises:
         CheckpointError: no such file, or a damaged one.
     """
-    index = path / _INDEX if path.is_dir() else path
+    single = path / _SINGLE
+    index = path / _INDEX if path.is_dir() and not single.is_file() else path
     if index.name.endswith(".index.json") and index.is_file():
         return _indexed(index)
     files = [path]
     if path.is_dir():
-        single = path / _SINGLE
         files = [single] if single.is_file() else sorted(path.glob("*.safetensors"))
     if not files or not files[0].is_file():
         raise CheckpointError(
