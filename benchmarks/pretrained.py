@@ -1,10 +1,10 @@
 """Planning and loading as large as users do: ``python benchmarks/pretrained.py``.
 
-Two measurements, each in a process of its own. A Llama of 70B parameters on the meta device is planned for
-four accelerators and a CPU: seconds, and how far the process grows. A sharded checkpoint of 2 GB is written to
-a temporary folder and loaded, all of it to the CPU, and half of it with the rest left on disk: the most that
-the process grows, against what the plan puts into host memory. Each process imports everything and plans a
-small model first, so that what Python and torch take for themselves is there before.
+Two measurements, each in a process of its own. A Llama of 70B parameters on the meta device is planned
+for four accelerators and a CPU: seconds, and how far the process grows. A sharded checkpoint of 2 GB is
+written to a temporary folder and loaded, all of it to the CPU, and half of it with the rest left on disk:
+the most that the process grows, against what the plan puts into host memory. Each process imports
+everything and plans a small model first, so that what Python and torch take for themselves is there before.
 """
 
 from __future__ import annotations
@@ -32,12 +32,19 @@ import graphplan
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 TWO_GB = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 21, "num_attention_heads": 16}
-SEVENTY = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+SEVENTY = {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
 IDS = {"input_ids": torch.ones(1, 128, dtype=torch.long)}
 
 
 def config_of(shape: dict[str, int], **more: Any) -> LlamaConfig:
-    return LlamaConfig(**shape, vocab_size=32_000, dtype="bfloat16", architectures=["LlamaForCausalLM"], **more)
+    return LlamaConfig(
+        **shape, vocab_size=32_000, dtype="bfloat16", architectures=["LlamaForCausalLM"], **more
+    )
 
 
 def on_meta(config: LlamaConfig) -> LlamaForCausalLM:
@@ -106,7 +113,9 @@ WORK = {"plan": plan_seventy, "load": load}
 
 
 def measured(*work: str) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, __file__, "--work", *work], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, __file__, "--work", *work], check=True, capture_output=True, text=True
+    )
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -120,8 +129,8 @@ def main() -> None:
         return
     planned = measured("plan")
     print(
-        f"{planned['parameters'] / 1e9:.1f}B parameters planned in {planned['seconds']:.1f} s, the process grew by "
-        f"{planned['grown'] / 1e9:.2f} GB to {planned['process'] / 1e9:.2f} GB (wanted: 30 s, 2 GB)"
+        f"{planned['parameters'] / 1e9:.1f}B parameters planned in {planned['seconds']:.1f} s, the process "
+        f"grew by {planned['grown'] / 1e9:.2f} GB to {planned['process'] / 1e9:.2f} GB (wanted: 30 s, 2 GB)"
     )
     loads = []
     with tempfile.TemporaryDirectory() as folder:
@@ -131,8 +140,8 @@ def main() -> None:
             row["over_host"] = row["grown"] / (row["on_host"] + row["rings"])
             loads.append(row)
             print(
-                f"{total / 1e9:.2f} GB loaded in {row['seconds']:.1f} s with {row['on_host'] / 1e9:.2f} GB placed in "
-                f"host memory: grew by {row['over_host']:.3f} of that (wanted: below 1.1)"
+                f"{total / 1e9:.2f} GB loaded in {row['seconds']:.1f} s with {row['on_host'] / 1e9:.2f} GB "
+                f"in host memory: grew by {row['over_host']:.3f} of that (wanted: below 1.1)"
             )
     print(f"written to {report.write('pretrained', {'planned': planned, 'loads': loads})}")
 

@@ -190,7 +190,7 @@ def partition(
         return start.place_together(model, twin, _examples(twin, args, kwargs, calls, weights))
     try:
         return start.place(model, twin, _example(model, twin, args, kwargs))
-    except CaptureError as error:
+    except (CaptureError, InputError) as error:  # a model's own dummy inputs need not be what it takes
         if args or kwargs:
             raise
         warnings.warn(f"{error} (the first call will be captured instead)", stacklevel=2)

@@ -64,7 +64,11 @@ def load(
         GraphplanError: as in :func:`graphplan.partition`.
     """
     opened = open_pretrained(
-        path, dtype=dtype, model_class=model_class, trust_remote_code=trust_remote_code, strict=strict is not False
+        path,
+        dtype=dtype,
+        model_class=model_class,
+        trust_remote_code=trust_remote_code,
+        strict=strict is not False,
     )
     return partition(
         opened.model, max_memory, args, kwargs, checkpoint=opened.source, strict=strict, **options
@@ -112,16 +116,16 @@ def _read_config(folder: Path, trust_remote_code: bool) -> Any:
 
     if not (folder / _CONFIG).is_file():
         raise CheckpointError(
-            f"{folder} has no {_CONFIG}: give the folder of a transformers model. For one on the Hub, download it "
-            "first, with huggingface_hub.snapshot_download"
+            f"{folder} has no {_CONFIG}: give the folder of a transformers model. For one on the Hub, "
+            "download it first, with huggingface_hub.snapshot_download"
         )
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:
         named = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
         raise CheckpointError(
-            f"{folder} is quantised ({getattr(named, 'value', named)}), which load does not read: use from_pretrained, "
-            "and give the model to graphplan.partition"
+            f"{folder} is quantised ({getattr(named, 'value', named)}), which load does not read: "
+            "use from_pretrained, and give the model to graphplan.partition"
         )
     config.name_or_path = str(folder)
     return config
@@ -136,8 +140,8 @@ def _tensors_of(folder: Path, config: Any) -> dict[str, FileTensor]:
         if not pickled or list(folder.glob("*.safetensors")):
             raise
         raise CheckpointError(
-            f"{folder} has weights only in {', '.join(pickled)}: such files run code when they are read. Convert them "
-            "with from_pretrained and save_pretrained, if you trust them"
+            f"{folder} has weights only in {', '.join(pickled)}: such files run code when they are read. "
+            "Convert them with from_pretrained and save_pretrained, if you trust them"
         ) from error
     for extra in getattr(type(config), "extra_files", ()):
         if (folder / extra).is_file():
@@ -215,7 +219,8 @@ def _judge(folder: Path, cls: type[nn.Module], matched: Matched, *, strict: bool
         listed = ", ".join(map(repr, sorted(matched.missing)))
         if strict:
             raise CheckpointError(
-                f"{folder} does not fit {cls.__name__}: missing {listed}. With strict=False they are initialised anew"
+                f"{folder} does not fit {cls.__name__}: missing {listed}. With strict=False they are "
+                "initialised anew"
             )
         warnings.warn(f"{folder} has not, so that they are initialised anew: {listed}", stacklevel=3)
     if matched.unexpected:

@@ -117,7 +117,9 @@ class ConvertedCheckpoint(Checkpoint):
             if name in made:
                 value = made[name]
                 return value[0] if isinstance(value, list) else value
-        raise CheckpointError(f"the conversion of the checkpoint does not make {first!r}, as it said it would")
+        raise CheckpointError(
+            f"the conversion of the checkpoint does not make {first!r}, as it said it would"
+        )
 
 
 def equal_in_files(a: FileTensor, b: FileTensor, chunk: int = 1 << 20) -> bool:

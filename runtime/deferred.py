@@ -59,8 +59,8 @@ class Deferred(torch.Tensor):
     @staticmethod
     def __new__(cls, like: torch.Tensor, recipe: _Recipe) -> Deferred:
         """A tensor of the shape and dtype of ``like``."""
-        made: Deferred = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # not in the stubs
-            cls, like.shape, dtype=like.dtype, device="meta"
+        made: Deferred = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=like.dtype, device=torch.device("meta")
         )
         made.recipe = recipe
         return made
@@ -72,7 +72,7 @@ class Deferred(torch.Tensor):
         return cls(like, _source(header, entry))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares the disabled implementation
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation on shapes, and write down what it moves."""
@@ -137,7 +137,7 @@ def _permute(x: Any, dims: Sequence[int]) -> _Recipe:
     return _Recipe(lambda target: requests_of(x, target.permute(back)))
 
 
-def _view(x: Any, size: Sequence[int]) -> _Recipe:
+def _view(x: Any, *_: Any) -> _Recipe:
     def fill(target: torch.Tensor) -> list[Request] | None:
         return requests_of(x, target.view(x.shape)) if target.is_contiguous() else None
 
@@ -173,10 +173,6 @@ def _slice(
     return _rows(x, first, last)
 
 
-def _without_ones(x: Any, *_: Any) -> _Recipe:
-    return _view(x, ())
-
-
 _RECIPES: dict[Any, Callable[..., Any]] = {
     aten.alias.default: _same,
     aten.detach.default: _same,
@@ -189,8 +185,8 @@ _RECIPES: dict[Any, Callable[..., Any]] = {
     aten.permute.default: _permute,
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
-    aten.squeeze.dim: _without_ones,
-    aten.unsqueeze.default: _without_ones,
+    aten.squeeze.dim: _view,
+    aten.unsqueeze.default: _view,
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,
     aten.slice.Tensor: _slice,
