@@ -9,6 +9,7 @@ True
 
 from graphplan.bottleneck import Bottleneck, Growth
 from graphplan.device import DeviceSpec, Link, Topology
+from graphplan.device_maps import infer_auto_device_map
 from graphplan.errors import (
     BudgetError,
     CaptureError,
@@ -62,6 +63,7 @@ __all__ = [
     "VerificationError",
     "Weight",
     "__version__",
+    "infer_auto_device_map",
     "load",
     "measure_devices",
     "partition",

@@ -19,6 +19,7 @@ from graphplan.errors import GraphplanError, PlanError, VerificationError
 from graphplan.explain import Explanation, explain
 from graphplan.graph import Graph, Operation
 from graphplan.liveness import Memory, Peak, measure_memory
+from graphplan.module_map import module_map
 from graphplan.passes.constrain import Wishes, constrain
 from graphplan.passes.evaluate import Problem
 from graphplan.schedule import Load, Move, Ring, Schedule
@@ -177,13 +178,11 @@ class Plan:
     def device_map(self) -> dict[str, DeviceKey]:
         """Module name -> device, as accelerate and transformers read it.
 
-        Modules are named as high up as all of their parameters and buffers share a device; where a
-        module's own parameters differ from its children's they are named one by one; its buffers
-        that are in no ``state_dict`` go with the module that runs, and are not named.
+        Modules are named as high up as all of their parameters and buffers share a device. Hooks reach
+        modules, not tensors: where this plan has parts of one module on several devices they go where most
+        of its bytes are, so that the map may differ from :attr:`placement`, and a budget may be passed.
         """
-        unsaved = {n for w in self.graph.weights.values() if not w.persistent for n in w.names}
-        mapped = _device_map("", list(self.placement.items()))
-        return {name: key for name, key in mapped.items() if name not in unsaved}
+        return module_map(list(self.graph.weights.values()), self.placement)
 
     # -- what moves -------------------------------------------------------------------------------
 
@@ -396,25 +395,6 @@ class Plan:
     def save_dot(self, path: str | Path) -> None:
         """Write the plan as a graphviz graph: a cluster per stage, an edge per value that passes."""
         Path(path).write_text(to_dot(self), encoding="utf-8")
-
-
-def _device_map(prefix: str, placed: list[tuple[str, DeviceKey]]) -> dict[str, DeviceKey]:
-    keys = {key for _, key in placed}
-    if len(keys) == 1:
-        return {prefix: keys.pop()}
-    start = len(prefix) + 1 if prefix else 0
-    found: dict[str, DeviceKey] = {}
-    for child, members in _by_child(placed, start).items():
-        path = f"{prefix}.{child}" if prefix else child
-        found.update(_device_map(path, members))
-    return found
-
-
-def _by_child(placed: list[tuple[str, DeviceKey]], start: int) -> dict[str, list[tuple[str, DeviceKey]]]:
-    children: dict[str, list[tuple[str, DeviceKey]]] = {}
-    for name, key in placed:
-        children.setdefault(name[start:].partition(".")[0], []).append((name, key))
-    return children
 
 
 def _encode(plan: Plan) -> dict[str, Any]:
