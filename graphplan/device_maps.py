@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from graphplan.module_map import merged_map
 from graphplan.passes.packing import Block, Packing, pack, spill
 from graphplan.twin import identity, tensor_bytes
 
-__all__ = ["infer_auto_device_map"]
+__all__ = ["ModuleSizes", "infer_auto_device_map", "map_modules"]
 
 logger = logging.getLogger("graphplan")
 
@@ -59,15 +59,46 @@ def infer_auto_device_map(
 
     del fallback_allocation
     budgets: dict[DeviceKey, int] = get_max_memory(max_memory)
-    sizes = _Sizes(dtype, special_dtypes or {})
+    sizes = ModuleSizes(dtype, special_dtypes or {})
+    accelerators = [key for key in budgets if key not in (CPU, DISK)]
+    # hooks run what is offloaded on the first accelerator of a set, whose order is its own
+    main = list(set(accelerators))[0] if accelerators else None  # noqa: RUF015  # as accelerate's
+    whole = set(no_split_module_classes or ())
+    found = map_modules(model, budgets, whole, sizes, main, offload_buffers=offload_buffers, verbose=verbose)
+    return merged_map(found) if clean_result else found
+
+
+def map_modules(
+    model: nn.Module,
+    budgets: Mapping[DeviceKey, int],
+    whole: set[str],
+    sizes: ModuleSizes | None = None,
+    main: DeviceKey | None = None,
+    *,
+    offload_buffers: bool = False,
+    verbose: bool = False,
+    quiet: bool = False,
+) -> dict[str, DeviceKey]:
+    """A device for each module that is not split further, and each tensor of those that are.
+
+    Args:
+        model: on any device.
+        budgets: device key -> bytes; accelerators in the order of preference.
+        whole: classes that are not split.
+        sizes: of tensors, where they will be of another dtype.
+        main: the accelerator that runs what is offloaded; the first if it is None.
+        offload_buffers: as in :func:`infer_auto_device_map`.
+        verbose: as in :func:`infer_auto_device_map`.
+        quiet: whether not to warn of buffers that do not fit.
+    """
+    sizes = ModuleSizes() if sizes is None else sizes
     accelerators = [key for key in budgets if key not in (CPU, DISK)]
     capacities = [budgets[key] for key in accelerators]
-    atoms = list(_atoms(model, set(no_split_module_classes or ()), sizes, max(capacities, default=0)))
+    atoms = list(_atoms(model, whole, sizes, max(capacities, default=0)))
     tensors = _tensors_by_atom(model, atoms)
     blocks = [_block(group, tensors, sizes, offload_buffers) for group in _tied_groups(tensors)]
-    # hooks run what is offloaded on the first accelerator of a set, whose order is its own
-    main = accelerators.index(list(set(accelerators))[0]) if accelerators else 0  # noqa: RUF015  # as accelerate's
-    packing = pack(blocks, capacities, main)
+    at = accelerators.index(main) if main is not None else 0
+    packing = pack(blocks, capacities, at)
     offloaded = {i: block for i, block in enumerate(blocks) if packing.places[i] is None}
     on_cpu = spill(offloaded, budgets.get(CPU, 0)) if offloaded else set()
     found: dict[str, DeviceKey] = {}
@@ -76,11 +107,11 @@ def infer_auto_device_map(
         found.update(dict.fromkeys(block.names, device))
         if verbose:
             print(f"Putting {', '.join(map(repr, block.names))} (size={block.nbytes}) on {device}.")
-    _warn_of_buffers(blocks, packing, capacities, main)
+    if not quiet:
+        _warn_of_buffers(blocks, packing, capacities, at)
     if offloaded:
         logger.info("the model does not fit the accelerators: %d blocks are offloaded", len(offloaded))
-    ordered = {name: found[name] for name in atoms}
-    return merged_map(ordered) if clean_result else ordered
+    return {name: found[name] for name in atoms}
 
 
 def _warn_of_buffers(blocks: list[Block], packing: Packing, capacities: list[int], main: int) -> None:
@@ -89,19 +120,31 @@ def _warn_of_buffers(blocks: list[Block], packing: Packing, capacities: list[int
     kept = sum(block.kept for block, place in places if place is None)
     if kept and capacities and set(packing.places) == {None} and kept > capacities[main]:
         warnings.warn(
-            f"the {kept} bytes of buffers of offloaded modules fit no accelerator: give offload_buffers=True",
-            stacklevel=3,
+            f"the {kept} bytes of offloaded modules that stay on the accelerator (buffers, and parameters "
+            "that no hook reaches) do not fit: give offload_buffers=True",
+            stacklevel=4,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Bytes of tensors as they will be loaded."""
+class ModuleSizes:
+    """Bytes of tensors as they will be loaded.
 
-    dtype: str | torch.dtype | None
-    special: Mapping[str, str | torch.dtype]
+    Attributes:
+        dtype: of most, None for their own.
+        special: name -> dtype, for others.
+        step: bytes in which memory is handed out.
+    """
+
+    dtype: str | torch.dtype | None = None
+    special: Mapping[str, str | torch.dtype] = field(default_factory=dict)
+    step: int = 1
 
     def of(self, name: str, tensor: torch.Tensor) -> int:
+        """Bytes of a tensor."""
+        return -(-self._exactly(name, tensor) // self.step) * self.step
+
+    def _exactly(self, name: str, tensor: torch.Tensor) -> int:
         special = self.special.get(name)
         if special is not None:
             return int(tensor.numel() * _itemsize(special))
@@ -122,7 +165,7 @@ def _own_tensors(module: nn.Module, prefix: str, *, recurse: bool) -> Iterator[t
     yield from module.named_buffers(prefix, recurse=recurse, remove_duplicate=False)
 
 
-def _atoms(model: nn.Module, whole: set[str], sizes: _Sizes, largest: int) -> Iterator[str]:
+def _atoms(model: nn.Module, whole: set[str], sizes: ModuleSizes, largest: int) -> Iterator[str]:
     """Names of modules that are not split, in order, and of the tensors of those that are."""
 
     def visit(name: str, module: nn.Module) -> Iterator[str]:
@@ -171,17 +214,33 @@ def _tensors_by_atom(model: nn.Module, atoms: Sequence[str]) -> _Tensors:
     return found
 
 
-def _block(atoms: Sequence[str], tensors: _Tensors, sizes: _Sizes, offload_buffers: bool) -> Block:
+def _block(atoms: Sequence[str], tensors: _Tensors, sizes: ModuleSizes, offload_buffers: bool) -> Block:
     """What must be together: its bytes, and those that are brought to the main device at once."""
     seen: dict[object, int] = {}
-    brought: dict[str, int] = {}  # hooks bring a module's own tensors, when it runs
+    own: dict[str, int] = {}  # hooks bring a module's own tensors, when it runs
     kept = 0
-    for name, tensor in (named for atom in atoms for named in tensors[atom]):
-        nbytes, first = sizes.of(name, tensor), identity(tensor) not in seen
-        seen.setdefault(identity(tensor), nbytes)
-        if isinstance(tensor, nn.Parameter) or offload_buffers:
-            module = name.rpartition(".")[0]
-            brought[module] = brought.get(module, 0) + nbytes
-        elif first:
-            kept += nbytes
-    return Block(tuple(atoms), sum(seen.values()), max(brought.values(), default=0), kept)
+    for atom in atoms:
+        for name, tensor in tensors[atom]:
+            nbytes, first = sizes.of(name, tensor), identity(tensor) not in seen
+            seen.setdefault(identity(tensor), nbytes)
+            reached = name != atom  # not by itself: hooks reach modules
+            if reached and (isinstance(tensor, nn.Parameter) or offload_buffers):
+                module = name.rpartition(".")[0]
+                own[module] = own.get(module, 0) + nbytes
+            elif first:
+                kept += nbytes
+    return Block(tuple(atoms), sum(seen.values()), max(map(_Brought(own), own), default=0), kept)
+
+
+@dataclass(frozen=True, slots=True)
+class _Brought:
+    """Bytes that are on the main device while a module runs: its own, and those of the modules around it."""
+
+    own: Mapping[str, int]
+
+    def __call__(self, module: str) -> int:
+        total = self.own.get(module, 0)
+        while module:
+            module = module.rpartition(".")[0]
+            total += self.own.get(module, 0)
+        return total

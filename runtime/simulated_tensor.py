@@ -317,6 +317,8 @@ def _copy_into(destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 def _convert(source: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
     wanted = kwargs.get("device")
     device = source.device if wanted is None else _resolve(wanted)
+    if device.type == "meta":  # nothing is copied
+        return aten._to_copy.default(_inner(source), **kwargs)  # type: ignore[no-any-return]
     _log(source.device, device, source)
     _watch([source], [])
     ignored = ("device", "non_blocking", "pin_memory")
