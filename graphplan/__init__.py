@@ -9,6 +9,7 @@ True
 
 from graphplan.bottleneck import Bottleneck, Growth
 from graphplan.device import DeviceSpec, Link, Topology
+from graphplan.device_maps import infer_auto_device_map
 from graphplan.errors import (
     BudgetError,
     CaptureError,
@@ -17,6 +18,7 @@ from graphplan.errors import (
     GraphplanError,
     InfeasibleError,
     InputError,
+    NoGraphError,
     PlanError,
     SimulatedOutOfMemoryError,
     VerificationError,
@@ -25,6 +27,7 @@ from graphplan.explain import Explanation
 from graphplan.graph import Graph, Operation, Value, Weight
 from graphplan.partitioning import partition, plan
 from graphplan.placement import Plan, Stage, Transfer
+from graphplan.pretrained import load
 from graphplan.relocation import Alternative
 from graphplan.runtime.benchmark import measure_devices
 from graphplan.runtime.simulate import SimulatedMachine, simulate
@@ -48,6 +51,7 @@ __all__ = [
     "InputError",
     "Link",
     "Measurements",
+    "NoGraphError",
     "Operation",
     "Plan",
     "PlanError",
@@ -61,6 +65,8 @@ __all__ = [
     "VerificationError",
     "Weight",
     "__version__",
+    "infer_auto_device_map",
+    "load",
     "measure_devices",
     "partition",
     "plan",

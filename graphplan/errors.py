@@ -12,6 +12,7 @@ __all__ = [
     "GraphplanError",
     "InfeasibleError",
     "InputError",
+    "NoGraphError",
     "PlanError",
     "SimulatedOutOfMemoryError",
     "VerificationError",
@@ -51,6 +52,10 @@ class CheckpointError(InputError):
 
 class CaptureError(GraphplanError):
     """The model could not be traced into a graph."""
+
+
+class NoGraphError(CaptureError):
+    """No way of tracing took the call itself: hooks may run it instead."""
 
 
 class PlanError(GraphplanError, ValueError):

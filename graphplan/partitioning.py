@@ -8,11 +8,13 @@ import numbers
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from graphplan.agreement import compare, eager_result
 from graphplan.device import (
     DISK,
     SIMULATED,
@@ -23,11 +25,12 @@ from graphplan.device import (
     read_max_memory,
     require_present,
 )
-from graphplan.errors import CaptureError, DeviceError, InputError
+from graphplan.errors import CaptureError, DeviceError, InputError, NoGraphError
+from graphplan.fallback import fall_back
 from graphplan.passes.constrain import Wishes
 from graphplan.placement import Plan
 from graphplan.planner import Compiler, Options
-from graphplan.runtime.executor import Program, attach, attach_start, placed_class, unplaced
+from graphplan.runtime.executor import PlacedModule, Program, attach, attach_start, placed_class, unplaced
 from graphplan.runtime.loading import Checkpoint, read_checkpoint
 from graphplan.runtime.storage import place_model, require_data
 from graphplan.signature import BoundCall
@@ -122,8 +125,8 @@ def partition(
     kwargs: Mapping[str, Any] | None = None,
     *,
     dynamic_shapes: Any = None,
-    checkpoint: str | None = None,
-    strict: bool = True,
+    checkpoint: str | Path | Checkpoint | None = None,
+    strict: bool | None = None,
     links: Links | None = None,
     return_outputs: bool = True,
     grad: bool = False,
@@ -137,6 +140,7 @@ def partition(
     devices: Mapping[DeviceKey, Speed] | Measurements | None = None,
     calls: Sequence[ExampleCall] | None = None,
     weights: Sequence[float] | None = None,
+    check: bool = False,
 ) -> Any:
     """The model, placed over the devices of ``max_memory`` and ready to run.
 
@@ -152,7 +156,9 @@ def partition(
         kwargs: as in :func:`plan`.
         dynamic_shapes: as in :func:`plan`.
         checkpoint: a safetensors file, or a folder of them, to read the weights from.
-        strict: whether names that the checkpoint lacks or the model does not know are errors.
+        strict: None: names that the checkpoint lacks or the model does not know are errors, and what
+            cannot be captured falls back to hooks, with a warning. True: that is an error too. False:
+            neither is.
         links: as in :func:`plan`.
         return_outputs: False leaves results on the device that made them.
         grad: keep autograd alive in calls. Otherwise they run as under ``torch.no_grad()``, so that
@@ -170,6 +176,8 @@ def partition(
         devices: as in :func:`plan`.
         calls: as in :func:`plan`. ``.plans`` and ``.graph_modules`` hold one for each structure.
         weights: as in :func:`plan`.
+        check: compare the placed model with eager on the example inputs. Where a graph differs, hooks run the
+            model instead, as where there is no graph; with ``strict=True`` that is an error.
 
     Raises:
         GraphplanError: as in :func:`plan`; also DeviceError for a device that this machine lacks,
@@ -181,15 +189,13 @@ def partition(
     options = Options(dynamic_shapes, grad, return_outputs, wishes, _compile_options(compile, topology))
     model = _checked(model)
     twin = _twin(model)
-    source = None if checkpoint is None else read_checkpoint(model, twin.weights, checkpoint, strict=strict)
-    if source is None:
-        require_data(model, twin.weights)
-    start = _Start(topology, options, source)
+    source = _source(model, twin, checkpoint, strict=strict is not False)
+    start = _Start(topology, options, source, strict=strict is True, check=check)
     if calls is not None or weights is not None:
         return start.place_together(model, twin, _examples(twin, args, kwargs, calls, weights))
     try:
         return start.place(model, twin, _example(model, twin, args, kwargs))
-    except CaptureError as error:
+    except (CaptureError, InputError) as error:  # a model's own dummy inputs need not be what it takes
         if args or kwargs:
             raise
         warnings.warn(f"{error} (the first call will be captured instead)", stacklevel=2)
@@ -209,6 +215,8 @@ class _Start:
         source: where weights are read from instead of the model.
         homes: where weights are already, after unpickling.
         known_plan: the plan that put them there.
+        strict: whether what cannot be captured is an error.
+        check: whether results are compared with eager's.
     """
 
     topology: Topology
@@ -216,11 +224,38 @@ class _Start:
     source: Checkpoint | None = None
     homes: dict[str, DeviceKey] | None = None
     known_plan: Plan | None = None
+    strict: bool = False
+    check: bool = False
 
     def place(self, model: nn.Module, twin: Twin, call: BoundCall | None) -> nn.Module:
         """A placed copy of ``model``."""
-        compiler = self._compiler(twin)
-        return self._attached(model, twin, compiler, [compiler.first(call)])
+        try:
+            compiler = self._compiler(twin)
+            placed = self._attached(model, twin, compiler, [compiler.first(call)])
+            if self.check and call is not None:
+                self._compare(model, placed, call)
+        except NoGraphError as error:
+            if self.strict or call is None or self.homes is not None:
+                raise
+            placed = fall_back(model, twin, call, self.topology, self.options, self.source, error)
+            if self.check:
+                self._compare(model, placed, call)
+        return placed
+
+    def _compare(self, model: nn.Module, placed: nn.Module, call: BoundCall) -> None:
+        """Raise NoGraphError where a placed model and eager do not agree on the example inputs."""
+        if any(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers())):
+            warnings.warn("check: the model has no weights of its own to compare with", stacklevel=4)
+            return
+        eager = [eager_result(model, call.args, call.kwargs) for _ in range(2)]
+        if compare(*eager) is not None:
+            warnings.warn("check: eager differs from call to call, so nothing can be compared", stacklevel=4)
+            return
+        args, kwargs = copy.deepcopy((call.args, call.kwargs))
+        apart = compare(placed(*args, **kwargs), eager[0])
+        if apart is not None:
+            what = "graph" if isinstance(placed, PlacedModule) else "model that hooks run"
+            raise NoGraphError(f"the {what} of {type(model).__name__} differs on the example inputs: {apart}")
 
     def place_together(self, model: nn.Module, twin: Twin, examples: _Examples) -> nn.Module:
         """A placed copy of ``model``, for several calls."""
@@ -258,6 +293,18 @@ class _Start:
         model = unplaced(module)
         twin = _twin(model)
         return self.place(model, twin, twin.bind(args, kwargs))
+
+
+def _source(
+    model: nn.Module, twin: Twin, checkpoint: str | Path | Checkpoint | None, *, strict: bool
+) -> Checkpoint | None:
+    """Where weights are read from; None where the model has them."""
+    if checkpoint is None:
+        require_data(model, twin.weights)
+        return None
+    if isinstance(checkpoint, Checkpoint):
+        return checkpoint
+    return read_checkpoint(model, twin.weights, checkpoint, strict=strict)
 
 
 def _twin(model: nn.Module) -> Twin:

@@ -21,6 +21,7 @@ from graphplan.explain import Explanation, explain
 from graphplan.graph import Graph, Operation
 from graphplan.liveness import Memory, Peak, measure_memory
 from graphplan.model_explorer import save_model_explorer
+from graphplan.module_map import module_map
 from graphplan.notebook import to_notebook
 from graphplan.page import to_html
 from graphplan.passes.constrain import Wishes, constrain
@@ -183,13 +184,11 @@ class Plan:
     def device_map(self) -> dict[str, DeviceKey]:
         """Module name -> device, as accelerate and transformers read it.
 
-        Modules are named as high up as all of their parameters and buffers share a device; where a
-        module's own parameters differ from its children's they are named one by one; its buffers
-        that are in no ``state_dict`` go with the module that runs, and are not named.
+        Modules are named as high up as all of their parameters and buffers share a device. Hooks reach
+        modules, not tensors: where this plan has parts of one module on several devices they go where most
+        of its bytes are, so that the map may differ from :attr:`placement`, and a budget may be passed.
         """
-        unsaved = {n for w in self.graph.weights.values() if not w.persistent for n in w.names}
-        mapped = _device_map("", list(self.placement.items()))
-        return {name: key for name, key in mapped.items() if name not in unsaved}
+        return module_map(list(self.graph.weights.values()), self.placement)
 
     # -- what moves -------------------------------------------------------------------------------
 
@@ -427,25 +426,6 @@ class Plan:
     def _repr_html_(self) -> str:
         """What a notebook shows."""
         return to_notebook(self)
-
-
-def _device_map(prefix: str, placed: list[tuple[str, DeviceKey]]) -> dict[str, DeviceKey]:
-    keys = {key for _, key in placed}
-    if len(keys) == 1:
-        return {prefix: keys.pop()}
-    start = len(prefix) + 1 if prefix else 0
-    found: dict[str, DeviceKey] = {}
-    for child, members in _by_child(placed, start).items():
-        path = f"{prefix}.{child}" if prefix else child
-        found.update(_device_map(path, members))
-    return found
-
-
-def _by_child(placed: list[tuple[str, DeviceKey]], start: int) -> dict[str, list[tuple[str, DeviceKey]]]:
-    children: dict[str, list[tuple[str, DeviceKey]]] = {}
-    for name, key in placed:
-        children.setdefault(name[start:].partition(".")[0], []).append((name, key))
-    return children
 
 
 def _encode(plan: Plan) -> dict[str, Any]:

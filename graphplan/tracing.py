@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan.captured import Capture, Prepare, Without, bound_call, from_program
 from graphplan.device import suspended
-from graphplan.errors import CaptureError, GraphplanError, InputError
+from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError
 from graphplan.signature import BoundCall, leaf_names, register_dataclasses
 from graphplan.symbolic import trace_symbolically
 from graphplan.twin import Twin
@@ -82,7 +82,7 @@ def _with_examples(twin: Twin, host: BoundCall, dynamic_shapes: Any, keep_grad: 
         _reject_bad_inputs(twin, host)
         reasons.append(f"torch.export: {_first_line(error)}")
         name = type(twin.module).__name__
-        raise CaptureError(f"{name} could not be captured:\n  " + "\n  ".join(reasons)) from error
+        raise NoGraphError(f"{name} could not be captured:\n  " + "\n  ".join(reasons)) from error
 
 
 def _first_line(error: BaseException) -> str:

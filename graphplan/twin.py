@@ -20,7 +20,7 @@ from torch import nn
 from graphplan.errors import CaptureError
 from graphplan.signature import BoundCall, bind_call
 
-__all__ = ["ModelWeights", "Twin", "identity", "modes_of", "tensor_bytes"]
+__all__ = ["ModelWeights", "Twin", "identity", "is_wrapper", "modes_of", "tensor_bytes"]
 
 
 class ModelWeights:
@@ -74,11 +74,15 @@ def identity(tensor: torch.Tensor) -> Any:
     return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
 
 
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a weight wraps other tensors, as quantised ones do."""
+    return hasattr(tensor, "__tensor_flatten__") and type(tensor) not in (torch.Tensor, nn.Parameter)
+
+
 def tensor_bytes(tensor: torch.Tensor) -> int:
     """Bytes of a tensor's elements, those of a wrapper's inner tensors included."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is not None and type(tensor) not in (torch.Tensor, nn.Parameter):
-        names, _ = flatten()
+    if is_wrapper(tensor):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # a protocol of torch's
         return sum(tensor_bytes(getattr(tensor, name)) for name in names)
     return tensor.numel() * tensor.element_size()
 

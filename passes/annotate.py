@@ -19,7 +19,7 @@ from graphplan.passes.measure import Effect, Interpreter, OperationResult, Tenso
 from graphplan.passes.simplify import mutated_arguments
 from graphplan.schedule import Schedule
 from graphplan.source import source_line
-from graphplan.twin import ModelWeights, tensor_bytes
+from graphplan.twin import ModelWeights, is_wrapper, tensor_bytes
 
 __all__ = ["Annotator", "annotate", "costlier", "part_weight"]
 
@@ -128,7 +128,9 @@ class _GraphReader:
                 interpreter.env[node] = getattr(self.capture.module, str(node.target))
             elif node.op == "call_function" and not self._is_part(node):
                 copied = self._copied_by(schedule, node)
-                self._operation(node, interpreter.run(node, copied))
+                effect = _inner_tensor(node) or interpreter.run(node, copied)
+                interpreter.env[node] = effect.value
+                self._operation(node, effect)
                 for user in self._parts(node):
                     interpreter.env[user] = interpreter.env[node][user.args[1]]
 
@@ -202,6 +204,7 @@ class _GraphReader:
             values = self._known_values(node, parts, effect)
             flops, accessed = effect.flops, self._bytes_accessed(node, effect, bool(mutates))
             unnamed = self._unnamed_bytes(parts, effect)
+            unnamed += self._unwrapped_bytes(node)
             workspace = {kind: nbytes + unnamed for kind, nbytes in effect.workspace.items()}
         self.values.update({value.name: value for value in values})
         self.operations.append(
@@ -268,6 +271,17 @@ class _GraphReader:
         taken = {index_of.get(part.args[1]) for part in parts}
         return sum(round_up(r.nbytes) for i, r in enumerate(effect.results) if i not in taken)
 
+    def _unwrapped_bytes(self, node: fx.Node) -> int:
+        """Bytes that an operation takes for the plain form of wrapped weights that it is given as they are.
+
+        The wrapper's own code makes it, which no trace sees: it is taken to need the plain tensor twice.
+        """
+        if node.target is torch.ops.export.access_subclass_inner_tensor.default:
+            return 0
+        named = (self.model.tensors.get(self.capture.weights.get(n.name, "")) for n in node.all_input_nodes)
+        wrapped = [tensor for tensor in named if tensor is not None and is_wrapper(tensor)]
+        return sum(2 * round_up(tensor.numel() * tensor.element_size()) for tensor in wrapped)
+
     def _bytes_accessed(self, node: fx.Node, effect: Effect, writes: bool) -> int:
         made = sum(result.nbytes for result in effect.results)
         if not made and not writes:
@@ -322,15 +336,31 @@ class _GraphReader:
         names = tuple(self.model.names[name])
         return Weight(
             name,
-            tensor_bytes(tensor),
+            _weight_bytes(tensor),
             names,
             "parameter" if name in self.model.parameters else "buffer",
             any(n in self.model.persistent for n in names),
             name in self.written,
-            name not in self.opaque,
+            name not in self.opaque and not is_wrapper(tensor),
             tuple(tensor.shape),
             _dtype_name(tensor.dtype),
         )
+
+
+def _weight_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a weight; what a wrapper wraps is allocated tensor by tensor."""
+    if not is_wrapper(tensor):
+        return tensor_bytes(tensor)
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # a protocol of torch's
+    return sum(round_up(_weight_bytes(getattr(tensor, name))) for name in names)
+
+
+def _inner_tensor(node: fx.Node) -> Effect | None:
+    """What takes a tensor out of a wrapper: it is there already."""
+    if node.target is not torch.ops.export.access_subclass_inner_tensor.default:
+        return None
+    meta = describe(node.meta["val"])
+    return Effect(meta, (OperationResult(meta, 0, argument=0),), 0, {})
 
 
 def part_weight(whole: Weight, part: Part) -> Weight:

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from graphplan.captured import finite_bound
 from graphplan.device import unmetered
-from graphplan.errors import CaptureError
+from graphplan.errors import NoGraphError
 
 __all__ = ["Effect", "Interpreter", "OperationResult", "TensorMeta", "describe", "round_up"]
 
@@ -238,7 +238,7 @@ class Interpreter:
     def _recorded(self, node: fx.Node, error: Exception | None) -> Effect:
         """What the trace itself recorded, for an operation that does not run on fake tensors."""
         if "val" not in node.meta:
-            raise CaptureError(f"{node.format_node()} cannot be run on fake tensors: {error}") from error
+            raise NoGraphError(f"{node.format_node()} cannot be run on fake tensors: {error}") from error
         value = describe(node.meta["val"], self.sizes)
         tensors = [leaf for leaf in pytree.tree_leaves(value, is_leaf=_is_tensor) if _is_tensor(leaf)]
         return Effect(value, tuple(OperationResult(t, t.copy_bytes) for t in tensors), 0, {"cpu": 0})

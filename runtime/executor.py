@@ -223,6 +223,9 @@ class PlacedModule(nn.Module):
                 started = self._graphplan.start(self, args, kwargs)
                 self.__dict__.clear()
                 self.__dict__.update(started.__dict__)
+                if not isinstance(started, PlacedModule):  # hooks run it
+                    self.__class__ = type(started)  # type: ignore[assignment]  # of the same original
+                    return self(*args, **kwargs)
         state = self._graphplan
         state.streams.check_files()
         with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):

@@ -15,7 +15,7 @@ from graphplan.runtime.mapped import MappedFile
 from graphplan.runtime.reading import Request, read_into
 from graphplan.twin import ModelWeights
 
-__all__ = ["Checkpoint", "read_checkpoint"]
+__all__ = ["Checkpoint", "file_entries", "read_checkpoint"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -88,7 +88,7 @@ def read_checkpoint(model: nn.Module, weights: ModelWeights, path: str | Path, *
     Raises:
         CheckpointError: no such file, a damaged one, or names or shapes that do not fit.
     """
-    found = _entries(Path(path))
+    found = file_entries(Path(path))
     missing = [
         first
         for first, names in weights.names.items()
@@ -117,14 +117,18 @@ def _listed(names: list[str]) -> str:
     return ", ".join(map(repr, names)) or "nothing"
 
 
-def _entries(path: Path) -> dict[str, _Found]:
-    """Tensor name -> where it is."""
-    index = path / _INDEX if path.is_dir() else path
+def file_entries(path: Path) -> dict[str, _Found]:
+    """Tensor name -> where it is.
+
+    Raises:
+        CheckpointError: no such file, or a damaged one.
+    """
+    single = path / _SINGLE
+    index = path / _INDEX if path.is_dir() and not single.is_file() else path
     if index.name.endswith(".index.json") and index.is_file():
         return _indexed(index)
     files = [path]
     if path.is_dir():
-        single = path / _SINGLE
         files = [single] if single.is_file() else sorted(path.glob("*.safetensors"))
     if not files or not files[0].is_file():
         raise CheckpointError(

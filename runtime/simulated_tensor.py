@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch._C import DispatchKey
 from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
@@ -92,7 +93,11 @@ class SimulatedTensor(torch.Tensor):
     allocation: _Allocation
 
     @staticmethod
-    def __new__(cls, elem: torch.Tensor, device: torch.device) -> SimulatedTensor:
+    def __new__(
+        cls, elem: torch.Tensor, device: torch.device | None = None, requires_grad: bool = False
+    ) -> SimulatedTensor:
+        if device is None:  # as a parameter's class is called, by those who copy parameters
+            return nn.Parameter(elem, requires_grad)  # type: ignore[return-value]  # not initialised again
         if elem.is_conj() or elem.is_neg():  # lazy bits of the data, which the wrapper would not show
             elem = elem.resolve_conj().resolve_neg()
         made: SimulatedTensor = torch.Tensor._make_wrapper_subclass(
@@ -312,6 +317,8 @@ def _copy_into(destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 def _convert(source: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
     wanted = kwargs.get("device")
     device = source.device if wanted is None else _resolve(wanted)
+    if device.type == "meta":  # nothing is copied
+        return aten._to_copy.default(_inner(source), **kwargs)  # type: ignore[no-any-return]
     _log(source.device, device, source)
     _watch([source], [])
     ignored = ("device", "non_blocking", "pin_memory")

@@ -21,6 +21,7 @@ from graphplan.runtime.arena import Arena, is_plain
 from graphplan.runtime.loading import Checkpoint
 from graphplan.runtime.mapped import MappedFile
 from graphplan.runtime.pages import HostPages
+from graphplan.runtime.wrapped import moved
 from graphplan.twin import ModelWeights, tensor_bytes
 
 __all__ = ["Layout", "Placement", "place_model", "require_data"]
@@ -151,7 +152,7 @@ class _Placing:
         else:
             self.progress(tensor_bytes(tensor))
         try:
-            return data.to(device, copy=True)
+            return moved(data, device)
         except torch.OutOfMemoryError as error:
             raise GraphplanError(
                 f"{device} has no room for {name!r} of {readable_bytes(tensor_bytes(tensor))}, though the "

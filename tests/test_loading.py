@@ -86,6 +86,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     save_file({**Plain().state_dict(), "a.weight": torch.ones(3)}, tmp_path / "model.safetensors")
     with pytest.raises(graphplan.InputError, match=r"'a.weight' of shape \[3\], the model \[32, 32\]"):
         graphplan.partition(meta(), {"cpu": "1GiB"}, (X,), checkpoint=str(tmp_path))
+    (tmp_path / "model.safetensors").unlink()  # which counts before an index, as in transformers
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a.weight": "gone.safetensors"}}')
     with pytest.raises(graphplan.InputError, match=r"gone\.safetensors"):
         graphplan.partition(meta(), {"cpu": "1GiB"}, (X,), checkpoint=str(tmp_path))
