@@ -12,6 +12,7 @@ __all__ = [
     "GraphplanError",
     "InfeasibleError",
     "InputError",
+    "LimitError",
     "PlanError",
     "SimulatedOutOfMemoryError",
     "VerificationError",
@@ -43,6 +44,10 @@ class DeviceError(GraphplanError, ValueError):
 
 class InputError(GraphplanError, ValueError):
     """The example inputs, or the inputs of a call, do not fit the model."""
+
+
+class LimitError(InputError):
+    """A call that is larger than ``max_batch`` or ``max_length``, up to which memory was planned."""
 
 
 class CheckpointError(InputError):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphplan.caches import know_caches
 from graphplan.device import (
     DISK,
     SIMULATED,
@@ -24,6 +25,7 @@ from graphplan.device import (
     require_present,
 )
 from graphplan.errors import CaptureError, DeviceError, InputError
+from graphplan.extents import Extents
 from graphplan.passes.constrain import Wishes
 from graphplan.placement import Plan
 from graphplan.planner import Compiler, Options
@@ -32,7 +34,6 @@ from graphplan.runtime.loading import Checkpoint, read_checkpoint
 from graphplan.runtime.storage import place_model, require_data
 from graphplan.signature import BoundCall
 from graphplan.speeds import Measurements, Speed, with_speeds
-from graphplan.tracing import know_caches
 from graphplan.twin import Twin
 
 __all__ = ["partition", "plan"]
@@ -64,6 +65,8 @@ def plan(
     devices: Mapping[DeviceKey, Speed] | Measurements | None = None,
     calls: Sequence[ExampleCall] | None = None,
     weights: Sequence[float] | None = None,
+    max_batch: int | None = None,
+    max_length: int | None = None,
 ) -> Plan:
     """Decide where everything in ``model`` goes, and move nothing.
 
@@ -96,6 +99,9 @@ def plan(
             the plan of the first; the others' are in its ``others``.
         weights: how much each of ``calls`` counts, 1 each by default: ``[1, 200]`` for a prefill
             that 200 decodes follow.
+        max_batch: for a transformers model, the most sequences in a call, beams counted. Memory is
+            planned for as many; without, for those of the example.
+        max_length: likewise the most tokens of a sequence, those in its cache counted.
 
     Raises:
         BudgetError, DeviceError: ``max_memory`` cannot be read.
@@ -105,7 +111,8 @@ def plan(
     """
     topology = with_speeds(read_max_memory(max_memory, links, reserve), devices)
     wishes = Wishes(dict(pin or {}), _groups(together), offload, cpu_compute, balance)
-    options = Options(dynamic_shapes, False, return_outputs, wishes)
+    extents = Extents(max_batch, max_length)
+    options = Options(dynamic_shapes, False, return_outputs, wishes, extents)
     model = _checked(model)
     twin = _twin(model)
     compiler = Compiler(twin, topology, options)
@@ -137,6 +144,8 @@ def partition(
     devices: Mapping[DeviceKey, Speed] | Measurements | None = None,
     calls: Sequence[ExampleCall] | None = None,
     weights: Sequence[float] | None = None,
+    max_batch: int | None = None,
+    max_length: int | None = None,
 ) -> Any:
     """The model, placed over the devices of ``max_memory`` and ready to run.
 
@@ -170,6 +179,9 @@ def partition(
         devices: as in :func:`plan`.
         calls: as in :func:`plan`. ``.plans`` and ``.graph_modules`` hold one for each structure.
         weights: as in :func:`plan`.
+        max_batch: as in :func:`plan`. A larger call is a :class:`graphplan.LimitError`. Without it, larger
+            calls are planned when they come, as far as the budgets have room.
+        max_length: likewise.
 
     Raises:
         GraphplanError: as in :func:`plan`; also DeviceError for a device that this machine lacks,
@@ -178,7 +190,9 @@ def partition(
     topology = with_speeds(read_max_memory(max_memory, links, reserve), devices)
     require_present(topology)
     wishes = Wishes(dict(pin or {}), _groups(together), offload, cpu_compute, balance)
-    options = Options(dynamic_shapes, grad, return_outputs, wishes, _compile_options(compile, topology))
+    extents = Extents(max_batch, max_length)
+    compiled = _compile_options(compile, topology)
+    options = Options(dynamic_shapes, grad, return_outputs, wishes, extents, compiled)
     model = _checked(model)
     twin = _twin(model)
     source = None if checkpoint is None else read_checkpoint(model, twin.weights, checkpoint, strict=strict)
@@ -217,10 +231,10 @@ class _Start:
     homes: dict[str, DeviceKey] | None = None
     known_plan: Plan | None = None
 
-    def place(self, model: nn.Module, twin: Twin, call: BoundCall | None) -> nn.Module:
-        """A placed copy of ``model``."""
+    def place(self, model: nn.Module, twin: Twin, call: BoundCall | None, entry: str = "") -> nn.Module:
+        """A placed copy of ``model``; ``entry`` is the path of the submodule that is called, if it is one."""
         compiler = self._compiler(twin)
-        return self._attached(model, twin, compiler, [compiler.first(call)])
+        return self._attached(model, twin, compiler, [compiler.first(call, entry)])
 
     def place_together(self, model: nn.Module, twin: Twin, examples: _Examples) -> nn.Module:
         """A placed copy of ``model``, for several calls."""
@@ -253,11 +267,13 @@ class _Start:
         )
         return placed
 
-    def __call__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> nn.Module:
+    def __call__(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str
+    ) -> nn.Module:
         """Place a module that was waiting for its first call, as it is now."""
         model = unplaced(module)
         twin = _twin(model)
-        return self.place(model, twin, twin.bind(args, kwargs))
+        return self.place(model, twin, twin.part(entry).bind(args, kwargs), entry)
 
 
 def _twin(model: nn.Module) -> Twin:

@@ -18,7 +18,15 @@ from torch.utils import _pytree as pytree
 
 from graphplan.errors import InputError
 
-__all__ = ["BoundCall", "InputSignature", "TensorLeaf", "bind_call", "register_dataclasses"]
+__all__ = [
+    "BoundCall",
+    "CounterLeaf",
+    "Guard",
+    "InputSignature",
+    "TensorLeaf",
+    "bind_call",
+    "register_dataclasses",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +155,27 @@ class TensorLeaf:
 
 
 @dataclass(frozen=True, slots=True)
+class CounterLeaf:
+    """What a graph asks of an integer that it takes as an input.
+
+    Attributes:
+        low: the smallest.
+        high: the largest.
+    """
+
+    low: int
+    high: int
+
+    def fits(self, leaf: Any) -> bool:
+        """Whether this is such an integer; the same answer as that of :meth:`mismatch`."""
+        return type(leaf) is int and self.low <= leaf <= self.high
+
+    def mismatch(self, name: str, leaf: Any) -> str | None:
+        """Why ``leaf`` does not fit, or None."""
+        return None if self.fits(leaf) else f"{name} is {_short(leaf)}, outside {(self.low, self.high)}"
+
+
+@dataclass(frozen=True, slots=True)
 class InputSignature:
     """Which calls a captured graph serves.
 
@@ -155,12 +184,14 @@ class InputSignature:
         leaves: one entry per leaf: what a tensor must be, or the constant that was traced.
         names: a readable name per leaf (``"input_ids"``, ``"past[0].keys"``).
         symbolic: True where no inputs were seen: then any leaves do.
+        guards: what the trace has taken for granted of sizes beside their ranges.
     """
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
     names: tuple[str, ...]
     symbolic: bool = False
+    guards: tuple[Guard, ...] = ()
 
     def mismatch(self, call: BoundCall) -> str | None:
         """Why this graph cannot serve ``call``, or None when it can."""
@@ -169,7 +200,7 @@ class InputSignature:
         if self.symbolic:
             return None
         for name, want, leaf in zip(self.names, self.leaves, call.leaves, strict=True):
-            if isinstance(want, TensorLeaf):
+            if isinstance(want, TensorLeaf | CounterLeaf):
                 problem = want.mismatch(name, leaf)
             elif isinstance(leaf, torch.Tensor) or not _same_constant(leaf, want):
                 problem = f"{name} is {_short(leaf)}, not {want!r}"
@@ -177,7 +208,27 @@ class InputSignature:
                 problem = None
             if problem is not None:
                 return problem
-        return None
+        return next((guard.text for guard in self.guards if not guard.holds(call.leaves)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A condition on the sizes of a call that a trace has taken for granted.
+
+    Attributes:
+        text: for people.
+        holds: whether the leaves of a call fulfil it.
+    """
+
+    text: str
+    holds: Callable[[Sequence[Any]], bool]
+
+    def over(self, order: Sequence[Any]) -> Guard:
+        """The same condition, over leaves of which ``order`` says where each is."""
+        if tuple(order) == tuple(range(len(order))):
+            return self
+        inner = self.holds
+        return Guard(self.text, lambda leaves: inner([leaves[index] for index in order]))
 
 
 def _same_constant(a: Any, b: Any) -> bool:

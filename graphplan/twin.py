@@ -106,9 +106,11 @@ class Twin:
         module: the copy.
         weights: the caller's own weights, by name.
         signature: of the model's ``forward``.
+        prefix: path of the submodule that this is the copy of; empty for the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.prefix = ""
         self.weights = ModelWeights(model)
         self.signature = inspect.signature(model.forward)
         stand_ins = _stand_ins(model)
@@ -121,6 +123,20 @@ class Twin:
             ) from error
         for name in _ROOT_HOOKS:  # the placed module's own, which run around the graph
             vars(self.module).get(name, {}).clear()
+
+    def part(self, path: str) -> Twin:
+        """The copy of a submodule, with the weights of the whole model; itself for the empty path."""
+        if not path:
+            return self
+        found = copy.copy(self)
+        found.prefix = path
+        found.module = self.module.get_submodule(path)
+        found.signature = inspect.signature(found.module.forward)
+        return found
+
+    def full_name(self, name: str) -> str:
+        """The name in the whole model of a weight of this part."""
+        return f"{self.prefix}.{name}" if self.prefix else name
 
     @property
     def modes(self) -> tuple[bool, ...]:
