@@ -157,7 +157,7 @@ def from_program(
     bound = call if traced is None else bound_call(traced)
     if len(bound.leaves) != len(inputs):
         raise CaptureError(f"the trace takes {len(inputs)} inputs, the call has {len(bound.leaves)}")
-    signature = _input_signature(program, bound, inputs, roles)
+    signature = _any_strides(_input_signature(program, bound, inputs, roles), bound.spec)
     order = tuple(range(len(inputs))) if traced is None else _order(bound, call)
     if None not in order:  # else a condition may be on what only the exporter sees
         signature = replace(signature, guards=tuple(guard.over(order) for guard in guards))
@@ -205,6 +205,15 @@ def _with_flags(signature: InputSignature, call: BoundCall) -> InputSignature:
     names = leaf_names(call)
     leaves = tuple(known.get(name, _leaf(leaf, None)) for name, leaf in zip(names, call.leaves, strict=True))
     return InputSignature(call.spec, leaves, names, guards=signature.guards)
+
+
+def _any_strides(signature: InputSignature, spec: pytree.TreeSpec) -> InputSignature:
+    """Let tensors of caches have any strides: a window of one is a slice, and is only read to extend it."""
+    leaves = list(signature.leaves)
+    for index in _cache_leaves(spec):
+        if isinstance(leaf := leaves[index], TensorLeaf):
+            leaves[index] = replace(leaf, stride=())
+    return replace(signature, leaves=tuple(leaves))
 
 
 def _order(traced: BoundCall, call: BoundCall) -> tuple[int | None, ...]:

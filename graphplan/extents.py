@@ -15,6 +15,7 @@ from graphplan.signature import BoundCall, CounterLeaf, TensorLeaf
 
 __all__ = ["Extents", "bounded"]
 
+_STEP = 8  # tokens by which such a plan reaches ahead at least where room is short
 _LEAST = 64  # tokens that a plan is for which is made while a text grows
 
 
@@ -37,13 +38,14 @@ class Extents:
             if value is not None and not (whole and value > 0):
                 raise InputError(f"{name} must be a positive integer or None, not {value!r}")
 
-    def largest(self, role: str, here: int, *, ahead: bool) -> int:
+    def largest(self, role: str, here: int, ahead: float) -> int:
         """The size that a plan is for.
 
         Args:
             role: ``"batch"`` or ``"length"``.
             here: the size in the call.
-            ahead: whether lengths are to be planned for that are to come.
+            ahead: how far to plan for lengths that are to come: 1 for the next power of two, less for
+                so much of the length more.
 
         Raises:
             LimitError: the call is larger than the caller's limit.
@@ -59,10 +61,12 @@ class Extents:
             return limit
         if role == "batch" or not ahead:
             return here
+        if ahead < 1:
+            return here + max(int(here * ahead), _STEP)
         return max(_LEAST, 1 << (here - 1).bit_length())
 
 
-def bounded(capture: Capture, call: BoundCall, extents: Extents, *, ahead: bool) -> Capture:
+def bounded(capture: Capture, call: BoundCall, extents: Extents, ahead: float) -> Capture:
     """The capture for sizes up to what a plan is to be for.
 
     Args:
@@ -77,8 +81,8 @@ def bounded(capture: Capture, call: BoundCall, extents: Extents, *, ahead: bool)
     if not any(capture.roles):
         return capture
     sizes = _sizes(capture, call)
-    longest = extents.largest("length", sizes.longest, ahead=ahead)
-    most = extents.largest("batch", sizes.batch, ahead=ahead)
+    longest = extents.largest("length", sizes.longest, ahead)
+    most = extents.largest("batch", sizes.batch, ahead)
     leaves = []
     for index, (leaf, roles) in enumerate(zip(capture.signature.leaves, capture.roles, strict=True)):
         past = index in sizes.states

@@ -122,10 +122,12 @@ class Compiler:
         """
         if call is None or self.homes is None:
             return self._plan(call, self._capture(call, entry))
-        try:
-            return self._plan(call, self._capture(call, entry, ahead=True))
-        except InfeasibleError:  # there is no room for what is to come: what is there may fit
-            return self._plan(call, self._capture(call, entry))
+        for ahead in (1.0, 0.25):
+            try:
+                return self._plan(call, self._capture(call, entry, ahead))
+            except InfeasibleError as error:  # there is no room for what is to come: what is there may fit
+                logger.info("no room for sizes ahead of the call's: %s", error)
+        return self._plan(call, self._capture(call, entry))
 
     def _plan(self, call: BoundCall | None, annotator: Annotator) -> Planned:
         choice = self._choose(self._sliced_as_before(annotator), call)
@@ -173,7 +175,7 @@ class Compiler:
         )
         return Planned(captured, made)
 
-    def _capture(self, call: BoundCall | None, entry: str = "", *, ahead: bool = False) -> Annotator:
+    def _capture(self, call: BoundCall | None, entry: str = "", ahead: float = 0.0) -> Annotator:
         """Trace a call, unless one of its structure was traced before, and bound its sizes."""
         known = self._traced(call, entry)
         capture = known.capture
@@ -181,6 +183,9 @@ class Compiler:
         for annotator in known.annotators:
             if annotator.capture.signature == bound.signature:
                 return annotator
+        if known.annotators and call is not None:
+            outgrown = known.annotators[-1].capture.signature.mismatch(call)
+            logger.info("planning for larger sizes: %s", outgrown)
         types = [spec.type for spec in self.topology.devices if spec.computes]
         known.annotators.append(Annotator(bound, self.twin.weights, types))
         return known.annotators[-1]
@@ -192,7 +197,8 @@ class Compiler:
                 mismatch = known.capture.signature.mismatch(call)
                 if mismatch is None:
                     return known
-                reason = reason or mismatch
+                alike = known.capture.signature.spec == call.spec
+                reason = mismatch if alike or reason is None else reason
         options = self.options
         if call is not None and self.captures:
             what = entry or type(self.twin.module).__name__

@@ -121,7 +121,7 @@ class TensorLeaf:
         dtype: the one dtype that it takes.
         shape: each size, None where it is dynamic.
         ranges: smallest and largest of each dynamic size.
-        stride: as in the example, or None where it was contiguous and must be.
+        stride: as in the example, or None where it was contiguous and must be; empty where any do.
     """
 
     dtype: torch.dtype
@@ -132,7 +132,7 @@ class TensorLeaf:
     def fits(self, leaf: torch.Tensor) -> bool:
         """Whether a tensor is one of these; the same answer as that of :meth:`mismatch`, sooner."""
         usual = leaf.dtype is self.dtype and leaf.shape == self.shape
-        if usual and self.stride is None and leaf.is_contiguous():
+        if usual and (self.stride == () or (self.stride is None and leaf.is_contiguous())):
             return True  # a size that is None equals no size
         return self.mismatch("", leaf) is None
 
@@ -150,6 +150,8 @@ class TensorLeaf:
             bounds = self.ranges[axis] if self.ranges else None
             if bounds is not None and not bounds[0] <= have <= bounds[1]:
                 return f"{name} has size {have} along dimension {axis}, outside {bounds}"
+        if self.stride == ():
+            return None
         same = leaf.is_contiguous() if self.stride is None else leaf.stride() == self.stride
         return None if same or not leaf.numel() else f"{name} has strides {leaf.stride()}"
 
@@ -196,7 +198,7 @@ class InputSignature:
     def mismatch(self, call: BoundCall) -> str | None:
         """Why this graph cannot serve ``call``, or None when it can."""
         if call.spec != self.spec:
-            return f"the arguments are {_outline(call)}, not ({', '.join(self.names)})"
+            return self._other_arguments(call)
         if self.symbolic:
             return None
         for name, want, leaf in zip(self.names, self.leaves, call.leaves, strict=True):
@@ -208,6 +210,16 @@ class InputSignature:
                 problem = None
             if problem is not None:
                 return problem
+        return self._broken(call)
+
+    def _other_arguments(self, call: BoundCall) -> str:
+        mine, other = dict.fromkeys(self.names), dict.fromkeys(leaf_names(call))
+        more = [name for name in other if name not in mine]
+        fewer = [name for name in mine if name not in other]
+        texts = [f"{verb} {', '.join(names)}" for verb, names in (("with", more), ("without", fewer)) if names]
+        return f"other arguments: {'; '.join(texts) or 'of other kinds'}"
+
+    def _broken(self, call: BoundCall) -> str | None:
         return next((guard.text for guard in self.guards if not guard.holds(call.leaves)), None)
 
 
@@ -237,10 +249,6 @@ def _same_constant(a: Any, b: Any) -> bool:
 
 def _short(leaf: Any) -> str:
     return "a tensor" if isinstance(leaf, torch.Tensor) else repr(leaf)
-
-
-def _outline(call: BoundCall) -> str:
-    return "(" + ", ".join(leaf_names(call)) + ")"
 
 
 def leaf_names(call: BoundCall) -> tuple[str, ...]:
