@@ -73,7 +73,7 @@ class Capture:
         caches: names of the arguments that are caches; the result is then a pair of the model's result
             and what became of each.
         kept: positions of results that are tensors of caches: they stay where they are made.
-        entry: path of the submodule that was traced; empty for the model itself.
+        entry: what was called, as in :class:`graphplan.twin.Twin`.
     """
 
     module: fx.GraphModule
@@ -178,7 +178,7 @@ def from_program(
         states=_states(program.graph, inputs, bound.spec, order),
         caches=caches,
         kept=frozenset(_cache_leaves(out_spec)),
-        entry=twin.prefix,
+        entry=twin.entry,
     )
 
 

@@ -60,21 +60,27 @@ class Exported:
     caches: tuple[str, ...]
 
 
-def export_transformers(module: nn.Module, call: BoundCall, *, keep_grad: bool) -> Exported:
+def export_transformers(module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool) -> Exported:
     """Trace a call of a transformers model, with as many axes dynamic as can be.
+
+    Args:
+        module: a copy of the model, or a submodule of one.
+        method: that is called: ``"forward"``, or one beside it.
+        call: its arguments.
+        keep_grad: as in :func:`graphplan.tracing.capture`.
 
     Raises:
         Exception: whatever the model's own code or the tracer raises.
     """
     try:
-        return _export(module, call, keep_grad=keep_grad, dynamic=True)
+        return _export(module, method, call, keep_grad=keep_grad, dynamic=True)
     except Exception as error:  # the tracer runs the model's own code, which may raise anything
         reason = str(error).strip().splitlines()
         logger.info("%s: sizes are fixed: %s", type(module).__name__, reason[0] if reason else error)
-        return _export(module, call, keep_grad=keep_grad, dynamic=False)
+        return _export(module, method, call, keep_grad=keep_grad, dynamic=False)
 
 
-def _export(module: nn.Module, call: BoundCall, *, keep_grad: bool, dynamic: bool) -> Exported:
+def _export(module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool, dynamic: bool) -> Exported:
     from transformers.exporters.exporter_dynamo import (  # optional package
         patch_forward_signature,
         patch_model_config,
@@ -88,7 +94,7 @@ def _export(module: nn.Module, call: BoundCall, *, keep_grad: bool, dynamic: boo
     roles = {name: _roles(name, value, _batch(inputs)) for name, value in inputs.items()}
     shapes = {name: _shapes(value, iter(roles[name])) for name, value in inputs.items()} if dynamic else None
     own = vars(module).get("forward")
-    original = module.forward
+    original = getattr(module, method)
 
     @wraps(original)
     def forward(**kwargs: Any) -> Any:

@@ -192,7 +192,7 @@ def _grad(keep_grad: bool) -> torch.set_grad_enabled:
 def _through_export(twin: Twin, call: BoundCall, dynamic_shapes: Any, keep_grad: bool) -> Capture:
     module = twin.module
     own = vars(module).get("forward")
-    original = module.forward
+    original = getattr(module, twin.method)
 
     changed: list[bool] = []
 
@@ -246,7 +246,7 @@ def _by_name(twin: Twin, call: BoundCall, dynamic_shapes: Any) -> Any:
 
 def _through_transformers(twin: Twin, call: BoundCall, keep_grad: bool) -> Capture:
     with _quiet():
-        exported = export_transformers(twin.module, call, keep_grad=keep_grad)
+        exported = export_transformers(twin.module, twin.method, call, keep_grad=keep_grad)
     traced = exported.traced
     dropped = [name for name in call.kwargs if name not in traced]
     if any(isinstance(call.kwargs[name], torch.Tensor) for name in dropped):

@@ -106,11 +106,12 @@ class Twin:
         module: the copy.
         weights: the caller's own weights, by name.
         signature: of the model's ``forward``.
-        prefix: path of the submodule that this is the copy of; empty for the model.
+        entry: the method that is called: ``"model.encoder"`` for a submodule, ``"model:encode"`` for a method
+            of one, empty for the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.prefix = ""
+        self.entry = ""
         self.weights = ModelWeights(model)
         self.signature = inspect.signature(model.forward)
         stand_ins = _stand_ins(model)
@@ -124,19 +125,25 @@ class Twin:
         for name in _ROOT_HOOKS:  # the placed module's own, which run around the graph
             vars(self.module).get(name, {}).clear()
 
-    def part(self, path: str) -> Twin:
-        """The copy of a submodule, with the weights of the whole model; itself for the empty path."""
-        if not path:
+    def part(self, entry: str) -> Twin:
+        """The copy of a submodule, with the weights of the whole model; itself for the empty entry."""
+        if not entry:
             return self
         found = copy.copy(self)
-        found.prefix = path
-        found.module = self.module.get_submodule(path)
-        found.signature = inspect.signature(found.module.forward)
+        found.entry = entry
+        found.module = self.module.get_submodule(entry.partition(":")[0])
+        found.signature = inspect.signature(getattr(found.module, found.method))
         return found
+
+    @property
+    def method(self) -> str:
+        """The name of the method of ``module`` that is called."""
+        return self.entry.partition(":")[2] or "forward"
 
     def full_name(self, name: str) -> str:
         """The name in the whole model of a weight of this part."""
-        return f"{self.prefix}.{name}" if self.prefix else name
+        prefix = self.entry.partition(":")[0]
+        return f"{prefix}.{name}" if prefix else name
 
     @property
     def modes(self) -> tuple[bool, ...]:

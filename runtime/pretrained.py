@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from typing import Any
 
 import torch
@@ -23,12 +24,10 @@ __all__ = ["PlacedPart", "answers"]
 class PlacedPart:
     """A submodule of a placed module, to be called by itself. It holds on to the whole, not the reverse."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the submodule, placed."""
-        whole = self.__dict__["_graphplan_whole"]
-        original = type(self).__mro__[2]
-        signature = inspect.signature(original.forward.__get__(self))
-        return whole._enter(self.__dict__["_graphplan_path"], signature, args, kwargs)
+    def _enter(self, method: str, signature: inspect.Signature, args: Any, kwargs: Any) -> Any:
+        """Run a method of the submodule, placed."""
+        whole, path = self.__dict__["_graphplan_whole"], self.__dict__["_graphplan_path"]
+        return whole._enter(path + method, signature, args, kwargs)
 
 
 _parts: dict[type, type] = {}
@@ -42,13 +41,31 @@ def _part(whole: nn.Module, found: Any) -> Any:
     cls = type(found)
     if cls not in _parts:
         names = ("__module__", "__qualname__", "__doc__")
-        body = {name: getattr(cls, name) for name in names}
-        forward = functools.wraps(cls.forward)(_forward_of(PlacedPart))
-        _parts[cls] = type(cls.__name__, (PlacedPart, cls), {**body, "forward": forward})
+        body = {name: getattr(cls, name) for name in names} | _methods(cls) | {"forward": _entry(cls, "forward")}
+        _parts[cls] = type(cls.__name__, (PlacedPart, cls), body)
     part = object.__new__(_parts[cls])
     part.__dict__.update(found.__dict__)
     part.__dict__.update(_graphplan_whole=whole, _graphplan_path=path)
     return part
+
+
+_CALLED = re.compile(r"get_(image|video|audio|text|qformer)_features$")  # methods that compute, and are called
+
+
+def _methods(original: type) -> dict[str, Any]:
+    """The methods beside ``forward`` that are graphs of their own."""
+    return {name: _entry(original, name) for name in dir(original) if _CALLED.match(name)}
+
+
+def _entry(original: type, name: str) -> Any:
+    method = getattr(original, name)
+    entry = "" if name == "forward" else f":{name}"
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._enter(entry, inspect.signature(method.__get__(self)), args, kwargs)
+
+    return call
 
 
 def _forward_of(cls: type) -> Any:
@@ -68,11 +85,13 @@ def answers(placed: type, original: type[nn.Module]) -> dict[str, Any]:
     body: dict[str, Any] = {"forward": functools.wraps(original.forward)(_forward_of(placed))}
     if not any(cls.__name__ == "PreTrainedModel" for cls in original.__mro__):
         return body
+    body |= _methods(original)
     body["device"] = property(_device_of(original))
     body["to"] = _to
     for name in ("get_encoder", "get_decoder"):
         if callable(getattr(original, name, None)):
-            body[name] = _finder(original, name)
+            body[name] = _finder(getattr(original, name))
+    body["base_model"] = property(_finder(original.base_model.fget))  # type: ignore[attr-defined]
     if hasattr(original, "_valid_auto_compile_criteria"):
         body["_valid_auto_compile_criteria"] = _never
     return body
@@ -104,9 +123,7 @@ def _to(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self
 
 
-def _finder(original: type[nn.Module], name: str) -> Any:
-    method = getattr(original, name)
-
+def _finder(method: Any) -> Any:
     @functools.wraps(method)
     def find(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _part(self, method(self, *args, **kwargs))
