@@ -157,7 +157,7 @@ def from_program(
     bound = call if traced is None else bound_call(traced)
     if len(bound.leaves) != len(inputs):
         raise CaptureError(f"the trace takes {len(inputs)} inputs, the call has {len(bound.leaves)}")
-    signature = _any_strides(_input_signature(program, bound, inputs, roles), bound.spec)
+    signature = _any_strides(_input_signature(program, bound, inputs, roles), bound.spec, roles)
     order = tuple(range(len(inputs))) if traced is None else _order(bound, call)
     if None not in order:  # else a condition may be on what only the exporter sees
         signature = replace(signature, guards=tuple(guard.over(order) for guard in guards))
@@ -207,11 +207,21 @@ def _with_flags(signature: InputSignature, call: BoundCall) -> InputSignature:
     return InputSignature(call.spec, leaves, names, guards=signature.guards)
 
 
-def _any_strides(signature: InputSignature, spec: pytree.TreeSpec) -> InputSignature:
-    """Let tensors of caches have any strides: a window of one is a slice, and is only read to extend it."""
+def _any_strides(
+    signature: InputSignature, spec: pytree.TreeSpec, roles: Sequence[Mapping[int, str]]
+) -> InputSignature:
+    """Let some tensors have any strides.
+
+    Of caches, since a window of one is a slice, and is only read to extend it. And of tokens: the last one
+    of a text is a slice too, and so small that it is made dense when it comes.
+    """
     leaves = list(signature.leaves)
-    for index in _cache_leaves(spec):
-        if isinstance(leaf := leaves[index], TensorLeaf):
+    states = set(_cache_leaves(spec))
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, TensorLeaf):
+            continue
+        tokens = bool(roles) and not leaf.dtype.is_floating_point and not leaf.dtype.is_complex
+        if index in states or tokens:
             leaves[index] = replace(leaf, stride=())
     return replace(signature, leaves=tuple(leaves))
 

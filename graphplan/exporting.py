@@ -125,7 +125,20 @@ def _export(module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool,
 
 def _copied(call: BoundCall) -> dict[str, Any]:
     """The arguments, with caches of their own: the exporter changes what it is given."""
-    return {name: copy.deepcopy(v) if is_cache(v) else v for name, v in call.kwargs.items()}
+    return {name: _dense(value, always=is_cache(value)) for name, value in call.kwargs.items()}
+
+
+def _dense(value: Any, *, always: bool) -> Any:
+    """A copy with the usual strides: others of an example would be taken for sizes of their own."""
+
+    def dense(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if always or leaf.is_contiguous() or not leaf.is_floating_point():
+            return leaf.clone(memory_format=torch.contiguous_format)
+        return leaf
+
+    return pytree.tree_map(dense, value)
 
 
 def _batch(inputs: Mapping[str, Any]) -> int | None:

@@ -52,7 +52,7 @@ from graphplan.placement import Plan
 from graphplan.runtime.executor import Program, State
 from graphplan.runtime.storage import Layout
 from graphplan.schedule import Schedule
-from graphplan.signature import BoundCall, leaf_names
+from graphplan.signature import BoundCall, TensorLeaf, leaf_names
 from graphplan.tracing import capture
 from graphplan.twin import Twin, tensor_bytes
 
@@ -132,7 +132,8 @@ class Compiler:
     def _plan(self, call: BoundCall | None, annotator: Annotator) -> Planned:
         choice = self._choose(self._sliced_as_before(annotator), call)
         asked = Call(choice.plain, choice.wishes, 1.0)
-        return self._planned(choice.annotator.capture, choice.problem, choice.solution, asked)
+        made = self._planned(choice.annotator.capture, choice.problem, choice.solution, asked)
+        return replace(made, call=call)
 
     def plan_together(self, calls: Sequence[BoundCall], weights: Sequence[float]) -> tuple[Planned, ...]:
         """Capture several calls, and place them over the same homes of weights.
@@ -148,11 +149,11 @@ class Compiler:
         found = list(parts.values())
         joint, solutions = self._settle_together(found)
         made = [
-            self._planned(part.annotator.capture, call.settled({}), solution, call)
+            replace(self._planned(part.annotator.capture, call.settled({}), solution, call), call=part.call)
             for part, call, solution in zip(found, joint, solutions, strict=True)
         ]
         first = replace(made[0].plan, others=tuple(planned.plan for planned in made[1:]))
-        return Planned(made[0].capture, first), *made[1:]
+        return replace(made[0], plan=first), *made[1:]
 
     def _planned(self, captured: Capture, problem: Problem, solution: Solution, call: Call) -> Planned:
         graph, evaluation = problem.graph, solution.evaluation
@@ -452,7 +453,7 @@ class Compiler:
         """Plan and lower the call that decides where weights are, unless that is settled."""
         planned = self.plan(call, entry)
         self._settle_homes(planned.plan)
-        return self._lower(planned, call)
+        return self._lower(planned)
 
     def first_together(self, calls: Sequence[BoundCall], weights: Sequence[float]) -> list[Program]:
         """Plan and lower the calls that decide together where weights are."""
@@ -467,9 +468,9 @@ class Compiler:
     def further(self, call: BoundCall, modes: Sequence[bool], entry: str = "") -> Program:
         """Plan and lower a call of another structure, with the weights where they are."""
         self.twin.set_modes(modes)
-        return self._lower(self.plan(call, entry), call)
+        return self._lower(self.plan(call, entry))
 
-    def _lower(self, planned: Planned, call: BoundCall | None = None) -> Program:
+    def _lower(self, planned: Planned) -> Program:
         captured, made = planned.capture, planned.plan
         self.plans.append(made)
         graph, schedule = made.graph, made.schedule
@@ -489,9 +490,10 @@ class Compiler:
             constants=self._place_constants(captured.constants, schedule.assignment.weights),
             attributes=attributes,
             inputs=tuple(captured.inputs.index(n) for n in (*graph.inputs, *_states_of(captured, graph))),
-            states=self._states(captured, made, call),
+            states=self._states(captured, made, planned.call),
             caches=captured.caches,
             entry=captured.entry,
+            dense=_made_dense(captured, graph),
             on_host=frozenset(_read_on_host(made)),
             changed=frozenset(graph.inputs.index(name) for name in graph.changed_inputs),
             host=host_device(schedule, self.topology),
@@ -510,6 +512,17 @@ class Compiler:
             here = home if call is None else call.leaves[leaf].device
             found.append(State(position, leaf, home, torch.device(CPU) if here.type == "meta" else here))
         return tuple(found)
+
+
+def _made_dense(captured: Capture, graph: Graph) -> tuple[int, ...]:
+    """Positions of the inputs that may have any strides: they were traced with the usual ones."""
+    found = []
+    for position, name in enumerate(graph.inputs):
+        index = captured.order[captured.inputs.index(name)] if captured.order else None
+        leaf = None if index is None else captured.signature.leaves[index]
+        if isinstance(leaf, TensorLeaf) and leaf.stride == () and leaf.shape:
+            found.append(position)
+    return tuple(found)
 
 
 def _states_of(captured: Capture, graph: Graph) -> list[str]:
@@ -629,10 +642,11 @@ def _check_named(wishes: Wishes, calls: Sequence[Call]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A captured call and its plan."""
+    """A captured call, its plan, and the example that it was planned for."""
 
     capture: Capture
     plan: Plan
+    call: BoundCall | None = None
 
 
 def _read_on_host(made: Plan) -> list[int]:

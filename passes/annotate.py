@@ -277,7 +277,7 @@ class _GraphReader:
         made = sum(result.nbytes for result in effect.results)
         if not made and not writes:
             return 0
-        tensors = [describe(n.meta.get("val")) for n in node.all_input_nodes]
+        tensors = [describe(n.meta.get("val"), self.capture.sizes) for n in node.all_input_nodes]
         read = [t.copy_bytes for t in tensors if isinstance(t, TensorMeta)]
         if node.target in _GATHERS:
             return 2 * made + sum(read[1:])

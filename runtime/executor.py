@@ -81,6 +81,7 @@ class Program:
         states: the tensors of the caller's caches, and where each is to be.
         caches: names of the arguments that are caches.
         entry: path of the submodule whose call it serves; empty for the module itself.
+        dense: those of the placeholders that are made contiguous.
     """
 
     plan: Plan
@@ -98,6 +99,7 @@ class Program:
     states: tuple[State, ...] = ()
     caches: tuple[str, ...] = ()
     entry: str = ""
+    dense: tuple[int, ...] = ()
 
     def takes(self, leaves: Sequence[Any]) -> bool:
         """Whether the caches of a call are where the plan has them, or where they were when it was made."""
@@ -478,6 +480,8 @@ def _run(module: PlacedModule, program: Program, code: _Code, served: _Served) -
             tensors[position] = tensor.to(program.host)
             if position in program.changed:
                 back.append((tensor, tensors[position]))
+    for position in program.dense:
+        tensors[position] = tensors[position].contiguous()
     for state in program.states:
         if tensors[state.position].device != state.home:
             tensors[state.position] = tensors[state.position].to(state.home)
