@@ -54,7 +54,12 @@ def contestants(model: Any, tokens: int) -> dict[str, Generate]:
     hooked = dispatch_model(copy.deepcopy(model), dict.fromkeys(parts, "cpu"), force_hooks=True)
     streamed = cpu_offload(copy.deepcopy(model), torch.device("cpu"))
     placed = graphplan.partition(model, {"cpu": "4GiB"}, kwargs={"input_ids": ids}, max_length=16 + tokens)
-    models = {"eager": model, "accelerate dispatch": hooked, "accelerate offload": streamed, "graphplan": placed}
+    models = {
+        "eager": model,
+        "accelerate dispatch": hooked,
+        "accelerate offload": streamed,
+        "graphplan": placed,
+    }
     return {name: lambda m=m: m.generate(ids, **options) for name, m in models.items()}
 
 

@@ -69,7 +69,7 @@ class Given:
 def _register_given() -> None:
     if Given not in pytree.SUPPORTED_NODES:
         pytree.register_pytree_node(
-            Given, lambda given: ((), given.name), lambda _, name: Given(name), serialized_type_name="Given"
+            Given, lambda given: ([], given.name), lambda _, name: Given(name), serialized_type_name="Given"
         )
 
 
@@ -97,7 +97,7 @@ def know_caches(module: nn.Module) -> None:
             )
 
 
-def _subclasses(cls: type) -> Iterator[type]:
+def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
     for subclass in cls.__subclasses__():
         yield subclass
         yield from _subclasses(subclass)

@@ -104,7 +104,7 @@ def _export(module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool,
     try:
         with (
             torch.set_grad_enabled(keep_grad),
-            symbolic_config.patch(backed_size_oblivious=True),
+            symbolic_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]  # a config module
             _patches(),
             reset_model_state(module),
             patch_model_config(module, flags),
@@ -281,5 +281,3 @@ def _guards(
 def _condition(code: str) -> Callable[[Sequence[Any]], bool]:
     found: Callable[[Sequence[Any]], bool] = eval(f"lambda v: {code}")  # from the tracer: sizes and numbers
     return found
-
-

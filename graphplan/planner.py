@@ -502,7 +502,6 @@ class Compiler:
             prepare=captured.prepare,
         )
 
-
     def _states(self, captured: Capture, made: Plan, call: BoundCall | None) -> tuple[State, ...]:
         """Where each tensor of the caller's caches is to be."""
         found = []
@@ -600,7 +599,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One of several calls: what was captured, where the caller's tensors are, how much it counts, it itself."""
+    """One of several calls: what was captured, where the caller's tensors are, its weight, it itself."""
 
     annotator: Annotator
     host: DeviceKey

@@ -216,7 +216,9 @@ class InputSignature:
         mine, other = dict.fromkeys(self.names), dict.fromkeys(leaf_names(call))
         more = [name for name in other if name not in mine]
         fewer = [name for name in mine if name not in other]
-        texts = [f"{verb} {', '.join(names)}" for verb, names in (("with", more), ("without", fewer)) if names]
+        texts = [
+            f"{verb} {', '.join(names)}" for verb, names in (("with", more), ("without", fewer)) if names
+        ]
         return f"other arguments: {'; '.join(texts) or 'of other kinds'}"
 
     def _broken(self, call: BoundCall) -> str | None:

@@ -7,7 +7,6 @@ without them.
 
 from __future__ import annotations
 
-import copy
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence

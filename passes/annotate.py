@@ -308,11 +308,11 @@ class _GraphReader:
         weights += [_state(name, described, name in self.written) for name, described in self.states]
         outputs = []
         for position, node in enumerate(self.capture.outputs):
-            name = self.name_of.get(node) if isinstance(node, fx.Node) else None
-            if name is not None and position in self.capture.kept:
-                self._let_stay(name)
-            elif name is not None:
-                outputs.append(name)
+            returned = self.name_of.get(node) if isinstance(node, fx.Node) else None
+            if returned is not None and position in self.capture.kept:
+                self._let_stay(returned)
+            elif returned is not None:
+                outputs.append(returned)
         unique = list(dict.fromkeys(outputs))
         parts = (self.operations, self.values.values(), weights, self.inputs, unique)
         plain = Graph(*parts, shapes_known=self.sees_shapes)

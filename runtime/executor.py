@@ -283,18 +283,20 @@ class PlacedModule(nn.Module):
             if program.modes == modes and program.entry == entry:
                 leaves = known.route.leaves(args, kwargs, program.host)
                 if leaves is not None and program.at_home(leaves):
-                    given = {name: args[at] if isinstance(at, int) else kwargs[at] for name, at in known.caches}
+                    given = {
+                        name: args[at] if isinstance(at, int) else kwargs[at] for name, at in known.caches
+                    }
                     return _Served(known.index, leaves, given)
         call = bind_call(signature, args, kwargs)
         index = self._find(entry, call, modes)
         program = state.programs[index]
         route = find_route(signature, program.signature, program.prepare, args, kwargs)
         if route is not None:
-            places = _places(signature, program.caches, args, kwargs)
+            places = _places(signature, program.caches, kwargs)
             state.routes = [_Known(route, index, places), *state.routes[: _ROUTES - 1]]
         given = {name: call.kwargs[name] for name in program.caches}
-        leaves = call.leaves if program.prepare is None else program.prepare(call).leaves
-        return _Served(index, leaves, given)
+        traced = call if program.prepare is None else program.prepare(call)
+        return _Served(index, traced.leaves, given)
 
     def _find(self, entry: str, call: BoundCall, modes: tuple[bool, ...]) -> int:
         state = self._graphplan
@@ -317,7 +319,7 @@ class PlacedModule(nn.Module):
 
 
 def _places(
-    signature: inspect.Signature, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+    signature: inspect.Signature, names: Sequence[str], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[str, int | str], ...]:
     """For each argument, its position or its name in a call."""
     order = list(signature.parameters)

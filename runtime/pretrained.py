@@ -41,15 +41,19 @@ def _part(whole: nn.Module, found: Any) -> Any:
     cls = type(found)
     if cls not in _parts:
         names = ("__module__", "__qualname__", "__doc__")
-        body = {name: getattr(cls, name) for name in names} | _methods(cls) | {"forward": _entry(cls, "forward")}
+        body = (
+            {name: getattr(cls, name) for name in names} | _methods(cls) | {"forward": _entry(cls, "forward")}
+        )
         _parts[cls] = type(cls.__name__, (PlacedPart, cls), body)
-    part = object.__new__(_parts[cls])
+    part: Any = object.__new__(_parts[cls])
     part.__dict__.update(found.__dict__)
     part.__dict__.update(_graphplan_whole=whole, _graphplan_path=path)
     return part
 
 
-_CALLED = re.compile(r"get_(image|video|audio|text|qformer)_features$")  # methods that compute, and are called
+_CALLED = re.compile(
+    r"get_(image|video|audio|text|qformer)_features$"
+)  # methods that compute, and are called
 
 
 def _methods(original: type) -> dict[str, Any]:
@@ -101,10 +105,10 @@ def _device_of(original: type[nn.Module]) -> Any:
     def device(self: Any) -> torch.device:
         """Where the tensors of calls are, as planned."""
         state = self.__dict__.get("_graphplan")
-        if state is None or not state.programs:
-            found: torch.device = original.device.fget(self)  # type: ignore[attr-defined]  # PreTrainedModel
-            return found
-        return state.device or state.programs[0].host
+        planned = state is not None and bool(state.programs)
+        own: Any = original.device  # PreTrainedModel's property
+        found: torch.device = (state.device or state.programs[0].host) if planned else own.fget(self)
+        return found
 
     return device
 
@@ -117,7 +121,9 @@ def _to(self: Any, *args: Any, **kwargs: Any) -> Any:
     """
     device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
     if dtype is not None and dtype != self.dtype:
-        raise PlanError(f"a placed model keeps its dtype {self.dtype}: convert the original, and partition it")
+        raise PlanError(
+            f"a placed model keeps its dtype {self.dtype}: convert the original, and partition it"
+        )
     if device is not None:
         self._graphplan.device = device
     return self
@@ -131,6 +137,6 @@ def _finder(method: Any) -> Any:
     return find
 
 
-def _never(self: Any, *_args: Any, **_kwargs: Any) -> bool:
+def _never(_self: Any, *_args: Any, **_kwargs: Any) -> bool:
     """``generate`` compiles models on accelerators by itself: a placed model's code is generated already."""
     return False

@@ -101,7 +101,9 @@ class _Writer:
             return items if part.cls is dict else f"{self._name(part.cls)}({items})"
         if part.kind == "object":
             device = _device(part, parts)
-            parts = [device if p.kind == "device" else text for p, text in zip(part.parts, parts, strict=True)]
+            parts = [
+                device if p.kind == "device" else text for p, text in zip(part.parts, parts, strict=True)
+            ]
             return f"make({self._name(part.cls)}, {self._dict(part.keys, parts)})"
         joined = f"[{', '.join(parts)}]"
         if part.cls is list or part.cls is tuple:

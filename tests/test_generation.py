@@ -53,7 +53,9 @@ def same_tokens(model: Any, placed: Any, inputs: dict[str, Any], **options: Any)
     assert torch.equal(placed.generate(**inputs, **options), expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "t5", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES)])
+@pytest.mark.parametrize(
+    "family", ["llama", "t5", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES)]
+)
 def test_tokens_are_those_of_the_model(family: str) -> None:
     with on_two_devices(family) as (model, _, placed):
         assert set(placed.plan.placement.values()) == {0, 1}
@@ -90,7 +92,7 @@ def test_beams(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", DECODERS[:5])
 def test_static_caches(family: str) -> None:
-    with on_two_devices(family) as (model, machine, placed):
+    with on_two_devices(family) as (model, _machine, placed):
         options = {"max_new_tokens": 12, "cache_implementation": "static"}
         same_tokens(model, placed, inputs_of(family), **options)
 
@@ -114,7 +116,7 @@ def bytes_of_one_layer(cache: Any) -> int:
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_no_byte_of_a_cache_crosses_in_decoding(family: str) -> None:
-    with on_two_devices(family) as (model, machine, placed):
+    with on_two_devices(family) as (_model, machine, placed):
         inputs = inputs_of(family, 2, 60)
         with torch.no_grad():
             found = placed(**inputs, use_cache=True)
@@ -152,11 +154,14 @@ def test_a_cache_that_was_passed_in_is_the_callers_own() -> None:
         theirs.crop(-3)
         with torch.no_grad():
             expected = model(input_ids=ids[:, :1], past_key_values=theirs)
-        assert largest_difference(placed(input_ids=ids[:, :1], past_key_values=ours).logits, expected.logits) < 1e-5
+        assert (
+            largest_difference(placed(input_ids=ids[:, :1], past_key_values=ours).logits, expected.logits)
+            < 1e-5
+        )
 
 
 def test_a_cache_made_elsewhere_is_brought_home_once() -> None:
-    with on_two_devices("llama") as (model, machine, placed):
+    with on_two_devices("llama") as (model, _machine, placed):
         ids = inputs_of("llama")["input_ids"]
         with torch.no_grad():
             cache = model(input_ids=ids, use_cache=True).past_key_values  # on the CPU
@@ -206,7 +211,9 @@ def test_a_plan_reserves_what_its_limits_ask_for() -> None:
     weights = bytes_of(model)
     assert large.peak_bytes[0] - weights > 50 * (plain.peak_bytes[0] - weights)
     with pytest.raises(graphplan.InfeasibleError):
-        graphplan.plan(model, {0: plain.peak_bytes[0]}, kwargs=inputs_of("llama"), max_batch=8, max_length=256)
+        graphplan.plan(
+            model, {0: plain.peak_bytes[0]}, kwargs=inputs_of("llama"), max_batch=8, max_length=256
+        )
 
 
 # -- the model stays the model ---------------------------------------------------------------------------
@@ -231,7 +238,7 @@ def test_it_answers_as_the_model_did(tmp_path: Path) -> None:
 
 
 def test_to_leaves_weights_where_they_are() -> None:
-    with on_two_devices("llama") as (model, _, placed):
+    with on_two_devices("llama") as (_model, _, placed):
         homes = {name: tensor.device for name, tensor in placed.named_parameters()}
         assert placed.to("sim:0") is placed
         assert placed.device == torch.device("sim:0")
@@ -255,7 +262,7 @@ class Words:
 
 
 def test_streamers_are_given_every_token() -> None:
-    with on_two_devices("gpt2") as (model, _, placed):
+    with on_two_devices("gpt2") as (_model, _, placed):
         words = Words()
         found = placed.generate(**inputs_of("gpt2", 1), max_new_tokens=5, streamer=words)
         assert words.tokens == found.flatten().tolist()
