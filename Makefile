@@ -9,7 +9,7 @@ demo: $(VENV)/.ready-demo
 	HF_HUB_OFFLINE=1 $(BIN)/graphplan demo --out out
 
 test: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --timeout 900 --benchmark-disable
 
 slow: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m slow

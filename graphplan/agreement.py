@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from graphplan.twin import method_of
+
 __all__ = ["Disagreement", "compare", "eager_result"]
 
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -32,14 +34,14 @@ class Disagreement:
         return f"{self.name or 'the result'} {self.text}"
 
 
-def eager_result(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What the model itself returns; buffers that it writes to are copies, inputs too."""
+def eager_result(model: nn.Module, entry: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What the model itself, or an entry of it, returns; buffers that it writes to are copies, inputs too."""
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     runs = copy.deepcopy(model, memo)
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone().to(device), (args, kwargs))
     with torch.no_grad():
-        return runs(*args, **kwargs)
+        return method_of(runs, entry)(*args, **kwargs)
 
 
 def compare(ours: Any, eager: Any) -> Disagreement | None:

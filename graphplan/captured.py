@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from graphplan.caches import is_described
 from graphplan.errors import CaptureError
-from graphplan.signature import BoundCall, InputSignature, TensorLeaf, leaf_names
+from graphplan.signature import BoundCall, CounterLeaf, Guard, InputSignature, TensorLeaf, leaf_names
 from graphplan.twin import Twin, identity
 
-__all__ = ["Capture", "Part", "Prepare", "Without", "bound_call", "finite_bound", "from_program"]
+__all__ = [
+    "UNBOUNDED",
+    "Capture",
+    "Part",
+    "Prepare",
+    "Without",
+    "bound_call",
+    "finite_bound",
+    "from_program",
+    "largest_sizes",
+]
 
 Prepare = Callable[[BoundCall], BoundCall]
 
@@ -55,6 +66,14 @@ class Capture:
         sizes: symbol of each dynamic size -> the largest that the plan is for.
         prepare: from a call's arguments to those that were traced, where they differ.
         parts: name -> rows of a weight that the graph reads in parts; ``weights`` has these names.
+        roles: for each leaf, axis -> ``"batch"`` or ``"length"`` of those that may vary, where a trace
+            has found them itself.
+        order: for each of ``inputs``, the leaf of the caller's call; None for what was added to it.
+        states: node name of each tensor of a cache that the caller passes in -> its leaf.
+        caches: names of the arguments that are caches; the result is then a pair of the model's result
+            and what became of each.
+        kept: positions of results that are tensors of caches: they stay where they are made.
+        entry: what was called, as in :class:`graphplan.twin.Twin`.
     """
 
     module: fx.GraphModule
@@ -67,6 +86,12 @@ class Capture:
     sizes: dict[Any, int] = field(default_factory=dict)
     prepare: Prepare | None = None
     parts: dict[str, Part] = field(default_factory=dict)
+    roles: tuple[Mapping[int, str], ...] = ()
+    order: tuple[int | None, ...] = ()
+    states: Mapping[str, int] = field(default_factory=dict)
+    caches: tuple[str, ...] = ()
+    kept: frozenset[int] = frozenset()
+    entry: str = ""
 
     @property
     def graph(self) -> fx.Graph:
@@ -87,6 +112,9 @@ def from_program(
     *,
     prepare: Prepare | None = None,
     traced: Mapping[str, Any] | None = None,
+    roles: tuple[Mapping[int, str], ...] = (),
+    guards: tuple[Guard, ...] = (),
+    caches: tuple[str, ...] = (),
 ) -> Capture:
     """What an exported program says, as a capture.
 
@@ -97,6 +125,9 @@ def from_program(
         method: for people.
         prepare: what was done to the arguments before the trace, if anything.
         traced: the arguments after that.
+        roles: as in :class:`Capture`.
+        guards: what the trace takes for granted of sizes.
+        caches: as in :class:`Capture`.
 
     Raises:
         CaptureError: the program has inputs or outputs that are neither tensors nor constants.
@@ -111,7 +142,7 @@ def from_program(
             inputs.append(node)
         elif spec.kind in (kinds.PARAMETER, kinds.BUFFER):
             assert spec.target is not None
-            weights[node] = twin.weights.first[spec.target]
+            weights[node] = twin.weights.first[twin.full_name(spec.target)]
         elif spec.kind is kinds.CONSTANT_TENSOR:
             assert spec.target is not None
             tensor = program.constants[spec.target]
@@ -126,7 +157,10 @@ def from_program(
     bound = call if traced is None else bound_call(traced)
     if len(bound.leaves) != len(inputs):
         raise CaptureError(f"the trace takes {len(inputs)} inputs, the call has {len(bound.leaves)}")
-    signature = _input_signature(program, bound, inputs)
+    signature = _any_strides(_input_signature(program, bound, inputs, roles), bound.spec, roles)
+    order = tuple(range(len(inputs))) if traced is None else _order(bound, call)
+    if None not in order:  # else a condition may be on what only the exporter sees
+        signature = replace(signature, guards=tuple(guard.over(order) for guard in guards))
     out_spec = program.call_spec.out_spec
     assert out_spec is not None
     return Capture(
@@ -137,8 +171,14 @@ def from_program(
         out_spec,
         signature if traced is None else _with_flags(signature, call),
         method,
-        _largest_sizes(program, inputs, signature),
+        largest_sizes(program.graph, inputs, signature.leaves),
         prepare,
+        roles=_in_order(roles, order, len(call.leaves)),
+        order=order,
+        states=_states(program.graph, inputs, bound.spec, order),
+        caches=caches,
+        kept=frozenset(_cache_leaves(out_spec)),
+        entry=twin.entry,
     )
 
 
@@ -164,7 +204,65 @@ def _with_flags(signature: InputSignature, call: BoundCall) -> InputSignature:
     known = dict(zip(signature.names, signature.leaves, strict=True))
     names = leaf_names(call)
     leaves = tuple(known.get(name, _leaf(leaf, None)) for name, leaf in zip(names, call.leaves, strict=True))
-    return InputSignature(call.spec, leaves, names)
+    return InputSignature(call.spec, leaves, names, guards=signature.guards)
+
+
+def _any_strides(
+    signature: InputSignature, spec: pytree.TreeSpec, roles: Sequence[Mapping[int, str]]
+) -> InputSignature:
+    """Let some tensors have any strides.
+
+    Of caches, since a window of one is a slice, and is only read to extend it. And of tokens: the last one
+    of a text is a slice too, and so small that it is made dense when it comes.
+    """
+    leaves = list(signature.leaves)
+    states = set(_cache_leaves(spec))
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, TensorLeaf):
+            continue
+        tokens = bool(roles) and not leaf.dtype.is_floating_point and not leaf.dtype.is_complex
+        if index in states or tokens:
+            leaves[index] = replace(leaf, stride=())
+    return replace(signature, leaves=tuple(leaves))
+
+
+def _order(traced: BoundCall, call: BoundCall) -> tuple[int | None, ...]:
+    """For each leaf that was traced, the leaf of the caller's call; None for what the exporter has added."""
+    places = {name: index for index, name in enumerate(leaf_names(call))}
+    return tuple(places.get(name) for name in leaf_names(traced))
+
+
+def _in_order(
+    roles: Sequence[Mapping[int, str]], order: Sequence[int | None], count: int
+) -> tuple[Mapping[int, str], ...]:
+    found: list[Mapping[int, str]] = [{}] * count
+    for own, index in zip(roles, order, strict=False):
+        if index is not None:
+            found[index] = own
+    return tuple(found)
+
+
+def _states(
+    graph: fx.Graph, inputs: Sequence[str], spec: pytree.TreeSpec, order: Sequence[int | None]
+) -> dict[str, int]:
+    nodes = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    return {
+        inputs[index]: place
+        for index in _cache_leaves(spec)
+        if isinstance(nodes[inputs[index]].meta.get("val"), torch.Tensor)
+        and (place := order[index]) is not None
+    }
+
+
+def _cache_leaves(spec: pytree.TreeSpec, start: int = 0) -> Iterator[int]:
+    """Indices of the leaves that are in caches."""
+    node = None if spec.is_leaf() else pytree.SUPPORTED_NODES.get(spec.type)
+    if node is not None and is_described(node):
+        yield from range(start, start + spec.num_leaves)
+        return
+    for child in spec.children():
+        yield from _cache_leaves(child, start)
+        start += child.num_leaves
 
 
 def _flatten_outputs(program: torch.export.ExportedProgram) -> None:
@@ -181,19 +279,28 @@ def _flatten_outputs(program: torch.export.ExportedProgram) -> None:
 
 
 def _input_signature(
-    program: torch.export.ExportedProgram, call: BoundCall, inputs: Sequence[str]
+    program: torch.export.ExportedProgram,
+    call: BoundCall,
+    inputs: Sequence[str],
+    roles: Sequence[Mapping[int, str]],
 ) -> InputSignature:
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     leaves = tuple(
-        _leaf(leaf, nodes[name].meta.get("val"), program.range_constraints)
-        for leaf, name in zip(call.leaves, inputs, strict=True)
+        _leaf(leaf, nodes[name].meta.get("val"), program.range_constraints, own or {})
+        for leaf, name, own in zip(call.leaves, inputs, roles or [{}] * len(inputs), strict=True)
     )
     return InputSignature(call.spec, leaves, leaf_names(call))
 
 
-def _leaf(leaf: Any, val: Any, ranges: Mapping[Any, Any] | None = None) -> Any:
+def _leaf(
+    leaf: Any, val: Any, ranges: Mapping[Any, Any] | None = None, roles: Mapping[int, str] | None = None
+) -> Any:
     if not isinstance(leaf, torch.Tensor):
-        return leaf
+        if not isinstance(val, torch.SymInt):
+            return leaf
+        if not val.node.expr.is_symbol:
+            return int(val.node.expr) if val.node.expr.is_number else leaf
+        return CounterLeaf(*_bounds((ranges or {}).get(val.node.expr), UNBOUNDED))
     stride = None if leaf.is_contiguous() else leaf.stride()
     if not isinstance(val, torch.Tensor):
         return TensorLeaf(leaf.dtype, tuple(leaf.shape), (), stride)
@@ -203,7 +310,7 @@ def _leaf(leaf: Any, val: Any, ranges: Mapping[Any, Any] | None = None) -> Any:
         symbol = getattr(size, "node", None)  # a torch.SymInt has one
         shape.append(int(size) if symbol is None else None)
         found = None if symbol is None else (ranges or {}).get(symbol.expr)
-        here = leaf.shape[len(bounds)]
+        here = UNBOUNDED if len(bounds) in (roles or {}) else leaf.shape[len(bounds)]
         bounds.append(None if symbol is None else _bounds(found, here))
     return TensorLeaf(val.dtype, tuple(shape), tuple(bounds), stride)
 
@@ -222,23 +329,27 @@ def finite_bound(bound: Any) -> int | None:
         number = int(bound)
     except (TypeError, ValueError, OverflowError, AttributeError):  # sympy's infinities raise any
         return None
-    return number if number < _UNBOUNDED else None
+    return number if number < UNBOUNDED else None
 
 
-_UNBOUNDED = 1 << 48  # what torch writes for a size without an upper bound is above this
+UNBOUNDED = 1 << 48  # what torch writes for a size without an upper bound is above this
 
 
-def _largest_sizes(
-    program: torch.export.ExportedProgram, inputs: Sequence[str], signature: InputSignature
-) -> dict[Any, int]:
-    """Each symbol of an input's sizes -> the largest that the signature admits."""
-    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+def largest_sizes(graph: fx.Graph, inputs: Sequence[str], leaves: Sequence[Any]) -> dict[Any, int]:
+    """Each symbol of an input's sizes -> the largest that the signature's leaf for it admits."""
+    nodes = {node.name: node for node in graph.nodes if node.op == "placeholder"}
     found: dict[Any, int] = {}
-    for name, leaf in zip(inputs, signature.leaves, strict=True):
+
+    def note(size: Any, largest: int) -> None:
+        if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
+            found[size.node.expr] = max(found.get(size.node.expr, 0), largest)
+
+    for name, leaf in zip(inputs, leaves, strict=True):
         val = nodes[name].meta.get("val")
-        if not isinstance(leaf, TensorLeaf) or not isinstance(val, torch.Tensor):
-            continue
-        for size, bounds in zip(val.shape, leaf.ranges, strict=False):
-            if bounds is not None and isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
-                found[size.node.expr] = max(found.get(size.node.expr, 0), bounds[1])
+        if isinstance(leaf, CounterLeaf):
+            note(val, leaf.high)
+        elif isinstance(leaf, TensorLeaf) and isinstance(val, torch.Tensor):
+            for size, bounds in zip(val.shape, leaf.ranges, strict=False):
+                if bounds is not None:
+                    note(size, bounds[1])
     return found

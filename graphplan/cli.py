@@ -145,7 +145,6 @@ def plan(
     budgets, links = read_budgets(max_memory or ()), read_links(link or ())
     speeds, pins = read_measurements(measured, device or ()), read_pins(pin or ())
     topology = with_speeds(read_max_memory(budgets, links, reserve), speeds)
-    _require_html(html)
     named = _load(model, Ask(batch, length, dtype, trust_remote_code, meta))
     with working(f"tracing {named.name} and placing it"):
         found = _plan(named, topology, pin=pins, offload=offload, balance=balance)
@@ -171,7 +170,6 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show a plan that was written before."""
-    _require_html(html)
     found = read_plan(path)
     _write(found, None, html)
     if dot is not None:
@@ -297,16 +295,11 @@ def _load(word: str, ask: Ask) -> NamedModel:
         return load_named(word, ask)
 
 
-def _require_html(path: Path | None) -> None:
-    if path is not None and not hasattr(Plan, "save_html"):
-        raise GraphplanError("--html: this graphplan cannot write pages, its Plan has no save_html")
-
-
 def _write(found: Plan, out: Path | None, html: Path | None) -> None:
     if out is not None:
         found.save_json(out)
     if html is not None:
-        found.save_html(html)  # type: ignore[attr-defined]  # see _require_html
+        found.save_html(html)
 
 
 def _report(result: DemoResult) -> None:

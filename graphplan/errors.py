@@ -12,6 +12,7 @@ __all__ = [
     "GraphplanError",
     "InfeasibleError",
     "InputError",
+    "LimitError",
     "NoGraphError",
     "PlanError",
     "SimulatedOutOfMemoryError",
@@ -44,6 +45,10 @@ class DeviceError(GraphplanError, ValueError):
 
 class InputError(GraphplanError, ValueError):
     """The example inputs, or the inputs of a call, do not fit the model."""
+
+
+class LimitError(InputError):
+    """A call that is larger than ``max_batch`` or ``max_length``, up to which memory was planned."""
 
 
 class CheckpointError(InputError):

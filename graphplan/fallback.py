@@ -34,7 +34,7 @@ from graphplan.runtime.module_profile import CallProfile, profile_call
 from graphplan.runtime.storage import Layout, place_model
 from graphplan.schedule import Assignment
 from graphplan.signature import BoundCall
-from graphplan.twin import Twin, tensor_bytes
+from graphplan.twin import Twin, method_of, tensor_bytes
 
 __all__ = ["fall_back", "where_it_failed"]
 
@@ -50,8 +50,11 @@ def fall_back(
     options: Options,
     source: Checkpoint | None,
     error: CaptureError,
+    entry: str = "",
 ) -> nn.Module:
     """A copy of ``model`` that hooks run, and one warning that says why.
+
+    ``entry`` is the submodule or method that the call is of, if it is not the model itself.
 
     Raises:
         CaptureError: the caller asks for what hooks cannot do, or no way of splitting runs.
@@ -59,7 +62,7 @@ def fall_back(
     """
     _refuse_wishes(options, error)
     reason = f"{error}{where_it_failed(error)}"
-    fallback = _Fallback(model, twin, call, topology, options, source)
+    fallback = _Fallback(model, twin, call, topology, options, source, entry)
     placed = fallback.place(reason)
     warnings.warn(
         f"{reason}\naccelerate's hooks run the model instead, module by module: its operations are not "
@@ -124,6 +127,7 @@ class _Fallback:
     topology: Topology
     options: Options
     source: Checkpoint | None
+    entry: str
 
     def place(self, reason: str) -> nn.Module:
         """The first that runs."""
@@ -172,7 +176,7 @@ class _Fallback:
         module = copy.deepcopy(self.model, memo) if has_data else self.twin.module
         try:
             args, kwargs = pytree.tree_map_only(torch.Tensor, _on_cpu, copy.deepcopy(self._arguments))
-            return profile_call(module, args, kwargs)
+            return profile_call(module, method_of(module, self.entry), args, kwargs)
         except Exception:  # the model's own code on weights of zero may raise anything
             if has_data:
                 raise
@@ -311,7 +315,7 @@ class _Fallback:
         kept = [(buffer, buffer.clone()) for buffer in made.buffers() if buffer.device.type != "meta"]
         args, kwargs = copy.deepcopy(self._arguments)
         try:
-            made(*args, **kwargs)
+            method_of(made, self.entry)(*args, **kwargs)
         finally:
             with torch.no_grad():
                 for buffer, values in kept:

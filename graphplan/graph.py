@@ -38,6 +38,7 @@ class Value:
         is_tensor: False for sizes and other host scalars, which every device can read.
         shape: sizes at the example inputs; empty where unknown.
         dtype: ``"float32"``, ``"int64"``, ...; empty where unknown.
+        stays: whether it is a tensor of a cache that is returned: it outlives the call where it is made.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Value:
     is_tensor: bool = True
     shape: tuple[int, ...] = ()
     dtype: str = ""
+    stays: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,8 @@ class Weight:
         name: its first name in the model; the name that operations use.
         nbytes: bytes of its storage.
         names: every name that it has: more than one when it is tied.
-        kind: ``"parameter"``, ``"buffer"``, ``"constant"`` or ``"part"``.
+        kind: ``"parameter"``, ``"buffer"``, ``"constant"``, ``"part"``, or ``"cache"`` for a tensor
+            of a cache that the caller passes in: it lives where it is used, before and after the call.
         persistent: whether it is in the ``state_dict``.
         mutated: whether a call writes to it (BatchNorm statistics): it is then never fetched.
         movable: False where the graph holds it inside an opaque module: never fetched either.
@@ -212,6 +215,7 @@ class Graph:
         Not those that a call writes to, nor those of which it returns the storage.
         """
         kept = {self.root(name) for name in self.outputs}
+        kept |= {self.root(value.name) for value in self.values.values() if value.stays}
         kept |= {self.root(name) for op in self.operations.values() for name in op.mutates}
         return frozenset(w.name for w in self.weights.values() if w.fetchable and w.name not in kept)
 
@@ -219,6 +223,11 @@ class Graph:
     def not_tensors(self) -> frozenset[str]:
         """Values that are numbers, sizes, lists: they take no bytes and no copy."""
         return frozenset(value.name for value in self.values.values() if not value.is_tensor)
+
+    @cached_property
+    def states(self) -> tuple[Weight, ...]:
+        """The tensors of caches that the caller passes in."""
+        return tuple(weight for weight in self.weights.values() if weight.kind == "cache" and weight.nbytes)
 
     @cached_property
     def parts(self) -> tuple[Weight, ...]:

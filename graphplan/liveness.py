@@ -101,9 +101,9 @@ class _Sweep:
             key = self.schedule.assignment.weights[weight.name]
             self.home[weight.name] = key
             whole = self.schedule.assignment.weights.get(weight.part_of, key)
-            if weight.kind == "constant" or whole != key:
+            if weight.kind in ("constant", "cache") or whole != key:
                 sizes[key].append(weight.nbytes)  # an allocation of its own
-            if weight.kind != "constant":
+            if weight.kind not in ("constant", "cache"):
                 arenas[whole] += self.specs[whole].rounded(weight.nbytes)
             # a weight outlives the call, so its storage is counted once, here, and never freed
             self.storage[weight.name, key] = _Storage(key, 0, len(self.schedule.steps))
@@ -185,6 +185,9 @@ class _Sweep:
             if not moved and name not in self.home:
                 continue  # a host scalar of a hand-built graph
             self._use(end, (name, host if moved else self.home[name]))
+        for value in self.graph.values.values():
+            if value.stays:
+                self._use(end, (value.name, self.home[value.name]))
 
     def _sweep(self, resident: Mapping[DeviceKey, int], caller: int, with_profile: bool) -> Memory:
         live = {key: resident.get(key, 0) for key in self.specs}

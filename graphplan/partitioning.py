@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from graphplan.agreement import compare, eager_result
+from graphplan.caches import know_caches
 from graphplan.device import (
     DISK,
     SIMULATED,
@@ -26,6 +27,7 @@ from graphplan.device import (
     require_present,
 )
 from graphplan.errors import CaptureError, DeviceError, InputError, NoGraphError
+from graphplan.extents import Extents
 from graphplan.fallback import fall_back
 from graphplan.passes.constrain import Wishes
 from graphplan.placement import Plan
@@ -35,8 +37,7 @@ from graphplan.runtime.loading import Checkpoint, read_checkpoint
 from graphplan.runtime.storage import place_model, require_data
 from graphplan.signature import BoundCall
 from graphplan.speeds import Measurements, Speed, with_speeds
-from graphplan.tracing import know_caches
-from graphplan.twin import Twin
+from graphplan.twin import Twin, method_of
 
 __all__ = ["partition", "plan"]
 
@@ -67,6 +68,8 @@ def plan(
     devices: Mapping[DeviceKey, Speed] | Measurements | None = None,
     calls: Sequence[ExampleCall] | None = None,
     weights: Sequence[float] | None = None,
+    max_batch: int | None = None,
+    max_length: int | None = None,
 ) -> Plan:
     """Decide where everything in ``model`` goes, and move nothing.
 
@@ -99,6 +102,9 @@ def plan(
             the plan of the first; the others' are in its ``others``.
         weights: how much each of ``calls`` counts, 1 each by default: ``[1, 200]`` for a prefill
             that 200 decodes follow.
+        max_batch: for a transformers model, the most sequences in a call, beams counted. Memory is
+            planned for as many; without, for those of the example.
+        max_length: likewise the most tokens of a sequence, those in its cache counted.
 
     Raises:
         BudgetError, DeviceError: ``max_memory`` cannot be read.
@@ -108,7 +114,8 @@ def plan(
     """
     topology = with_speeds(read_max_memory(max_memory, links, reserve), devices)
     wishes = Wishes(dict(pin or {}), _groups(together), offload, cpu_compute, balance)
-    options = Options(dynamic_shapes, False, return_outputs, wishes)
+    extents = Extents(max_batch, max_length)
+    options = Options(dynamic_shapes, False, return_outputs, wishes, extents)
     model = _checked(model)
     twin = _twin(model)
     compiler = Compiler(twin, topology, options)
@@ -141,6 +148,8 @@ def partition(
     calls: Sequence[ExampleCall] | None = None,
     weights: Sequence[float] | None = None,
     check: bool = False,
+    max_batch: int | None = None,
+    max_length: int | None = None,
 ) -> Any:
     """The model, placed over the devices of ``max_memory`` and ready to run.
 
@@ -178,6 +187,9 @@ def partition(
         weights: as in :func:`plan`.
         check: compare the placed model with eager on the example inputs. Where a graph differs, hooks run the
             model instead, as where there is no graph; with ``strict=True`` that is an error.
+        max_batch: as in :func:`plan`. A larger call is a :class:`graphplan.LimitError`. Without it, larger
+            calls are planned when they come, as far as the budgets have room.
+        max_length: likewise.
 
     Raises:
         GraphplanError: as in :func:`plan`; also DeviceError for a device that this machine lacks,
@@ -186,7 +198,9 @@ def partition(
     topology = with_speeds(read_max_memory(max_memory, links, reserve), devices)
     require_present(topology)
     wishes = Wishes(dict(pin or {}), _groups(together), offload, cpu_compute, balance)
-    options = Options(dynamic_shapes, grad, return_outputs, wishes, _compile_options(compile, topology))
+    extents = Extents(max_batch, max_length)
+    compiled = _compile_options(compile, topology)
+    options = Options(dynamic_shapes, grad, return_outputs, wishes, extents, compiled)
     model = _checked(model)
     twin = _twin(model)
     source = _source(model, twin, checkpoint, strict=strict is not False)
@@ -227,32 +241,32 @@ class _Start:
     strict: bool = False
     check: bool = False
 
-    def place(self, model: nn.Module, twin: Twin, call: BoundCall | None) -> nn.Module:
-        """A placed copy of ``model``."""
+    def place(self, model: nn.Module, twin: Twin, call: BoundCall | None, entry: str = "") -> nn.Module:
+        """A placed copy of ``model``; ``entry`` is the path of the submodule that is called, if it is one."""
         try:
             compiler = self._compiler(twin)
-            placed = self._attached(model, twin, compiler, [compiler.first(call)])
+            placed = self._attached(model, twin, compiler, [compiler.first(call, entry)])
             if self.check and call is not None:
-                self._compare(model, placed, call)
+                self._compare(model, placed, call, entry)
         except NoGraphError as error:
             if self.strict or call is None or self.homes is not None:
                 raise
-            placed = fall_back(model, twin, call, self.topology, self.options, self.source, error)
+            placed = fall_back(model, twin, call, self.topology, self.options, self.source, error, entry)
             if self.check:
-                self._compare(model, placed, call)
+                self._compare(model, placed, call, entry)
         return placed
 
-    def _compare(self, model: nn.Module, placed: nn.Module, call: BoundCall) -> None:
+    def _compare(self, model: nn.Module, placed: nn.Module, call: BoundCall, entry: str) -> None:
         """Raise NoGraphError where a placed model and eager do not agree on the example inputs."""
         if any(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers())):
             warnings.warn("check: the model has no weights of its own to compare with", stacklevel=4)
             return
-        eager = [eager_result(model, call.args, call.kwargs) for _ in range(2)]
+        eager = [eager_result(model, entry, call.args, call.kwargs) for _ in range(2)]
         if compare(*eager) is not None:
             warnings.warn("check: eager differs from call to call, so nothing can be compared", stacklevel=4)
             return
         args, kwargs = copy.deepcopy((call.args, call.kwargs))
-        apart = compare(placed(*args, **kwargs), eager[0])
+        apart = compare(method_of(placed, entry)(*args, **kwargs), eager[0])
         if apart is not None:
             what = "graph" if isinstance(placed, PlacedModule) else "model that hooks run"
             raise NoGraphError(f"the {what} of {type(model).__name__} differs on the example inputs: {apart}")
@@ -288,11 +302,13 @@ class _Start:
         )
         return placed
 
-    def __call__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> nn.Module:
+    def __call__(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str
+    ) -> nn.Module:
         """Place a module that was waiting for its first call, as it is now."""
         model = unplaced(module)
         twin = _twin(model)
-        return self.place(model, twin, twin.bind(args, kwargs))
+        return self.place(model, twin, twin.part(entry).bind(args, kwargs), entry)
 
 
 def _source(

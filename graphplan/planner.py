@@ -31,6 +31,7 @@ from graphplan.captured import Capture, Part
 from graphplan.checks import check_schedule
 from graphplan.device import CPU, DISK, DeviceKey, Topology
 from graphplan.errors import CaptureError, InfeasibleError
+from graphplan.extents import Extents, bounded
 from graphplan.graph import Graph, Weight
 from graphplan.ops import constant_attribute
 from graphplan.passes.annotate import Annotator, costlier, part_weight
@@ -48,10 +49,10 @@ from graphplan.passes.slicing import is_sliceable, slice_weights
 from graphplan.passes.stages import cut_stages
 from graphplan.passes.verify import verify_lowered
 from graphplan.placement import Plan
-from graphplan.runtime.executor import Program
+from graphplan.runtime.executor import Program, State
 from graphplan.runtime.storage import Layout
 from graphplan.schedule import Schedule
-from graphplan.signature import BoundCall, leaf_names
+from graphplan.signature import BoundCall, TensorLeaf, leaf_names
 from graphplan.tracing import capture
 from graphplan.twin import Twin, tensor_bytes
 
@@ -61,6 +62,7 @@ logger = logging.getLogger("graphplan")
 
 _RING_SLACK = 2 << 20  # bytes by which CUDA's allocator may count a larger ring differently
 _HOPE = 1.1  # a sketch of more than so many times the seconds of another plan is not worth refining
+_PASSING = ("constant", "cache")  # kinds of weights that are none of the model's own
 _SETTLING = 4  # times that a placement is made again because its own moves made operations take more
 
 
@@ -72,6 +74,7 @@ class Options:
     grad: bool = False
     return_outputs: bool = True
     wishes: Wishes = field(default_factory=Wishes)
+    extents: Extents = field(default_factory=Extents)
     compile: Mapping[str, Any] | None = None
 
 
@@ -93,7 +96,7 @@ class Compiler:
     ) -> None:
         self.twin, self.topology, self.options = twin, topology, options
         self.homes, self.mappable = homes, mappable
-        self.captures: list[tuple[tuple[bool, ...], Capture, Annotator]] = []
+        self.captures: list[_Captured] = []
         self.constants: list[_Constant] = []
         self.plans: list[Plan] = []
 
@@ -110,12 +113,27 @@ class Compiler:
             frozenset(name for name, key in self.homes.items() if key == DISK),
         )
 
-    def plan(self, call: BoundCall | None) -> Planned:
-        """Capture, annotate and place."""
-        _, annotator = self._capture(call)
+    def plan(self, call: BoundCall | None, entry: str = "") -> Planned:
+        """Capture, annotate and place.
+
+        Args:
+            call: what is planned for, with larger sizes as the options say.
+            entry: path of the submodule that is called; empty for the model itself.
+        """
+        if call is None or self.homes is None:
+            return self._plan(call, self._capture(call, entry))
+        for ahead in (1.0, 0.25):
+            try:
+                return self._plan(call, self._capture(call, entry, ahead))
+            except InfeasibleError as error:  # there is no room for what is to come: what is there may fit
+                logger.info("no room for sizes ahead of the call's: %s", error)
+        return self._plan(call, self._capture(call, entry))
+
+    def _plan(self, call: BoundCall | None, annotator: Annotator) -> Planned:
         choice = self._choose(self._sliced_as_before(annotator), call)
         asked = Call(choice.plain, choice.wishes, 1.0)
-        return self._planned(choice.annotator.capture, choice.problem, choice.solution, asked)
+        made = self._planned(choice.annotator.capture, choice.problem, choice.solution, asked)
+        return replace(made, call=call)
 
     def plan_together(self, calls: Sequence[BoundCall], weights: Sequence[float]) -> tuple[Planned, ...]:
         """Capture several calls, and place them over the same homes of weights.
@@ -124,18 +142,18 @@ class Compiler:
         """
         parts: dict[tuple[int, DeviceKey], _Part] = {}
         for call, weight in zip(calls, weights, strict=True):
-            _, annotator = self._capture(call)
+            annotator = self._capture(call)
             key = id(annotator), self._host(call)
             before = parts[key].weight if key in parts else 0.0
-            parts[key] = _Part(annotator, key[1], before + weight)
+            parts[key] = _Part(annotator, key[1], before + weight, call)
         found = list(parts.values())
         joint, solutions = self._settle_together(found)
         made = [
-            self._planned(part.annotator.capture, call.settled({}), solution, call)
+            replace(self._planned(part.annotator.capture, call.settled({}), solution, call), call=part.call)
             for part, call, solution in zip(found, joint, solutions, strict=True)
         ]
         first = replace(made[0].plan, others=tuple(planned.plan for planned in made[1:]))
-        return Planned(made[0].capture, first), *made[1:]
+        return replace(made[0], plan=first), *made[1:]
 
     def _planned(self, captured: Capture, problem: Problem, solution: Solution, call: Call) -> Planned:
         graph, evaluation = problem.graph, solution.evaluation
@@ -158,20 +176,45 @@ class Compiler:
         )
         return Planned(captured, made)
 
-    def _capture(self, call: BoundCall | None) -> tuple[Capture, Annotator]:
-        """Trace a call, unless one of its structure was traced for another device already."""
-        modes = self.twin.modes
-        for known_modes, captured, annotator in self.captures:
-            if call is not None and known_modes == modes and captured.signature.mismatch(call) is None:
-                return captured, annotator
-        options = self.options
-        captured = capture(self.twin, call, options.dynamic_shapes, keep_grad=options.grad)
-        simplify(captured, keep_grad=options.grad)
-        _rename_constants(captured, [other for _, other, _ in self.captures])
+    def _capture(self, call: BoundCall | None, entry: str = "", ahead: float = 0.0) -> Annotator:
+        """Trace a call, unless one of its structure was traced before, and bound its sizes."""
+        known = self._traced(call, entry)
+        capture = known.capture
+        bound = capture if call is None else bounded(capture, call, self.options.extents, ahead=ahead)
+        for annotator in known.annotators:
+            if annotator.capture.signature == bound.signature:
+                return annotator
+        if known.annotators and call is not None:
+            outgrown = known.annotators[-1].capture.signature.mismatch(call)
+            logger.info("planning for larger sizes: %s", outgrown)
         types = [spec.type for spec in self.topology.devices if spec.computes]
-        annotator = Annotator(captured, self.twin.weights, types)
-        self.captures.append((modes, captured, annotator))
-        return captured, annotator
+        known.annotators.append(Annotator(bound, self.twin.weights, types))
+        return known.annotators[-1]
+
+    def _traced(self, call: BoundCall | None, entry: str) -> _Captured:
+        modes, reason = self.twin.modes, None
+        for known in self.captures:
+            if call is not None and known.modes == modes and known.capture.entry == entry:
+                mismatch = known.capture.signature.mismatch(call)
+                if mismatch is None:
+                    return known
+                alike = known.capture.signature.spec == call.spec
+                reason = mismatch if alike or reason is None else reason
+        options = self.options
+        if call is not None and self.captures:
+            what = entry or type(self.twin.module).__name__
+            logger.info(
+                "capturing another graph of %s for (%s): %s",
+                what,
+                ", ".join(leaf_names(call)),
+                reason or "its modules are in other modes, or it was not called before",
+            )
+        twin = self.twin.part(entry)
+        captured = capture(twin, call, options.dynamic_shapes, keep_grad=options.grad)
+        simplify(captured, keep_grad=options.grad)
+        _rename_constants(captured, [other.capture for other in self.captures])
+        self.captures.append(_Captured(modes, captured, []))
+        return self.captures[-1]
 
     def _sliced_as_before(self, annotator: Annotator) -> Annotator:
         """The capture with the parts that earlier plans have placed, of weights that it can read so."""
@@ -221,16 +264,30 @@ class Compiler:
 
     def _problem(self, annotator: Annotator, call: BoundCall | None) -> Problem:
         """What is to be placed, without the caller's rules."""
-        return self._problem_of(self._graph(annotator), annotator, self._host(call))
+        return self._problem_of(self._graph(annotator), annotator, self._host(call), call)
 
-    def _problem_of(self, graph: Graph, annotator: Annotator, host: DeviceKey) -> Problem:
+    def _state_homes(self, capture: Capture, call: BoundCall | None) -> dict[str, DeviceKey]:
+        """Where the tensors of a call's caches are, as far as accelerators hold them."""
+        if call is None:
+            return {}
+        of = {spec.torch_device: spec.key for spec in self.topology.devices if spec.is_accelerator}
+        found = ((name, of.get(call.leaves[leaf].device)) for name, leaf in capture.states.items())
+        return {name: key for name, key in found if key is not None}
+
+    def _problem_of(
+        self, graph: Graph, annotator: Annotator, host: DeviceKey, call: BoundCall | None
+    ) -> Problem:
         """What is asked of one call beside what earlier plans have settled."""
         return Problem(
             graph,
             self.topology,
             host,
             self.options.return_outputs,
-            {**(self.homes or {}), **self._constant_homes(annotator.capture.constants)},
+            {
+                **(self.homes or {}),
+                **self._constant_homes(annotator.capture.constants),
+                **self._state_homes(annotator.capture, call),
+            },
             rings=self._rings(),
             growth=self._ring_limits(),
             streams=not self.options.grad,
@@ -268,15 +325,17 @@ class Compiler:
         union: dict[str, torch.Tensor] = {}
         for part in parts:
             union |= part.annotator.capture.constants
+        states = [name for part in parts for name in part.annotator.capture.states]
         calls = []
         for part in parts:
-            plain = self._problem_of(self._graph(part.annotator, union=union), part.annotator, part.host)
+            graph = self._graph(part.annotator, union=union, states=states)
+            plain = self._problem_of(graph, part.annotator, part.host, part.call)
             calls.append(Call(plain, self.options.wishes.within(plain.graph), part.weight))
         _check_named(self.options.wishes, calls)
         for _ in range(_SETTLING):
             solutions = place_jointly(calls)
             moved = [
-                self._graph(part.annotator, found.evaluation.schedule, union)
+                self._graph(part.annotator, found.evaluation.schedule, union, states)
                 for part, found in zip(parts, solutions, strict=True)
             ]
             exact = [
@@ -337,6 +396,7 @@ class Compiler:
         annotator: Annotator,
         schedule: Schedule | None = None,
         union: Mapping[str, torch.Tensor] | None = None,
+        states: Sequence[str] = (),
     ) -> Graph:
         """The graph with the constants and parts of other calls, which take their bytes all the same.
 
@@ -344,6 +404,7 @@ class Compiler:
             annotator: of one call.
             schedule: as in :meth:`Annotator.graph`.
             union: constants of all calls that are planned together with it.
+            states: tensors of all their caches.
         """
         graph, capture = annotator.graph(schedule), annotator.capture
         beside = {other.name: other.tensor for other in self._others({**capture.constants, **(union or {})})}
@@ -351,6 +412,7 @@ class Compiler:
         others = [
             Weight(name, tensor_bytes(tensor), (name,), "constant", False) for name, tensor in beside.items()
         ]
+        others += [Weight(name, 0, (name,), "cache", False) for name in states if name not in capture.states]
         for name, key in (self.homes or {}).items():
             part = Part.named(name)
             if part is not None and name not in capture.parts:
@@ -387,9 +449,9 @@ class Compiler:
                 return spec.key
         return str(device)
 
-    def first(self, call: BoundCall | None) -> Program:
+    def first(self, call: BoundCall | None, entry: str = "") -> Program:
         """Plan and lower the call that decides where weights are, unless that is settled."""
-        planned = self.plan(call)
+        planned = self.plan(call, entry)
         self._settle_homes(planned.plan)
         return self._lower(planned)
 
@@ -401,13 +463,12 @@ class Compiler:
 
     def _settle_homes(self, made: Plan) -> None:
         weights, homes = made.graph.weights, made.schedule.assignment.weights
-        self.homes = {name: key for name, key in homes.items() if weights[name].kind != "constant"}
+        self.homes = {name: key for name, key in homes.items() if weights[name].kind not in _PASSING}
 
-    def further(self, call: BoundCall, modes: Sequence[bool]) -> Program:
+    def further(self, call: BoundCall, modes: Sequence[bool], entry: str = "") -> Program:
         """Plan and lower a call of another structure, with the weights where they are."""
         self.twin.set_modes(modes)
-        logger.info("planning a call of a new structure: %s", ", ".join(leaf_names(call)))
-        return self._lower(self.plan(call))
+        return self._lower(self.plan(call, entry))
 
     def _lower(self, planned: Planned) -> Program:
         captured, made = planned.capture, planned.plan
@@ -428,7 +489,11 @@ class Compiler:
             graph=code,
             constants=self._place_constants(captured.constants, schedule.assignment.weights),
             attributes=attributes,
-            inputs=tuple(captured.inputs.index(name) for name in graph.inputs),
+            inputs=tuple(captured.inputs.index(n) for n in (*graph.inputs, *_states_of(captured, graph))),
+            states=self._states(captured, made, planned.call),
+            caches=captured.caches,
+            entry=captured.entry,
+            dense=_made_dense(captured, graph),
             on_host=frozenset(_read_on_host(made)),
             changed=frozenset(graph.inputs.index(name) for name in graph.changed_inputs),
             host=host_device(schedule, self.topology),
@@ -436,6 +501,32 @@ class Compiler:
             modes=self.twin.modes,
             prepare=captured.prepare,
         )
+
+    def _states(self, captured: Capture, made: Plan, call: BoundCall | None) -> tuple[State, ...]:
+        """Where each tensor of the caller's caches is to be."""
+        found = []
+        for position, name in enumerate(_states_of(captured, made.graph), len(made.graph.inputs)):
+            home = self.topology[made.schedule.assignment.weights[name]].torch_device
+            leaf = captured.states[name]
+            here = home if call is None else call.leaves[leaf].device
+            found.append(State(position, leaf, home, torch.device(CPU) if here.type == "meta" else here))
+        return tuple(found)
+
+
+def _made_dense(captured: Capture, graph: Graph) -> tuple[int, ...]:
+    """Positions of the inputs that may have any strides: they were traced with the usual ones."""
+    found = []
+    for position, name in enumerate(graph.inputs):
+        index = captured.order[captured.inputs.index(name)] if captured.order else None
+        leaf = None if index is None else captured.signature.leaves[index]
+        if isinstance(leaf, TensorLeaf) and leaf.stride == () and leaf.shape:
+            found.append(position)
+    return tuple(found)
+
+
+def _states_of(captured: Capture, graph: Graph) -> list[str]:
+    """The caches' tensors in the order in which the code takes them."""
+    return [name for name in graph.weights if name in captured.states]
 
 
 @dataclass(frozen=True, slots=True)
@@ -508,11 +599,21 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One of several calls: what was captured, where the caller's tensors are, how much it counts."""
+    """One of several calls: what was captured, where the caller's tensors are, its weight, it itself."""
 
     annotator: Annotator
     host: DeviceKey
     weight: float
+    call: BoundCall
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """What was traced, for all sizes, in some modes of the modules; and annotated, for some sizes."""
+
+    modes: tuple[bool, ...]
+    capture: Capture
+    annotators: list[Annotator]
 
 
 def _rename_constants(captured: Capture, others: Sequence[Capture]) -> None:
@@ -540,10 +641,11 @@ def _check_named(wishes: Wishes, calls: Sequence[Call]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A captured call and its plan."""
+    """A captured call, its plan, and the example that it was planned for."""
 
     capture: Capture
     plan: Plan
+    call: BoundCall | None = None
 
 
 def _read_on_host(made: Plan) -> list[int]:
@@ -561,7 +663,7 @@ def _read_on_host(made: Plan) -> list[int]:
 def _refuse_shared(graph: Graph, twin: Twin) -> None:
     """Weights that are views of one memory are placed apart, which a call that writes would show."""
     for weight in graph.weights.values():
-        if weight.mutated and weight.kind != "constant" and (others := twin.weights.sharing(weight.name)):
+        if weight.mutated and weight.kind not in _PASSING and (others := twin.weights.sharing(weight.name)):
             raise CaptureError(
                 f"a call writes to {weight.name!r}, which shares memory with {others[0]!r}: make one of them "
                 "a view that forward takes, so that the write can be seen in both"

@@ -18,7 +18,15 @@ from torch.utils import _pytree as pytree
 
 from graphplan.errors import InputError
 
-__all__ = ["BoundCall", "InputSignature", "TensorLeaf", "bind_call", "register_dataclasses"]
+__all__ = [
+    "BoundCall",
+    "CounterLeaf",
+    "Guard",
+    "InputSignature",
+    "TensorLeaf",
+    "bind_call",
+    "register_dataclasses",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +121,7 @@ class TensorLeaf:
         dtype: the one dtype that it takes.
         shape: each size, None where it is dynamic.
         ranges: smallest and largest of each dynamic size.
-        stride: as in the example, or None where it was contiguous and must be.
+        stride: as in the example, or None where it was contiguous and must be; empty where any do.
     """
 
     dtype: torch.dtype
@@ -124,7 +132,7 @@ class TensorLeaf:
     def fits(self, leaf: torch.Tensor) -> bool:
         """Whether a tensor is one of these; the same answer as that of :meth:`mismatch`, sooner."""
         usual = leaf.dtype is self.dtype and leaf.shape == self.shape
-        if usual and self.stride is None and leaf.is_contiguous():
+        if usual and (self.stride == () or (self.stride is None and leaf.is_contiguous())):
             return True  # a size that is None equals no size
         return self.mismatch("", leaf) is None
 
@@ -142,8 +150,31 @@ class TensorLeaf:
             bounds = self.ranges[axis] if self.ranges else None
             if bounds is not None and not bounds[0] <= have <= bounds[1]:
                 return f"{name} has size {have} along dimension {axis}, outside {bounds}"
+        if self.stride == ():
+            return None
         same = leaf.is_contiguous() if self.stride is None else leaf.stride() == self.stride
         return None if same or not leaf.numel() else f"{name} has strides {leaf.stride()}"
+
+
+@dataclass(frozen=True, slots=True)
+class CounterLeaf:
+    """What a graph asks of an integer that it takes as an input.
+
+    Attributes:
+        low: the smallest.
+        high: the largest.
+    """
+
+    low: int
+    high: int
+
+    def fits(self, leaf: Any) -> bool:
+        """Whether this is such an integer; the same answer as that of :meth:`mismatch`."""
+        return type(leaf) is int and self.low <= leaf <= self.high
+
+    def mismatch(self, name: str, leaf: Any) -> str | None:
+        """Why ``leaf`` does not fit, or None."""
+        return None if self.fits(leaf) else f"{name} is {_short(leaf)}, outside {(self.low, self.high)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,21 +186,23 @@ class InputSignature:
         leaves: one entry per leaf: what a tensor must be, or the constant that was traced.
         names: a readable name per leaf (``"input_ids"``, ``"past[0].keys"``).
         symbolic: True where no inputs were seen: then any leaves do.
+        guards: what the trace has taken for granted of sizes beside their ranges.
     """
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
     names: tuple[str, ...]
     symbolic: bool = False
+    guards: tuple[Guard, ...] = ()
 
     def mismatch(self, call: BoundCall) -> str | None:
         """Why this graph cannot serve ``call``, or None when it can."""
         if call.spec != self.spec:
-            return f"the arguments are {_outline(call)}, not ({', '.join(self.names)})"
+            return self._other_arguments(call)
         if self.symbolic:
             return None
         for name, want, leaf in zip(self.names, self.leaves, call.leaves, strict=True):
-            if isinstance(want, TensorLeaf):
+            if isinstance(want, TensorLeaf | CounterLeaf):
                 problem = want.mismatch(name, leaf)
             elif isinstance(leaf, torch.Tensor) or not _same_constant(leaf, want):
                 problem = f"{name} is {_short(leaf)}, not {want!r}"
@@ -177,7 +210,39 @@ class InputSignature:
                 problem = None
             if problem is not None:
                 return problem
-        return None
+        return self._broken(call)
+
+    def _other_arguments(self, call: BoundCall) -> str:
+        mine, other = dict.fromkeys(self.names), dict.fromkeys(leaf_names(call))
+        more = [name for name in other if name not in mine]
+        fewer = [name for name in mine if name not in other]
+        texts = [
+            f"{verb} {', '.join(names)}" for verb, names in (("with", more), ("without", fewer)) if names
+        ]
+        return f"other arguments: {'; '.join(texts) or 'of other kinds'}"
+
+    def _broken(self, call: BoundCall) -> str | None:
+        return next((guard.text for guard in self.guards if not guard.holds(call.leaves)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A condition on the sizes of a call that a trace has taken for granted.
+
+    Attributes:
+        text: for people.
+        holds: whether the leaves of a call fulfil it.
+    """
+
+    text: str
+    holds: Callable[[Sequence[Any]], bool]
+
+    def over(self, order: Sequence[Any]) -> Guard:
+        """The same condition, over leaves of which ``order`` says where each is."""
+        if tuple(order) == tuple(range(len(order))):
+            return self
+        inner = self.holds
+        return Guard(self.text, lambda leaves: inner([leaves[index] for index in order]))
 
 
 def _same_constant(a: Any, b: Any) -> bool:
@@ -186,10 +251,6 @@ def _same_constant(a: Any, b: Any) -> bool:
 
 def _short(leaf: Any) -> str:
     return "a tensor" if isinstance(leaf, torch.Tensor) else repr(leaf)
-
-
-def _outline(call: BoundCall) -> str:
-    return "(" + ", ".join(leaf_names(call)) + ")"
 
 
 def leaf_names(call: BoundCall) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ without them.
 
 from __future__ import annotations
 
-import copy
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,11 +22,12 @@ from torch.utils import _pytree as pytree
 from graphplan.captured import Capture, Prepare, Without, bound_call, from_program
 from graphplan.device import suspended
 from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError
+from graphplan.exporting import export_transformers
 from graphplan.signature import BoundCall, leaf_names, register_dataclasses
 from graphplan.symbolic import trace_symbolically
 from graphplan.twin import Twin
 
-__all__ = ["capture", "is_transformers_model", "know_caches"]
+__all__ = ["capture", "is_transformers_model"]
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -191,7 +191,7 @@ def _grad(keep_grad: bool) -> torch.set_grad_enabled:
 def _through_export(twin: Twin, call: BoundCall, dynamic_shapes: Any, keep_grad: bool) -> Capture:
     module = twin.module
     own = vars(module).get("forward")
-    original = module.forward
+    original = getattr(module, twin.method)
 
     changed: list[bool] = []
 
@@ -244,37 +244,24 @@ def _by_name(twin: Twin, call: BoundCall, dynamic_shapes: Any) -> Any:
 
 
 def _through_transformers(twin: Twin, call: BoundCall, keep_grad: bool) -> Capture:
-    from transformers.exporters.exporter_dynamo import (  # optional package
-        DynamoConfig,
-        DynamoExporter,
-        register_cache_pytrees_for_model,
-    )
-
-    with _quiet(), _grad(keep_grad):
-        register_cache_pytrees_for_model(twin.module)
-        inputs = copy.copy(dict(call.kwargs))
-        exported = DynamoExporter().export(twin.module, inputs, config=DynamoConfig(dynamic=False))
-        program = exported.program
-    traced = dict(program.example_inputs[1])
+    with _quiet():
+        exported = export_transformers(twin.module, twin.method, call, keep_grad=keep_grad)
+    traced = exported.traced
     dropped = [name for name in call.kwargs if name not in traced]
     if any(isinstance(call.kwargs[name], torch.Tensor) for name in dropped):
         raise CaptureError(f"the exporter drops {dropped}")
     prepare = _preparation(twin, set(traced) - set(call.kwargs), dropped)
-    return from_program(program, call, twin, "transformers", prepare=prepare, traced=traced)
-
-
-def know_caches(module: nn.Module) -> None:
-    """Let pytree look inside the caches of a transformers model, before a call that has one is bound."""
-    if not is_transformers_model(module):
-        return
-    try:
-        from transformers.exporters.exporter_dynamo import (  # optional package
-            register_cache_pytrees_for_model,
-        )
-    except ImportError:
-        return  # without the exporter the capture fails, and says why
-    with _quiet():
-        register_cache_pytrees_for_model(module)
+    return from_program(
+        exported.program,
+        call,
+        twin,
+        "transformers",
+        prepare=prepare,
+        traced=traced,
+        roles=exported.roles,
+        guards=exported.guards,
+        caches=exported.caches,
+    )
 
 
 def _preparation(twin: Twin, added: set[str], dropped: Sequence[str]) -> Prepare | None:

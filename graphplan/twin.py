@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import nn
 from graphplan.errors import CaptureError
 from graphplan.signature import BoundCall, bind_call
 
-__all__ = ["ModelWeights", "Twin", "identity", "is_wrapper", "modes_of", "tensor_bytes"]
+__all__ = ["ModelWeights", "Twin", "identity", "is_wrapper", "method_of", "modes_of", "tensor_bytes"]
 
 
 class ModelWeights:
@@ -64,6 +64,14 @@ def _memory(tensor: torch.Tensor) -> Any:
     if tensor.layout is not torch.strided or not tensor.numel():
         return None
     return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+def method_of(model: nn.Module, entry: str) -> Callable[..., Any]:
+    """What an entry calls: ``path``, ``:method`` or ``path:method`` of a model; the model itself if empty."""
+    path, _, method = entry.partition(":")
+    module = model.get_submodule(path)
+    found: Callable[..., Any] = getattr(module, method) if method else module
+    return found
 
 
 def identity(tensor: torch.Tensor) -> Any:
@@ -110,9 +118,12 @@ class Twin:
         module: the copy.
         weights: the caller's own weights, by name.
         signature: of the model's ``forward``.
+        entry: the method that is called: ``"model.encoder"`` for a submodule, ``"model:encode"`` for a method
+            of one, empty for the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.entry = ""
         self.weights = ModelWeights(model)
         self.signature = inspect.signature(model.forward)
         stand_ins = _stand_ins(model)
@@ -125,6 +136,26 @@ class Twin:
             ) from error
         for name in _ROOT_HOOKS:  # the placed module's own, which run around the graph
             vars(self.module).get(name, {}).clear()
+
+    def part(self, entry: str) -> Twin:
+        """The copy of a submodule, with the weights of the whole model; itself for the empty entry."""
+        if not entry:
+            return self
+        found = copy.copy(self)
+        found.entry = entry
+        found.module = self.module.get_submodule(entry.partition(":")[0])
+        found.signature = inspect.signature(getattr(found.module, found.method))
+        return found
+
+    @property
+    def method(self) -> str:
+        """The name of the method of ``module`` that is called."""
+        return self.entry.partition(":")[2] or "forward"
+
+    def full_name(self, name: str) -> str:
+        """The name in the whole model of a weight of this part."""
+        prefix = self.entry.partition(":")[0]
+        return f"{prefix}.{name}" if prefix else name
 
     @property
     def modes(self) -> tuple[bool, ...]:

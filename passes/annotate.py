@@ -111,6 +111,7 @@ class _GraphReader:
         self.operations: list[Operation] = []
         self.values: dict[str, Value] = {}
         self.inputs: list[str] = []
+        self.states: list[tuple[str, TensorMeta]] = []
         self.written: set[str] = set()
         self.opaque: set[str] = set()
         self.name_of: dict[fx.Node, str] = {}
@@ -164,14 +165,20 @@ class _GraphReader:
         if node.name in self.capture.weights:
             self.name_of[node] = self.capture.weights[node.name]
             return
-        if self.sees_shapes and not isinstance(described, TensorMeta):
+        if node.name in self.capture.states and isinstance(described, TensorMeta):
+            self.name_of[node] = node.name
+            self.states.append((node.name, described))
+            return
+        counter = isinstance(node.meta.get("val"), torch.SymInt)
+        if self.sees_shapes and not isinstance(described, TensorMeta) and not counter:
             return  # a constant, which the trace has taken in
         if node.name not in self.capture.inputs:
             return
         self.name_of[node] = node.name
         self.inputs.append(node.name)
         nbytes = described.copy_bytes if isinstance(described, TensorMeta) else 0
-        self.values[node.name] = _value(node.name, described, nbytes)
+        value = _value(node.name, described, nbytes)
+        self.values[node.name] = replace(value, is_tensor=False) if counter else value
 
     def _is_part(self, node: fx.Node) -> bool:
         """Whether this takes one result out of several: a part of its producer, not a step."""
@@ -286,7 +293,7 @@ class _GraphReader:
         made = sum(result.nbytes for result in effect.results)
         if not made and not writes:
             return 0
-        tensors = [describe(n.meta.get("val")) for n in node.all_input_nodes]
+        tensors = [describe(n.meta.get("val"), self.capture.sizes) for n in node.all_input_nodes]
         read = [t.copy_bytes for t in tensors if isinstance(t, TensorMeta)]
         if node.target in _GATHERS:
             return 2 * made + sum(read[1:])
@@ -314,15 +321,23 @@ class _GraphReader:
         weights = [weight for name, t in self.model.tensors.items() for weight in self._weights(name, t)]
         for name, tensor in self.capture.constants.items():
             weights.append(_constant(name, tensor, name in self.written))
-        outputs = [
-            self.name_of[node]
-            for node in self.capture.outputs
-            if isinstance(node, fx.Node) and node in self.name_of
-        ]
+        weights += [_state(name, described, name in self.written) for name, described in self.states]
+        outputs = []
+        for position, node in enumerate(self.capture.outputs):
+            returned = self.name_of.get(node) if isinstance(node, fx.Node) else None
+            if returned is not None and position in self.capture.kept:
+                self._let_stay(returned)
+            elif returned is not None:
+                outputs.append(returned)
         unique = list(dict.fromkeys(outputs))
         parts = (self.operations, self.values.values(), weights, self.inputs, unique)
         plain = Graph(*parts, shapes_known=self.sees_shapes)
         return Graph(*parts, find_together(plain), shapes_known=self.sees_shapes)
+
+    def _let_stay(self, name: str) -> None:
+        value = self.values.get(name)
+        if value is not None and value.is_tensor and name not in self.inputs:
+            self.values[name] = replace(value, stays=True)
 
     def _weights(self, name: str, tensor: torch.Tensor) -> list[Weight]:
         """A weight, with its parts if it is sliced."""
@@ -382,6 +397,12 @@ def part_weight(whole: Weight, part: Part) -> Weight:
 def _constant(name: str, tensor: torch.Tensor, written: bool) -> Weight:
     shape, dtype = tuple(tensor.shape), _dtype_name(tensor.dtype)
     return Weight(name, tensor_bytes(tensor), (name,), "constant", False, written, True, shape, dtype)
+
+
+def _state(name: str, described: TensorMeta, written: bool) -> Weight:
+    """A tensor of a cache: what reads it runs where it is."""
+    nbytes, dtype = described.copy_bytes, _dtype_name(described.dtype)
+    return Weight(name, nbytes, (name,), "cache", False, written, False, described.shape, dtype)
 
 
 def _value(name: str, described: Any, nbytes: int, base: str | None = None) -> Value:

@@ -100,9 +100,15 @@ class _Lowering:
             node.meta.update(self.source[name].meta)
             self.env[name, self.schedule.host] = node
             self.home[name] = self.schedule.host
+        for name in self.graph.weights:
+            if name in self.capture.states:
+                node = self.out.placeholder(name)
+                node.meta.update(self.source[name].meta)
+                self.env[name, self.home[name]] = node
         moved_out = any(True for _ in self.schedule.moves("output"))
-        if moved_out and self.graph.inputs:
-            first = self.env[self.graph.inputs[0], self.schedule.host]
+        tensors = [name for name in self.graph.inputs if self.graph.values[name].is_tensor]
+        if moved_out and tensors:
+            first = self.env[tensors[0], self.schedule.host]
             self.return_device = self.out.call_function(getattr, (first, "device"))
 
     def _instance(self, name: str, key: DeviceKey) -> fx.Node:
@@ -224,7 +230,16 @@ class _Lowering:
             moved = self.env.get((name, self.schedule.host)) if self.schedule.returns_to_host else None
             return moved or self._instance(name, self.home[name])
 
-        self.out.output(tuple(find(argument) for argument in self.capture.outputs))
+        def left(argument: Any) -> Any:
+            name = self.name_of[argument] if isinstance(argument, fx.Node) else None
+            return argument if name is None else self._instance(name, self.home[name])
+
+        self.out.output(
+            tuple(
+                left(argument) if position in self.capture.kept else find(argument)
+                for position, argument in enumerate(self.capture.outputs)
+            )
+        )
 
 
 def _set_device(node: fx.Node, device: torch.device) -> None:

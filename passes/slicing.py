@@ -149,6 +149,7 @@ def _copied(capture: Capture) -> Capture:
         weights={name[node]: weight for node, weight in capture.weights.items()},
         inputs=tuple(name[node] for node in capture.inputs),
         parts=dict(capture.parts),
+        states={name[node]: leaf for node, leaf in capture.states.items()},
     )
 
 

@@ -67,7 +67,9 @@ class _Proof:
 
     def _visit(self, node: fx.Node) -> str | None:
         if node.op == "placeholder":
-            self.device[node] = self.host
+            value = self.graph.values.get(node.name)
+            here = self.host if value is None or value.is_tensor else None
+            self.device[node] = self.residence.get(node.name, here)
         elif node.op == "get_attr":
             self.device[node] = self.residence.get(str(node.target))
         elif node.op == "output":

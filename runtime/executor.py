@@ -23,6 +23,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from graphplan.caches import Part, layout_of
 from graphplan.device import DeviceKey
 from graphplan.errors import CaptureError, InputError, PlanError
 from graphplan.ops import constant_attribute, part_attribute, stream_attribute
@@ -30,16 +31,35 @@ from graphplan.runtime.binding import BoundCode
 from graphplan.runtime.mapped import MappedFile
 from graphplan.runtime.pages import HostPages
 from graphplan.runtime.parts import ModuleParts, rows_of
+from graphplan.runtime.pretrained import answers
 from graphplan.runtime.profile import Profile, Recorder
 from graphplan.runtime.results import Rebuild, rebuilder
 from graphplan.runtime.routes import Route, find_route
 from graphplan.runtime.streams import ModuleStreams
 from graphplan.signature import BoundCall, InputSignature, bind_call
+from graphplan.twin import method_of
 
 if TYPE_CHECKING:
     from graphplan.placement import Plan  # which lies above, since a plan can be asked for others
 
-__all__ = ["PlacedModule", "Program", "attach", "attach_start", "placed_class", "unplaced"]
+__all__ = ["PlacedModule", "Program", "State", "attach", "attach_start", "placed_class", "unplaced"]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A tensor of a cache that the caller passes in.
+
+    Attributes:
+        position: of its placeholder in the code.
+        leaf: its index among the leaves of the caller's call.
+        home: the device on which it is used, and stays.
+        found: the device on which it was when the call was planned: from there it is brought home.
+    """
+
+    position: int
+    leaf: int
+    home: torch.device
+    found: torch.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +80,10 @@ class Program:
         out_spec: the structure of the result.
         modes: training or not, for each module, as traced.
         prepare: turns the caller's arguments into the traced ones, or None.
+        states: the tensors of the caller's caches, and where each is to be.
+        caches: names of the arguments that are caches.
+        entry: path of the submodule whose call it serves; empty for the module itself.
+        dense: those of the placeholders that are made contiguous.
     """
 
     plan: Plan
@@ -74,6 +98,23 @@ class Program:
     out_spec: pytree.TreeSpec
     modes: tuple[bool, ...]
     prepare: Callable[[BoundCall], BoundCall] | None = None
+    states: tuple[State, ...] = ()
+    caches: tuple[str, ...] = ()
+    entry: str = ""
+    dense: tuple[int, ...] = ()
+
+    def takes(self, leaves: Sequence[Any]) -> bool:
+        """Whether the caches of a call are where the plan has them, or where they were when it was made."""
+        return all((device := leaves[s.leaf].device) == s.home or device == s.found for s in self.states)
+
+    def at_home(self, leaves: Sequence[Any]) -> bool:
+        """As :meth:`takes`, of the leaves of the code's inputs."""
+        inputs = self.inputs
+        for state in self.states:
+            device = leaves[inputs[state.position]].device
+            if device != state.home and device != state.found:
+                return False
+        return True
 
     @property
     def streams(self) -> bool:
@@ -87,9 +128,9 @@ _MANY_PROGRAMS = (
     "string) may differ from call to call, or sizes may: pass tensors, or dynamic_shapes"
 )
 
-Compile = Callable[[BoundCall, Sequence[bool]], Program]
+Compile = Callable[[BoundCall, Sequence[bool], str], Program]
 Record = Callable[[Program, fx.GraphModule], Recorder]
-Start = Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], nn.Module]
+Start = Callable[[nn.Module, Sequence[Any], Mapping[str, Any], str], nn.Module]
 
 
 _training = attrgetter("training")
@@ -111,6 +152,16 @@ class _Known:
 
     route: Route
     index: int
+    caches: tuple[tuple[str, int | str], ...]  # with the position or name of the argument that each is
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """A call as its program takes it: the leaves of its inputs, and the caches that it was given."""
+
+    index: int
+    leaves: Sequence[Any]
+    caches: Mapping[str, Any]
 
 
 @dataclass
@@ -129,6 +180,7 @@ class _State:
     keep_grad: bool = False
     return_outputs: bool = True
     start: Start | None = None
+    device: torch.device | None = None
     codes: dict[int, _Code] = field(default_factory=dict)
     routes: list[_Known] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
@@ -198,7 +250,7 @@ class PlacedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the placed model on the model's own arguments."""
-        return self._call(args, kwargs)
+        return self._enter("", self._graphplan.signature, args, kwargs)
 
     def profile(self, *args: Any, **kwargs: Any) -> Profile:
         """Run one call and measure it: its timeline and peaks, beside the modelled ones.
@@ -212,62 +264,82 @@ class PlacedModule(nn.Module):
             recorders.append(Recorder(code, program.plan))
             return recorders[0]
 
-        self._call(args, kwargs, record)
+        self._enter("", self._graphplan.signature, args, kwargs, record)
         measured = recorders[0].measured
         assert measured is not None
         return Profile(recorders[0].plan, measured)
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record | None = None) -> Any:
+    def _enter(
+        self,
+        entry: str,
+        signature: inspect.Signature | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        record: Record | None = None,
+    ) -> Any:
+        """Run the module, or a submodule of it, on its own arguments."""
         with self._graphplan.lock:
             if self._graphplan.start is not None:
-                started = self._graphplan.start(self, args, kwargs)
+                started = self._graphplan.start(self, args, kwargs, entry)
                 self.__dict__.clear()
                 self.__dict__.update(started.__dict__)
                 if not isinstance(started, PlacedModule):  # hooks run it
                     self.__class__ = type(started)  # type: ignore[assignment]  # of the same original
-                    return self(*args, **kwargs)
+                    if record is not None:
+                        raise PlanError("hooks run this model, there is no graph to profile")
+                    return method_of(self, entry)(*args, **kwargs)
         state = self._graphplan
+        signature = signature or state.signature
+        assert signature is not None
         state.streams.check_files()
         with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):
             with state.lock:
-                index, leaves = self._serve(args, kwargs)
-                program, code = state.programs[index], _code_of(self, index)
+                served = self._serve(entry, signature, args, kwargs)
+                program, code = state.programs[served.index], _code_of(self, served.index)
                 if record is not None:
                     code = replace(code, bound=record(program, code.module))
                 if program.streams:
-                    return _run(self, program, code, leaves)
-            return _run(self, program, code, leaves)
+                    return _run(self, program, code, served)
+            return _run(self, program, code, served)
 
-    def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, Sequence[Any]]:
-        """The program that serves a call, and the leaves that it takes its inputs from."""
+    def _serve(
+        self, entry: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Served:
+        """The program that serves a call, and what it takes of it."""
         state = self._graphplan
         if not state.modules:
             state.modules = list(self.modules())[1:]  # not itself: that would be a cycle
         modes = (self.training, *map(_training, state.modules))
         for known in state.routes:
             program = state.programs[known.index]
-            if program.modes == modes:
+            if program.modes == modes and program.entry == entry:
                 leaves = known.route.leaves(args, kwargs, program.host)
-                if leaves is not None:
-                    return known.index, leaves
-        assert state.signature is not None
-        call = bind_call(state.signature, args, kwargs)
-        index = self._find(call, modes)
+                if leaves is not None and program.at_home(leaves):
+                    given = {
+                        name: args[at] if isinstance(at, int) else kwargs[at] for name, at in known.caches
+                    }
+                    return _Served(known.index, leaves, given)
+        call = bind_call(signature, args, kwargs)
+        index = self._find(entry, call, modes)
         program = state.programs[index]
-        route = find_route(state.signature, program.signature, program.prepare, args, kwargs)
+        route = find_route(signature, program.signature, program.prepare, args, kwargs)
         if route is not None:
-            state.routes = [_Known(route, index), *state.routes[: _ROUTES - 1]]
-        return index, call.leaves if program.prepare is None else program.prepare(call).leaves
+            places = _places(signature, program.caches, kwargs)
+            state.routes = [_Known(route, index, places), *state.routes[: _ROUTES - 1]]
+        given = {name: call.kwargs[name] for name in program.caches}
+        traced = call if program.prepare is None else program.prepare(call)
+        return _Served(index, traced.leaves, given)
 
-    def _find(self, call: BoundCall, modes: tuple[bool, ...]) -> int:
+    def _find(self, entry: str, call: BoundCall, modes: tuple[bool, ...]) -> int:
         state = self._graphplan
         device = call.device
         for index, program in enumerate(state.programs):
-            here = device is None or device == program.host
-            if here and program.modes == modes and program.signature.mismatch(call) is None:
+            here = program.entry == entry and (device is None or device == program.host)
+            alike = here and program.modes == modes and program.signature.mismatch(call) is None
+            if alike and program.takes(call.leaves):
                 return index
         assert state.compile is not None
-        state.programs.append(state.compile(call, modes))
+        state.programs.append(state.compile(call, modes, entry))
         _share_rings(state.programs)
         if len(state.programs) == _MANY:
             warnings.warn(_MANY_PROGRAMS, stacklevel=5)
@@ -276,6 +348,14 @@ class PlacedModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         original = type(self).__mro__[2]
         return _rebuild, (original,), self.__dict__
+
+
+def _places(
+    signature: inspect.Signature, names: Sequence[str], kwargs: Mapping[str, Any]
+) -> tuple[tuple[str, int | str], ...]:
+    """For each argument, its position or its name in a call."""
+    order = list(signature.parameters)
+    return tuple((name, name if name in kwargs else order.index(name)) for name in names)
 
 
 def _rebuild(original: type[nn.Module]) -> nn.Module:
@@ -290,7 +370,7 @@ def placed_class(original: type[nn.Module]) -> type[nn.Module]:
     """The class of the placed copies of a model, under the model's own name."""
     if original not in _classes:
         names = ("__module__", "__qualname__", "__doc__")
-        body = {name: getattr(original, name) for name in names}
+        body = {name: getattr(original, name) for name in names} | answers(PlacedModule, original)
         _classes[original] = type(original.__name__, (PlacedModule, original), body)
     return _classes[original]
 
@@ -356,8 +436,16 @@ def _code_of(module: PlacedModule, index: int) -> _Code:
     if found is None:
         program = state.programs[index]
         code = _graph_module(module, program)
-        found = state.codes[index] = _Code(code, BoundCode(code), rebuilder(program.out_spec))
+        rebuild = rebuilder(program.out_spec, _layouts(program))
+        found = state.codes[index] = _Code(code, BoundCode(code), rebuild)
     return found
+
+
+def _layouts(program: Program) -> dict[str, Part]:
+    """The layout of each cache that the caller passes in."""
+    named = program.signature.spec.children()[1]
+    specs = dict(zip(named.context, named.children(), strict=True))
+    return {name: layout_of(specs[name]) for name in program.caches}
 
 
 def _graph_module(module: PlacedModule, program: Program) -> fx.GraphModule:
@@ -414,7 +502,8 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _run(module: PlacedModule, program: Program, code: _Code, leaves: Sequence[Any]) -> Any:
+def _run(module: PlacedModule, program: Program, code: _Code, served: _Served) -> Any:
+    leaves = served.leaves
     tensors = [leaves[index] for index in program.inputs]
     if program.changed:
         _refuse_overlap(program, tensors)
@@ -425,6 +514,11 @@ def _run(module: PlacedModule, program: Program, code: _Code, leaves: Sequence[A
             tensors[position] = tensor.to(program.host)
             if position in program.changed:
                 back.append((tensor, tensors[position]))
+    for position in program.dense:
+        tensors[position] = tensors[position].contiguous()
+    for state in program.states:
+        if tensors[state.position].device != state.home:
+            tensors[state.position] = tensors[state.position].to(state.home)
     try:
         results = code.bound(tensors)
     except RuntimeError as error:
@@ -432,7 +526,7 @@ def _run(module: PlacedModule, program: Program, code: _Code, leaves: Sequence[A
         raise
     for original, changed in back:
         original.copy_(changed)
-    return code.rebuild(results)
+    return code.rebuild(results, served.caches)
 
 
 def _refuse_overlap(program: Program, tensors: Sequence[Any]) -> None:

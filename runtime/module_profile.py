@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,8 +68,10 @@ def _storage_of(tensor: torch.Tensor) -> int | None:
         return None
 
 
-def profile_call(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallProfile:
-    """Run a module under ``torch.no_grad()`` and watch it; whatever it raises passes through."""
+def profile_call(
+    module: nn.Module, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> CallProfile:
+    """Run a module, or what calls it, under ``torch.no_grad()`` and watch; what it raises passes through."""
     profile = CallProfile()
     handles = []
     for name, part in module.named_modules():
@@ -78,7 +80,7 @@ def profile_call(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     try:
         with torch.no_grad(), _LiveBytes([*module.parameters(), *module.buffers(), *tensors]) as live:
-            profile.result = module(*args, **kwargs)
+            profile.result = run(*args, **kwargs)
     finally:
         for handle in handles:
             handle.remove()

@@ -2,47 +2,64 @@
 
 For a model that returns a dict and a tuple in it, the code is::
 
-    lambda r: {'logits': r[0], 'hidden': (r[1], None)}
+    def rebuild(r, g):
+        return {'logits': r[0], 'hidden': (r[1], None)}
 
-Classes that the structure knows nothing about are made by the function that pytree has for them. The caches
-of transformers are made without it, which interprets a description of each object and imports its class by
-name at each call: their attributes are laid out once, and each call fills in its tensors.
+Classes that the structure knows nothing about are made by the function that pytree has for them. Caches are
+made by their layout. A cache that the caller has passed in is the caller's own, changed as the model would
+have changed it::
+
+    def rebuild(r, g):
+        o0 = g['past_key_values'].__dict__
+        o1 = o0['layers'][0].__dict__
+        o1['keys'] = r[1]
+        o1['values'] = r[2]
+        return {'logits': r[0], 'past_key_values': g['past_key_values']}
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["is_described", "make", "rebuilder"]
+from graphplan.caches import COUNTERS, Given, Part, is_described, layout_of
 
-Rebuild = Callable[[Sequence[Any]], Any]
+__all__ = ["Rebuild", "make", "rebuilder"]
 
-
-def rebuilder(spec: pytree.TreeSpec) -> Rebuild:
-    """A function from the flat results to what the model returns: what ``tree_unflatten`` makes of them."""
-    return _Writer().function(spec)
+Rebuild = Callable[[Sequence[Any], Mapping[str, Any]], Any]
+"""From the flat results, and the caches that were given by name, to what the model returns."""
 
 
-class _Leaf:
-    """Stands for one of the flat results in an object that is laid out."""
+def rebuilder(spec: pytree.TreeSpec, given: Mapping[str, Part] | None = None) -> Rebuild:
+    """A function from the flat results to what the model returns: what ``tree_unflatten`` makes of them.
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    Args:
+        spec: of the result; of a pair of it and the caches, where some are given.
+        given: the layout of each cache that the caller passes in.
+    """
+    return _Writer().function(spec, given or {})
 
 
 class _Writer:
     def __init__(self) -> None:
         self.names: dict[str, Any] = {"make": make}
         self.leaves = itertools.count()
+        self.lines: list[str] = []
 
-    def function(self, spec: pytree.TreeSpec) -> Rebuild:
-        code = f"lambda r: {self._structure(spec)}"
-        made: Rebuild = eval(code, self.names)  # the text is ours: indices, and names of objects
+    def function(self, spec: pytree.TreeSpec, given: Mapping[str, Part]) -> Rebuild:
+        if given:
+            result, caches = spec.children()
+            returned = self._structure(result)
+            for name, cache in zip(caches.context, caches.children(), strict=True):
+                self._change(f"g[{name!r}]", given[name], layout_of(cache))
+        else:
+            returned = self._structure(spec)
+        body = "".join(f"    {line}\n" for line in [*self.lines, f"return {returned}"])
+        exec(f"def rebuild(r, g):\n{body}", self.names)  # the text is ours: indices, and names of objects
+        made: Rebuild = self.names["rebuild"]
         return made
 
     def _name(self, value: Any) -> str:
@@ -53,10 +70,11 @@ class _Writer:
     def _structure(self, spec: pytree.TreeSpec) -> str:
         if spec.is_leaf():
             return f"r[{next(self.leaves)}]"
+        if spec.type is Given:
+            return f"g[{spec.context!r}]"
         node = pytree.SUPPORTED_NODES[spec.type]
         if is_described(node):
-            leaves = [_Leaf(next(self.leaves)) for _ in spec.children()]
-            return self._object(node.unflatten_fn(leaves, spec.context))
+            return self._made(layout_of(spec))
         parts = [self._structure(child) for child in spec.children()]
         if spec.type is tuple:
             return _tuple(parts)
@@ -71,42 +89,76 @@ class _Writer:
         items = (f"{self._name(key)}: {part}" for key, part in zip(keys, parts, strict=True))
         return f"{{{', '.join(items)}}}"
 
-    def _object(self, value: Any) -> str:
-        """The code for an object that has leaves in it; what cannot change is shared by all calls."""
-        if isinstance(value, _Leaf):
-            return f"r[{value.index}]"
-        if value is None or isinstance(value, _CONSTANT):
-            return self._name(value)
-        if type(value) is dict:
-            return self._dict(list(value), [self._object(v) for v in value.values()])
-        parts = [self._object(v) for v in value] if isinstance(value, list | tuple | set | frozenset) else []
-        if type(value) is tuple:
-            return _tuple(parts)
+    def _made(self, part: Part) -> str:
+        """The code for a part of a cache; what cannot change is shared by all calls."""
+        if part.kind == "leaf":
+            return f"r[{next(self.leaves)}]"
+        if part.kind in ("constant", "device"):
+            return self._name(part.value)
+        parts = [self._made(p) for p in part.parts]
+        if part.kind == "mapping":
+            items = self._dict(part.keys, parts)
+            return items if part.cls is dict else f"{self._name(part.cls)}({items})"
+        if part.kind == "object":
+            device = _device(part, parts)
+            parts = [
+                device if p.kind == "device" else text for p, text in zip(part.parts, parts, strict=True)
+            ]
+            return f"make({self._name(part.cls)}, {self._dict(part.keys, parts)})"
         joined = f"[{', '.join(parts)}]"
-        if type(value) is list:
-            return joined
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return f"{self._name(type(value))}(*{joined})"
-        if parts or isinstance(value, list | tuple | set | frozenset):
-            return f"{self._name(type(value))}({joined})"
-        if isinstance(value, dict):
-            items = self._dict(list(value), [self._object(v) for v in value.values()])
-            return f"{self._name(type(value))}({items})"
-        state = self._dict(list(vars(value)), [self._object(v) for v in vars(value).values()])
-        return f"make({self._name(type(value))}, {state})"
+        if part.cls is list or part.cls is tuple:
+            return joined if part.cls is list else _tuple(parts)
+        return f"{self._name(part.cls)}({'*' if hasattr(part.cls, '_fields') else ''}{joined})"
+
+    def _change(self, place: str, before: Part, after: Part) -> None:
+        """Write the lines that make of the object at ``place`` what it is after the call."""
+        alike = before.kind == after.kind and before.cls is after.cls
+        if not _has_leaves(after) and before == after:
+            return
+        if alike and after.kind == "object":
+            state = f"o{len(self.lines)}"
+            self.lines.append(f"{state} = {place}.__dict__")
+            own = dict(zip(before.keys, before.parts, strict=True))
+            texts = []
+            for key, part in zip(after.keys, after.parts, strict=True):
+                texts.append(self._changed_in(f"{state}[{key!r}]", own.get(key), part))
+            if (device := _device(after, texts)) != "None":
+                names = [k for k, part in zip(after.keys, after.parts, strict=True) if part.kind == "device"]
+                self.lines += [f"{state}[{name!r}] = {device}" for name in names]
+        elif alike and after.kind == "sequence" and len(before.parts) == len(after.parts):
+            for index, (old, new) in enumerate(zip(before.parts, after.parts, strict=True)):
+                self._change(f"{place}[{index}]", old, new)
+        else:
+            self.lines.append(f"{place} = {self._made(after)}")
+
+    def _changed_in(self, place: str, before: Part | None, after: Part) -> str:
+        """Write the lines for an attribute; what it is now, for one that is a leaf."""
+        if after.kind == "leaf":
+            text = self._made(after)
+            self.lines.append(f"{place} = {text}")
+            return text
+        if after.kind != "device":
+            if before is None:
+                self.lines.append(f"{place} = {self._made(after)}")
+            else:
+                self._change(place, before, after)
+        return ""
 
 
-_CONSTANT = (bool, int, float, str, type, torch.device, torch.dtype, torch.layout, torch.Size)
+def _device(part: Part, texts: Sequence[str]) -> str:
+    """The code for the device of an object: that of its tensors."""
+    for key, inner, text in zip(part.keys, part.parts, texts, strict=True):
+        if inner.kind == "leaf" and key not in COUNTERS:
+            return f"{text}.device"
+    return "None"
+
+
+def _has_leaves(part: Part) -> bool:
+    return part.kind == "leaf" or any(map(_has_leaves, part.parts))
 
 
 def _tuple(parts: Sequence[str]) -> str:
     return f"({', '.join(parts)},)" if parts else "()"
-
-
-def is_described(node: Any) -> bool:
-    """Whether transformers' exporter describes objects of this class: by attributes, leaves as they are."""
-    module = getattr(node.unflatten_fn, "__module__", None) or ""
-    return module.startswith("transformers.exporters.")
 
 
 def make(cls: Any, state: dict[str, Any]) -> Any:

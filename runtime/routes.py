@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from graphplan.caches import COUNTERS, is_described
 from graphplan.captured import Without
-from graphplan.runtime.results import is_described, make
-from graphplan.signature import BoundCall, InputSignature, TensorLeaf, bind_call
+from graphplan.runtime.results import make
+from graphplan.signature import BoundCall, CounterLeaf, Guard, InputSignature, TensorLeaf, bind_call
 
 __all__ = ["Route", "find_route"]
 
@@ -41,7 +42,9 @@ class Route:
         count: arguments by position.
         names: of the others, in the order in which they are given.
         matches: the form of each argument.
-        checks: what each tensor must be, in the order of the arguments.
+        checks: what each tensor, or counter, must be, in the order of the arguments.
+        guards: further conditions, on all leaves.
+        positions: for each leaf that the guards are about, the tensor that it is, or None.
         order: for each leaf that the signature knows, the tensor that it is, or None for a constant.
         constants: the leaves that are no tensors.
     """
@@ -49,7 +52,9 @@ class Route:
     count: int
     names: tuple[str, ...]
     matches: tuple[Match, ...]
-    checks: tuple[TensorLeaf | None, ...]
+    checks: tuple[TensorLeaf | CounterLeaf | None, ...]
+    guards: tuple[Guard, ...]
+    positions: tuple[int | None, ...]
     order: tuple[int | None, ...]
     constants: tuple[Any, ...]
     first: int | None
@@ -65,6 +70,10 @@ class Route:
                 return None
         for check, tensor in zip(self.checks, tensors, strict=True):
             if check is not None and not check.fits(tensor):
+                return None
+        if self.guards:
+            checked = [None if position is None else tensors[position] for position in self.positions]
+            if not all(guard.holds(checked) for guard in self.guards):
                 return None
         if self.first is not None and tensors[self.first].device != host:
             return None
@@ -104,10 +113,10 @@ def find_route(
     call = bind_call(forward, marked[: len(args)], dict(zip(kwargs, marked[len(args) :], strict=True)))
     if call.spec != signature.spec:
         return None
-    checks: list[TensorLeaf | None] = [None] * form.count
+    checks: list[TensorLeaf | CounterLeaf | None] = [None] * form.count
     positions = [form.index_of(leaf) for leaf in call.leaves]
     for position, leaf in zip(positions, signature.leaves, strict=True):
-        if (position is None) == isinstance(leaf, TensorLeaf):
+        if (position is None) == isinstance(leaf, TensorLeaf | CounterLeaf):
             return None
         if position is not None:
             checks[position] = leaf
@@ -115,9 +124,10 @@ def find_route(
         return None  # a tensor that is dropped on the way
     traced = call if prepare is None else prepare(call)
     order = tuple(form.index_of(leaf) for leaf in traced.leaves)
-    constants = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in traced.leaves)
+    constants = tuple(None if form.index_of(leaf) is not None else leaf for leaf in traced.leaves)
     first = next((position for position in positions if position is not None), None)
-    return Route(len(args), tuple(kwargs), matches, tuple(checks), order, constants, first)
+    checked = (tuple(checks), signature.guards, tuple(positions))
+    return Route(len(args), tuple(kwargs), matches, *checked, order, constants, first)
 
 
 _CONSTANTS = (bool, int, float, str, torch.dtype, torch.device)
@@ -128,7 +138,7 @@ class _Form:
 
     def __init__(self) -> None:
         self.count = 0
-        self.marks: list[torch.Tensor] = []
+        self.marks: list[Any] = []
         self.objects = False  # inside an object whose attributes are flattened with it
 
     def index_of(self, leaf: Any) -> int | None:
@@ -155,33 +165,60 @@ class _Form:
 
     def _object(self, value: Any) -> Match:
         outside, self.objects = self.objects, True
-        state = self.match(dict(vars(value)))
+        parts = [self._attribute(name, part) for name, part in vars(value).items()]
         self.objects = outside
-        return _attributes(type(value), state)
+        return _attributes(type(value), tuple(vars(value)), parts)
+
+    def _attribute(self, name: str, value: Any) -> Match:
+        if not _counts(name, value):
+            return self.match(value)
+        self.count += 1
+        return _is_counter
 
     def marked(self, value: Any) -> Any:
         """The value with marks in place of its tensors."""
         if isinstance(value, torch.Tensor):
-            self.marks.append(torch.empty(0))
+            self.marks.append(torch.empty((0,) * value.dim()))
             return self.marks[-1]
         if isinstance(value, list | tuple):
             return type(value)([self.marked(v) for v in value])
         if isinstance(value, dict):
             return {key: self.marked(v) for key, v in value.items()}
         if hasattr(value, "__dict__") and not isinstance(value, type):
-            return make(type(value), {key: self.marked(v) for key, v in vars(value).items()})
+            return make(type(value), {key: self._marked_attribute(key, v) for key, v in vars(value).items()})
         return value
+
+    def _marked_attribute(self, name: str, value: Any) -> Any:
+        if not _counts(name, value):
+            return self.marked(value)
+        self.marks.append(object())
+        return self.marks[-1]
 
 
 # what has attributes and is more than those, or is called
 _SPECIAL = (type, list, tuple, dict, set, frozenset, FunctionType, MethodType)
 
 
-def _attributes(cls: type, state: Match) -> Match:
+def _attributes(cls: type, names: tuple[str, ...], parts: Sequence[Match]) -> Match:
     def match(value: Any, tensors: list[Any]) -> bool:
-        return type(value) is cls and state(vars(value), tensors)
+        if type(value) is not cls:
+            return False
+        state = value.__dict__
+        if tuple(state) != names:
+            return False
+        return all(part(item, tensors) for part, item in zip(parts, state.values(), strict=True))
 
     return match
+
+
+def _counts(name: str, value: Any) -> bool:
+    """Whether an attribute is a counter that is a leaf of its own."""
+    return name in COUNTERS and type(value) is int and value > 1
+
+
+def _is_counter(value: Any, tensors: list[Any]) -> bool:
+    tensors.append(value)
+    return type(value) is int and value > 1
 
 
 def _is_tensor(value: Any, tensors: list[Any]) -> bool:

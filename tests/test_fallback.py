@@ -61,7 +61,7 @@ def test_what_cannot_be_captured_runs_with_hooks(shares: tuple[float, ...]) -> N
     model = Undecided().eval()
     with torch.no_grad():
         expected = model(X)
-        activations = profile_call(model, (X,), {}).peak
+        activations = profile_call(model, model, (X,), {}).peak
     room = {i: int(1.1 * bytes_of(model) * share) + activations for i, share in enumerate(shares)}
     with graphplan.simulate({**room, "cpu": 1 << 24}) as machine:
         placed = placed_on(model, machine.max_memory)

@@ -1,0 +1,212 @@
+"""The caches of transformers as pytree nodes: what pytree needs to look inside them, and to make them again.
+
+A cache is an object of objects: layers with tensors, flags and counters. Its tensors are leaves, and so are
+the Python integers that count tokens, which a trace must not take for constants. The rest is the *layout*,
+which two calls of one structure share. The device that a layer remembers is no part of it: it is that of
+the layer's tensors. For a cache of one layer::
+
+    DynamicCache(layers=[DynamicLayer(keys=k, values=v, device=cuda:1, is_initialized=True)])
+
+    leaves   k, v
+    layout   DynamicCache(layers=[DynamicLayer(keys=*, values=*, device=that of keys, is_initialized=True)])
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+__all__ = [
+    "COUNTERS",
+    "Given",
+    "Part",
+    "is_cache",
+    "is_described",
+    "is_device_of",
+    "know_caches",
+    "layout_of",
+]
+
+COUNTERS = frozenset({"cumulative_length", "cumulative_length_int", "_seen_tokens"})
+"""Attributes that count tokens: a trace must not take their values for constants."""
+
+_CONSTANTS = (bool, int, float, str, type, torch.dtype, torch.layout, torch.Size)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a layout.
+
+    Attributes:
+        kind: ``"leaf"``, ``"device"``, ``"constant"``, ``"sequence"``, ``"mapping"`` or ``"object"``.
+        cls: the class of a sequence, a mapping, an object, or a constant.
+        keys: of a mapping; names of an object's attributes.
+        parts: in their order.
+        value: of a constant. For a leaf: the axes along which it grows with the length, or None of a counter.
+    """
+
+    kind: str
+    cls: Any = None
+    keys: tuple[Any, ...] = ()
+    parts: tuple[Part, ...] = ()
+    value: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Stands in a result for the cache that the caller has passed as the argument ``name``."""
+
+    name: str
+
+
+def _register_given() -> None:
+    if Given not in pytree.SUPPORTED_NODES:
+        pytree.register_pytree_node(
+            Given, lambda given: ([], given.name), lambda _, name: Given(name), serialized_type_name="Given"
+        )
+
+
+_ours: set[type] = set()
+
+
+def know_caches(module: nn.Module) -> None:
+    """Let pytree look inside the caches of a transformers model, before a call that has one is bound."""
+    if not any(c.__module__.startswith("transformers.") for c in type(module).__mro__):
+        return
+    from transformers.cache_utils import Cache  # optional package
+
+    _register_given()
+    for cls in (*_subclasses(Cache), *_own_caches(module)):
+        if cls not in _ours:
+            _ours.add(cls)
+            if cls in pytree.SUPPORTED_NODES:  # transformers' exporters know it, by another layout
+                pytree._deregister_pytree_node(cls)
+            pytree.register_pytree_node(
+                cls,
+                _flatten,
+                _unflatten,
+                serialized_type_name=f"{cls.__module__}:{cls.__qualname__}",
+                flatten_with_keys_fn=_flatten_with_keys,
+            )
+
+
+def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+def _own_caches(module: nn.Module) -> Iterator[type]:
+    """Caches of a model that are not transformers' ``Cache``; they are named so."""
+    for _, found in inspect.getmembers(inspect.getmodule(type(module)), inspect.isclass):
+        if found.__module__ == type(module).__module__ and found.__name__.endswith("Cache"):
+            yield found
+
+
+def is_cache(value: Any) -> bool:
+    """Whether this is a cache that :func:`know_caches` has made known."""
+    return type(value) in _ours
+
+
+def is_described(node: Any) -> bool:
+    """Whether a pytree node is one of ours: attributes, with leaves as they are."""
+    return node.unflatten_fn is _unflatten
+
+
+def layout_of(spec: pytree.TreeSpec) -> Part:
+    """The layout of a cache, from its structure."""
+    found: Part = spec.context
+    return found
+
+
+def is_device_of(name: str, state: Mapping[str, Any]) -> bool:
+    """Whether an attribute is the device of its object's tensors."""
+    return isinstance(state[name], torch.device)
+
+
+def _flatten(cache: Any) -> tuple[list[Any], Part]:
+    leaves: list[Any] = []
+    return leaves, _describe(cache, leaves, "", False)
+
+
+def _flatten_with_keys(cache: Any) -> tuple[list[Any], Part]:
+    leaves, layout = _flatten(cache)
+    return [(pytree.SequenceKey(i), leaf) for i, leaf in enumerate(leaves)], layout
+
+
+def _unflatten(leaves: Iterable[Any], layout: Part) -> Any:
+    return _make(layout, iter(leaves))
+
+
+def _describe(value: Any, leaves: list[Any], name: str, fixed: bool) -> Part:
+    if isinstance(value, torch.Tensor):
+        leaves.append(value)
+        grows = (2,) if value.dim() == 4 and name in ("keys", "values") and not fixed else ()
+        return Part("leaf", value=grows)
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        known = _settled(value)
+        if known is None:
+            leaves.append(value)
+            return Part("leaf")
+        value = known
+    if name in COUNTERS and not (value is None or (type(value) is int and value <= 1)):
+        leaves.append(value)  # 0 and 1 are structures of their own, as they are to a trace
+        return Part("leaf")
+    if value is None or isinstance(value, _CONSTANTS):
+        return Part("constant", type(value), value=value)
+    if isinstance(value, torch.device):
+        return Part("device")
+    cls = type(value)
+    if isinstance(value, dict):
+        parts = (_describe(v, leaves, str(k), fixed) for k, v in value.items())
+        return Part("mapping", cls, tuple(value), tuple(parts))
+    if isinstance(value, list | tuple | set | frozenset):
+        return Part("sequence", cls, (), tuple(_describe(v, leaves, name, fixed) for v in value))
+    if isinstance(value, types.MethodType | types.FunctionType) or not hasattr(value, "__dict__"):
+        return Part("constant", cls, value=value)
+    state = vars(value)
+    fixed = fixed or "max_cache_len" in state
+    return Part("object", cls, tuple(state), tuple(_describe(v, leaves, k, fixed) for k, v in state.items()))
+
+
+def _settled(symbol: Any) -> Any:
+    """The value of a symbol that a trace has settled already; None while it may vary."""
+    node = symbol.node
+    if isinstance(symbol, torch.SymBool):
+        return node.maybe_as_bool()
+    return node.maybe_as_float() if isinstance(symbol, torch.SymFloat) else node.maybe_as_int()
+
+
+def _make(part: Part, leaves: Iterator[Any]) -> Any:
+    if part.kind == "leaf":
+        return next(leaves)
+    if part.kind == "constant":
+        return part.value
+    if part.kind == "device":
+        return torch.device("cpu")  # until the tensors beside it are known
+    made = [_make(p, leaves) for p in part.parts]
+    if part.kind == "mapping":
+        items = zip(part.keys, made, strict=True)
+        return dict(items) if part.cls is dict else part.cls(items)
+    if part.kind == "sequence":
+        return _sequence(part.cls, made)
+    state = dict(zip(part.keys, made, strict=True))
+    device = next((v.device for v in state.values() if isinstance(v, torch.Tensor)), None)
+    if device is not None:
+        state |= {name: device for name in state if is_device_of(name, state)}
+    found = part.cls.__new__(part.cls)
+    found.__dict__.update(state)
+    return found
+
+
+def _sequence(cls: Any, items: Sequence[Any]) -> Any:
+    if cls is list or cls is tuple:
+        return cls(items)
+    return cls(*items) if hasattr(cls, "_fields") else cls(items)
