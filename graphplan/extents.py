@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from graphplan.captured import UNBOUNDED, Capture, largest_sizes
 from graphplan.errors import InputError, LimitError
@@ -85,9 +86,14 @@ def bounded(capture: Capture, call: BoundCall, extents: Extents, ahead: float) -
     most = extents.largest("batch", sizes.batch, ahead)
     leaves = []
     for index, (leaf, roles) in enumerate(zip(capture.signature.leaves, capture.roles, strict=True)):
-        past = index in sizes.states
-        length = max(longest - sizes.new, 1) if past else longest
-        leaves.append(_within(leaf, roles, {"batch": most, "length": length}))
+        limits = {"batch": most, "length": longest}
+        if index in sizes.states:
+            limits["length"] = max(longest - sizes.new, 1)
+        elif extents.max_length is None and not ahead:  # each as long as it is: a decoder's text, say
+            limits["length"] = max(
+                (_size(call.leaves[index], axis) for axis in _axes(roles, "length")), default=1
+            )
+        leaves.append(_within(leaf, roles, limits))
     signature = replace(capture.signature, leaves=tuple(leaves))
     traced = [None if index is None else leaves[index] for index in capture.order]
     found = {**capture.sizes, **largest_sizes(capture.graph, capture.inputs, traced)}
@@ -110,7 +116,7 @@ def _sizes(capture: Capture, call: BoundCall) -> _Sizes:
     past, new = 0, 1
     for index, (leaf, roles) in enumerate(zip(call.leaves, capture.roles, strict=True)):
         for axis, role in roles.items():
-            size = leaf if isinstance(leaf, int) else int(leaf.shape[axis])
+            size = _size(leaf, axis)
             found[role] = max(found[role], size)
             if role == "length" and (index in states or isinstance(leaf, int)):
                 past = max(past, size)
@@ -122,6 +128,15 @@ def _sizes(capture: Capture, call: BoundCall) -> _Sizes:
 
 
 _NEW = ("input_ids", "decoder_input_ids", "inputs_embeds", "decoder_inputs_embeds")
+
+
+def _size(leaf: Any, axis: int) -> int:
+    """Of a tensor along an axis; a counter's value."""
+    return leaf if isinstance(leaf, int) else int(leaf.shape[axis])
+
+
+def _axes(roles: Mapping[int, str], role: str) -> list[int]:
+    return [axis for axis, one in roles.items() if one == role]
 
 
 def _within(leaf: object, roles: Mapping[int, str], limits: Mapping[str, int]) -> object:

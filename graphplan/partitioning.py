@@ -210,7 +210,7 @@ def partition(
     try:
         return start.place(model, twin, _example(model, twin, args, kwargs))
     except (CaptureError, InputError) as error:  # a model's own dummy inputs need not be what it takes
-        if args or kwargs:
+        if not isinstance(args, Sequence) or len(args) or kwargs:
             raise
         warnings.warn(f"{error} (the first call will be captured instead)", stacklevel=2)
     shell = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})

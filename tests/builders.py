@@ -41,7 +41,7 @@ def largest_difference(a: Any, b: Any) -> float:
             if x.shape != y.shape or x.dtype != y.dtype:
                 return float("inf")
             if x.numel():
-                worst = max(worst, float((x.detach().double() - y.detach().double()).abs().max()))
+                worst = max(worst, float((x.detach().cpu().double() - y.detach().cpu().double()).abs().max()))
         elif x != y:
             return float("inf")
     return worst

@@ -151,7 +151,7 @@ def rebuild_with_slots(placed: Any, slots: int) -> None:
     schedule = build_schedule(planned.graph, planned.topology, assignment, planned.schedule.host)
     check_schedule(planned.graph, planned.topology, schedule)
     made = replace(planned, schedule=schedule)
-    captured = compiler.captures[0][1]
+    captured = compiler.captures[0].capture
     state.programs[0] = compiler._lower(graphplan.planner.Planned(captured, made))
 
 

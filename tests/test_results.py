@@ -41,7 +41,7 @@ def same(a: Any, b: Any) -> bool:
 @given(TREES)
 def test_what_is_rebuilt_is_what_was_taken_apart(tree: Any) -> None:
     leaves, spec = pytree.tree_flatten(tree)
-    assert same(rebuilder(spec)(leaves), tree)
+    assert same(rebuilder(spec)(leaves, {}), tree)
 
 
 def test_dataclasses_and_model_outputs() -> None:
@@ -60,7 +60,7 @@ def test_dataclasses_and_model_outputs() -> None:
     ):
         register_dataclasses(result)
         leaves, spec = pytree.tree_flatten(result)
-        again = rebuilder(spec)(leaves)
+        again = rebuilder(spec)(leaves, {})
         assert type(again) is type(result)
         assert pytree.tree_flatten(again)[1] == spec
         assert all(a is b for a, b in zip(pytree.tree_leaves(again), leaves, strict=True))
@@ -79,12 +79,12 @@ def test_caches_are_made_anew_for_each_call() -> None:
     cache = model(torch.ones(1, 3, dtype=torch.long)).past_key_values
     leaves, spec = pytree.tree_flatten({"cache": cache})
     rebuild = rebuilder(spec)
-    one, two = rebuild(leaves)["cache"], rebuild(leaves)["cache"]
+    one, two = rebuild(leaves, {})["cache"], rebuild(leaves, {})["cache"]
     assert type(one) is DynamicCache
     assert pytree.tree_flatten({"cache": one})[1] == spec
     assert all(a is b for a, b in zip(pytree.tree_leaves(one), leaves, strict=True))
     one.update(torch.ones(1, 2, 1, 8), torch.ones(1, 2, 1, 8), 0)
     one.layers.append(None)
-    assert two.get_seq_length() == rebuild(leaves)["cache"].get_seq_length() == 3
+    assert two.get_seq_length() == rebuild(leaves, {})["cache"].get_seq_length() == 3
     assert len(two.layers) == 2
     assert one.get_seq_length() == 4
