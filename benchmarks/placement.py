@@ -9,7 +9,6 @@ sequential fill, of contiguous pieces, and of accelerate's and transformers' map
 from __future__ import annotations
 
 import argparse
-import inspect
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,8 +20,8 @@ from report import table, write
 
 from graphplan.comparison import LESS, Baseline
 from graphplan.errors import InfeasibleError, readable_bytes
-from graphplan.passes.evaluate import Problem
-from graphplan.passes.place import Solution, place
+from graphplan.passes.limits import Limits
+from graphplan.passes.place import place
 
 OVERRUN = 1.1  # a limit is kept when it is passed by no more than this
 SAME = 1 + 1e-9  # a ratio of equals, rounding apart
@@ -84,15 +83,6 @@ class Result:
         ]
 
 
-def solve(problem: Problem, seconds: float) -> Solution:
-    """Place within a time limit, where the planner takes one."""
-    limited: Any = place
-    if "time_limit" in inspect.signature(place).parameters:
-        found: Solution = limited(problem, time_limit=seconds)
-        return found
-    return place(problem)
-
-
 def measure(instance: Instance, times: Sequence[float]) -> Result:
     """Solve an instance under each limit, and let the others place it."""
     result = Result(instance)
@@ -102,7 +92,7 @@ def measure(instance: Instance, times: Sequence[float]) -> Result:
             continue
         start = time.perf_counter()
         try:
-            found = solve(instance.problem, limit)
+            found = place(instance.problem, Limits.within(limit))
         except InfeasibleError as error:
             result.error = str(error)
             break

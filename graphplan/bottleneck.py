@@ -20,6 +20,7 @@ from graphplan.device import DeviceKey, DeviceSpec, Link, Topology
 from graphplan.errors import InfeasibleError
 from graphplan.passes.evaluate import Evaluation, evaluate
 from graphplan.passes.joint import Call, place_jointly
+from graphplan.passes.limits import Limits
 from graphplan.passes.place import place
 from graphplan.passes.residence import reside
 from graphplan.schedule import Assignment
@@ -197,11 +198,12 @@ class _Search:
     ) -> _Found | None:
         """What is found for these devices; None where nothing is, since no search is complete."""
         calls, start = [call.on(topology) for call in self.calls], near or self.near
+        limits = Limits(exhaustive=exhaustive)
         try:
             if len(calls) == 1:
-                solutions = [place(calls[0].settled({}), exhaustive=exhaustive, near=start[0])]
+                solutions = [place(calls[0].settled({}), limits, near=start[0])]
             else:
-                solutions = list(place_jointly(calls, exhaustive=exhaustive, near=start))
+                solutions = list(place_jointly(calls, limits, near=start))
         except InfeasibleError:
             return None
         found = tuple(solution.evaluation for solution in solutions)

@@ -70,6 +70,7 @@ def plan(
     weights: Sequence[float] | None = None,
     max_batch: int | None = None,
     max_length: int | None = None,
+    time_limit: float | None = None,
 ) -> Plan:
     """Decide where everything in ``model`` goes, and move nothing.
 
@@ -105,6 +106,9 @@ def plan(
         max_batch: for a transformers model, the most sequences in a call, beams counted. Memory is
             planned for as many; without, for those of the example.
         max_length: likewise the most tokens of a sequence, those in its cache counted.
+        time_limit: seconds for the search, after the trace; the best placement by then is taken, with the
+            bound that was proven. None: about a second of work for most models, and the same result
+            whatever the clock says.
 
     Raises:
         BudgetError, DeviceError: ``max_memory`` cannot be read.
@@ -115,7 +119,7 @@ def plan(
     topology = with_speeds(read_max_memory(max_memory, links, reserve), devices)
     wishes = Wishes(dict(pin or {}), _groups(together), offload, cpu_compute, balance)
     extents = Extents(max_batch, max_length)
-    options = Options(dynamic_shapes, False, return_outputs, wishes, extents)
+    options = Options(dynamic_shapes, False, return_outputs, wishes, extents, time_limit=time_limit)
     model = _checked(model)
     twin = _twin(model)
     compiler = Compiler(twin, topology, options)
@@ -150,6 +154,7 @@ def partition(
     check: bool = False,
     max_batch: int | None = None,
     max_length: int | None = None,
+    time_limit: float | None = None,
 ) -> Any:
     """The model, placed over the devices of ``max_memory`` and ready to run.
 
@@ -190,6 +195,7 @@ def partition(
         max_batch: as in :func:`plan`. A larger call is a :class:`graphplan.LimitError`. Without it, larger
             calls are planned when they come, as far as the budgets have room.
         max_length: likewise.
+        time_limit: as in :func:`plan`, for each structure of calls.
 
     Raises:
         GraphplanError: as in :func:`plan`; also DeviceError for a device that this machine lacks,
@@ -200,7 +206,7 @@ def partition(
     wishes = Wishes(dict(pin or {}), _groups(together), offload, cpu_compute, balance)
     extents = Extents(max_batch, max_length)
     compiled = _compile_options(compile, topology)
-    options = Options(dynamic_shapes, grad, return_outputs, wishes, extents, compiled)
+    options = Options(dynamic_shapes, grad, return_outputs, wishes, extents, compiled, time_limit)
     model = _checked(model)
     twin = _twin(model)
     source = _source(model, twin, checkpoint, strict=strict is not False)

@@ -30,7 +30,7 @@ from torch import nn
 from graphplan.captured import Capture, Part
 from graphplan.checks import check_schedule
 from graphplan.device import CPU, DISK, DeviceKey, Topology
-from graphplan.errors import CaptureError, InfeasibleError
+from graphplan.errors import CaptureError, InfeasibleError, InputError
 from graphplan.extents import Extents, bounded
 from graphplan.graph import Graph, Weight
 from graphplan.ops import constant_attribute
@@ -39,6 +39,7 @@ from graphplan.passes.constrain import Wishes, constrain
 from graphplan.passes.disk import place_or_map
 from graphplan.passes.evaluate import Problem, evaluate
 from graphplan.passes.joint import Call, place_jointly
+from graphplan.passes.limits import Limits
 from graphplan.passes.lower import host_device, lower
 from graphplan.passes.oversized import find_oversized, offered_parts
 from graphplan.passes.place import Solution, sketch
@@ -51,7 +52,7 @@ from graphplan.passes.verify import verify_lowered
 from graphplan.placement import Plan
 from graphplan.runtime.executor import Program, State
 from graphplan.runtime.storage import Layout
-from graphplan.schedule import Schedule
+from graphplan.schedule import Assignment, Schedule
 from graphplan.signature import BoundCall, TensorLeaf, leaf_names
 from graphplan.tracing import capture
 from graphplan.twin import Twin, tensor_bytes
@@ -76,6 +77,12 @@ class Options:
     wishes: Wishes = field(default_factory=Wishes)
     extents: Extents = field(default_factory=Extents)
     compile: Mapping[str, Any] | None = None
+    time_limit: float | None = None
+
+    def __post_init__(self) -> None:
+        limit = self.time_limit
+        if limit is not None and not (isinstance(limit, int | float) and limit > 0):
+            raise InputError(f"time_limit must be a positive number of seconds or None, not {limit!r}")
 
 
 _NOT_ON_DISK = (
@@ -224,18 +231,19 @@ class Compiler:
 
     def _choose(self, annotator: Annotator, call: BoundCall | None) -> _Choice:
         """Place the graph as it was captured and, where that may help, with weights sliced: the faster."""
+        limits = Limits.within(self.options.time_limit)
         sliced = self._best_slicing(annotator, call) if self.homes is None else None
         if sliced is None:
-            return self._settle(annotator, call)
+            return self._settle(annotator, call, limits)
         whole = None
         if sketch(self._constrained(annotator, call)) is not None:
-            whole = self._settle(annotator, call)
+            whole = self._settle(annotator, call, limits.until(0.5))
             if whole.seconds * _HOPE < sliced.seconds:
                 return whole
         try:
-            found = self._settle(sliced.annotator, call)
+            found = self._settle(sliced.annotator, call, limits)
         except InfeasibleError:  # the moves that slicing brings made operations take more
-            return whole or self._settle(annotator, call)
+            return whole or self._settle(annotator, call, limits)
         return found if whole is None else _faster(whole, found)
 
     def _best_slicing(self, annotator: Annotator, call: BoundCall | None) -> _Sketch | None:
@@ -297,7 +305,7 @@ class Compiler:
         """What the caller asks for; a further call may not run everything that is named there."""
         return self.options.wishes if self.homes is None else self.options.wishes.within(graph)
 
-    def _settle(self, annotator: Annotator, call: BoundCall | None) -> _Choice:
+    def _settle(self, annotator: Annotator, call: BoundCall | None, limits: Limits) -> _Choice:
         """Place the graph, and again where the moves themselves make operations take more.
 
         The graph that is returned is that of the returned placement: its bytes are exact.
@@ -305,8 +313,10 @@ class Compiler:
         plain = self._problem(annotator, call)
         wishes = self._wishes(plain.graph)
         problem = constrain(plain, wishes)
+        near: Assignment | None = None
         for _ in range(_SETTLING):
-            solution = place_or_map(problem, self.mappable)
+            solution = place_or_map(problem, self.mappable, limits, near=near)
+            near = solution.evaluation.schedule.assignment
             moved = self._graph(annotator, solution.evaluation.schedule)
             exact = constrain(replace(plain, graph=moved), wishes)
             if exact.graph == problem.graph:
@@ -315,7 +325,7 @@ class Compiler:
             if again.feasible:
                 return _Choice(annotator, plain, wishes, exact, replace(solution, evaluation=again))
             problem = replace(exact, graph=costlier(problem.graph, exact.graph))
-        solution = place_or_map(problem, self.mappable)
+        solution = place_or_map(problem, self.mappable, limits, near=near)
         return _Choice(annotator, plain, wishes, problem, solution)
 
     def _settle_together(self, parts: Sequence[_Part]) -> tuple[list[Call], list[Solution]]:
@@ -332,8 +342,9 @@ class Compiler:
             plain = self._problem_of(graph, part.annotator, part.host, part.call)
             calls.append(Call(plain, self.options.wishes.within(plain.graph), part.weight))
         _check_named(self.options.wishes, calls)
+        limits = Limits.within(self.options.time_limit)
         for _ in range(_SETTLING):
-            solutions = place_jointly(calls)
+            solutions = place_jointly(calls, limits)
             moved = [
                 self._graph(part.annotator, found.evaluation.schedule, union, states)
                 for part, found in zip(parts, solutions, strict=True)
@@ -353,7 +364,7 @@ class Compiler:
                 replace(new, problem=replace(new.problem, graph=costlier(old.problem.graph, graph)))
                 for old, new, graph in zip(calls, exact, moved, strict=True)
             ]
-        return calls, list(place_jointly(calls))
+        return calls, list(place_jointly(calls, limits))
 
     def _rings(self) -> dict[DeviceKey, int]:
         """Bytes of the rings that earlier plans of this model have made."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from graphplan.device import CPU, DISK, DeviceKey, DeviceSpec, Topology
 from graphplan.errors import InfeasibleError, readable_bytes
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
+from graphplan.passes.limits import Limits
 from graphplan.passes.place import Solution, place
 from graphplan.passes.residence import cpu_key
 from graphplan.schedule import STAGED_BYTES, Assignment
@@ -27,26 +28,35 @@ _ROUNDS = 8  # times that more weights leave the CPU, when the evaluator finds i
 _AS_FAST = ", with the disk as fast as the CPU"
 
 
-def place_or_map(problem: Problem, mappable: Set[str] | None = None) -> Solution:
+def place_or_map(
+    problem: Problem,
+    mappable: Set[str] | None = None,
+    limits: Limits = Limits(),  # noqa: B008  # frozen
+    *,
+    near: Assignment | None = None,
+) -> Solution:
     """Place a graph, with weights on disk if it does not fit otherwise.
 
     Args:
         problem: what to place; without ``"disk"`` among its devices this is :func:`place`.
         mappable: the parameters that can stay on disk: those that a checkpoint has as the model has
             them. None: there is no checkpoint yet, so all.
+        limits: as in :func:`graphplan.passes.place.place`.
+        near: likewise, where nothing stays on disk.
 
     Raises:
         InfeasibleError: with budgets that would do.
     """
     if DISK not in problem.topology:
-        return place(problem)
-    return _Mapping(problem, mappable).run()
+        return place(problem, limits, near=near)
+    return _Mapping(problem, mappable, limits).run()
 
 
 @dataclass(slots=True)
 class _Mapping:
     problem: Problem
     mappable: Set[str] | None
+    limits: Limits
 
     def run(self) -> Solution:
         problem, disk = self.problem, self.problem.topology[DISK]
@@ -61,7 +71,7 @@ class _Mapping:
         failure: InfeasibleError | None = None
         for wide in self._widened(extra, settled):
             try:
-                solution = place(wide)
+                solution = place(wide, self.limits)
             except InfeasibleError as error:
                 failure = failure or error
                 continue
@@ -91,7 +101,7 @@ class _Mapping:
         if hopeless:
             return None
         try:
-            found = place(replace(self.problem, topology=_without_disk(self.problem.topology)))
+            found = place(replace(self.problem, topology=_without_disk(self.problem.topology)), self.limits)
         except InfeasibleError:
             return None
         return replace(found, evaluation=self._judged(found.evaluation.schedule.assignment))

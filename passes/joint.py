@@ -18,6 +18,7 @@ from graphplan.errors import InfeasibleError
 from graphplan.passes.constrain import Wishes, constrain
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.exchange import exchange
+from graphplan.passes.limits import Limits
 from graphplan.passes.place import Solution, place
 from graphplan.passes.residence import reside
 from graphplan.passes.shared_rings import beside, evaluate_together, fit_together, within
@@ -67,7 +68,10 @@ class Call:
 
 
 def place_jointly(
-    calls: Sequence[Call], *, exhaustive: bool = True, near: Sequence[Assignment] | None = None
+    calls: Sequence[Call],
+    limits: Limits = Limits(),  # noqa: B008  # frozen
+    *,
+    near: Sequence[Assignment] | None = None,
 ) -> tuple[Solution, ...]:
     """A placement of each call, in order, all over the same homes of weights.
 
@@ -75,7 +79,7 @@ def place_jointly(
 
     Args:
         calls: what to place.
-        exhaustive: as in :func:`graphplan.passes.place.place`.
+        limits: as in :func:`graphplan.passes.place.place`.
         near: an assignment of each call to start from as well, all over the same homes of weights.
 
     Raises:
@@ -84,11 +88,11 @@ def place_jointly(
     pinned = _pinned(calls)
     known: Sequence[Assignment | None] = near or [None] * len(calls)
     alone = [
-        place(call.settled(pinned), exhaustive=exhaustive, near=one)
+        place(call.settled(pinned), limits.until(1 / (2 * len(calls))), near=one)
         for call, one in zip(calls, known, strict=True)
     ]
     problems, weights = [call.settled(pinned) for call in calls], [call.weight for call in calls]
-    starts = list(_search(calls, pinned, alone, exhaustive=exhaustive))
+    starts = list(_search(calls, pinned, alone, limits))
     if near is not None:
         start = fit_together(problems, near)
         starts += [start] if all(found.feasible for found in start) else []
@@ -96,7 +100,7 @@ def place_jointly(
         raise _infeasible(calls)
     exchanged = [exchange(problems, weights, start, _WORK // len(starts)) for start in starts]
     fastest = min(exchanged, key=lambda found: _total(calls, found))
-    best = _polished(calls, fastest, exhaustive=exhaustive)
+    best = _polished(calls, fastest, limits)
     return tuple(
         Solution(found, min(solo.lower_bound, found.seconds), f"this call alone: {solo.proof}")
         for found, solo in zip(best, alone, strict=True)
@@ -113,14 +117,14 @@ def _total(calls: Sequence[Call], found: Sequence[Evaluation]) -> float:
 
 
 def _search(
-    calls: Sequence[Call], pinned: Mapping[str, DeviceKey], alone: Sequence[Solution], *, exhaustive: bool
+    calls: Sequence[Call], pinned: Mapping[str, DeviceKey], alone: Sequence[Solution], limits: Limits
 ) -> Iterator[list[Evaluation]]:
     """What comes of letting each call go first, the others in order of what they weigh."""
     seconds = [c.weight * solo.evaluation.seconds for c, solo in zip(calls, alone, strict=True)]
     heaviest = sorted(range(len(calls)), key=lambda index: -seconds[index])
     for first in heaviest:
         order = [first, *(index for index in heaviest if index != first)]
-        found = _InOrder(calls, order, pinned, alone, exhaustive=exhaustive).run()
+        found = _InOrder(calls, order, pinned, alone, limits).run()
         if found is not None:
             yield found
 
@@ -134,11 +138,10 @@ class _InOrder:
         order: Sequence[int],
         pinned: Mapping[str, DeviceKey],
         alone: Sequence[Solution],
-        *,
-        exhaustive: bool,
+        limits: Limits,
     ) -> None:
         self.calls, self.order, self.pinned, self.alone = calls, order, pinned, alone
-        self.exhaustive = exhaustive
+        self.limits = limits
         self.spare: list[dict[DeviceKey, int]] = [{} for _ in calls]
 
     def run(self) -> list[Evaluation] | None:
@@ -176,7 +179,7 @@ class _InOrder:
                 self._make_room(index, natural.excess)
                 return None
         try:
-            return place(problem, exhaustive=self.exhaustive).evaluation
+            return place(problem, self.limits.until(0.25)).evaluation
         except InfeasibleError as error:
             short = {key: need - error.available[key] for key, need in error.needed.items()}
             self._make_room(index, {key: nbytes for key, nbytes in short.items() if nbytes > 0})
@@ -225,7 +228,7 @@ def _beside_weights(problem: Problem, homes: Mapping[str, DeviceKey]) -> Assignm
     return reside(problem, problem.obey(devices))
 
 
-def _polished(calls: Sequence[Call], found: Sequence[Evaluation], *, exhaustive: bool) -> list[Evaluation]:
+def _polished(calls: Sequence[Call], found: Sequence[Evaluation], limits: Limits) -> list[Evaluation]:
     """Each call's own search once more, with all weights where they are."""
     polished = list(found)
     homes = found[0].schedule.assignment.weights
@@ -233,7 +236,7 @@ def _polished(calls: Sequence[Call], found: Sequence[Evaluation], *, exhaustive:
     for index, problem in enumerate(problems):
         others = [one for other, one in enumerate(polished) if other != index]
         near = polished[index].schedule.assignment  # which is feasible, so something is found
-        again = place(within(problem, others), exhaustive=exhaustive, near=near).evaluation
+        again = place(within(problem, others), limits.until(1 / len(problems)), near=near).evaluation
         if again.seconds < polished[index].seconds:
             trial = [one.schedule.assignment for one in polished]
             trial[index] = again.schedule.assignment
@@ -268,4 +271,4 @@ def _fits(calls: Sequence[Call], factor: float) -> bool:
         alone = [place(call.settled(pinned)) for call in grown]
     except InfeasibleError:
         return False
-    return next(_search(grown, pinned, alone, exhaustive=True), None) is not None
+    return next(_search(grown, pinned, alone, Limits()), None) is not None

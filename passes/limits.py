@@ -20,6 +20,11 @@ class Limits:
     deadline: float | None = None
     exhaustive: bool = True
 
+    @classmethod
+    def within(cls, time_limit: float | None) -> Limits:
+        """Search so many seconds from now on; by work for None."""
+        return cls(None if time_limit is None else time.monotonic() + time_limit)
+
     @property
     def left(self) -> float | None:
         """Seconds left, or None."""

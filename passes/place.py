@@ -6,7 +6,6 @@ not fit the accelerators without. Within that, seconds decide.
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -48,25 +47,23 @@ class Solution:
 
 def place(
     problem: Problem,
-    time_limit: float | None = None,
+    limits: Limits = Limits(),  # noqa: B008  # frozen
     *,
-    exhaustive: bool = True,
     near: Assignment | None = None,
 ) -> Solution:
     """Place a graph.
 
     Args:
         problem: what to place, and on what.
-        time_limit: seconds after which to stop improving; the best placement by then is returned, with
-            a bound that holds. None: limited by work, so that the result does not depend on the clock.
-        exhaustive: whether to try every placement of a small graph and to close the gap of a large one,
-            which takes seconds.
+        limits: when to stop improving; the best placement by then is returned, with a bound that holds.
+            Without a deadline the search is limited by work, so that its result does not depend on the
+            clock. ``exhaustive=False`` neither tries every placement of a small graph nor closes the gap
+            of a large one, which takes seconds.
         near: a proposal beside those that are made here, from a plan for other budgets, say.
 
     Raises:
         InfeasibleError: with the smallest budgets that would do.
     """
-    limits = Limits(None if time_limit is None else time.monotonic() + time_limit, exhaustive)
     found = _search(problem, limits, near)
     if found is not None:
         return found
