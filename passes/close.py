@@ -30,11 +30,11 @@ __all__ = ["close_gap"]
 _LP_TOLERANCE = 1e-6
 _ENOUGH = 1e-3  # gap at which to stop
 _STACKED = 5  # a graph is a stack if it has so many times more units than kinds of them
-_BINARIES = 400  # decisions of a program that is solved without being asked for time
+_BINARIES = 450  # decisions of a program that is solved without being asked for time
 _MANY_BINARIES = 6000
 _NODES = 60  # of a branch and bound that is not asked for time
 _POLISH_WORK = 60_000  # of the local search, likewise
-_COLUMN_WORK = 6e8  # numbers that knapsacks may touch, about a second
+_COLUMN_WORK = 2e9  # numbers that knapsacks may touch, some seconds
 _BRANCH_WORK = 2e8  # the same for parts of the problem
 _TURN = 60  # rounds of column generation between dives
 _PROMISING = 1.1  # times the best seconds, up to which a placement is refined
@@ -74,7 +74,7 @@ class _Closing:
         if binaries <= (_MANY_BINARIES if timed else _BINARIES) and not stacked:
             self._solve_program(shares, self.limits.until(0.6))
         if not self.done:
-            self._generate_columns(shares, self.limits.until(0.6))
+            self._generate_columns(shares, self.limits.until(0.9))
         if timed and not self.done and binaries <= _MANY_BINARIES:
             self._solve_program(shares, self.limits)
         while timed and not self.done:
@@ -148,10 +148,10 @@ class _Closing:
         generation = ColumnGeneration(shares, [self.best])
         timed = limits.deadline is not None
         work = np.inf if timed else _COLUMN_WORK
-        generation.run(enough=self._enough, work=work, deadline=limits.until(0.5).deadline)
+        generation.run(enough=self._enough, work=work, deadline=limits.until(0.7).deadline)
         proof = f"column generation over {shares.units} operations in {len(shares.counts)} groups"
         self._raise(generation.bound, f"{proof}, {generation.rounds} rounds")
-        self._dive(generation, limits, work / 2)
+        self._dive(generation, limits, work / 4)
         tree = Tree(generation)
         part: ColumnGeneration | None = generation
         work = np.inf if timed else _BRANCH_WORK

@@ -29,6 +29,8 @@ Bools = npt.NDArray[np.bool_]
 
 _SMOOTHING = 0.6
 _TOLERANCE = 1e-6
+_CLOSE = 3e-4  # share by which further rounds may raise the bound, for which none are worth it
+_ROUGH = 0.01  # share of the bound that coarse units may leave for the exact ones
 
 
 class ColumnGeneration:
@@ -59,8 +61,8 @@ class ColumnGeneration:
         for evaluation in known:
             self._add_known(evaluation)
         for kind, units in intervals(shares):
-            taken, nbytes = shares.complete(units)
-            if nbytes + shares.activation_bytes(kind, taken) <= shares.room[kind]:
+            taken, _ = shares.complete(units)
+            if shares.fits(kind, taken, np.zeros_like(taken), self.margin):
                 self._add(kind, taken, np.zeros_like(taken))
         fractions = mix_fractions(shares)
         self._center = None if fractions is None else fractions.prices
@@ -94,12 +96,30 @@ class ColumnGeneration:
             work: numbers that the knapsacks may touch.
             deadline: ``time.monotonic()`` at which to stop, or None.
         """
-        left = max(1.0, work / max(1, self.shares.knapsack.work))
-        smoothing = _SMOOTHING
-        while left > 0 and self._guess < enough and not self.converged:
+        if not self.rounds:
+            work -= self.approach(enough=enough, work=0.7 * work, deadline=deadline)
+        self._go_on(enough, work, deadline, rough=False)
+        if self._guess > self.bound and self._center is not None:
+            self.bound = max(self.bound, self._price(self._center, exact=True)[0])
+        return self.bound
+
+    def approach(self, *, enough: float, work: float, deadline: float | None = None) -> float:
+        """Find shares and prices with the rough knapsacks: much faster, and no proof.
+
+        Takes what :meth:`run` takes; returns the work that was done.
+        """
+        done = self._go_on(enough, work, deadline, rough=True)
+        self._guess, self.converged = 0.0, False
+        return done
+
+    def _go_on(self, enough: float, work: float, deadline: float | None, *, rough: bool) -> float:
+        """Round by round; the work that was done."""
+        each = self.shares.work(rough=rough)
+        done, smoothing = 0.0, _SMOOTHING
+        while (done < work or not done) and self._guess < enough and not self.converged:
             if deadline is not None and time.monotonic() > deadline:
                 break
-            left -= 1
+            done += each
             mixture = self.mix()
             if mixture is None:
                 break
@@ -107,32 +127,32 @@ class ColumnGeneration:
             tried = (
                 mixture.prices if self._center is None else _blend(self._center, mixture.prices, smoothing)
             )
-            bound, fresh = self._price(tried, exact=False)
+            bound, fresh = self._price(tried, exact=False, rough=rough)
             if bound > self._guess or self._center is None:
                 self._center, self._guess = tried, bound
-            close = mixture.seconds - self._guess < 1e-6 * mixture.seconds
+            close = mixture.seconds - self._guess < (_ROUGH if rough else _CLOSE) * mixture.seconds
             self.converged = close or (not fresh and not smoothing)
             smoothing = _SMOOTHING if fresh else 0.0
-        if self._guess > self.bound and self._center is not None:
-            self.bound = max(self.bound, self._price(self._center, exact=True)[0])
-        return self.bound
+        return done
 
     def mix(self) -> Mixture | None:
         """Solve the master problem of the columns known by now."""
         self.mixture = mix_columns(self.shares, self.columns, self.counts, self.count_of, self.limits)
         return self.mixture
 
-    def _price(self, prices: Prices, *, exact: bool) -> tuple[float, bool]:
-        """The bound at these prices, and whether they brought new columns."""
+    def _price(self, prices: Prices, *, exact: bool, rough: bool = False) -> tuple[float, bool]:
+        """The bound at these prices (no bound if rough), and whether they brought new columns."""
         shares = self.shares
-        chosen = shares.best(prices, self.gone, self.margin, exact=exact)
+        chosen = shares.best(prices, self.gone, self.margin, exact=exact, rough=rough)
         least = np.zeros(len(shares.kinds))
         fresh = False
         for row, kind in enumerate(shares.row_kind):
             if not np.isfinite(chosen.cost[row]):
                 continue
             if chosen.cost[row] < -_TOLERANCE * max(self._guess, 1e-12):
-                fresh |= self._add(int(kind), chosen.taken[row], chosen.aside[row])
+                taken, aside = chosen.taken[row], chosen.aside[row]
+                if not rough or shares.fits(int(kind), taken, aside, self.margin):
+                    fresh |= self._add(int(kind), taken, aside)
             least[kind] = min(least[kind], chosen.cost[row])
         value = float(prices.cover @ self.counts) - float(prices.unique.sum()) + prices.constant
         return value + float(self.count_of @ least), fresh

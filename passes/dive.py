@@ -65,9 +65,7 @@ def _devices(
     work = 0.0
     rest = generation
     while sum(map(len, left)) > 1 and rest.counts.any():
-        begun = rest.rounds
-        rest.run(enough=np.inf, work=rounds * shares.knapsack.work, deadline=deadline)
-        work += (rest.rounds - begun) * shares.knapsack.work
+        work += rest.approach(enough=np.inf, work=rounds * shares.work(rough=True), deadline=deadline)
         column = _most_used(rest) if sum(map(len, left)) > 2 else _best_pair(rest, left)
         if column is None:
             break

@@ -128,7 +128,7 @@ def _finish(
         return Solution(best, best.seconds, f"every placement{where} tried")
     if limits is None:
         return Solution(best, 0.0, "")
-    best = deepen(among, refine(among, chain, best, _FIRST_WORK, limits.until(0.3).deadline), most=_DEPTH)
+    best = deepen(among, refine(among, chain, best, _FIRST_WORK, limits.until(0.15).deadline), most=_DEPTH)
     if not limits.exhaustive:
         bound = lower_bound(among)
         return Solution(best, min(bound.seconds, best.seconds), bound.proof + where)

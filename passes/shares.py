@@ -30,6 +30,7 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 _UNITS = 3000  # parts of the largest budget at most
+_ROUGH_UNITS = 300  # likewise where nothing is to be proven
 _LOSS = 1e-3  # share of the weights' bytes that coarser units may fail to see
 _STATES = 1 << 18  # numbers per row that one step of the knapsack may touch
 _NOT_TAKEN = np.array([[0.0, 0.0], [np.inf, 0.0]])  # the first needs the second
@@ -361,6 +362,10 @@ class Shares:
             if not wide or not self._narrow(wide, limit, dropped):
                 break
         self._kept, self._kept_needs = kept, needs
+        # sizes to the nearest coarse unit: over many weights, what is lost and gained is the same
+        self.coarse = self.unit * max(1, top // _ROUGH_UNITS)
+        nearest = np.rint(self.nbytes / self.coarse).astype(np.int64)
+        self.rough = Knapsack(nearest, scopes, np.floor(rooms / self.coarse).astype(np.int64))
         self._refusals = [self._refusal(crowd) for crowd in self._crowds]
         self._maker, self._reader = np.array(kept, dtype=np.int64).reshape(len(kept), 2).T
         apart = [self.tables[pair][:, 0, 1] for pair in kept]
@@ -409,7 +414,13 @@ class Shares:
 
     # -- solving ----------------------------------------------------------------------------------
 
-    def best(self, prices: Prices, gone: Bools, margin: Floats, *, exact: bool) -> Chosen:
+    def work(self, *, rough: bool) -> int:
+        """Numbers that :meth:`best` touches."""
+        return (self.rough if rough else self.knapsack).work
+
+    def best(
+        self, prices: Prices, gone: Bools, margin: Floats, *, exact: bool, rough: bool = False
+    ) -> Chosen:
         """The cheapest share of each kind and band at these prices.
 
         Args:
@@ -417,6 +428,7 @@ class Shares:
             gone: (units,) those that may not be in a share.
             margin: (kinds,) bytes that a share leaves free beyond what it must.
             exact: in double precision, as a proof needs it.
+            rough: with coarse units of capacity, which may lack or waste some bytes.
         """
         rows = self.row_kind
         with np.errstate(invalid="ignore"):  # 0 x infinity, where an operation may not run
@@ -432,9 +444,9 @@ class Shares:
         tables = [self.tables[pair][rows] * prices.compute for pair in self._kept]
         tables += [_NOT_TAKEN[None]] * len(self._kept_needs)
         tables += self._refusals
-        less = np.ceil(margin[rows] / self.unit).astype(np.int64)
+        less = np.ceil(margin[rows] / (self.coarse if rough else self.unit)).astype(np.int64)
         dtype = np.float64 if exact else np.float32
-        return self.knapsack.solve(cost, aside, tables, less, dtype)
+        return (self.rough if rough else self.knapsack).solve(cost, aside, tables, less, dtype)
 
     def clock_seconds(self, kind: int, taken: Bools, aside: Bools) -> float:
         """Seconds of a share on the clock of operations and moves."""
@@ -449,6 +461,11 @@ class Shares:
     def kept_bytes(self, taken: Bools, aside: Bools) -> float:
         """Bytes of weights that a share keeps."""
         return float(self.nbytes[taken & ~aside].sum())
+
+    def fits(self, kind: int, taken: Bools, aside: Bools, margin: Floats) -> bool:
+        """Whether a device has room for a share, as far as the knapsacks know."""
+        needs = self.kept_bytes(taken, aside) + self.activation_bytes(kind, taken)
+        return bool(needs <= self.room[kind] - margin[kind])
 
     def activation_bytes(self, kind: int, taken: Bools) -> float:
         """Bytes for activations that a share needs at least beside its weights."""
