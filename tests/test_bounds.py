@@ -1,0 +1,219 @@
+"""What the planner proves: knapsacks are exact, and no bound exceeds the best placement there is."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from test_optimal import KINDS, budgets_of, random_graph
+
+from graphplan import Graph, Link, Operation, Value, Weight
+from graphplan.device import read_max_memory
+from graphplan.passes.branch import Tree
+from graphplan.passes.chain import Chain
+from graphplan.passes.close import close_gap
+from graphplan.passes.columns import ColumnGeneration
+from graphplan.passes.evaluate import Evaluation, Problem, evaluate
+from graphplan.passes.exhaustive import search_all
+from graphplan.passes.intervals import intervals
+from graphplan.passes.knapsack import Knapsack
+from graphplan.passes.limits import Limits
+from graphplan.passes.master import mix_fractions
+from graphplan.passes.place import place
+from graphplan.passes.program import Program
+from graphplan.passes.residence import reside
+from graphplan.passes.shares import Shares
+from graphplan.speeds import Speed, with_speeds
+
+TIGHT = 1 + 1e-9
+SPEEDS = {0: Speed(1e12, 5e11), 1: Speed(4e11, 2e11), "cpu": Speed(5e10, 2e10)}
+
+
+def best_of(problem: Problem, *, fetch: bool) -> Evaluation | None:
+    """The best placement, all having been tried (as ``test_optimal`` holds against brute force)."""
+    found, complete = search_all(problem, None, fetch=fetch, nodes=10**7)
+    assert complete or found is None
+    return found
+
+
+def problem_of(seed: int, kind: str, most: int) -> tuple[Problem, Evaluation]:
+    """A small problem with its best placement: the first from this seed on that has any."""
+    return next(made for number in itertools.count(seed, 1000) if (made := draw_problem(number, kind, most)))
+
+
+def draw_problem(seed: int, kind: str, most: int) -> tuple[Problem, Evaluation] | None:
+    """On unlike devices every second time; None where nothing fits."""
+    drawn = random_graph(seed, most)
+    read = [weight for name, weight in drawn.weights.items() if drawn.consumers.get(name)]
+    graph = Graph(drawn.operations.values(), drawn.values.values(), read, drawn.inputs, drawn.outputs)
+    links = {(0, 1): Link(2e9, 1e-5), (1, 0): Link(2e9, 1e-5)} if "two" in kind and seed % 3 == 0 else None
+    topology = read_max_memory(budgets_of(graph, kind, seed), links)
+    if seed % 2:
+        topology = with_speeds(topology, {key: SPEEDS[key] for key in topology.keys})
+    problem = Problem(graph, topology, "cpu")
+    best = best_of(problem, fetch="cpu" in KINDS[kind])
+    return None if best is None else (problem, best)
+
+
+# -- knapsacks --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_knapsack_finds_the_cheapest_set(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    count, rows = int(rng.integers(1, 9)), int(rng.integers(1, 4))
+    sizes = rng.integers(0, 5, count) * (rng.random(count) < 0.6)
+    scopes, tables = [], []
+    for _ in range(rng.integers(0, 9)):
+        width = min(count, int(rng.integers(1, 4)))
+        scopes.append(tuple(int(i) for i in rng.choice(count, width, replace=False)))
+        table = rng.normal(size=(rows if rng.random() < 0.5 else 1, *(2,) * width))
+        table[rng.random(table.shape) < 0.1] = np.inf
+        tables.append(table)
+    capacities = rng.integers(0, 12, rows)
+    cost = rng.normal(size=(rows, count))
+    aside = np.where(rng.random((rows, count)) < 0.5, rng.random((rows, count)), np.inf)
+    found = Knapsack(sizes.astype(np.int64), scopes, capacities).solve(cost, aside, tables)
+    for row in range(rows):
+        best = np.inf
+        for taken in itertools.product([0, 1], repeat=count):
+            best = min(best, price(row, taken, sizes, capacities[row], cost, aside, scopes, tables))
+        assert found.cost[row] == pytest.approx(best, abs=1e-9)
+        if np.isfinite(best):
+            chosen, beside = found.taken[row], found.aside[row]
+            value = cost[row][chosen].sum() + aside[row][beside].sum()
+            value += shared(row, chosen.astype(int), scopes, tables)
+            assert value == pytest.approx(best, abs=1e-9)
+            assert sizes[chosen & ~beside].sum() <= capacities[row]
+
+
+def shared(row: int, taken: object, scopes: list, tables: list) -> float:
+    return sum(
+        table[(row if len(table) > 1 else 0, *(taken[i] for i in scope))]
+        for scope, table in zip(scopes, tables, strict=True)
+    )
+
+
+def price(row: int, taken: tuple, sizes, capacity, cost, aside, scopes, tables) -> float:
+    """Of a set, with the cheapest of it aside so that the rest fits."""
+    value = sum(cost[row, i] for i in range(len(taken)) if taken[i]) + shared(row, taken, scopes, tables)
+    heavy = [i for i in range(len(taken)) if taken[i] and sizes[i]]
+    least = np.inf
+    for beside in itertools.product([0, 1], repeat=len(heavy)):
+        kept = sum(sizes[i] for i, out in zip(heavy, beside, strict=True) if not out)
+        if kept <= capacity:
+            least = min(least, sum(aside[row, i] for i, out in zip(heavy, beside, strict=True) if out))
+    return value + least
+
+
+# -- bounds -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(100, 130))
+def test_no_bound_exceeds_the_best_placement(seed: int, kind: str) -> None:
+    problem, best = problem_of(seed, kind, 7 if kind == "two and the CPU" else 9)
+    shares = Shares(problem)
+    fractions = mix_fractions(shares)
+    assert fractions is None or fractions.seconds * (1 - 1e-6) <= best.seconds * TIGHT
+    generation = ColumnGeneration(shares, [best])
+    assert generation.run(enough=np.inf, work=1e8) <= best.seconds * TIGHT
+    tree = Tree(generation)
+    assert tree.grow(enough=np.inf, work=1e8) <= best.seconds * TIGHT
+    program = Program(shares, np.zeros(len(shares.kinds)), []).solve(
+        upper=best.seconds, gap=1e-6, nodes=1000, seconds=None
+    )
+    assert program.bound <= best.seconds * TIGHT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(200, 210))
+def test_closing_the_gap_keeps_what_is_good_and_says_the_truth(seed: int, kind: str) -> None:
+    problem, best = problem_of(seed, kind, 7 if kind == "two and the CPU" else 9)
+    spec = problem.topology.devices[0]
+    start = place(problem, Limits(exhaustive=False)).evaluation
+    found, bound = close_gap(problem, Chain(problem.graph, spec), start, Limits())
+    assert found.feasible
+    assert best.seconds <= found.seconds * TIGHT <= start.seconds * TIGHT**2
+    assert bound.seconds <= best.seconds * TIGHT
+
+
+# -- larger graphs ----------------------------------------------------------------------------------------
+
+
+def layers(count: int, nbytes: int = 1 << 20, *, kinds: int = 3) -> Graph:
+    """A chain of operations whose weights come in a few sizes, with a skip over every four."""
+    weights = [Weight(f"w{i}", nbytes * (1 + i % kinds)) for i in range(count)]
+    values, operations = [Value("x", 4096, 4096)], []
+    for i in range(count):
+        reads = [values[-1].name, f"w{i}"] + ([f"v{i - 4}"] if i % 4 == 0 and i else [])
+        values.append(Value(f"v{i}", 4096, 4096))
+        operations.append(
+            Operation(f"v{i}", "f", tuple(reads), (f"v{i}",), (), 10**8 * (1 + i % kinds), 10**6)
+        )
+    return Graph(operations, values, weights, ["x"], [f"v{count - 1}"])
+
+
+def unlike(graph: Graph, share: float) -> Problem:
+    """Two accelerators, of which the second is half as fast, with so much of the weights between them."""
+    size = int(graph.weight_bytes * share / 2) + 65536
+    topology = read_max_memory({0: size, 1: size, "cpu": 1 << 34})
+    speeds = {0: Speed(1e12, 5e11), 1: Speed(5e11, 25e10)}
+    return Problem(graph, with_speeds(topology, speeds), "cpu")
+
+
+def test_column_generation_proves_a_stack_nearly_optimal() -> None:
+    solution = place(unlike(layers(60), 1.3))
+    assert "column generation" in solution.proof
+    assert solution.lower_bound <= solution.evaluation.seconds <= 1.02 * solution.lower_bound
+
+
+def test_the_same_input_gives_the_same_plan() -> None:
+    first, second = (place(unlike(layers(60), 1.3)) for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("share", [1.3, 0.7])
+def test_a_time_limit_cuts_the_search_and_not_the_truth(share: float) -> None:
+    problem = unlike(layers(40), share)
+    whole = place(problem)
+    for seconds in (0.01, 0.5):
+        hasty = place(problem, Limits.within(seconds))
+        assert hasty.evaluation.feasible
+        assert hasty.lower_bound <= min(whole.evaluation.seconds, hasty.evaluation.seconds) * TIGHT
+        assert whole.lower_bound <= hasty.evaluation.seconds * TIGHT
+
+
+def test_a_search_without_a_choice_ends() -> None:
+    graph = layers(20)
+    fixed = {name: frozenset([i % 2]) for i, name in enumerate(graph.operations)}
+    problem = Problem(graph, unlike(graph, 3.0).topology, "cpu", allowed=fixed)
+    placed = place(problem).evaluation.schedule.assignment.operations
+    assert placed == {name: i % 2 for i, name in enumerate(graph.operations)}
+
+
+def test_intervals_fit_their_devices() -> None:
+    shares = Shares(unlike(layers(40), 1.1))
+    found = list(intervals(shares))
+    assert found
+    fitting = 0
+    for kind, units in found:
+        taken, nbytes = shares.complete(units)
+        inside = np.nonzero(units)[0]
+        assert (np.diff(inside) == 1).all()
+        fitting += nbytes + shares.activation_bytes(kind, taken) <= shares.room[kind]
+    assert fitting > len(found) / 2
+
+
+def test_devices_take_turns_where_fetches_are_what_takes_time() -> None:
+    """Each accelerator computes while the other fetches, which no contiguous placement lets them do."""
+    graph = layers(24, 8 << 20, kinds=1)
+    topology = read_max_memory({0: 60 << 20, 1: 60 << 20, "cpu": 1 << 34})
+    problem = Problem(graph, with_speeds(topology, {"cpu": Speed(1e9, 1e9)}), "cpu")
+    found = place(problem).evaluation
+    half = {name: int(i >= 12) for i, name in enumerate(graph.operations)}
+    contiguous = evaluate(problem, reside(problem, half, frozenset(graph.weights)))
+    streamed = {s.device for s in found.schedule.rings}
+    assert streamed == {0, 1}
+    assert found.seconds < contiguous.seconds
