@@ -28,6 +28,7 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 _SMOOTHING = 0.6
+_MASTER = 20_000  # numbers that a knapsack could touch while the master problem prices one column
 _TOLERANCE = 1e-6
 _CLOSE = 3e-4  # share by which further rounds may raise the bound, for which none are worth it
 _ROUGH = 0.01  # share of the bound that coarse units may leave for the exact ones
@@ -119,7 +120,7 @@ class ColumnGeneration:
         while (done < work or not done) and self._guess < enough and not self.converged:
             if deadline is not None and time.monotonic() > deadline:
                 break
-            done += each
+            done += each + _MASTER * len(self.columns)
             mixture = self.mix()
             if mixture is None:
                 break

@@ -20,8 +20,9 @@ from graphplan.passes.residence import cpu_key, reside
 __all__ = ["fetch_excess"]
 
 _LARGE_BUFFER = 1 << 20  # a smaller one is not worth fetching, and another call may write to it
-_LARGE = 8  # a weight is large while it has at least this part of the largest's bytes
-_LEVELS = 3
+_PARTS = (2, 8)  # of a typical weight's bytes: what has less than one of them is of the next level
+_HUGE = 4  # typical weights' bytes: a slot of a ring for a larger one would take too much
+_TABLES = len(_PARTS) + 1  # the level of tables of which few rows are read
 _TRIALS = 3  # times to stream more, for a second slot
 
 
@@ -33,8 +34,8 @@ class _Candidate:
         names: of the weights.
         nbytes: of them together.
         seconds: of the device's operations up to and with this one.
-        level: 0 for large weights that one operation reads, 1 for the others, 2 for tables of which
-            few rows are read.
+        level: 0 for weights of about the typical size that one operation reads, 1 for smaller ones, 2
+            for tiny and for huge ones, 3 for tables of which few rows are read.
     """
 
     names: tuple[str, ...]
@@ -62,12 +63,12 @@ def fetch_excess(
         return None
     candidates = _candidates(problem, found)
     best: Evaluation | None = None
-    for level in range(_LEVELS):
+    for level in range(_TABLES + 1):
         allowed = {key: [c for c in listed if c.level <= level] for key, listed in candidates.items()}
         spread = _Spread(problem, operations, allowed, rounds).run(excess)
         if spread is not None and (best is None or spread.seconds < best.seconds):
             best = spread
-        if best is not None and level:  # a table of which few rows are read is the last resort
+        if best is not None and level == _TABLES - 1:  # a table of which few rows are read is the last resort
             return best
     return best
 
@@ -161,10 +162,11 @@ def _candidates(problem: Problem, found: Evaluation) -> dict[DeviceKey, list[_Ca
     clock: dict[DeviceKey, float] = defaultdict(float)
     listed: dict[DeviceKey, list[_Candidate]] = defaultdict(list)
     seen: set[str] = set()
-    largest: dict[DeviceKey, int] = defaultdict(int)
+    sizes: dict[DeviceKey, list[int]] = defaultdict(list)
     for name, key in homes.items():
         if _may_stream(problem, graph.weights[name]):
-            largest[key] = max(largest[key], graph.weights[name].nbytes)
+            sizes[key].append(graph.weights[name].nbytes)
+    typical = {key: _typical(listed) for key, listed in sizes.items()}
     for operation in graph.operations.values():
         if operation.host_only:
             continue
@@ -180,10 +182,21 @@ def _candidates(problem: Problem, found: Evaluation) -> dict[DeviceKey, list[_Ca
             seen.update(names)
             level = max(_level(graph, weight) for weight in weights)
             nbytes = sum(weight.nbytes for weight in weights)
-            if not level and _LARGE * nbytes < largest[key]:
-                level = 1
+            level = max(level, sum(1 for part in _PARTS if part * nbytes < typical[key]))
+            if nbytes > _HUGE * typical[key]:
+                level = max(level, _TABLES - 1)
             listed[key].append(_Candidate(names, nbytes, clock[key], level))
     return listed
+
+
+def _typical(sizes: list[int]) -> int:
+    """The size that as many bytes are in larger weights of as in smaller ones."""
+    passed, half = 0, sum(sizes) / 2
+    for size in sorted(sizes):
+        passed += size
+        if passed >= half:
+            return size
+    return 0
 
 
 def _may_stream(problem: Problem, weight: Weight) -> bool:
@@ -200,5 +213,5 @@ def _may_stream(problem: Problem, weight: Weight) -> bool:
 def _level(graph: Graph, weight: Weight) -> int:
     readers = [r for r in graph.consumers.get(weight.name, ()) if not graph.operations[r].host_only]
     if any(2 * graph.operations[r].bytes_accessed < weight.nbytes for r in readers):
-        return 2
-    return 0 if len(readers) == 1 else 1
+        return _TABLES
+    return 0 if len(readers) == 1 else _TABLES - 1
