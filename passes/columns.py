@@ -28,7 +28,7 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 _SMOOTHING = 0.6
-_MASTER = 20_000  # numbers that a knapsack could touch while the master problem prices one column
+_MASTER = 60_000  # numbers that a knapsack could touch while the master problem prices one column
 _TOLERANCE = 1e-6
 _CLOSE = 3e-4  # share by which further rounds may raise the bound, for which none are worth it
 _ROUGH = 0.01  # share of the bound that coarse units may leave for the exact ones

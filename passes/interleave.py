@@ -28,7 +28,7 @@ __all__ = ["interleavings"]
 
 Floats = npt.NDArray[np.float64]
 
-_TURNS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_TURNS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 _CUTS = 512  # places where a turn may end
 _SPARE = (0.03, 0.1)  # shares of the rooms for rings and activations
 _LEAST = 0.01  # part of the model that is worth a turn

@@ -120,9 +120,9 @@ def mix_columns(
     lines.add([(own, clock / scale)], 0.0, -1.0)
     for k in range(kinds):
         lines.add([(own, np.where(kind == k, queue, 0.0) / scale)], 0.0, -float(count_of[k]))
-    for tie in shares.ties:
-        kept = np.array([float(c.taken[tie] and not c.aside[tie]) for c in columns])
-        lines.add([(own, kept)], 1.0)
+    kept = np.array([(c.taken & ~c.aside)[shares.ties] for c in columns]).reshape(count, len(shares.ties))
+    for row in kept.T:
+        lines.add([(own, row.astype(float))], 1.0)
     for limit in limits:
         sign = -1.0 if limit.least else 1.0
         covered = np.where(kind == limit.kind, cover[:, limit.group], 0.0)
