@@ -34,7 +34,7 @@ class Tree:
         self._order = count()
         self._open = [(root.bound, next(self._order), root)]
         self._whole = np.inf  # the lowest bound of parts whose mixture has no fractions to part by
-        self._each = _ROUNDS * max(1, root.shares.knapsack.work)
+        self._each = _ROUNDS * max(1, root.pricing.work(rough=False))
 
     @property
     def bound(self) -> float:

@@ -20,6 +20,7 @@ from graphplan.passes.dive import dive
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.limits import Limits
 from graphplan.passes.master import mix_fractions
+from graphplan.passes.pricing import Pricing
 from graphplan.passes.program import Program
 from graphplan.passes.refine import refine, repair
 from graphplan.passes.residence import follow, reside
@@ -145,7 +146,8 @@ class _Closing:
 
     def _generate_columns(self, shares: Shares, limits: Limits) -> None:
         """Bound by column generation, dive from its mixture, part the problem where that is fractional."""
-        generation = ColumnGeneration(shares, [self.best])
+        pricing = Pricing(shares)
+        generation = ColumnGeneration(pricing, [self.best])
         timed = limits.deadline is not None
         work = np.inf if timed else _COLUMN_WORK
         generation.run(enough=self._enough, work=work, deadline=limits.until(0.7).deadline)
@@ -156,7 +158,7 @@ class _Closing:
         part: ColumnGeneration | None = generation
         work = np.inf if timed else _BRANCH_WORK
         while not self.done and not limits.over and work > 0 and generation.converged:
-            turn = min(work, _TURN * shares.knapsack.work)
+            turn = min(work, _TURN * pricing.work(rough=False))
             tree.grow(enough=self._enough, work=turn, deadline=limits.deadline)
             work -= turn
             self._raise(tree.bound, f"{proof}, {tree.looked} parts")

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from graphplan.passes.evaluate import Evaluation
 from graphplan.passes.intervals import intervals
 from graphplan.passes.master import Column, Limit, Mixture, mix_columns, mix_fractions
-from graphplan.passes.shares import Prices, Shares
+from graphplan.passes.pricing import Prices, Pricing
 
 __all__ = ["ColumnGeneration"]
 
@@ -45,8 +45,9 @@ class ColumnGeneration:
         mixture: of the columns, as the master problem has it.
     """
 
-    def __init__(self, shares: Shares, known: Sequence[Evaluation] = ()) -> None:
-        self.shares = shares
+    def __init__(self, pricing: Pricing, known: Sequence[Evaluation] = ()) -> None:
+        shares = pricing.shares
+        self.pricing, self.shares = pricing, shares
         self.columns: list[Column] = []
         self._seen: set[bytes] = set()
         self.bound = 0.0
@@ -63,7 +64,7 @@ class ColumnGeneration:
             self._add_known(evaluation)
         for kind, units in intervals(shares):
             taken, _ = shares.complete(units)
-            if shares.fits(kind, taken, np.zeros_like(taken), self.margin):
+            if pricing.fits(kind, taken, np.zeros_like(taken), self.margin):
                 self._add(kind, taken, np.zeros_like(taken))
         fractions = mix_fractions(shares)
         self._center = None if fractions is None else fractions.prices
@@ -81,8 +82,8 @@ class ColumnGeneration:
             return False
         self._seen.add(key)
         shares = self.shares
-        clock = shares.clock_seconds(kind, taken, aside)
-        queue = shares.queue_seconds(kind, taken, aside)
+        clock = self.pricing.clock_seconds(kind, taken, aside)
+        queue = self.pricing.queue_seconds(kind, taken, aside)
         if not np.isfinite(clock + queue):
             return False
         cover = np.bincount(shares.group[taken[: shares.units]], minlength=len(shares.counts))
@@ -115,7 +116,7 @@ class ColumnGeneration:
 
     def _go_on(self, enough: float, work: float, deadline: float | None, *, rough: bool) -> float:
         """Round by round; the work that was done."""
-        each = self.shares.work(rough=rough)
+        each = self.pricing.work(rough=rough)
         done, smoothing = 0.0, _SMOOTHING
         while (done < work or not done) and self._guess < enough and not self.converged:
             if deadline is not None and time.monotonic() > deadline:
@@ -144,15 +145,15 @@ class ColumnGeneration:
     def _price(self, prices: Prices, *, exact: bool, rough: bool = False) -> tuple[float, bool]:
         """The bound at these prices (no bound if rough), and whether they brought new columns."""
         shares = self.shares
-        chosen = shares.best(prices, self.gone, self.margin, exact=exact, rough=rough)
+        chosen = self.pricing.best(prices, self.gone, self.margin, exact=exact, rough=rough)
         least = np.zeros(len(shares.kinds))
         fresh = False
-        for row, kind in enumerate(shares.row_kind):
+        for row, kind in enumerate(self.pricing.row_kind):
             if not np.isfinite(chosen.cost[row]):
                 continue
             if chosen.cost[row] < -_TOLERANCE * max(self._guess, 1e-12):
                 taken, aside = chosen.taken[row], chosen.aside[row]
-                if not rough or shares.fits(int(kind), taken, aside, self.margin):
+                if not rough or self.pricing.fits(int(kind), taken, aside, self.margin):
                     fresh |= self._add(int(kind), taken, aside)
             least[kind] = min(least[kind], chosen.cost[row])
         value = float(prices.cover @ self.counts) - float(prices.unique.sum()) + prices.constant

@@ -65,7 +65,7 @@ def _devices(
     work = 0.0
     rest = generation
     while sum(map(len, left)) > 1 and rest.counts.any():
-        work += rest.approach(enough=np.inf, work=rounds * shares.work(rough=True), deadline=deadline)
+        work += rest.approach(enough=np.inf, work=rounds * rest.pricing.work(rough=True), deadline=deadline)
         column = _most_used(rest) if sum(map(len, left)) > 2 else _best_pair(rest, left)
         if column is None:
             break
@@ -101,7 +101,7 @@ def _best_pair(rest: ColumnGeneration, left: list[list[DeviceKey]]) -> Column | 
         over = max(0.0, nbytes - shares.room[other] + rest.margin[other])
         mine = shares.kept_bytes(column.taken, column.aside)
         over += max(0.0, mine - shares.room[column.kind] + rest.margin[column.kind])
-        seconds = column.clock + shares.clock_seconds(other, taken, np.zeros_like(taken))
+        seconds = column.clock + rest.pricing.clock_seconds(other, taken, np.zeros_like(taken))
         if best is None or (over, seconds) < best[:2]:
             best = (over, seconds, column)
     return None if best is None else best[2]

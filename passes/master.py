@@ -11,7 +11,8 @@ import numpy.typing as npt
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
-from graphplan.passes.shares import Prices, Shares
+from graphplan.passes.pricing import Prices
+from graphplan.passes.shares import Shares
 
 __all__ = ["Column", "Fractions", "Limit", "Mixture", "mix_columns", "mix_fractions"]
 

@@ -19,21 +19,13 @@ import numpy.typing as npt
 
 from graphplan.device import CPU, DeviceKey, DeviceSpec
 from graphplan.graph import Operation
-from graphplan.passes.bands import Crowd, find_crowds, make_bands
 from graphplan.passes.evaluate import Problem
-from graphplan.passes.knapsack import Chosen, Knapsack, Step
 
-__all__ = ["Kind", "Prices", "Shares"]
+__all__ = ["Kind", "Shares"]
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
-
-_UNITS = 3000  # parts of the largest budget at most
-_ROUGH_UNITS = 300  # likewise where nothing is to be proven
-_LOSS = 1e-3  # share of the weights' bytes that coarser units may fail to see
-_STATES = 1 << 18  # numbers per row that one step of the knapsack may touch
-_NOT_TAKEN = np.array([[0.0, 0.0], [np.inf, 0.0]])  # the first needs the second
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,28 +34,6 @@ class Kind:
 
     spec: DeviceSpec
     keys: tuple[DeviceKey, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """Multipliers of the constraints that tie the shares together.
-
-    Attributes:
-        cover: (groups,) seconds paid for running an operation of each group.
-        compute: weight of the clock of operations and moves.
-        copies: (kinds,) weight of each kind's copy queue; with ``compute``, and each times the number
-            of its devices, they add up to 1.
-        unique: (items,) seconds asked for keeping a weight that several operations read.
-        limited: (kinds, groups) seconds paid beside, where a kind has to run more or less of a group.
-        constant: seconds that these limits add to the bound.
-    """
-
-    cover: Floats
-    compute: float
-    copies: Floats
-    unique: Floats
-    limited: Floats
-    constant: float
 
 
 @dataclass(slots=True)
@@ -85,7 +55,7 @@ class _Item:
 
 
 class Shares:
-    """The knapsack of each kind of device, with its costs.
+    """What shares are made of, and what they cost on each kind of device.
 
     Attributes:
         kinds: of devices.
@@ -109,7 +79,7 @@ class Shares:
         self._costs: list[tuple[int, Floats, Floats]] = []  # item, clock and queue per kind
         self.tables: dict[tuple[int, int], Floats] = {}
         self.needs: list[tuple[int, int]] = []
-        self._value_cost: dict[int, float] = {}
+        self.value_cost: dict[int, float] = {}
         self._read_weights()
         self._read_values()
         self._settle()
@@ -238,7 +208,7 @@ class Shares:
             self._pair(maker, readers[0], seconds)
             return
         index = self._add(_Item())
-        self._value_cost[index] = float(seconds.max(initial=0.0))
+        self.value_cost[index] = float(seconds.max(initial=0.0))
         if maker < 0:
             self._costs.append((index, seconds, nothing))
         else:
@@ -257,9 +227,6 @@ class Shares:
         rows = len(self.kinds)
         self.room = np.array([kind.spec.room for kind in self.kinds], dtype=float) - self._base
         self.nbytes = np.array([item.nbytes for item in self.items], dtype=np.int64)
-        total = float(self.nbytes.sum())
-        self.unit = _unit(self.nbytes, min(total, float(self.room.max(initial=1.0))))
-        self.sizes = self.nbytes // self.unit
         self.clock, self.queue = np.zeros((rows, len(self.items))), np.zeros((rows, len(self.items)))
         for row, kind in enumerate(self.kinds):
             for index in range(self.units):
@@ -274,7 +241,6 @@ class Shares:
         self.aside = self._aside_seconds()
         self.working = self._working_sets()
         self._group_units()
-        self._build()
 
     def _aside_seconds(self) -> _Rows:
         """Seconds of bringing a weight at every call instead of keeping it."""
@@ -338,143 +304,11 @@ class Shares:
             self.group[index] = known.setdefault(key, len(known))
         self.counts = np.bincount(self.group, minlength=len(known))
 
-    def _build(self) -> None:
-        """Set the knapsack up, leaving out cheap values where the states would be too many."""
-        specs = [kind.spec for kind in self.kinds]
-        is_host = [self.host in kind.keys for kind in self.kinds]
-        crowds = find_crowds(self.graph, self.unit_of, specs, is_host)
-        self.bands = make_bands(self.working, crowds, self.nbytes[: self.units], self.room)
-        self.row_kind = np.array([band.kind for band in self.bands], dtype=np.int64)
-        self._barred = np.array([self.working[band.kind] > band.high for band in self.bands])
-        self._crowds = self._counted(crowds)
-        total = float(self.nbytes.sum())
-        rooms = np.array([min(self.room[band.kind] - band.low, total) for band in self.bands])
-        capacities = np.floor(rooms / self.unit).astype(np.int64)
-        top = max(1, int(capacities.max(initial=0)) + 1)
-        limit = max(3, int(np.log2(_STATES / top)))
-        dropped: set[int] = set()
-        while True:
-            kept = [pair for pair in self.tables if not dropped & set(pair)]
-            needs = [pair for pair in self.needs if not dropped & set(pair)]
-            scopes = [*kept, *needs, *(crowd.units for crowd in self._crowds)]
-            self.knapsack = Knapsack(self.sizes, scopes, capacities)
-            wide = _widest(self.knapsack.steps, limit)
-            if not wide or not self._narrow(wide, limit, dropped):
-                break
-        self._kept, self._kept_needs = kept, needs
-        # sizes to the nearest coarse unit: over many weights, what is lost and gained is the same
-        self.coarse = self.unit * max(1, top // _ROUGH_UNITS)
-        nearest = np.rint(self.nbytes / self.coarse).astype(np.int64)
-        self.rough = Knapsack(nearest, scopes, np.floor(rooms / self.coarse).astype(np.int64))
-        self._refusals = [self._refusal(crowd) for crowd in self._crowds]
-        self._maker, self._reader = np.array(kept, dtype=np.int64).reshape(len(kept), 2).T
-        apart = [self.tables[pair][:, 0, 1] for pair in kept]
-        self._apart = np.array(apart, dtype=float).reshape(len(kept), len(self.kinds)).T
-
-    def _narrow(self, wide: Sequence[tuple[int, ...]], limit: int, dropped: set[int]) -> bool:
-        """Leave out what opens too many variables at once: crowds, then cheap values, then cheap pairs."""
-        open_ = {variable for frontier in wide for variable in frontier}
-        narrower = [crowd for crowd in self._crowds if open_.isdisjoint(crowd.units)]
-        if len(narrower) < len(self._crowds):
-            self._crowds = narrower
-            return True
-        before = len(dropped), len(self.tables)
-        for frontier in wide:
-            values = sorted((v for v in frontier if v in self._value_cost), key=self._value_cost.__getitem__)
-            dropped.update(values[: len(frontier) - limit])
-            if not values:
-                self._drop_pairs(frontier, len(frontier) - limit)
-        return before != (len(dropped), len(self.tables))
-
-    def _counted(self, crowds: Sequence[Crowd]) -> list[Crowd]:
-        """Those that some band refuses though it has all of their units one by one."""
-        return [
-            crowd
-            for crowd in crowds
-            if any(
-                crowd.nbytes[band.kind] > band.high
-                and max(self.working[band.kind][unit] for unit in crowd.units) <= band.high
-                for band in self.bands
-            )
-        ]
-
-    def _refusal(self, crowd: Crowd) -> Floats:
-        """The table that keeps a crowd out of the bands that have no room for it."""
-        table = np.zeros((len(self.bands), *(2,) * len(crowd.units)))
-        refused = np.array([crowd.nbytes[band.kind] > band.high for band in self.bands])
-        table.reshape(len(self.bands), -1)[:, -1] = np.where(refused, np.inf, 0.0)
-        return table
-
-    def _drop_pairs(self, frontier: Sequence[int], excess: int) -> None:
-        open_ = set(frontier)
-        touching = [pair for pair in self.tables if open_ & set(pair)]
-        touching.sort(key=lambda pair: float(self.tables[pair].max()))
-        for pair in touching[: max(1, excess)]:
-            del self.tables[pair]
-
-    # -- solving ----------------------------------------------------------------------------------
-
-    def work(self, *, rough: bool) -> int:
-        """Numbers that :meth:`best` touches."""
-        return (self.rough if rough else self.knapsack).work
-
-    def best(
-        self, prices: Prices, gone: Bools, margin: Floats, *, exact: bool, rough: bool = False
-    ) -> Chosen:
-        """The cheapest share of each kind and band at these prices.
-
-        Args:
-            prices: multipliers.
-            gone: (units,) those that may not be in a share.
-            margin: (kinds,) bytes that a share leaves free beyond what it must.
-            exact: in double precision, as a proof needs it.
-            rough: with coarse units of capacity, which may lack or waste some bytes.
-        """
-        rows = self.row_kind
-        with np.errstate(invalid="ignore"):  # 0 x infinity, where an operation may not run
-            clock, queue = self.clock[rows] * prices.compute, self.queue[rows]
-        weight = prices.copies[rows][:, None]
-        cost = clock + queue * weight
-        cost[:, : self.units] -= (prices.cover + prices.limited[rows])[:, self.group]
-        cost[:, : self.units][self._barred | gone[None, :]] = np.inf
-        with np.errstate(invalid="ignore"):
-            aside = self.aside.clock[rows] * prices.compute + self.aside.queue[rows] * weight
-        aside = np.where(np.isnan(aside), np.inf, aside) - prices.unique[None, :]
-        cost = cost + prices.unique[None, :]
-        tables = [self.tables[pair][rows] * prices.compute for pair in self._kept]
-        tables += [_NOT_TAKEN[None]] * len(self._kept_needs)
-        tables += self._refusals
-        less = np.ceil(margin[rows] / (self.coarse if rough else self.unit)).astype(np.int64)
-        dtype = np.float64 if exact else np.float32
-        return (self.rough if rough else self.knapsack).solve(cost, aside, tables, less, dtype)
-
-    def clock_seconds(self, kind: int, taken: Bools, aside: Bools) -> float:
-        """Seconds of a share on the clock of operations and moves."""
-        seconds = float(self.clock[kind][taken].sum() + self.aside.clock[kind][aside].sum())
-        arrives = taken[self._reader] & ~taken[self._maker]
-        return seconds + float(self._apart[kind][arrives].sum())
-
-    def queue_seconds(self, kind: int, taken: Bools, aside: Bools) -> float:
-        """Seconds of a share on the copy queue."""
-        return float(self.queue[kind][taken].sum() + self.aside.queue[kind][aside].sum())
+    # -- what a share has -------------------------------------------------------------------------
 
     def kept_bytes(self, taken: Bools, aside: Bools) -> float:
         """Bytes of weights that a share keeps."""
         return float(self.nbytes[taken & ~aside].sum())
-
-    def fits(self, kind: int, taken: Bools, aside: Bools, margin: Floats) -> bool:
-        """Whether a device has room for a share, as far as the knapsacks know."""
-        needs = self.kept_bytes(taken, aside) + self.activation_bytes(kind, taken)
-        return bool(needs <= self.room[kind] - margin[kind])
-
-    def activation_bytes(self, kind: int, taken: Bools) -> float:
-        """Bytes for activations that a share needs at least beside its weights."""
-        mine = taken[: self.units]
-        needs = float(self.working[kind][mine].max(initial=0))
-        for crowd in self._crowds:
-            if crowd.nbytes[kind] > needs and mine[list(crowd.units)].all():
-                needs = float(crowd.nbytes[kind])
-        return needs
 
     def complete(self, units: Bools) -> tuple[Bools, float]:
         """The items of a share that has these units and keeps all their weights, and its bytes."""
@@ -492,25 +326,9 @@ class Shares:
         taken, _ = self.complete(np.array(mine, dtype=bool))
         aside = np.zeros(len(self.items), dtype=bool)
         for index, item in enumerate(self.items):
-            if taken[index] and item.streamed and self.sizes[index]:
+            if taken[index] and item.streamed and self.nbytes[index]:
                 aside[index] = homes[item.streamed] != key
         return taken, aside
-
-
-def _widest(steps: Sequence[Step], limit: int) -> list[tuple[int, ...]]:
-    """What is open where more is than may be: the most of each stretch of such steps."""
-    found: list[tuple[int, ...]] = []
-    inside = False
-    for step in steps:
-        open_ = (*step.frontier, step.variable)
-        if len(open_) <= limit:
-            inside = False
-        elif not inside:
-            found.append(open_)
-            inside = True
-        elif len(open_) > len(found[-1]):
-            found[-1] = open_
-    return found
 
 
 def _kinds(problem: Problem) -> list[Kind]:
@@ -533,19 +351,3 @@ def _kinds(problem: Problem) -> list[Kind]:
         )
         kinds.setdefault(key, []).append(spec)
     return [Kind(specs[0], tuple(spec.key for spec in specs)) for specs in kinds.values()]
-
-
-def _unit(nbytes: Ints, room: float) -> int:
-    """Bytes of a unit of capacity: as large as loses nothing of the large weights, if that is possible."""
-    sizes, counts = np.unique(nbytes[nbytes > 0], return_counts=True)
-    least = max(1, int(room / _UNITS))
-    if not len(sizes):
-        return least
-    total = float((sizes * counts).sum())
-    heavy = sizes[np.argsort(-(sizes * counts))][:12]
-    candidates = {least}
-    for size in heavy:
-        candidates.update(int(size // k) for k in range(1, max(1, int(size // least)) + 1))
-    lost = {c: float(((sizes % c) * counts).sum()) / total for c in candidates if c >= least}
-    allowed = min(lost.values()) + _LOSS
-    return max(c for c, share in lost.items() if share <= allowed)

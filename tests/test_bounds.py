@@ -21,6 +21,7 @@ from graphplan.passes.knapsack import Knapsack
 from graphplan.passes.limits import Limits
 from graphplan.passes.master import mix_fractions
 from graphplan.passes.place import place
+from graphplan.passes.pricing import Pricing
 from graphplan.passes.program import Program
 from graphplan.passes.residence import reside
 from graphplan.passes.shares import Shares
@@ -117,7 +118,7 @@ def test_no_bound_exceeds_the_best_placement(seed: int, kind: str) -> None:
     shares = Shares(problem)
     fractions = mix_fractions(shares)
     assert fractions is None or fractions.seconds * (1 - 1e-6) <= best.seconds * TIGHT
-    generation = ColumnGeneration(shares, [best])
+    generation = ColumnGeneration(Pricing(shares), [best])
     assert generation.run(enough=np.inf, work=1e8) <= best.seconds * TIGHT
     tree = Tree(generation)
     assert tree.grow(enough=np.inf, work=1e8) <= best.seconds * TIGHT
@@ -195,6 +196,7 @@ def test_a_search_without_a_choice_ends() -> None:
 
 def test_intervals_fit_their_devices() -> None:
     shares = Shares(unlike(layers(40), 1.1))
+    pricing = Pricing(shares)
     found = list(intervals(shares))
     assert found
     fitting = 0
@@ -202,7 +204,7 @@ def test_intervals_fit_their_devices() -> None:
         taken, nbytes = shares.complete(units)
         inside = np.nonzero(units)[0]
         assert (np.diff(inside) == 1).all()
-        fitting += nbytes + shares.activation_bytes(kind, taken) <= shares.room[kind]
+        fitting += nbytes + pricing.activation_bytes(kind, taken) <= shares.room[kind]
     assert fitting > len(found) / 2
 
 

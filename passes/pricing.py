@@ -1,0 +1,234 @@
+"""The knapsacks that find the best share of each kind of device at given prices.
+
+Their items, costs and tables are those of ``shares``; capacities are counted in units of bytes. Activations
+make several knapsacks of one: there is one for each band of what a device leaves free for them (see
+``bands``). What would open too many variables of a knapsack at once is left out, which leans to the cheap
+side: the bound is weaker, and still one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from graphplan.passes.bands import Crowd, find_crowds, make_bands
+from graphplan.passes.knapsack import Chosen, Knapsack, Step
+from graphplan.passes.shares import Shares
+
+__all__ = ["Prices", "Pricing"]
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+_UNITS = 3000  # parts of the largest budget at most
+_ROUGH_UNITS = 300  # likewise where nothing is to be proven
+_LOSS = 1e-3  # share of the weights' bytes that coarser units may fail to see
+_STATES = 1 << 18  # numbers per row that one step of the knapsack may touch
+_NOT_TAKEN = np.array([[0.0, 0.0], [np.inf, 0.0]])  # the first needs the second
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Multipliers of the constraints that tie the shares together.
+
+    Attributes:
+        cover: (groups,) seconds paid for running an operation of each group.
+        compute: weight of the clock of operations and moves.
+        copies: (kinds,) weight of each kind's copy queue; with ``compute``, and each times the number
+            of its devices, they add up to 1.
+        unique: (items,) seconds asked for keeping a weight that several operations read.
+        limited: (kinds, groups) seconds paid beside, where a kind has to run more or less of a group.
+        constant: seconds that these limits add to the bound.
+    """
+
+    cover: Floats
+    compute: float
+    copies: Floats
+    unique: Floats
+    limited: Floats
+    constant: float
+
+
+class Pricing:
+    """Knapsacks over shares, prepared once and solved for many prices.
+
+    Attributes:
+        shares: what they choose from.
+        row_kind: (rows,) the kind of device of each knapsack.
+    """
+
+    def __init__(self, shares: Shares) -> None:
+        self.shares = shares
+        self.room, self.working = shares.room, shares.working
+        self.tables = dict(shares.tables)
+        specs = [kind.spec for kind in shares.kinds]
+        is_host = [shares.host in kind.keys for kind in shares.kinds]
+        crowds = find_crowds(shares.graph, shares.unit_of, specs, is_host)
+        self.bands = make_bands(self.working, crowds, shares.nbytes[: shares.units], self.room)
+        self.row_kind = np.array([band.kind for band in self.bands], dtype=np.int64)
+        self._barred = np.array([self.working[band.kind] > band.high for band in self.bands])
+        self._crowds = self._counted(crowds)
+        total = float(shares.nbytes.sum())
+        self.unit = _unit(shares.nbytes, min(total, float(self.room.max(initial=1.0))))
+        sizes = shares.nbytes // self.unit
+        rooms = np.array([min(self.room[band.kind] - band.low, total) for band in self.bands])
+        capacities = np.floor(rooms / self.unit).astype(np.int64)
+        top = max(1, int(capacities.max(initial=0)) + 1)
+        limit = max(3, int(np.log2(_STATES / top)))
+        dropped: set[int] = set()
+        while True:
+            kept = [pair for pair in self.tables if not dropped & set(pair)]
+            needs = [pair for pair in shares.needs if not dropped & set(pair)]
+            scopes = [*kept, *needs, *(crowd.units for crowd in self._crowds)]
+            self.knapsack = Knapsack(sizes, scopes, capacities)
+            wide = _widest(self.knapsack.steps, limit)
+            if not wide or not self._narrow(wide, limit, dropped):
+                break
+        self._kept, self._kept_needs = kept, needs
+        # sizes to the nearest coarse unit: over many weights, what is lost and gained is the same
+        self.coarse = self.unit * max(1, top // _ROUGH_UNITS)
+        nearest = np.rint(shares.nbytes / self.coarse).astype(np.int64)
+        self.rough = Knapsack(nearest, scopes, np.floor(rooms / self.coarse).astype(np.int64))
+        self._refusals = [self._refusal(crowd) for crowd in self._crowds]
+        self._maker, self._reader = np.array(kept, dtype=np.int64).reshape(len(kept), 2).T
+        apart = [self.tables[pair][:, 0, 1] for pair in kept]
+        self._apart = np.array(apart, dtype=float).reshape(len(kept), len(shares.kinds)).T
+
+    def _narrow(self, wide: Sequence[tuple[int, ...]], limit: int, dropped: set[int]) -> bool:
+        """Leave out what opens too many variables at once: crowds, then cheap values, then cheap pairs."""
+        open_ = {variable for frontier in wide for variable in frontier}
+        narrower = [crowd for crowd in self._crowds if open_.isdisjoint(crowd.units)]
+        if len(narrower) < len(self._crowds):
+            self._crowds = narrower
+            return True
+        before = len(dropped), len(self.tables)
+        for frontier in wide:
+            values = sorted(
+                (v for v in frontier if v in self.shares.value_cost), key=self.shares.value_cost.__getitem__
+            )
+            dropped.update(values[: len(frontier) - limit])
+            if not values:
+                self._drop_pairs(frontier, len(frontier) - limit)
+        return before != (len(dropped), len(self.tables))
+
+    def _counted(self, crowds: Sequence[Crowd]) -> list[Crowd]:
+        """Those that some band refuses though it has all of their units one by one."""
+        return [
+            crowd
+            for crowd in crowds
+            if any(
+                crowd.nbytes[band.kind] > band.high
+                and max(self.working[band.kind][unit] for unit in crowd.units) <= band.high
+                for band in self.bands
+            )
+        ]
+
+    def _refusal(self, crowd: Crowd) -> Floats:
+        """The table that keeps a crowd out of the bands that have no room for it."""
+        table = np.zeros((len(self.bands), *(2,) * len(crowd.units)))
+        refused = np.array([crowd.nbytes[band.kind] > band.high for band in self.bands])
+        table.reshape(len(self.bands), -1)[:, -1] = np.where(refused, np.inf, 0.0)
+        return table
+
+    def _drop_pairs(self, frontier: Sequence[int], excess: int) -> None:
+        open_ = set(frontier)
+        touching = [pair for pair in self.tables if open_ & set(pair)]
+        touching.sort(key=lambda pair: float(self.tables[pair].max()))
+        for pair in touching[: max(1, excess)]:
+            del self.tables[pair]
+
+    # -- solving ----------------------------------------------------------------------------------
+
+    def work(self, *, rough: bool) -> int:
+        """Numbers that :meth:`best` touches."""
+        return (self.rough if rough else self.knapsack).work
+
+    def best(
+        self, prices: Prices, gone: Bools, margin: Floats, *, exact: bool, rough: bool = False
+    ) -> Chosen:
+        """The cheapest share of each kind and band at these prices.
+
+        Args:
+            prices: multipliers.
+            gone: (units,) those that may not be in a share.
+            margin: (kinds,) bytes that a share leaves free beyond what it must.
+            exact: in double precision, as a proof needs it.
+            rough: with coarse units of capacity, which may lack or waste some bytes.
+        """
+        shares, rows = self.shares, self.row_kind
+        with np.errstate(invalid="ignore"):  # 0 x infinity, where an operation may not run
+            clock, queue = shares.clock[rows] * prices.compute, shares.queue[rows]
+        weight = prices.copies[rows][:, None]
+        cost = clock + queue * weight
+        cost[:, : shares.units] -= (prices.cover + prices.limited[rows])[:, shares.group]
+        cost[:, : shares.units][self._barred | gone[None, :]] = np.inf
+        with np.errstate(invalid="ignore"):
+            aside = shares.aside.clock[rows] * prices.compute + shares.aside.queue[rows] * weight
+        aside = np.where(np.isnan(aside), np.inf, aside) - prices.unique[None, :]
+        cost = cost + prices.unique[None, :]
+        tables = [self.tables[pair][rows] * prices.compute for pair in self._kept]
+        tables += [_NOT_TAKEN[None]] * len(self._kept_needs)
+        tables += self._refusals
+        less = np.ceil(margin[rows] / (self.coarse if rough else self.unit)).astype(np.int64)
+        dtype = np.float64 if exact else np.float32
+        return (self.rough if rough else self.knapsack).solve(cost, aside, tables, less, dtype)
+
+    def clock_seconds(self, kind: int, taken: Bools, aside: Bools) -> float:
+        """Seconds of a share on the clock of operations and moves."""
+        seconds = float(self.shares.clock[kind][taken].sum() + self.shares.aside.clock[kind][aside].sum())
+        arrives = taken[self._reader] & ~taken[self._maker]
+        return seconds + float(self._apart[kind][arrives].sum())
+
+    def queue_seconds(self, kind: int, taken: Bools, aside: Bools) -> float:
+        """Seconds of a share on the copy queue."""
+        return float(self.shares.queue[kind][taken].sum() + self.shares.aside.queue[kind][aside].sum())
+
+    def fits(self, kind: int, taken: Bools, aside: Bools, margin: Floats) -> bool:
+        """Whether a device has room for a share, as far as the knapsacks know."""
+        needs = self.shares.kept_bytes(taken, aside) + self.activation_bytes(kind, taken)
+        return bool(needs <= self.room[kind] - margin[kind])
+
+    def activation_bytes(self, kind: int, taken: Bools) -> float:
+        """Bytes for activations that a share needs at least beside its weights."""
+        mine = taken[: self.shares.units]
+        needs = float(self.working[kind][mine].max(initial=0))
+        for crowd in self._crowds:
+            if crowd.nbytes[kind] > needs and mine[list(crowd.units)].all():
+                needs = float(crowd.nbytes[kind])
+        return needs
+
+
+def _widest(steps: Sequence[Step], limit: int) -> list[tuple[int, ...]]:
+    """What is open where more is than may be: the most of each stretch of such steps."""
+    found: list[tuple[int, ...]] = []
+    inside = False
+    for step in steps:
+        open_ = (*step.frontier, step.variable)
+        if len(open_) <= limit:
+            inside = False
+        elif not inside:
+            found.append(open_)
+            inside = True
+        elif len(open_) > len(found[-1]):
+            found[-1] = open_
+    return found
+
+
+def _unit(nbytes: Ints, room: float) -> int:
+    """Bytes of a unit of capacity: as large as loses nothing of the large weights, if that is possible."""
+    sizes, counts = np.unique(nbytes[nbytes > 0], return_counts=True)
+    least = max(1, int(room / _UNITS))
+    if not len(sizes):
+        return least
+    total = float((sizes * counts).sum())
+    heavy = sizes[np.argsort(-(sizes * counts))][:12]
+    candidates = {least}
+    for size in heavy:
+        candidates.update(int(size // k) for k in range(1, max(1, int(size // least)) + 1))
+    lost = {c: float(((sizes % c) * counts).sum()) / total for c in candidates if c >= least}
+    allowed = min(lost.values()) + _LOSS
+    return max(c for c, share in lost.items() if share <= allowed)
