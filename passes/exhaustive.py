@@ -21,6 +21,7 @@ from graphplan.passes.residence import reside
 __all__ = ["search_all"]
 
 _TOLERANCE = 1e-9
+_LEAF = 10  # branches that take as long as judging a placement
 
 
 def search_all(
@@ -234,6 +235,7 @@ class _Search:
         return total
 
     def _leaf(self) -> None:
+        self.left -= _LEAF
         settled = replace(self.problem, fixed_weights={**self.problem.fixed_weights, **self.state.home})
         found = deepen(self.problem, evaluate(self.problem, reside(settled, self.state.device)))
         if found.feasible and not self._beaten(found.seconds):
