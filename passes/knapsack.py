@@ -13,6 +13,7 @@ at the frontier and the capacity used. It is small where the variables form some
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -131,6 +132,12 @@ class Knapsack:
         self.eliminations: list[_Elimination] = []
         active = self._eliminate_light()
         self.steps = self._path(active)
+
+    def of_rows(self, rows: Ints) -> Knapsack:
+        """The same structure for some of the capacities."""
+        part = copy.copy(self)
+        part.capacities, part.rows = self.capacities[rows], len(rows)
+        return part
 
     @property
     def work(self) -> int:

@@ -8,7 +8,9 @@ side: the bound is weaker, and still one.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +30,8 @@ _UNITS = 3000  # parts of the largest budget at most
 _ROUGH_UNITS = 300  # likewise where nothing is to be proven
 _LOSS = 1e-3  # share of the weights' bytes that coarser units may fail to see
 _STATES = 1 << 18  # numbers per row that one step of the knapsack may touch
+_THREADS = min(8, os.cpu_count() or 1)
+_SHARED_WORK = 5_000_000  # numbers from which it pays to share them out
 _NOT_TAKEN = np.array([[0.0, 0.0], [np.inf, 0.0]])  # the first needs the second
 
 
@@ -175,7 +179,19 @@ class Pricing:
         tables += self._refusals
         less = np.ceil(margin[rows] / (self.coarse if rough else self.unit)).astype(np.int64)
         dtype = np.float64 if exact else np.float32
-        return (self.rough if rough else self.knapsack).solve(cost, aside, tables, less, dtype)
+        knapsack = self.rough if rough else self.knapsack
+        if knapsack.rows < 2 or knapsack.work < _SHARED_WORK:
+            return knapsack.solve(cost, aside, tables, less, dtype)
+
+        def solve(part: Ints) -> Chosen:
+            mine = [table[part] if len(table) > 1 else table for table in tables]
+            return knapsack.of_rows(part).solve(cost[part], aside[part], mine, less[part], dtype)
+
+        # numpy lets other threads run; rows of like capacities have states of like length
+        order = np.argsort(knapsack.capacities, kind="stable")
+        parts = np.array_split(order, _THREADS)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            return _merged(order, list(pool.map(solve, parts)))
 
     def clock_seconds(self, kind: int, taken: Bools, aside: Bools) -> float:
         """Seconds of a share on the clock of operations and moves."""
@@ -200,6 +216,16 @@ class Pricing:
             if crowd.nbytes[kind] > needs and mine[list(crowd.units)].all():
                 needs = float(crowd.nbytes[kind])
         return needs
+
+
+def _merged(order: Ints, parts: Sequence[Chosen]) -> Chosen:
+    """The rows of all parts, in the order of the knapsacks."""
+    back = np.argsort(order, kind="stable")
+    return Chosen(
+        np.concatenate([part.cost for part in parts])[back],
+        np.concatenate([part.taken for part in parts])[back],
+        np.concatenate([part.aside for part in parts])[back],
+    )
 
 
 def _widest(steps: Sequence[Step], limit: int) -> list[tuple[int, ...]]:
