@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from graphplan.agreement import compare, eager_result
-from graphplan.caches import know_caches
 from graphplan.device import (
     DISK,
     SIMULATED,
@@ -121,7 +120,7 @@ def plan(
     extents = Extents(max_batch, max_length)
     options = Options(dynamic_shapes, False, return_outputs, wishes, extents, time_limit=time_limit)
     model = _checked(model)
-    twin = _twin(model)
+    twin = Twin(model)
     compiler = Compiler(twin, topology, options)
     if calls is not None or weights is not None:
         examples = _examples(twin, args, kwargs, calls, weights)
@@ -208,7 +207,7 @@ def partition(
     compiled = _compile_options(compile, topology)
     options = Options(dynamic_shapes, grad, return_outputs, wishes, extents, compiled, time_limit)
     model = _checked(model)
-    twin = _twin(model)
+    twin = Twin(model)
     source = _source(model, twin, checkpoint, strict=strict is not False)
     start = _Start(topology, options, source, strict=strict is True, check=check)
     if calls is not None or weights is not None:
@@ -313,7 +312,7 @@ class _Start:
     ) -> nn.Module:
         """Place a module that was waiting for its first call, as it is now."""
         model = unplaced(module)
-        twin = _twin(model)
+        twin = Twin(model)
         return self.place(model, twin, twin.part(entry).bind(args, kwargs), entry)
 
 
@@ -327,12 +326,6 @@ def _source(
     if isinstance(checkpoint, Checkpoint):
         return checkpoint
     return read_checkpoint(model, twin.weights, checkpoint, strict=strict)
-
-
-def _twin(model: nn.Module) -> Twin:
-    """The copy to trace, ready to bind calls."""
-    know_caches(model)
-    return Twin(model)
 
 
 def _compile_options(compile: bool | Mapping[str, Any], topology: Topology) -> Mapping[str, Any] | None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphplan.caches import know_caches
 from graphplan.errors import CaptureError
 from graphplan.signature import BoundCall, bind_call
 
@@ -123,6 +124,7 @@ class Twin:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        know_caches(model)
         self.entry = ""
         self.weights = ModelWeights(model)
         self.signature = inspect.signature(model.forward)
