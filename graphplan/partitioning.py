@@ -34,6 +34,7 @@ from graphplan.planner import Compiler, Options
 from graphplan.runtime.executor import PlacedModule, Program, attach, attach_start, placed_class, unplaced
 from graphplan.runtime.loading import Checkpoint, read_checkpoint
 from graphplan.runtime.storage import place_model, require_data
+from graphplan.runtime.warming import warm_activations
 from graphplan.signature import BoundCall
 from graphplan.speeds import Measurements, Speed, with_speeds
 from graphplan.twin import Twin, method_of
@@ -154,6 +155,7 @@ def partition(
     max_batch: int | None = None,
     max_length: int | None = None,
     time_limit: float | None = None,
+    warm: bool = False,
 ) -> Any:
     """The model, placed over the devices of ``max_memory`` and ready to run.
 
@@ -195,6 +197,8 @@ def partition(
             calls are planned when they come, as far as the budgets have room.
         max_length: likewise.
         time_limit: as in :func:`plan`, for each structure of calls.
+        warm: let each accelerator's allocator reserve the planned bytes of activations now, instead of
+            piece by piece in the first call.
 
     Raises:
         GraphplanError: as in :func:`plan`; also DeviceError for a device that this machine lacks,
@@ -209,7 +213,7 @@ def partition(
     model = _checked(model)
     twin = Twin(model)
     source = _source(model, twin, checkpoint, strict=strict is not False)
-    start = _Start(topology, options, source, strict=strict is True, check=check)
+    start = _Start(topology, options, source, strict=strict is True, check=check, warm=warm)
     if calls is not None or weights is not None:
         return start.place_together(model, twin, _examples(twin, args, kwargs, calls, weights))
     try:
@@ -245,6 +249,7 @@ class _Start:
     known_plan: Plan | None = None
     strict: bool = False
     check: bool = False
+    warm: bool = False
 
     def place(self, model: nn.Module, twin: Twin, call: BoundCall | None, entry: str = "") -> nn.Module:
         """A placed copy of ``model``; ``entry`` is the path of the submodule that is called, if it is one."""
@@ -305,6 +310,8 @@ class _Start:
             return_outputs=self.options.return_outputs,
             memory=(*made.pages, *made.files),
         )
+        if self.warm:
+            warm_activations(program.plan for program in programs)
         return placed
 
     def __call__(

@@ -344,6 +344,15 @@ def test_two_gpus(shares: dict[Any, float], _two: None) -> None:  # carries mark
     assert placed.plan.stages[0].device == next(iter(shares))
 
 
+def test_warming_reserves_memory_before_the_first_call() -> None:
+    model, x = Blocks().eval(), torch.randn(16, 2048)
+    placed = graphplan.partition(model, budgets_of(model, {0: 2.0}), (x,), warm=True)
+    reserved = torch.cuda.memory_reserved(0)
+    assert reserved >= placed.plan.peak_bytes[0]
+    assert largest_difference(placed(x), model(x)) < 1e-3
+    assert torch.cuda.memory_reserved(0) <= reserved + (4 << 20)  # libraries have workspaces of their own
+
+
 def test_devices_are_measured() -> None:
     measured = graphplan.measure_devices({0: "8GiB", "cpu": "8GiB"}, progress=False)
     for speed in measured.speeds.values():

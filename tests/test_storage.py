@@ -103,6 +103,21 @@ def test_the_arena_lives_as_long_as_any_of_its_weights() -> None:
         assert machine.live_bytes(0) == 0
 
 
+def test_warming_reserves_the_planned_activations_and_no_more() -> None:
+    model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), torch.randn(32, 64)
+    with graphplan.simulate({0: "70KiB", 1: "110KiB"}) as machine:
+        for warm in (False, True):
+            machine.reset_peaks()
+            placed = graphplan.partition(model, machine.max_memory, (x,), warm=warm)
+            peaks = {key: machine.peak_bytes(key) for key in (0, 1)}
+            planned = {key: placed.plan.peaks[key] for key in (0, 1)}
+            assert any(peak.nbytes > peak.weights for peak in planned.values())
+            wanted = {key: peak.nbytes if warm else peak.weights for key, peak in planned.items()}
+            assert peaks == wanted
+            del placed
+            gc.collect()
+
+
 def test_no_room_is_an_error_that_says_how_much() -> None:
     with (
         graphplan.simulate({0: 4096}),
