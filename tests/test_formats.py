@@ -277,6 +277,12 @@ def test_the_tree_has_each_operation_once_and_few_children(make: Any) -> None:
             assert sorted(_operations(inner)) == sorted(inner.operations)
 
 
+def test_a_module_that_is_called_by_a_number_has_the_name_before_it() -> None:
+    labels = {g.path: g.label for group in stage_groups(large_plan()) for g in _groups(group)}
+    assert labels["model.layers.3"] == "layers.3"
+    assert labels["model.layers.3.attn"] == "attn"
+
+
 def test_a_flat_graph_is_put_into_runs() -> None:
     from dataclasses import replace
 
