@@ -32,7 +32,14 @@ from graphplan.command_options import (
     read_plan,
 )
 from graphplan.comparison import Baseline, device_maps, ours
-from graphplan.console import complain, exit_code, print_json, show_warnings_in_one_line, working
+from graphplan.console import (
+    complain,
+    exit_code,
+    print_json,
+    require_writable,
+    show_warnings_in_one_line,
+    working,
+)
 from graphplan.demo import DemoResult, run_demo
 from graphplan.device import DeviceKey, Topology, read_max_memory, require_present
 from graphplan.digest import comparison_text, device_digest, devices_text, plan_digest
@@ -93,15 +100,17 @@ def _group(
 ) -> None:
     """Place PyTorch models over devices.
 
-    Exit codes: 0 done; 2 the command line, a file or a name is wrong; 3 no placement keeps the
-    budgets; 4 the model cannot be traced; 1 anything else. Errors are one line on stderr, JSON
-    with --json.
+    Exit codes: 0 done; 2 the command line, a file or a name is wrong;
+    3 no placement keeps the budgets; 4 the model cannot be traced;
+    1 anything else. Errors are one line on stderr, JSON with --json.
     """
 
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for plan.json and plan.dot.")] = Path("out"),
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for plan.json and plan.dot.")] = Path(
+        "out"
+    ),
     as_json: Json = False,
 ) -> None:
     """Place a real sentence encoder over two accelerators and the CPU, and compare its results."""
@@ -137,12 +146,14 @@ def plan(
     dtype: Dtype = None,
     trust_remote_code: Trust = False,
     meta: Meta = False,
-    out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page to look at here.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan here, as JSON.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page to look at here.")] = None,
     as_json: Json = False,
 ) -> None:
     """Decide where everything in a model goes. Devices that this machine lacks are fine."""
-    budgets, links = read_budgets(max_memory or ()), read_links(link or ())
+    require_writable(out, html)
+    budgets = read_budgets(max_memory or ())
+    links = read_links(link or (), budgets)
     speeds, pins = read_measurements(measured, device or ()), read_pins(pin or ())
     topology = with_speeds(read_max_memory(budgets, links, reserve), speeds)
     named = _load(model, Ask(batch, length, dtype, trust_remote_code, meta))
@@ -162,14 +173,15 @@ def plan(
 @app.command()
 def show(
     path: PlanFile,
-    html: Annotated[Path | None, typer.Option(help="Write a page to look at here.")] = None,
-    dot: Annotated[Path | None, typer.Option(help="Write it for graphviz here.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page to look at here.")] = None,
+    dot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it for graphviz here.")] = None,
     bottleneck: Annotated[
         bool, typer.Option("--bottleneck", help="Say what more memory or speed would save most.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Show a plan that was written before."""
+    require_writable(html, dot)
     found = read_plan(path)
     _write(found, None, html)
     if dot is not None:
@@ -200,7 +212,8 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Judge our plan, accelerate's device map and transformers' by one evaluator."""
-    budgets, links = read_budgets(max_memory or ()), read_links(link or ())
+    budgets = read_budgets(max_memory or ())
+    links = read_links(link or (), budgets)
     speeds = read_measurements(measured, device or ())
     topology = with_speeds(read_max_memory(budgets, links, reserve), speeds)
     named = _load(model, Ask(batch, length, dtype, trust_remote_code, meta))
@@ -220,12 +233,15 @@ def compare(
 def devices(
     measure: Annotated[bool, typer.Option("--measure", help="Measure speeds and links: seconds.")] = False,
     max_memory: Budgets = None,
-    out: Annotated[Path | None, typer.Option(help="Write what was measured here, for --measured.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what was measured here, for --measured.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show what this machine has, and what graphplan takes its speed to be."""
     if out is not None and not measure:
         raise InputError("--out writes measurements: give --measure too")
+    require_writable(out)
     topology = read_max_memory(read_budgets(max_memory or ()))
     require_present(topology)
     found = None

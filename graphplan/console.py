@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -33,7 +34,7 @@ from graphplan.errors import (
     PlanError,
 )
 
-__all__ = ["complain", "exit_code", "print_json", "show_warnings_in_one_line", "working"]
+__all__ = ["complain", "exit_code", "print_json", "require_writable", "show_warnings_in_one_line", "working"]
 
 _WRONG = (BudgetError, DeviceError, InputError, PlanError, OSError)
 
@@ -49,6 +50,8 @@ def exit_code(error: Exception) -> int:
 
 def complain(error: Exception, message: str, *, as_json: bool) -> None:
     """One line on stderr: text, or a JSON object of the error's type, message and figures."""
+    if isinstance(error, OSError) and error.filename and error.strerror:  # without the number of the error
+        message = f"{str(error.filename)!r}: {error.strerror}"
     line = " ".join(message.split())
     if not as_json:
         print(f"graphplan: {line}", file=sys.stderr)
@@ -62,6 +65,19 @@ def complain(error: Exception, message: str, *, as_json: bool) -> None:
             "device": error.device,
         }
     print(json.dumps({"error": said}), file=sys.stderr)
+
+
+def require_writable(*paths: Path | None) -> None:
+    """Refuse files that cannot be written before the work that would be lost with them.
+
+    Raises:
+        InputError: a folder in place of a file, or a file in a folder that is not there.
+    """
+    for path in paths:
+        if path is not None and path.is_dir():
+            raise InputError(f"{str(path)!r} is a folder: name a file in it")
+        if path is not None and not path.parent.is_dir():
+            raise InputError(f"{str(path)!r}: there is no folder {str(path.parent)!r}")
 
 
 def print_json(data: Any) -> None:

@@ -101,10 +101,10 @@ def _edges(plan: Plan, boxes: dict[str, _Node]) -> Iterator[str]:
         if maker in boxes and reader in boxes and boxes[maker] != boxes[reader]:
             passed.setdefault((boxes[maker], boxes[reader]), set()).update(values)
     device = {stage.index: stage.device for stage in plan.stages}
-    for (source, target), values in passed.items():
+    for (source, target), copied in passed.items():
         note = ""
         if device[source.stage] != device[target.stage]:
-            nbytes = sum(plan.graph.values[value].copy_bytes for value in values)
+            nbytes = sum(plan.graph.values[value].copy_bytes for value in copied)
             note = f' [label={_quote(size_text(nbytes))}, color="#c75d1c", fontcolor="#c75d1c", penwidth=2]'
         yield f"  {_quote(source.name)} -> {_quote(target.name)}{note};"
 
