@@ -17,10 +17,13 @@ from doc_pages import COMMANDS, pages
 from doc_pictures import example, memory_svg, timeline_svg
 from doc_tables import markdown, tables
 
+import graphplan
+from graphplan import errors
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 HAS_MKDOCS = all(importlib.util.find_spec(name) for name in ("mkdocs", "material", "mkdocstrings"))
-PICTURES = ("graph.txt", "summary.txt", "placed.svg", "timeline.svg", "memory.svg", "code.txt")
+PICTURES = ("graph.txt", "summary.txt", "placed.svg", "plan.svg", "timeline.svg", "memory.svg", "code.txt")
 
 
 def included(page: Path) -> set[str]:
@@ -33,6 +36,30 @@ def test_the_code_of_a_page_runs_and_what_is_shown_was_printed(page: Path, tmp_p
     assert outputs, "the page has no code that is run"
     shown = {f"{page.stem}-{number}.txt" for number, text in enumerate(outputs, 1) if text.strip()}
     assert included(page) == shown
+
+
+def test_pages_include_every_picture_and_nothing_else() -> None:
+    others = {
+        path for path in DOCS.rglob("*.md") if path not in pages(DOCS) and "generated" not in path.parts
+    }
+    shown = {name for path in others for name in included(path)}
+    helps = {f"help-{name}.txt" for name in COMMANDS}
+    assert shown == {*PICTURES, *helps, *(f"{name}.md" for name in tables())}
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.md"))
+    listed = set(re.findall(r"^::: graphplan\.(\w+)$", text, re.MULTILINE))
+    public = {name for name in graphplan.__all__ if not name.startswith("__")}
+    assert public - set(errors.__all__) == listed - {"errors"}
+
+
+def test_the_table_of_files_has_every_module() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for folder in ("graphplan", "passes", "runtime"):
+        for path in sorted((ROOT / folder).glob("*.py")):
+            if path.name not in ("__init__.py", "__main__.py"):
+                assert f"`{folder}/{path.name}`" in table, f"CONTRIBUTING.md lacks {folder}/{path.name}"
 
 
 def test_a_block_that_fails_names_its_line(tmp_path: Path) -> None:
