@@ -108,9 +108,7 @@ def _group(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for plan.json and plan.dot.")] = Path(
-        "out"
-    ),
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="For plan.html, .json and .dot.")] = Path("out"),
     as_json: Json = False,
 ) -> None:
     """Place a real sentence encoder over two accelerators and the CPU, and compare its results."""
@@ -119,13 +117,14 @@ def demo(
     out.mkdir(parents=True, exist_ok=True)
     result.plan.save_json(out / "plan.json")
     result.plan.save_dot(out / "plan.dot")
+    result.plan.save_html(out / "plan.html", title="all-MiniLM-L6-v2")
     if as_json:
         measured = list(map(list, result.measured_peak_bytes.items()))
         figures = {"difference": result.difference, "measured_peaks": measured, "simulated": result.simulated}
         print_json({**figures, "plan": plan_digest(result.plan)})
     else:
         _report(result)
-        print(f"\nwrote {out / 'plan.json'} and {out / 'plan.dot'}")
+        print(f"\nwrote {out / 'plan.html'}, {out / 'plan.json'} and {out / 'plan.dot'}")
     if result.difference > 1e-5:
         raise GraphplanError(f"the placed model's embeddings differ by {result.difference}")
 
@@ -159,7 +158,7 @@ def plan(
     named = _load(model, Ask(batch, length, dtype, trust_remote_code, meta))
     with working(f"tracing {named.name} and placing it"):
         found = _plan(named, topology, pin=pins, offload=offload, balance=balance)
-    _write(found, out, html)
+    _write(found, out, html, named.name)
     if as_json:
         print_json({"model": named.name, "inputs": named.inputs, **plan_digest(found)})
         return
@@ -183,7 +182,7 @@ def show(
     """Show a plan that was written before."""
     require_writable(html, dot)
     found = read_plan(path)
-    _write(found, None, html)
+    _write(found, None, html, path.stem)
     if dot is not None:
         found.save_dot(dot)
     wanted = found.bottleneck(progress=sys.stderr.isatty()) if bottleneck else None
@@ -311,11 +310,11 @@ def _load(word: str, ask: Ask) -> NamedModel:
         return load_named(word, ask)
 
 
-def _write(found: Plan, out: Path | None, html: Path | None) -> None:
+def _write(found: Plan, out: Path | None, html: Path | None, title: str) -> None:
     if out is not None:
         found.save_json(out)
     if html is not None:
-        found.save_html(html)
+        found.save_html(html, title=title)
 
 
 def _report(result: DemoResult) -> None:

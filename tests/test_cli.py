@@ -192,7 +192,7 @@ def test_show_and_explain_read_the_plan(made: Made, run: Run) -> None:
     assert data["device_map"] == plan.device_map()
     assert [(d["key"], d["peak"]) for d in data["devices"]] == list(plan.peak_bytes.items())
     assert (made.folder / "plan.dot").read_text(encoding="utf-8").startswith("digraph")
-    assert "<html" in (made.folder / "plan.html").read_text(encoding="utf-8")
+    assert "<title>plan</title>" in (made.folder / "plan.html").read_text(encoding="utf-8")
     assert explained[1].startswith("module model.layers.1: ")
     assert json.loads(told[1])["name"] == "model.layers.1"
     assert version[1].strip() == graphplan.__version__
@@ -370,6 +370,7 @@ def test_demo_places_a_real_model_and_writes_the_plan(tmp_path: Path, run: Run) 
     plan.verify()
     assert {stage.device for stage in plan.stages} == {0, 1, "cpu"}
     assert (tmp_path / "plan.dot").read_text(encoding="utf-8").startswith("digraph")
+    assert "<title>all-MiniLM-L6-v2</title>" in (tmp_path / "plan.html").read_text(encoding="utf-8")
 
 
 KINDS = ("Llama", "Bert", "T5", "ViT", "Whisper", "Wav2Vec2", "AST", "CLIP")
