@@ -6,19 +6,19 @@ as the command; other lines are for people. A block whose fence says ``no-run`` 
 
 from __future__ import annotations
 
-import contextlib
 import io
+import logging
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings
 
-ROOT = Path(__file__).parent.parent
 _FENCE = re.compile(r"^```(?P<words>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -58,7 +58,7 @@ def outputs_of(page: Path, folder: Path) -> Iterator[str]:
         Exception: whatever a block raises, with the page and the line in its traceback.
     """
     names: dict[str, Any] = {"__name__": page.stem}
-    with contextlib.chdir(folder):
+    with chdir(folder):
         for block in blocks_of(page):
             yield _python(block, names) if block.language == "python" else _bash(block, folder)
 
@@ -66,7 +66,7 @@ def outputs_of(page: Path, folder: Path) -> Iterator[str]:
 def _python(block: Block, names: dict[str, Any]) -> str:
     code = compile("\n" * (block.line - 1) + block.code, str(block.page), "exec")
     out = io.StringIO()
-    with contextlib.redirect_stdout(out):
+    with redirect_stdout(out):
         exec(code, names)
     return out.getvalue()
 
@@ -77,16 +77,38 @@ def _bash(block: Block, folder: Path) -> str:
 
 
 def command(words: list[str], folder: Path) -> str:
-    """What ``graphplan`` prints."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "COLUMNS": "100", "NO_COLOR": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "graphplan", *words],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"graphplan {shlex.join(words)} ended with {done.returncode}: {done.stderr}")
-    return done.stdout
+    """What ``graphplan`` prints; run here, for a process of its own would load torch anew.
+
+    Raises:
+        RuntimeError: it ends with another code than 0.
+    """
+    from graphplan.__main__ import main  # the command is optional
+
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with _as_a_process(["graphplan", *words], folder), redirect_stdout(out), redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+    if code:
+        raise RuntimeError(f"graphplan {shlex.join(words)} ended with {code}: {err.getvalue()}")
+    return out.getvalue()
+
+
+@contextmanager
+def _as_a_process(words: list[str], folder: Path) -> Iterator[None]:
+    """What the command changes of this process, it changes until the end of this."""
+    loaded, environment, before = set(sys.modules), dict(os.environ), sys.argv
+    os.environ.update({"HF_HUB_OFFLINE": "1", "COLUMNS": "100", "NO_COLOR": "1"})
+    sys.argv = words
+    try:
+        with chdir(folder), catch_warnings():
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+        sys.argv = before
+        os.environ.clear()
+        os.environ.update(environment)
+        for name in set(sys.modules) - loaded:  # the next page may have a module of that name
+            if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(folder.resolve())):
+                del sys.modules[name]

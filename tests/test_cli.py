@@ -199,7 +199,7 @@ def test_show_and_explain_read_the_plan(made: Made, run: Run) -> None:
 
 
 def test_compare_judges_three_planners(made: Made, run: Run) -> None:
-    words = ["compare", made.model, *BUDGETS, "--length", "16", "--json"]
+    words = ["compare", made.model, "--max-memory", "0=400KiB,1=400KiB", "--length", "4", "--json"]
     small = ["compare", "factories:pair", "--max-memory", "0=1MiB,1=1MiB"]
     code, out, err = run(*words)
     table = run(*small, cwd=made.folder)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plans import HOSTILE, budgets_of, hostile_plan, large_plan, llama, llama_plan, unet_plan
+import torch
+from plans import HOSTILE, UNet, hostile_plan, large_plan, llama_plan, unet_plan
 
 import graphplan
 from graphplan import Plan
@@ -405,10 +406,10 @@ def test_ten_thousand_operations_make_few_elements(show: Open) -> None:
 
 
 def test_a_measured_call_is_beside_the_modelled_one(show: Open) -> None:
-    model, inputs = llama(2)
-    with graphplan.simulate(budgets_of(model, 0.5)) as machine:
-        placed = graphplan.partition(model, machine.max_memory, kwargs=inputs, pin={"lm_head": 1})
-        profile = placed.profile(**inputs)
+    model, x = UNet().eval(), torch.ones(1, 4, 32, 32)
+    with graphplan.simulate({0: "700KiB", 1: "700KiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (x,), pin={"down": 0, "up": 1})
+        profile = placed.profile(x)
     opened = show(placed.plan, html=to_html(placed.plan, "Measured", profile.measured))
     groups = opened.page.locator("svg.timeline text.group").all_text_contents()
     assert [text.partition(",")[0] for text in groups] == ["modelled", "measured"]
