@@ -34,7 +34,7 @@ CONFIG = {
     "max_position_embeddings": 64,
     "dtype": "float32",
 }
-BUDGETS = ("--max-memory", "0=300KiB,1=300KiB", "--max-memory", "cpu=64MiB")
+BUDGETS = ("--max-memory", "0=360KiB,1=360KiB", "--max-memory", "cpu=64MiB")
 FACTORY = """
 import torch
 from torch import nn
@@ -129,7 +129,7 @@ class Made:
     """A folder with a model, a plan of it and modules with factories; and what `plan` has printed."""
 
     folder: Path
-    result: subprocess.CompletedProcess[str]
+    result: Said
 
     @property
     def plan(self) -> Path:
@@ -141,7 +141,7 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Made:
     folder = tmp_path_factory.mktemp("cli")
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
@@ -151,18 +151,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     (folder / "factories.py").write_text(FACTORY, encoding="utf-8")
     words = ["plan", str(folder / "model"), *BUDGETS, "--length", "16", "--out", str(folder / "plan.json")]
     words += ["--device", "0=H100", "--link", "0-1=450GB"]
-    command = [sys.executable, "-m", "graphplan", *words]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=_environment())
-    return Made(folder, result)
+    return Made(folder, run(*words))
 
 
 def test_plan_of_a_folder_prints_the_summary_and_writes_the_plan(made: Made) -> None:
-    assert made.result.returncode == 0, made.result.stderr
-    assert made.result.stderr == ""
+    assert made.result.code == 0, made.result.err
+    assert made.result.err == ""
     plan = graphplan.Plan.from_json(made.plan.read_text(encoding="utf-8"))
     plan.verify()
-    assert plan.summary() in made.result.stdout
-    assert "LlamaForCausalLM, called with input_ids (1, 16)" in made.result.stdout
+    assert plan.summary() in made.result.out
+    assert "LlamaForCausalLM, called with input_ids (1, 16)" in made.result.out
     assert plan.activations_known
     assert [spec.device for spec in plan.topology.devices] == ["cuda:0", "cuda:1", "cpu"]
     assert not (made.folder / "unpickled").exists()
@@ -199,7 +197,7 @@ def test_show_and_explain_read_the_plan(made: Made, run: Run) -> None:
 
 
 def test_compare_judges_three_planners(made: Made, run: Run) -> None:
-    words = ["compare", made.model, "--max-memory", "0=400KiB,1=400KiB", "--length", "4", "--json"]
+    words = ["compare", made.model, *BUDGETS, "--length", "4", "--json"]
     small = ["compare", "factories:pair", "--max-memory", "0=1MiB,1=1MiB"]
     code, out, err = run(*words)
     table = run(*small, cwd=made.folder)
@@ -352,11 +350,11 @@ def test_words_complete(made: Made, run: Run) -> None:
     assert completed("graphplan plan x --device 0=H10") != []
 
 
-def test_help_names_the_commands(run: Run) -> None:
-    result = run("--help")
-    assert result.code == 0
+def test_help_names_the_commands() -> None:
+    command = [sys.executable, "-m", "graphplan", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, env=_environment())
     for name in ("demo", "plan", "show", "compare", "devices", "explain"):
-        assert name in result.out
+        assert name in result.stdout
 
 
 @pytest.mark.skipif(

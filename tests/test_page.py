@@ -393,7 +393,7 @@ def test_ten_thousand_operations_make_few_elements(show: Open) -> None:
     opened.js("() => dispatchEvent(new Event('beforeprint'))")
     opened.page.emulate_media(media="print")
     assert opened.page.locator(".paper-row").count() > 2, "the stages are too small to be read on one row"
-    opened.shoot("large-print", whole=True)
+    opened.shoot("large-print")
     opened.page.emulate_media(media="screen")
     opened.js("() => dispatchEvent(new Event('afterprint'))")
     assert opened.page.locator(".paper-row").count() == 0
