@@ -1,7 +1,7 @@
 """The code blocks of a Markdown page, run in order, each with what it prints.
 
 Blocks of ``python`` share one namespace. In blocks of ``bash``, lines that begin with ``graphplan`` are run
-as the command; other lines are for people. A block whose fence says ``no-run`` is left alone.
+as the command; other lines are for people. A block below ``<!-- no-run -->`` is left alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 from warnings import catch_warnings
 
-_FENCE = re.compile(r"^```(?P<words>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(
+    r"^(?P<left><!-- no-run -->\n)?```(?P<language>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +46,9 @@ def blocks_of(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     found = []
     for match in _FENCE.finditer(text):
-        language, *rest = match["words"].split() or [""]
-        if language in ("python", "bash") and "no-run" not in rest:
+        if match["language"] in ("python", "bash") and not match["left"]:
             line = text.count("\n", 0, match.start("body")) + 1
-            found.append(Block(page, line, language, match["body"]))
+            found.append(Block(page, line, match["language"], match["body"]))
     return found
 
 

@@ -65,12 +65,13 @@ def test_the_table_of_files_has_every_module() -> None:
 def test_a_block_that_fails_names_its_line(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "# A page\n\n```python\nx = 1\n```\n\n```python no-run\n1 / 0\n```\n\n```python\nx / 0\n```\n"
+        "# A page\n\n```python\nx = 1\n```\n\n"
+        "<!-- no-run -->\n```python\n1 / 0\n```\n\n```python\nx / 0\n```\n"
     )
-    assert blocks_of(page) == [Block(page, 4, "python", "x = 1\n"), Block(page, 12, "python", "x / 0\n")]
+    assert blocks_of(page) == [Block(page, 4, "python", "x = 1\n"), Block(page, 13, "python", "x / 0\n")]
     with pytest.raises(ZeroDivisionError) as caught:
         list(outputs_of(page, tmp_path))
-    assert caught.traceback[-1].lineno == 11  # from 0
+    assert caught.traceback[-1].lineno == 12  # from 0
 
 
 def test_tables_are_of_the_results() -> None:
@@ -142,6 +143,8 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    for page in (tmp_path / "site").rglob("*.html"):
+        assert "```" not in page.read_text(encoding="utf-8"), f"{page.name} has a block that is shown as text"
     placing = (tmp_path / "site" / "reference" / "placing.html").read_text(encoding="utf-8")
     assert 'id="graphplan.plan"' in placing
     assert "Decide where everything in" in placing
