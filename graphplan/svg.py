@@ -15,7 +15,7 @@ from graphplan.device import DeviceKey
 from graphplan.flow import Flow, find_flows
 from graphplan.hierarchy import stage_groups
 from graphplan.measured import Measured
-from graphplan.visualize import COLOURS, gap_text, size_text, time_text
+from graphplan.visualize import COLOURS, count_text, gap_text, size_text, time_text
 
 if TYPE_CHECKING:
     from graphplan.device import DeviceSpec
@@ -118,7 +118,9 @@ class _Picture:
             seconds = runs[stage.operations[-1]].end - runs[stage.operations[0]].start
             yield f"<g><title>{escape(f'stage {stage.index}: {group.label}, {time_text(seconds)}')}</title>"
             yield _rect(start, top, width, _BOX, _colour(index), opacity=0.28, stroke=_colour(index))
-            for row, text in enumerate((group.label, f"{time_text(seconds)}, {len(stage.operations)} ops")):
+            for row, text in enumerate(
+                (group.label, f"{time_text(seconds)}, {count_text(len(stage.operations), 'op')}")
+            ):
                 if len(text) * 6.6 < width:
                     yield _text(start + width / 2, top + 17 + 15 * row, text, _INK, anchor="middle", size=11)
             yield "</g>"
