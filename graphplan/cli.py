@@ -37,6 +37,7 @@ from graphplan.console import (
     exit_code,
     print_json,
     require_writable,
+    say,
     show_warnings_in_one_line,
     working,
 )
@@ -163,7 +164,7 @@ def plan(
         print_json({"model": named.name, "inputs": named.inputs, **plan_digest(found)})
         return
     print(f"{named.name}, called with {named.inputs}")
-    print(found.summary())
+    say(found.summary())
     for path in (out, html):
         if path is not None:
             print(f"\nwrote {path}")
@@ -190,9 +191,9 @@ def show(
         said = plan_digest(found)
         print_json(said if wanted is None else {**said, "bottleneck": json.loads(wanted.to_json())})
         return
-    print(found.summary())
+    say(found.summary())
     if wanted is not None:
-        print(f"\n{wanted}")
+        say(f"\n{wanted}")
 
 
 @app.command()
@@ -265,7 +266,7 @@ def explain(path: PlanFile, name: Name, as_json: Json = False) -> None:
     """Say why a module, operation or weight is where it is, what it costs there, and elsewhere."""
     with working("judging the other devices"):
         found = read_plan(path).explain(name)
-    print(found.to_json() if as_json else found)
+    say(found.to_json() if as_json else found)
 
 
 # -- steps -------------------------------------------------------------------------------------------------

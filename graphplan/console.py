@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -34,8 +35,17 @@ from graphplan.errors import (
     PlanError,
 )
 
-__all__ = ["complain", "exit_code", "print_json", "require_writable", "show_warnings_in_one_line", "working"]
+__all__ = [
+    "complain",
+    "exit_code",
+    "print_json",
+    "require_writable",
+    "say",
+    "show_warnings_in_one_line",
+    "working",
+]
 
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and ends of lines
 _WRONG = (BudgetError, DeviceError, InputError, PlanError, OSError)
 
 
@@ -52,7 +62,7 @@ def complain(error: Exception, message: str, *, as_json: bool) -> None:
     """One line on stderr: text, or a JSON object of the error's type, message and figures."""
     if isinstance(error, OSError) and error.filename and error.strerror:  # without the number of the error
         message = f"{str(error.filename)!r}: {error.strerror}"
-    line = " ".join(message.split())
+    line = _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", " ".join(message.split()))
     if not as_json:
         print(f"graphplan: {line}", file=sys.stderr)
         return
@@ -78,6 +88,11 @@ def require_writable(*paths: Path | None) -> None:
             raise InputError(f"{str(path)!r} is a folder: name a file in it")
         if path is not None and not path.parent.is_dir():
             raise InputError(f"{str(path)!r}: there is no folder {str(path.parent)!r}")
+
+
+def say(text: object) -> None:
+    """Text on stdout; what a terminal would obey in a plan's names is shown as numbers."""
+    print(_CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", str(text)))
 
 
 def print_json(data: Any) -> None:

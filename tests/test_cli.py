@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from architectures import TABLE
+from plans import hostile_plan
 
 import graphplan
 from graphplan.cards import find_card
@@ -194,6 +195,19 @@ def test_show_and_explain_read_the_plan(made: Made, run: Run) -> None:
     assert explained[1].startswith("module model.layers.1: ")
     assert json.loads(told[1])["name"] == "model.layers.1"
     assert version[1].strip() == graphplan.__version__
+
+
+def test_names_of_a_plan_cannot_steer_the_terminal(tmp_path: Path, run: Run) -> None:
+    plan = hostile_plan()
+    text = plan.to_json().replace(json.dumps("&lt;b&gt;"), json.dumps("\x1b]0;taken\x07"))
+    (tmp_path / "plan.json").write_text(text, encoding="utf-8")
+    code, out, _ = run("show", "plan.json", cwd=tmp_path)
+    assert code == 0
+    assert "\x1b" not in out
+    assert "\\x1b]0;taken\\x07" in out
+    code, _, err = run("explain", "plan.json", "\x1b[2J", cwd=tmp_path)
+    assert code == 2
+    assert "\x1b" not in err
 
 
 def test_compare_judges_three_planners(made: Made, run: Run) -> None:
