@@ -1,25 +1,27 @@
 """The code blocks of a Markdown page, run in order, each with what it prints.
 
 Blocks of ``python`` share one namespace. In blocks of ``bash``, lines that begin with ``graphplan`` are run
-as the command; other lines are for people. A block whose fence says ``no-run`` is left alone.
+as the command; other lines are for people. A block below ``<!-- no-run -->`` is left alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
+import logging
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings
 
-ROOT = Path(__file__).parent.parent
-_FENCE = re.compile(r"^```(?P<words>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(
+    r"^(?P<left><!-- no-run -->\n)?```(?P<language>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +46,9 @@ def blocks_of(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     found = []
     for match in _FENCE.finditer(text):
-        language, *rest = match["words"].split() or [""]
-        if language in ("python", "bash") and "no-run" not in rest:
+        if match["language"] in ("python", "bash") and not match["left"]:
             line = text.count("\n", 0, match.start("body")) + 1
-            found.append(Block(page, line, language, match["body"]))
+            found.append(Block(page, line, match["language"], match["body"]))
     return found
 
 
@@ -58,7 +59,7 @@ def outputs_of(page: Path, folder: Path) -> Iterator[str]:
         Exception: whatever a block raises, with the page and the line in its traceback.
     """
     names: dict[str, Any] = {"__name__": page.stem}
-    with contextlib.chdir(folder):
+    with chdir(folder):
         for block in blocks_of(page):
             yield _python(block, names) if block.language == "python" else _bash(block, folder)
 
@@ -66,7 +67,7 @@ def outputs_of(page: Path, folder: Path) -> Iterator[str]:
 def _python(block: Block, names: dict[str, Any]) -> str:
     code = compile("\n" * (block.line - 1) + block.code, str(block.page), "exec")
     out = io.StringIO()
-    with contextlib.redirect_stdout(out):
+    with redirect_stdout(out):
         exec(code, names)
     return out.getvalue()
 
@@ -77,16 +78,38 @@ def _bash(block: Block, folder: Path) -> str:
 
 
 def command(words: list[str], folder: Path) -> str:
-    """What ``graphplan`` prints."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "COLUMNS": "100", "NO_COLOR": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "graphplan", *words],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"graphplan {shlex.join(words)} ended with {done.returncode}: {done.stderr}")
-    return done.stdout
+    """What ``graphplan`` prints; run here, for a process of its own would load torch anew.
+
+    Raises:
+        RuntimeError: it ends with another code than 0.
+    """
+    from graphplan.__main__ import main  # the command is optional
+
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with _as_a_process(["graphplan", *words], folder), redirect_stdout(out), redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+    if code:
+        raise RuntimeError(f"graphplan {shlex.join(words)} ended with {code}: {err.getvalue()}")
+    return out.getvalue()
+
+
+@contextmanager
+def _as_a_process(words: list[str], folder: Path) -> Iterator[None]:
+    """What the command changes of this process, it changes until the end of this."""
+    loaded, environment, before = set(sys.modules), dict(os.environ), sys.argv
+    os.environ.update({"HF_HUB_OFFLINE": "1", "COLUMNS": "100", "NO_COLOR": "1"})
+    sys.argv = words
+    try:
+        with chdir(folder), catch_warnings():
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+        sys.argv = before
+        os.environ.clear()
+        os.environ.update(environment)
+        for name in set(sys.modules) - loaded:  # the next page may have a module of that name
+            if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(folder.resolve())):
+                del sys.modules[name]

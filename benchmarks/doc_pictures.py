@@ -2,6 +2,10 @@
 
 A model of four blocks over two accelerators and the CPU, with too little memory for all weights, so that
 some are streamed.
+
+python benchmarks/doc_pictures.py
+
+Run by itself, it draws the picture of the README, docs/llama.svg.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from torch import nn
 import graphplan
 from graphplan.device import DeviceKey
 from graphplan.placement import Plan
+from graphplan.svg import to_svg
 from graphplan.timeline import Event
 
 _COLOURS = {"run": "#4c78a8", "move": "#e45756", "load": "#54a24b", "wait": "#b8b8b8"}
@@ -66,6 +71,7 @@ def pictures() -> dict[str, str]:
         "graph.txt": str(small.graph),
         "summary.txt": large.summary(),
         "placed.svg": _drawn(large),
+        "plan.svg": to_svg(large, "Four blocks over two accelerators and the CPU"),
         "timeline.svg": timeline_svg(large),
         "memory.svg": memory_svg(large),
         "code.txt": _code(),
@@ -190,3 +196,20 @@ def write(folder: Path) -> dict[str, Any]:
     for name, text in made.items():
         (folder / name).write_text(text.rstrip() + "\n", encoding="utf-8")
     return made
+
+
+def write_llama(path: Path) -> None:
+    """A language model of 7 billion parameters over two unlike accelerators and the CPU."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig()).to(torch.float16).eval()
+        ids = torch.ones(1, 512, dtype=torch.long)
+    speeds = {0: graphplan.Speed(flops=150e12), 1: graphplan.Speed(flops=40e12)}
+    budgets: graphplan.device.MaxMemory = {0: "8GiB", 1: "3GiB", "cpu": "32GiB"}
+    plan = graphplan.plan(model, budgets, kwargs={"input_ids": ids}, devices=speeds)
+    plan.save_svg(path, title="Llama 7B, 512 tokens, over 8 GiB, 3 GiB and the CPU")
+
+
+if __name__ == "__main__":
+    write_llama(Path(__file__).parent.parent / "docs" / "llama.svg")

@@ -32,7 +32,15 @@ from graphplan.command_options import (
     read_plan,
 )
 from graphplan.comparison import Baseline, device_maps, ours
-from graphplan.console import complain, exit_code, print_json, show_warnings_in_one_line, working
+from graphplan.console import (
+    complain,
+    exit_code,
+    print_json,
+    require_writable,
+    say,
+    show_warnings_in_one_line,
+    working,
+)
 from graphplan.demo import DemoResult, run_demo
 from graphplan.device import DeviceKey, Topology, read_max_memory, require_present
 from graphplan.digest import comparison_text, device_digest, devices_text, plan_digest
@@ -93,15 +101,15 @@ def _group(
 ) -> None:
     """Place PyTorch models over devices.
 
-    Exit codes: 0 done; 2 the command line, a file or a name is wrong; 3 no placement keeps the
-    budgets; 4 the model cannot be traced; 1 anything else. Errors are one line on stderr, JSON
-    with --json.
+    Exit codes: 0 done; 2 the command line, a file or a name is wrong;
+    3 no placement keeps the budgets; 4 the model cannot be traced;
+    1 anything else. Errors are one line on stderr, JSON with --json.
     """
 
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for plan.json and plan.dot.")] = Path("out"),
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="For plan.html, .json and .dot.")] = Path("out"),
     as_json: Json = False,
 ) -> None:
     """Place a real sentence encoder over two accelerators and the CPU, and compare its results."""
@@ -110,13 +118,14 @@ def demo(
     out.mkdir(parents=True, exist_ok=True)
     result.plan.save_json(out / "plan.json")
     result.plan.save_dot(out / "plan.dot")
+    result.plan.save_html(out / "plan.html", title="all-MiniLM-L6-v2")
     if as_json:
         measured = list(map(list, result.measured_peak_bytes.items()))
         figures = {"difference": result.difference, "measured_peaks": measured, "simulated": result.simulated}
         print_json({**figures, "plan": plan_digest(result.plan)})
     else:
         _report(result)
-        print(f"\nwrote {out / 'plan.json'} and {out / 'plan.dot'}")
+        print(f"\nwrote {out / 'plan.html'}, {out / 'plan.json'} and {out / 'plan.dot'}")
     if result.difference > 1e-5:
         raise GraphplanError(f"the placed model's embeddings differ by {result.difference}")
 
@@ -137,23 +146,25 @@ def plan(
     dtype: Dtype = None,
     trust_remote_code: Trust = False,
     meta: Meta = False,
-    out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page to look at here.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan here, as JSON.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page to look at here.")] = None,
     as_json: Json = False,
 ) -> None:
     """Decide where everything in a model goes. Devices that this machine lacks are fine."""
-    budgets, links = read_budgets(max_memory or ()), read_links(link or ())
+    require_writable(out, html)
+    budgets = read_budgets(max_memory or ())
+    links = read_links(link or (), budgets)
     speeds, pins = read_measurements(measured, device or ()), read_pins(pin or ())
     topology = with_speeds(read_max_memory(budgets, links, reserve), speeds)
     named = _load(model, Ask(batch, length, dtype, trust_remote_code, meta))
     with working(f"tracing {named.name} and placing it"):
         found = _plan(named, topology, pin=pins, offload=offload, balance=balance)
-    _write(found, out, html)
+    _write(found, out, html, named.name)
     if as_json:
         print_json({"model": named.name, "inputs": named.inputs, **plan_digest(found)})
         return
     print(f"{named.name}, called with {named.inputs}")
-    print(found.summary())
+    say(found.summary())
     for path in (out, html):
         if path is not None:
             print(f"\nwrote {path}")
@@ -162,16 +173,17 @@ def plan(
 @app.command()
 def show(
     path: PlanFile,
-    html: Annotated[Path | None, typer.Option(help="Write a page to look at here.")] = None,
-    dot: Annotated[Path | None, typer.Option(help="Write it for graphviz here.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page to look at here.")] = None,
+    dot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it for graphviz here.")] = None,
     bottleneck: Annotated[
         bool, typer.Option("--bottleneck", help="Say what more memory or speed would save most.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Show a plan that was written before."""
+    require_writable(html, dot)
     found = read_plan(path)
-    _write(found, None, html)
+    _write(found, None, html, path.stem)
     if dot is not None:
         found.save_dot(dot)
     wanted = found.bottleneck(progress=sys.stderr.isatty()) if bottleneck else None
@@ -179,9 +191,9 @@ def show(
         said = plan_digest(found)
         print_json(said if wanted is None else {**said, "bottleneck": json.loads(wanted.to_json())})
         return
-    print(found.summary())
+    say(found.summary())
     if wanted is not None:
-        print(f"\n{wanted}")
+        say(f"\n{wanted}")
 
 
 @app.command()
@@ -200,7 +212,8 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Judge our plan, accelerate's device map and transformers' by one evaluator."""
-    budgets, links = read_budgets(max_memory or ()), read_links(link or ())
+    budgets = read_budgets(max_memory or ())
+    links = read_links(link or (), budgets)
     speeds = read_measurements(measured, device or ())
     topology = with_speeds(read_max_memory(budgets, links, reserve), speeds)
     named = _load(model, Ask(batch, length, dtype, trust_remote_code, meta))
@@ -220,12 +233,15 @@ def compare(
 def devices(
     measure: Annotated[bool, typer.Option("--measure", help="Measure speeds and links: seconds.")] = False,
     max_memory: Budgets = None,
-    out: Annotated[Path | None, typer.Option(help="Write what was measured here, for --measured.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what was measured here, for --measured.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show what this machine has, and what graphplan takes its speed to be."""
     if out is not None and not measure:
         raise InputError("--out writes measurements: give --measure too")
+    require_writable(out)
     topology = read_max_memory(read_budgets(max_memory or ()))
     require_present(topology)
     found = None
@@ -250,7 +266,7 @@ def explain(path: PlanFile, name: Name, as_json: Json = False) -> None:
     """Say why a module, operation or weight is where it is, what it costs there, and elsewhere."""
     with working("judging the other devices"):
         found = read_plan(path).explain(name)
-    print(found.to_json() if as_json else found)
+    say(found.to_json() if as_json else found)
 
 
 # -- steps -------------------------------------------------------------------------------------------------
@@ -295,11 +311,11 @@ def _load(word: str, ask: Ask) -> NamedModel:
         return load_named(word, ask)
 
 
-def _write(found: Plan, out: Path | None, html: Path | None) -> None:
+def _write(found: Plan, out: Path | None, html: Path | None, title: str) -> None:
     if out is not None:
         found.save_json(out)
     if html is not None:
-        found.save_html(html)
+        found.save_html(html, title=title)
 
 
 def _report(result: DemoResult) -> None:

@@ -68,36 +68,51 @@ def _complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
 Model = Annotated[
     str,
     typer.Argument(
+        metavar="MODEL",
         help="A folder of transformers or its config.json (no weights are read), or package.module:factory, "
-        "which returns a module, or a module and its inputs."
+        "which returns a module, or a module and its inputs.",
     ),
 ]
 Budgets = Annotated[
     list[str] | None,
     typer.Option(
-        help="KEY=BYTES: 0=24GiB, cpu=64GiB; several with commas, or again. The devices need not be here. "
-        "Without, what is free here."
+        metavar="KEY=BYTES",
+        help="Budgets: 0=24GiB,cpu=64GiB, or one each time. The devices need not be here. "
+        "Without, what is free here.",
     ),
 ]
 Cards = Annotated[
     list[str] | None,
-    typer.Option("--device", help="KEY=CARD: 0=H100. How fast it is.", autocompletion=_complete_card),
+    typer.Option(
+        "--device", metavar="KEY=CARD", help="How fast it is: 0=H100.", autocompletion=_complete_card
+    ),
 ]
 Links = Annotated[
-    list[str] | None, typer.Option("--link", help="KEY-KEY=BYTES a second: 0-1=450GB. Without, 25 GB.")
+    list[str] | None,
+    typer.Option("--link", metavar="KEY-KEY=BYTES", help="Bytes a second: 0-1=450GB. Without, 25 GB."),
 ]
-Measured = Annotated[Path | None, typer.Option(help="What `graphplan devices --measure --out` has written.")]
-Pins = Annotated[list[str] | None, typer.Option("--pin", help="NAME=KEY: lm_head=0. A module or weight.")]
-Reserve = Annotated[str, typer.Option(help="Bytes to leave free on every device: 1GiB.")]
-Batch = Annotated[int | None, typer.Option(min=1, help="Of the example inputs; 1 without.")]
+Measured = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="What `graphplan devices --measure --out` has written.")
+]
+Pins = Annotated[
+    list[str] | None, typer.Option("--pin", metavar="NAME=KEY", help="A module or weight: lm_head=0.")
+]
+Reserve = Annotated[str, typer.Option(metavar="BYTES", help="Bytes to leave free on every device: 1GiB.")]
+Batch = Annotated[int | None, typer.Option(min=1, metavar="N", help="Of the example inputs; 1 without.")]
 Length = Annotated[
-    int | None, typer.Option(min=1, help="Tokens, or samples of sound, of the example inputs.")
+    int | None, typer.Option(min=1, metavar="N", help="Tokens, or samples of sound, of the example inputs.")
 ]
-Dtype = Annotated[str | None, typer.Option(help="bfloat16, float16, float32; without, the model's own.")]
+Dtype = Annotated[
+    str | None, typer.Option(metavar="DTYPE", help="bfloat16, float16, float32; without, the model's own.")
+]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that lies in the model's folder.")]
 Meta = Annotated[
     bool, typer.Option("--meta", help="Run a factory on torch's meta device: no memory, no data.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-PlanFile = Annotated[Path, typer.Argument(help="What `graphplan plan --out` or plan.save_json has written.")]
-Name = Annotated[str, typer.Argument(help="A module, operation or weight.", autocompletion=_complete_name)]
+PlanFile = Annotated[
+    Path, typer.Argument(metavar="PLAN", help="What `graphplan plan --out` or plan.save_json has written.")
+]
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="A module, operation or weight.", autocompletion=_complete_name)
+]

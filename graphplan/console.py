@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -33,8 +35,17 @@ from graphplan.errors import (
     PlanError,
 )
 
-__all__ = ["complain", "exit_code", "print_json", "show_warnings_in_one_line", "working"]
+__all__ = [
+    "complain",
+    "exit_code",
+    "print_json",
+    "require_writable",
+    "say",
+    "show_warnings_in_one_line",
+    "working",
+]
 
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and ends of lines
 _WRONG = (BudgetError, DeviceError, InputError, PlanError, OSError)
 
 
@@ -49,7 +60,9 @@ def exit_code(error: Exception) -> int:
 
 def complain(error: Exception, message: str, *, as_json: bool) -> None:
     """One line on stderr: text, or a JSON object of the error's type, message and figures."""
-    line = " ".join(message.split())
+    if isinstance(error, OSError) and error.filename and error.strerror:  # without the number of the error
+        message = f"{str(error.filename)!r}: {error.strerror}"
+    line = _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", " ".join(message.split()))
     if not as_json:
         print(f"graphplan: {line}", file=sys.stderr)
         return
@@ -62,6 +75,24 @@ def complain(error: Exception, message: str, *, as_json: bool) -> None:
             "device": error.device,
         }
     print(json.dumps({"error": said}), file=sys.stderr)
+
+
+def require_writable(*paths: Path | None) -> None:
+    """Refuse files that cannot be written before the work that would be lost with them.
+
+    Raises:
+        InputError: a folder in place of a file, or a file in a folder that is not there.
+    """
+    for path in paths:
+        if path is not None and path.is_dir():
+            raise InputError(f"{str(path)!r} is a folder: name a file in it")
+        if path is not None and not path.parent.is_dir():
+            raise InputError(f"{str(path)!r}: there is no folder {str(path.parent)!r}")
+
+
+def say(text: object) -> None:
+    """Text on stdout; what a terminal would obey in a plan's names is shown as numbers."""
+    print(_CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", str(text)))
 
 
 def print_json(data: Any) -> None:

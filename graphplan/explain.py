@@ -25,7 +25,7 @@ from graphplan.errors import PlanError
 from graphplan.graph import Graph
 from graphplan.passes.constrain import names_in
 from graphplan.relocation import EPSILON, Alternative, Mover, only_read_by
-from graphplan.visualize import size_text, table_lines, time_text
+from graphplan.visualize import count_text, size_text, table_lines, time_text
 
 if TYPE_CHECKING:
     from graphplan.placement import Plan
@@ -89,7 +89,9 @@ class Explanation:
 
     def __str__(self) -> str:
         runs = (
-            f"{len(self.operations)} operations on {_listed(self.devices)}" if self.operations else "unread"
+            f"{count_text(len(self.operations), 'operation')} on {_listed(self.devices)}"
+            if self.operations
+            else "unread"
         )
         lives = f", weights on {_listed(self.homes)}" if self.homes else ""
         stages = f", stage {_listed(self.stages)}" if self.stages else ""

@@ -270,7 +270,7 @@ class _Fallback:
             judged.schedule,
             judged.seconds,
             0.0,
-            "nothing: hooks run the model",
+            "hooks run the model: its operations are not planned",
             "hooks",
             self.options.wishes,
             streams=False,

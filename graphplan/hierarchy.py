@@ -111,8 +111,15 @@ def _module(child: str, path: str, members: Sequence[str], paths: dict[str, str]
     children = _children(members, own, paths)
     if len(children) == 1 and isinstance(children[0], Group) and children[0].kind == "module":
         only = children[0]
-        return Group("module", f"{child}.{only.label}", only.path, only.operations, only.children)
-    return Group("module", child, own, tuple(members), children)
+        return Group("module", _label(only.path, path), only.path, only.operations, only.children)
+    return Group("module", _label(own, path), own, tuple(members), children)
+
+
+def _label(path: str, outer: str) -> str:
+    """What a module is called inside another one."""
+    inside = path[len(outer) + 1 if outer else 0 :]
+    # a number says nothing without the name before it
+    return f"{outer.rpartition('.')[2]}.{inside}" if outer and inside.partition(".")[0].isdigit() else inside
 
 
 def _in_runs(children: list[Group | str], path: str) -> tuple[Group | str, ...]:

@@ -6,13 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from accelerate.utils import convert_file_size_to_int
 
 from graphplan.cards import card_names, find_card
-from graphplan.device import DeviceKey, Link
+from graphplan.device import CPU, DeviceKey, Link
 from graphplan.errors import BudgetError, DeviceError, PlanError
 from graphplan.speeds import Measurements, Speed
 
@@ -61,11 +61,17 @@ def read_speeds(words: Sequence[str]) -> dict[DeviceKey, Speed]:
     return found
 
 
-def read_links(words: Sequence[str]) -> dict[tuple[DeviceKey, DeviceKey], Link]:
+def read_links(
+    words: Sequence[str], budgets: Iterable[DeviceKey] | None
+) -> dict[tuple[DeviceKey, DeviceKey], Link]:
     """``KEY-KEY=BYTES`` each: bytes per second in both directions, as ``0-1=450GB``.
 
+    Args:
+        words: of the command line.
+        budgets: the devices that may be linked, the CPU beside them; None for any.
+
     Raises:
-        DeviceError: a word that is none.
+        DeviceError: a word that is none, or a device that has no budget.
     """
     found: dict[tuple[DeviceKey, DeviceKey], Link] = {}
     for word in words:
@@ -77,7 +83,12 @@ def read_links(words: Sequence[str]) -> dict[tuple[DeviceKey, DeviceKey], Link]:
             bandwidth = 0.0
         if not (source and destination and bandwidth > 0):
             raise DeviceError(f"--link {word!r}: write KEY-KEY=BYTES a second, as 0-1=450GB")
-        found[read_key(source), read_key(destination)] = Link(bandwidth)
+        ends = read_key(source), read_key(destination)
+        known = None if budgets is None else [*budgets, CPU]
+        for key in ends:
+            if known is not None and key not in known:
+                raise DeviceError(f"--link {word!r}: --max-memory names no {key!r}")
+        found[ends] = Link(bandwidth)
     return found
 
 
@@ -110,4 +121,9 @@ def read_measurements(
         return read_speeds(words) or None
     if words:
         raise DeviceError("give --measured or --device, not both")
-    return Measurements.from_json(path.read_text(encoding="utf-8"))
+    try:
+        return Measurements.from_json(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise PlanError(f"--measured {str(path)!r} holds no measurements: it is no text") from error
+    except PlanError as error:
+        raise PlanError(f"--measured {str(path)!r}: {error}") from error

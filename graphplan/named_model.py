@@ -81,7 +81,7 @@ class NamedModel:
     @property
     def inputs(self) -> str:
         """The example inputs for people: ``input_ids (1, 512)``."""
-        named = [*((str(i), x) for i, x in enumerate(self.args)), *self.kwargs.items()]
+        named = [*((f"argument {i}", x) for i, x in enumerate(self.args)), *self.kwargs.items()]
         texts = (f"{n} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else str(n) for n, x in named)
         return ", ".join(texts) or "none: activations are unknown"
 

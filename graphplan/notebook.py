@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from graphplan.visualize import COLOURS, size_text, time_text
+from graphplan.visualize import COLOURS, count_text, gap_text, size_text, time_text
 
 if TYPE_CHECKING:
     from graphplan.device import DeviceSpec
@@ -20,10 +20,12 @@ _ACTIVATIONS = "#e3a94a"
 def to_notebook(plan: Plan) -> str:
     """A table in HTML, with its styles in place: notebooks drop style sheets."""
     figures = {
-        "time": f"{time_text(plan.makespan)} modelled; gap {100 * plan.gap:.1f} % ({plan.proof})",
-        "transfers": f"{len(plan.transfers)} values, {size_text(plan.transfer_bytes)} per call",
-        "streamed": f"{len(plan.fetches)} copies of weights, {size_text(plan.streamed_bytes)} per call",
-        "model": f"{len(plan.graph.operations)} operations in {len(plan.stages)} stages, "
+        "time": f"{time_text(plan.makespan)} modelled; {gap_text(plan)}",
+        "transfers": f"{count_text(len(plan.transfers), 'value')}, {size_text(plan.transfer_bytes)} per call",
+        "streamed": f"{count_text(len(plan.fetches), 'copy', 'copies')} of weights, "
+        f"{size_text(plan.streamed_bytes)} per call",
+        "model": f"{count_text(len(plan.graph.operations), 'operation')} "
+        f"in {count_text(len(plan.stages), 'stage')}, "
         f"{size_text(plan.graph.weight_bytes)} of weights",
     }
     rows = "".join(

@@ -27,6 +27,8 @@ _SCRIPTS = (
     "model.js",
     "dom.js",
     "layout.js",
+    "overview.js",
+    "paper.js",
     "graph.js",
     "outline.js",
     "details.js",
@@ -35,6 +37,11 @@ _SCRIPTS = (
     "timeline.js",
     "tables.js",
     "main.js",
+)
+# an escape of JSON; the group has those that would hide or turn around what is beside them: controls, marks
+# without width, and those that set the direction of text
+_ESCAPE = re.compile(
+    r"\\(?:([bfnrt]|u00[01].|u00[89].|u00ad|u061c|u180e|u200[b-f]|u202[89a-e]|u206.|ufeff)|u....|.)"
 )
 _SLOT = re.compile(r"<!-- (title|style|scripts|data) -->")
 
@@ -49,7 +56,7 @@ def to_html(plan: Plan, title: str = "", measured: Measured | None = None) -> st
     """
     title = title or "Plan"
     parts = {
-        "title": html.escape(title),
+        "title": html.escape(json.loads(_plain(json.dumps(title)))),
         "style": f"<style>\n{_asset('page.css')}</style>",
         "scripts": "\n".join(f"<script>\n{_script(name)}</script>" for name in _SCRIPTS),
         "data": _embedded({"title": title, **page_data(plan, measured)}),
@@ -67,8 +74,13 @@ def _script(name: str) -> str:
     return text
 
 
+def _plain(text: str) -> str:
+    """JSON whose strings show characters that cannot be seen by their numbers."""
+    return _ESCAPE.sub(lambda found: ("\\" if found[1] else "") + found[0], text)
+
+
 def _embedded(data: dict[str, Any]) -> str:
     """JSON for an element of the page: without characters that could end the element or begin a comment."""
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True)
+    text = _plain(json.dumps(data, separators=(",", ":"), ensure_ascii=True))
     escaped = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     return f'<script type="application/json" id="plan">{escaped}</script>'

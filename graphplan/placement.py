@@ -399,7 +399,11 @@ class Plan:
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     def save_dot(self, path: str | Path) -> None:
-        """Write the plan for graphviz: a cluster per device and stage, an edge per value that passes."""
+        """Write the plan for graphviz: a cluster per device and stage, an edge per value that passes.
+
+        Where there are more than 400 operations, a node is what a stage runs of a module: graphviz would
+        take minutes otherwise.
+        """
         Path(path).write_text(to_dot(self), encoding="utf-8")
 
     def save_html(self, path: str | Path, *, title: str = "") -> None:

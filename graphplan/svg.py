@@ -15,7 +15,7 @@ from graphplan.device import DeviceKey
 from graphplan.flow import Flow, find_flows
 from graphplan.hierarchy import stage_groups
 from graphplan.measured import Measured
-from graphplan.visualize import COLOURS, size_text, time_text
+from graphplan.visualize import COLOURS, count_text, gap_text, size_text, time_text
 
 if TYPE_CHECKING:
     from graphplan.device import DeviceSpec
@@ -93,7 +93,7 @@ class _Picture:
         yield _text(20, 26, self.title, _INK, size=16, weight=600)
         took = "" if self.measured is None else f", {time_text(self.measured.timeline.seconds)} measured"
         about = (
-            f"{time_text(plan.makespan)} modelled{took}; gap {100 * plan.gap:.1f} % ({plan.proof}); "
+            f"{time_text(plan.makespan)} modelled{took}; {gap_text(plan)}; "
             f"{size_text(plan.transfer_bytes)} transferred, {size_text(plan.streamed_bytes)} streamed"
         )
         yield _text(20, 46, about, _MUTED)
@@ -118,7 +118,9 @@ class _Picture:
             seconds = runs[stage.operations[-1]].end - runs[stage.operations[0]].start
             yield f"<g><title>{escape(f'stage {stage.index}: {group.label}, {time_text(seconds)}')}</title>"
             yield _rect(start, top, width, _BOX, _colour(index), opacity=0.28, stroke=_colour(index))
-            for row, text in enumerate((group.label, f"{time_text(seconds)}, {len(stage.operations)} ops")):
+            for row, text in enumerate(
+                (group.label, f"{time_text(seconds)}, {count_text(len(stage.operations), 'op')}")
+            ):
                 if len(text) * 6.6 < width:
                     yield _text(start + width / 2, top + 17 + 15 * row, text, _INK, anchor="middle", size=11)
             yield "</g>"
@@ -194,12 +196,11 @@ class _Picture:
         at = _LEFT + (max(0, peak.step) + 0.5) * across
         yield f'<circle cx="{at:.1f}" cy="{y(peak.nbytes):.1f}" r="3.5" fill="{_INK}" stroke="#fff"/>'
         note = f"peak {size_text(peak.nbytes)}" + (f" at {peak.operation}" if peak.operation else "")
-        yield _text(_LEFT + 4, bottom - room - 4, note, _INK, size=11, halo=True)
         if self.measured is not None and spec.key in self.measured.peak_bytes:
             nbytes = self.measured.peak_bytes[spec.key]
             yield _dashed(y(nbytes), _MEASURED)
-            note = f"measured peak {size_text(nbytes)}"
-            yield _text(_WIDTH / 2, y(nbytes) - 4, note, _MEASURED, size=11, halo=True)
+            note += f", measured peak {size_text(nbytes)}"
+        yield _text(_LEFT + 4, bottom - room - 4, note, _INK, size=11, halo=True)
 
 
 def _changes(levels: Iterable[int]) -> Iterator[tuple[int, int]]:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from graphplan.placement import Plan
     from graphplan.schedule import Ring
 
-__all__ = ["COLOURS", "size_text", "summary_text", "table_lines", "time_text"]
+__all__ = ["COLOURS", "count_text", "gap_text", "size_text", "summary_text", "table_lines", "time_text"]
 
 
 COLOURS = ("#3b6fd4", "#0f8b7d", "#8350c8", "#c2417a", "#4b8b3b", "#2a8fb3", "#b7791f", "#64748b")
@@ -49,19 +49,21 @@ def summary_text(plan: Plan) -> str:
     """The plan as a table that a person can read."""
     graph = plan.graph
     weights = size_text(graph.weight_bytes)
+    hooked = plan.method == "hooks"
+    time = f"{time_text(plan.makespan)} modelled" + (" for the copies alone" if hooked else "")
+    bound = "" if hooked else f"lower bound {time_text(plan.lower_bound)}, "
     lines = [
-        f"{len(graph.operations)} operations, {len(graph.weights)} weights of {weights}, "
-        f"captured by {plan.method}",
+        f"{count_text(len(graph.operations), 'operation')}, {count_text(len(graph.weights), 'weight')} "
+        f"of {weights}, {'run' if hooked else 'captured'} by {plan.method}",
         "",
         *_devices(plan),
         "",
         *_stages(plan),
         "",
-        f"transfers  {len(plan.transfers)} values, {size_text(plan.transfer_bytes)} per call",
-        f"fetches    {len(plan.fetches)} copies of weights, {size_text(plan.streamed_bytes)} per call"
-        + "".join(_ring(ring) for ring in plan.schedule.rings),
-        f"time       {time_text(plan.makespan)} modelled, lower bound {time_text(plan.lower_bound)}, "
-        f"gap {100 * plan.gap:.2f} % ({plan.proof})",
+        f"transfers  {count_text(len(plan.transfers), 'value')}, {size_text(plan.transfer_bytes)} per call",
+        f"fetches    {count_text(len(plan.fetches), 'copy', 'copies')} of weights, "
+        f"{size_text(plan.streamed_bytes)} per call" + "".join(_ring(ring) for ring in plan.schedule.rings),
+        f"time       {time}, {bound}{gap_text(plan, 2)}",
     ]
     if plan.others:
         lines.append(
@@ -72,6 +74,17 @@ def summary_text(plan: Plan) -> str:
     if not plan.activations_known:
         lines.append("activations are unknown without example inputs: peaks count weights only")
     return "\n".join(lines)
+
+
+def count_text(count: int, one: str, many: str = "") -> str:
+    """A number of things: ``1 copy``, ``2 copies``."""
+    return f"{count} {one if count == 1 else many or one + 's'}"
+
+
+def gap_text(plan: Plan, digits: int = 1) -> str:
+    """How far from the bound a plan may be, and what proved that; without a bound nobody knows."""
+    known = plan.lower_bound > 0 or plan.makespan == 0
+    return f"gap {f'{100 * plan.gap:.{digits}f} %' if known else 'unknown'} ({plan.proof})"
 
 
 def _sliced(plan: Plan) -> list[str]:

@@ -17,10 +17,13 @@ from doc_pages import COMMANDS, pages
 from doc_pictures import example, memory_svg, timeline_svg
 from doc_tables import markdown, tables
 
+import graphplan
+from graphplan import errors
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 HAS_MKDOCS = all(importlib.util.find_spec(name) for name in ("mkdocs", "material", "mkdocstrings"))
-PICTURES = ("graph.txt", "summary.txt", "placed.svg", "timeline.svg", "memory.svg", "code.txt")
+PICTURES = ("graph.txt", "summary.txt", "placed.svg", "plan.svg", "timeline.svg", "memory.svg", "code.txt")
 
 
 def included(page: Path) -> set[str]:
@@ -35,15 +38,40 @@ def test_the_code_of_a_page_runs_and_what_is_shown_was_printed(page: Path, tmp_p
     assert included(page) == shown
 
 
+def test_pages_include_every_picture_and_nothing_else() -> None:
+    others = {
+        path for path in DOCS.rglob("*.md") if path not in pages(DOCS) and "generated" not in path.parts
+    }
+    shown = {name for path in others for name in included(path)}
+    helps = {f"help-{name}.txt" for name in COMMANDS}
+    assert shown == {*PICTURES, *helps, *(f"{name}.md" for name in tables())}
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.md"))
+    listed = set(re.findall(r"^::: graphplan\.(\w+)$", text, re.MULTILINE))
+    public = {name for name in graphplan.__all__ if not name.startswith("__")}
+    assert public - set(errors.__all__) == listed - {"errors"}
+
+
+def test_the_table_of_files_has_every_module() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for folder in ("graphplan", "passes", "runtime"):
+        for path in sorted((ROOT / folder).glob("*.py")):
+            if path.name not in ("__init__.py", "__main__.py"):
+                assert f"`{folder}/{path.name}`" in table, f"CONTRIBUTING.md lacks {folder}/{path.name}"
+
+
 def test_a_block_that_fails_names_its_line(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "# A page\n\n```python\nx = 1\n```\n\n```python no-run\n1 / 0\n```\n\n```python\nx / 0\n```\n"
+        "# A page\n\n```python\nx = 1\n```\n\n"
+        "<!-- no-run -->\n```python\n1 / 0\n```\n\n```python\nx / 0\n```\n"
     )
-    assert blocks_of(page) == [Block(page, 4, "python", "x = 1\n"), Block(page, 12, "python", "x / 0\n")]
+    assert blocks_of(page) == [Block(page, 4, "python", "x = 1\n"), Block(page, 13, "python", "x / 0\n")]
     with pytest.raises(ZeroDivisionError) as caught:
         list(outputs_of(page, tmp_path))
-    assert caught.traceback[-1].lineno == 11  # from 0
+    assert caught.traceback[-1].lineno == 12  # from 0
 
 
 def test_tables_are_of_the_results() -> None:
@@ -115,6 +143,8 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    for page in (tmp_path / "site").rglob("*.html"):
+        assert "```" not in page.read_text(encoding="utf-8"), f"{page.name} has a block that is shown as text"
     placing = (tmp_path / "site" / "reference" / "placing.html").read_text(encoding="utf-8")
     assert 'id="graphplan.plan"' in placing
     assert "Decide where everything in" in placing

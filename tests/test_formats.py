@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from builders import chain
 from plans import HOSTILE, by_hand, hostile_plan, large_plan, llama_plan, unet_plan
 
 from graphplan import Plan
+from graphplan.dot import MOST_NODES
 from graphplan.hierarchy import MOST_CHILDREN, Group, stage_groups
 from graphplan.page_data import page_data
 from graphplan.source import source_line
+from graphplan.svg import to_svg
 
 PLANS = [llama_plan, unet_plan, hostile_plan]
 
@@ -44,6 +47,26 @@ def test_dot_renders(plan: Plan, tmp_path: Path) -> None:
     used = {stage.device for stage in plan.stages}
     assert classes.count("cluster") == len(plan.stages) + len(used)
     assert classes.count("node") == sum(len(stage.operations) for stage in plan.stages)
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="no graphviz here: apt-get install graphviz")
+def test_dot_of_many_operations_has_modules_for_nodes(tmp_path: Path) -> None:
+    plan = large_plan()
+    plan.save_dot(tmp_path / "plan.dot")
+    drawn = subprocess.run(
+        ["dot", "-Tsvg", tmp_path / "plan.dot"], capture_output=True, check=True, timeout=60
+    )
+    root = ET.fromstring(drawn.stdout)
+    nodes = [g for g in root.iter("{http://www.w3.org/2000/svg}g") if g.get("class") == "node"]
+    assert len(plan.stages) <= len(nodes) <= MOST_NODES
+    counts = re.findall(r"(\d+) operations", drawn.stdout.decode())
+    assert sum(map(int, counts)) == len(plan.graph.operations)
+
+
+def test_what_hooks_run_has_no_bound_in_words(plan: Plan) -> None:
+    hooked = replace(plan, method="hooks", lower_bound=0.0, proof="hooks run the model")
+    for text in (hooked.summary(), hooked._repr_html_(), to_svg(hooked)):
+        assert "gap unknown (hooks run the model)" in text
 
 
 # -- SVG ------------------------------------------------------------------------------------------
@@ -277,9 +300,13 @@ def test_the_tree_has_each_operation_once_and_few_children(make: Any) -> None:
             assert sorted(_operations(inner)) == sorted(inner.operations)
 
 
-def test_a_flat_graph_is_put_into_runs() -> None:
-    from dataclasses import replace
+def test_a_module_that_is_called_by_a_number_has_the_name_before_it() -> None:
+    labels = {g.path: g.label for group in stage_groups(large_plan()) for g in _groups(group)}
+    assert labels["model.layers.3"] == "layers.3"
+    assert labels["model.layers.3.attn"] == "attn"
 
+
+def test_a_flat_graph_is_put_into_runs() -> None:
     plan = large_plan(5000)
     flat = [replace(op, module_path="") for op in plan.graph.operations.values()]
     graph = type(plan.graph)(flat, plan.graph.values.values(), plan.graph.weights.values(), ["x"], ["v4999"])

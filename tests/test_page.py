@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from plans import HOSTILE, budgets_of, hostile_plan, large_plan, llama, llama_plan, unet_plan
+import torch
+from plans import HOSTILE, UNet, hostile_plan, large_plan, llama_plan, unet_plan
 
 import graphplan
 from graphplan import Plan
-from graphplan.page import to_html
+from graphplan.page import _SCRIPTS, to_html
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the browser's driver is missing: playwright")
 
@@ -272,9 +273,15 @@ def test_hostile_names_stay_text(show: Open) -> None:
     page.keyboard.press("Enter")
     assert HOSTILE in page.inner_text("#details")
     assert page.inner_text("h1") == HOSTILE
-    assert opened.js("() => document.querySelectorAll('script:not([type])').length") == 14
+    assert opened.js("() => document.querySelectorAll('script:not([type])').length") == len(_SCRIPTS)
     assert opened.js("() => document.querySelectorAll('h1 *, #details script, #outline script').length") == 0
     opened.shoot("hostile")
+
+
+def test_characters_that_hide_or_turn_text_are_shown_by_their_numbers(show: Open) -> None:
+    page = show(hostile_plan(), title="a\u202eb\u200bc\nd \\u202e 语言").page
+    assert page.title() == "a\\u202eb\\u200bc\\nd \\u202e 语言"
+    assert page.inner_text("h1") == page.title()
 
 
 def test_nothing_can_be_fetched(show: Open) -> None:
@@ -322,6 +329,53 @@ def test_prints_light_and_without_controls(show: Open) -> None:
     assert page.pdf()[:5] == b"%PDF-"
 
 
+def page_is_as_wide_as_the_window(opened: Opened) -> bool:
+    return bool(opened.js("() => document.documentElement.scrollWidth <= innerWidth"))
+
+
+def test_a_narrow_window(show: Open) -> None:
+    opened = show(llama_plan(), title="A model with a rather long name, on two accelerators and the CPU")
+    opened.page.set_viewport_size({"width": 390, "height": 844})
+    opened.page.wait_for_timeout(150)  # charts are drawn anew
+    assert page_is_as_wide_as_the_window(opened)
+    for chart in opened.page.locator("svg.memory").all():
+        frame = chart.bounding_box()
+        for text in chart.locator("text").all():
+            box = text.bounding_box()
+            assert box["x"] >= frame["x"] - 1
+            assert box["x"] + box["width"] <= frame["x"] + frame["width"] + 1
+    opened.shoot("narrow", whole=True)
+
+
+def test_what_hooks_run_has_no_bound(show: Open) -> None:
+    plan = replace(hostile_plan(), method="hooks", lower_bound=0.0, proof="hooks run the model")
+    figures = show(plan).page.inner_text("#figures")
+    assert "unknown" in figures
+    assert "%" not in figures
+
+
+def test_the_text_of_a_peak_is_not_struck_through_by_the_budget(show: Open) -> None:
+    page = show(llama_plan()).page
+    for chart in page.locator("svg.memory").filter(has=page.locator(".budget line")).all():
+        line = float(chart.locator(".budget line").get_attribute("y1"))
+        foot = float(chart.locator(".peak text").get_attribute("y"))
+        assert foot + 4 <= line or line <= foot - 11
+        text = chart.locator(".peak text").bounding_box()
+        other = chart.locator(".budget text").bounding_box()
+        assert text["x"] + text["width"] <= other["x"] or other["x"] + other["width"] <= text["x"]
+
+
+TEXTS = """() => GraphView.labels().map((label, i) => [label, GraphView.widths()[i],
+  Math.max(...label.split("\\n").map((line) => Dom.textWidth(line, 12)))])"""
+
+
+def test_texts_fit_their_boxes(show: Open) -> None:
+    opened = show(llama_plan())
+    opened.click("g0")
+    for label, width, needed in opened.js(TEXTS):
+        assert needed <= width, label
+
+
 def test_ten_thousand_operations_make_few_elements(show: Open) -> None:
     plan = large_plan()
     assert len(plan.graph.operations) == 10_000
@@ -329,7 +383,20 @@ def test_ten_thousand_operations_make_few_elements(show: Open) -> None:
     print("opened after", opened.js("() => performance.now()"), "ms")
     assert len(opened.ids()) <= len(plan.stages) + 2
     assert opened.js("() => document.querySelectorAll('*').length") < 12_000
+    assert page_is_as_wide_as_the_window(opened)
+    assert opened.page.locator("#overview .part").count() == len(plan.stages)
     opened.shoot("large")
+    before = opened.js("() => GraphView.point('g0').x")
+    opened.page.click("#overview", position={"x": 200, "y": 8})
+    assert opened.js("() => GraphView.point('g0').x") < before - 500
+    opened.page.click("#fit")
+    opened.js("() => dispatchEvent(new Event('beforeprint'))")
+    opened.page.emulate_media(media="print")
+    assert opened.page.locator(".paper-row").count() > 2, "the stages are too small to be read on one row"
+    opened.shoot("large-print")
+    opened.page.emulate_media(media="screen")
+    opened.js("() => dispatchEvent(new Event('afterprint'))")
+    assert opened.page.locator(".paper-row").count() == 0
     opened.click("g0")
     assert len(opened.ids()) <= len(plan.stages) + 100
     opened.page.fill("#search", "v9999")
@@ -339,10 +406,10 @@ def test_ten_thousand_operations_make_few_elements(show: Open) -> None:
 
 
 def test_a_measured_call_is_beside_the_modelled_one(show: Open) -> None:
-    model, inputs = llama(2)
-    with graphplan.simulate(budgets_of(model, 0.5)) as machine:
-        placed = graphplan.partition(model, machine.max_memory, kwargs=inputs, pin={"lm_head": 1})
-        profile = placed.profile(**inputs)
+    model, x = UNet().eval(), torch.ones(1, 4, 32, 32)
+    with graphplan.simulate({0: "700KiB", 1: "700KiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (x,), pin={"down": 0, "up": 1})
+        profile = placed.profile(x)
     opened = show(placed.plan, html=to_html(placed.plan, "Measured", profile.measured))
     groups = opened.page.locator("svg.timeline text.group").all_text_contents()
     assert [text.partition(",")[0] for text in groups] == ["modelled", "measured"]

@@ -17,7 +17,13 @@ const Dom = (() => {
   const el = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
   const svg = (tag, attributes, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
   const byId = (id) => document.getElementById(id);
-  return { el, svg, byId };
+  const pen = document.createElement("canvas").getContext("2d");
+  // Pixels that a line takes in the page's font.
+  function textWidth(text, size, weight = 400) {
+    pen.font = `${weight} ${size}px system-ui, sans-serif`;
+    return pen.measureText(text).width;
+  }
+  return { el, svg, byId, textWidth };
 })();
 
 const Colours = (() => {

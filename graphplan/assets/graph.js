@@ -5,11 +5,20 @@ const GraphView = (() => {
   const canvas = Dom.byId("canvas"), lanesBox = Dom.byId("lanes"), namesBox = Dom.byId("lane-names");
   const idOf = (node) => (Model.isGroup(node) ? `g${node}` : `o${Model.index(node)}`);
   const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  const MANY_FLOWS = 24; // arrows
+  const READABLE = 0.75; // zoom
+  const STRIP = 20; // pixels of the overview
   let cy = null, placed = null;
 
+  // The middle left out, where a box is too narrow; by code points, so that none is cut in two.
   function clip(text, width, size) {
-    const room = Math.max(3, Math.floor((width - 16) / (size * 0.56)));
-    return text.length <= room ? text : `${text.slice(0, Math.ceil(room / 2) - 1)}…${text.slice(-Math.floor(room / 2))}`;
+    const room = width - 14;
+    if (Dom.textWidth(text, size) <= room) return text;
+    const letters = [...text];
+    let kept = letters.length - 1;
+    const shorter = () => `${letters.slice(0, Math.ceil(kept / 2)).join("")}…${letters.slice(letters.length - Math.floor(kept / 2)).join("")}`;
+    while (kept > 2 && Dom.textWidth(shorter(), size) > room) kept -= 1;
+    return shorter();
   }
 
   function caption(node, box) {
@@ -18,8 +27,10 @@ const GraphView = (() => {
     const time = Format.seconds(group.seconds);
     if (Model.isStage(node)) {
       const head = `${box.open ? "▾" : "▸"} ${Model.label(node)}`;
-      const about = clip(group.label, box.w, 11);
-      return box.open ? `${head} · ${time}` : `${head}\n${about}\n${clip(`${time} · ${Format.count(group.count, "op")}`, box.w, 11)}`;
+      if (box.open) return `${head} · ${time}`;
+      const about = Model.about(node);
+      const lines = [head, ...(about ? [clip(about, box.w, 12)] : []), clip(`${time} · ${Format.count(group.count, "op")}`, box.w, 12)];
+      return lines.join("\n");
     }
     const head = clip(`${box.open ? "▾" : "▸"} ${group.label}`, box.w, 12);
     return box.open ? `${head} · ${time}` : `${head}\n${time}`;
@@ -59,6 +70,8 @@ const GraphView = (() => {
     return { group: "edges", classes, data: { id, source, target, label: "", device: 0, width: 1.2, ...data } };
   }
 
+  // Whether an arrow begins or ends inside an open stage: faint, where there are many.
+  const reaches = (ends) => ends.some((id) => id !== "in" && id !== "out" && !(id[0] === "g" && Model.isStage(Number(id.slice(1)))));
   const thickness = (bytes) => Math.min(6, 1.6 + Math.log2(1 + bytes / 65536) * 0.32);
 
   // Copies between the visible nodes, those between the same two as one arrow.
@@ -72,8 +85,7 @@ const GraphView = (() => {
       if ((flow.kind === "output" || flow.kind === "writeback") && maker !== null) ends = [idOf(maker), "out"];
       if (!ends || ends[0] === ends[1]) return;
       const key = `${ends[0]}>${ends[1]}`;
-      const far = [maker, reader].some((node) => node !== null && !Model.isStage(node));
-      const edge = found.get(key) || { ends, far, bytes: 0, flows: [], kind: flow.kind, device: flow.from };
+      const edge = found.get(key) || { ends, bytes: 0, flows: [], kind: flow.kind, device: flow.from };
       edge.bytes += flow.bytes;
       edge.flows.push(index);
       found.set(key, edge);
@@ -89,11 +101,12 @@ const GraphView = (() => {
     placed.boxes.forEach((box, node) => made.push(nodeElement(node, box)));
     placed.special.forEach((chip) => made.push(chipElement(chip)));
     const flows = flowEdges(placed.reps);
+    const crowded = flows.size > MANY_FLOWS;
     flows.forEach((edge, key) => {
       const classes = edge.kind === "activation" ? "transfer" : "end";
       const width = edge.kind === "activation" ? thickness(edge.bytes) : 1.4;
       const data = { label: Format.bytes(edge.bytes), width, flows: edge.flows, device: edge.device };
-      made.push(edgeElement(`f:${key}`, ...edge.ends, edge.far ? `${classes} far` : classes, data));
+      made.push(edgeElement(`f:${key}`, ...edge.ends, crowded && reaches(edge.ends) ? `${classes} far` : classes, data));
     });
     for (const chip of placed.special) {
       if (chip.stage === undefined) continue;
@@ -158,14 +171,20 @@ const GraphView = (() => {
       const device = Plan.devices[lane.device];
       const budget = device.budget === null ? "" : ` of ${Format.bytes(device.budget)}`;
       return Dom.el("div", { class: "lane-name", style: `--device: var(--device-${lane.device})` },
-        Dom.el("b", {}, device.key), ` ${device.device === device.key ? "" : device.device} `,
-        Dom.el("span", {}, `peak ${Format.bytes(device.peak)}${budget}`));
+        Dom.el("span", {}, Dom.el("b", {}, device.key), ` ${device.device === device.key ? "" : device.device} `,
+          Dom.el("i", { class: "peak" }, `peak ${Format.bytes(device.peak)}${budget}`)));
     }));
+    const stages = Model.stages.map((stage) => ({ ...placed.boxes.get(stage), device: Model.device(stage) }));
+    const all = cy.nodes().boundingBox({ includeLabels: false });
+    Overview.draw(stages, [all.x1, all.x2], (x) => cy.viewport({ zoom: cy.zoom(), pan: { x: canvas.clientWidth / 2 - x * cy.zoom(), y: cy.pan().y } }));
     followLanes();
   }
 
+  const tall = () => placed.lanes.reduce((sum, lane) => sum + lane.h, 0);
+
   function followLanes() {
     const zoom = cy.zoom(), pan = cy.pan();
+    Overview.follow(-pan.x / zoom, (canvas.clientWidth - pan.x) / zoom);
     placed.lanes.forEach((lane, index) => {
       const top = lane.top * zoom + pan.y, bottom = top + lane.h * zoom;
       namesBox.children[index].style.top = `${top}px`;
@@ -213,12 +232,11 @@ const GraphView = (() => {
   function fit() {
     cy.resize();
     const width = canvas.clientWidth, height = canvas.clientHeight;
-    const zoom = Layout.suit(width, height);
+    const zoom = Layout.suit(width, height - STRIP);
     refresh(null);
     const all = cy.nodes().boundingBox({ includeLabels: false });
-    const bottom = placed.lanes.reduce((sum, lane) => sum + lane.h, 0);
     const spare = width - all.w * zoom;
-    cy.viewport({ zoom, pan: { x: (spare > 0 ? spare / 2 : 28) - all.x1 * zoom, y: Math.max(0, (height - bottom * zoom) / 2) } });
+    cy.viewport({ zoom, pan: { x: (spare > 0 ? spare / 2 : 28) - all.x1 * zoom, y: 0 } });
     followLanes();
   }
 
@@ -230,7 +248,7 @@ const GraphView = (() => {
     const width = canvas.clientWidth, height = canvas.clientHeight;
     if (box.x1 >= 0 && box.y1 >= 0 && box.x2 <= width && box.y2 <= height) return;
     const { w, h } = element.data(), { x, y } = element.position();
-    const zoom = Math.max(0.55, Math.min(cy.zoom(), (width - 48) / w, (height - 48) / h));
+    const zoom = Math.max(READABLE, Math.min(cy.zoom(), (width - 48) / w, (height - 48) / h));
     const top = Math.max(40, Math.min(box.y1, height - h * zoom - 16));
     const left = w * zoom < width ? (width - w * zoom) / 2 : 24;
     travel(zoom, { x: left - (x - w / 2) * zoom, y: top - (y - h / 2) * zoom });
@@ -250,28 +268,24 @@ const GraphView = (() => {
     travel(zoom, pan);
   }
 
-  // All that is open, on a page of paper; afterwards the view is what it was.
-  let onScreen = null;
+  // On paper; afterwards the view is what it was.
+  let onScreen = null, unpack = null;
   function print(begins) {
-    document.documentElement.classList.toggle("printing", begins);
     if (begins) onScreen = { zoom: cy.zoom(), pan: { ...cy.pan() } };
-    cy.resize();
+    document.documentElement.classList.toggle("printing", begins);
     if (begins) {
-      const all = cy.nodes().boundingBox({ includeLabels: false });
-      const tall = placed.lanes.reduce((sum, lane) => sum + lane.h, 0);
-      const zoom = Math.min(1.1, (canvas.clientWidth - 40) / all.w, canvas.clientHeight / tall);
-      cy.viewport({ zoom, pan: { x: 20 - all.x1 * zoom, y: (canvas.clientHeight - tall * zoom) / 2 } });
-      // the picture on the screen is redrawn later than the paper is printed, so the paper gets its own
-      const drawn = cy.renderer().bufferCanvasImage({ full: false, scale: 2 });
-      const picture = Dom.el("canvas", { class: "paper", width: drawn.width, height: drawn.height });
-      // as pixels: what is drawn stroke by stroke is printed so, and takes viewers minutes
-      picture.getContext("2d").putImageData(drawn.getContext("2d").getImageData(0, 0, drawn.width, drawn.height), 0, 0);
-      canvas.insertBefore(picture, namesBox);
+      unpack = Layout.pack();
+      refresh(null);
+      cy.resize();
+      Paper.lay({ cy, canvas, lanes: lanesBox, names: namesBox, follow: followLanes, tall: tall() });
     } else {
-      canvas.querySelectorAll(".paper").forEach((picture) => picture.remove());
+      Paper.clear(canvas);
+      unpack();
+      refresh(null);
+      cy.resize();
       cy.viewport(onScreen);
+      followLanes();
     }
-    followLanes();
   }
 
   const zoomBy = (factor) => {
@@ -339,10 +353,11 @@ const GraphView = (() => {
   function start() {
     cy = cytoscape({
       container: Dom.byId("graph"), style: style(), layout: { name: "preset" }, autoungrabify: true, autounselectify: true,
-      boxSelectionEnabled: false, userZoomingEnabled: false, minZoom: 0.08, maxZoom: 2.5, pixelRatio: "auto",
+      boxSelectionEnabled: false, userZoomingEnabled: false, minZoom: 0.02, maxZoom: 2.5, pixelRatio: "auto",
     });
     fit();
     listen();
+    Overview.start();
     View.on((change) => {
       if (change.opened !== undefined && change.opened !== null) refresh(change.opened);
       if (change.chosen !== undefined) mark();
@@ -367,6 +382,7 @@ const GraphView = (() => {
     start,
     // for tests: what is drawn, and where on the screen
     ids: () => cy.nodes().map((node) => node.id()),
+    widths: () => cy.nodes().map((node) => node.data("w")),
     labels: () => cy.nodes().map((node) => node.data("label")),
     edges: () => cy.edges().map((edge) => ({ ...edge.data(), classes: edge.classes() })),
     point(id) {

@@ -4,7 +4,7 @@
 
 const Layout = (() => {
   const GAP = 48, PAD = 18, HEAD = 30, CHIP = { w: 92, h: 40 };
-  const LANE = { pad: 30, least: 104, most: 190 };
+  const LANE = { pad: 30, least: 104, most: 260 };
   let least = LANE.least;
 
   // The visible node that stands for each operation.
@@ -47,10 +47,13 @@ const Layout = (() => {
   }
 
   const slowest = Math.max(...Model.stages.map(Model.seconds), 1e-12);
-  const textWidth = (text, size) => text.length * size * 0.58 + 22;
+  const textWidth = (text, size) => Dom.textWidth(text, size, 600) + 26;
 
   function closedSize(node) {
-    if (Model.isStage(node)) return { w: Math.max(132, 300 * Model.seconds(node) / slowest), h: 72 };
+    if (Model.isStage(node)) {
+      const text = Math.min(220, textWidth(Model.about(node), 12));
+      return { w: Math.max(132, text, 300 * Model.seconds(node) / slowest), h: 72 };
+    }
     if (Model.isGroup(node)) return { w: Math.min(210, Math.max(96, textWidth(`▸ ${Model.label(node)}`, 12))), h: 50 };
     return { w: Math.min(190, Math.max(64, textWidth(Model.label(node), 11))), h: 32 };
   }
@@ -172,5 +175,12 @@ const Layout = (() => {
     return Math.max(0.5, zoom);
   }
 
-  return { place, suit };
+  // Lanes as low as they can be, for paper; what undoes it.
+  function pack() {
+    const before = least;
+    least = LANE.least;
+    return () => { least = before; };
+  }
+
+  return { place, suit, pack };
 })();

@@ -4,6 +4,7 @@
 (() => {
   const { summary, devices } = Plan;
   const { el, byId } = Dom;
+  const hooked = summary.method === "hooks";
 
   function figure(title, value, note) {
     return el("div", { class: "figure" }, el("span", { class: "title" }, title), el("b", {}, value), el("span", { class: "note" }, note || ""));
@@ -12,14 +13,15 @@
   function head() {
     byId("title").textContent = Plan.title;
     const parts = [Format.count(Model.operations, "operation"), Format.count(Plan.weights.length, "weight"), Format.bytes(summary.weightBytes)];
-    byId("subtitle").textContent = `${parts.join(" · ")} · captured by ${summary.method}`;
+    byId("subtitle").textContent = `${parts.join(" · ")} · ${hooked ? "run by hooks, module by module" : `captured by ${summary.method}`}`;
+    const bounded = summary.lowerBound > 0 || summary.makespan === 0;
     const measured = summary.measuredSeconds === null ? "" : ` · ${Format.seconds(summary.measuredSeconds)} measured`;
     byId("figures").append(
-      figure("Time of a call", Format.seconds(summary.makespan), `modelled${measured}`),
-      figure("Gap to the lower bound", Format.percent(summary.gap), `bound ${Format.seconds(summary.lowerBound)}: ${summary.proof}`),
+      figure("Time of a call", Format.seconds(summary.makespan), `${hooked ? "copies alone: what hooks run has no model" : "modelled"}${measured}`),
+      figure("Gap to the lower bound", bounded ? Format.percent(summary.gap) : "unknown", bounded ? `bound ${Format.seconds(summary.lowerBound)}: ${summary.proof}` : summary.proof),
       figure("Transferred", Format.bytes(summary.transferBytes), `${Format.count(summary.transfers, "value")} between devices`),
       figure("Weights streamed", Format.bytes(summary.streamedBytes), `${Format.count(summary.fetches, "copy", "copies")} a call`),
-      figure("Work", Format.flops(summary.flops), `${Format.count(Model.stages.length, "stage")}${summary.calls > 1 ? `, one of ${summary.calls} calls` : ""}`),
+      figure("Work", summary.flops || !hooked ? Format.flops(summary.flops) : "unknown", `${Format.count(Model.stages.length, "stage")}${summary.calls > 1 ? `, one of ${summary.calls} calls` : ""}`),
     );
     if (!summary.activationsKnown) byId("summary").append(el("p", { class: "warning" }, "Planned without example inputs: activations are unknown, and memory counts weights only."));
   }
@@ -29,12 +31,12 @@
       const whole = Math.max(device.budget || 0, device.peak, 1);
       const part = (bytes, name) => el("i", { class: name, style: `width:${100 * bytes / whole}%` });
       const fixed = device.weights + device.ring;
-      const budget = device.budget === null ? "no budget" : `of ${Format.bytes(device.budget)}`;
+      const budget = device.budget === null ? ", no budget" : ` of ${Format.bytes(device.budget)}`;
       return el("div", { class: "device", style: `--device: var(--device-${index})` },
         el("span", { class: "who" }, el("b", {}, device.key), device.device === device.key ? "" : ` ${device.device}`),
-        el("span", { class: "meter", role: "img", "aria-label": `${Format.bytes(device.peak)} ${budget}` },
+        el("span", { class: device.budget === null ? "meter unbounded" : "meter", role: "img", "aria-label": `${Format.bytes(device.peak)}${budget}` },
           part(device.weights, "weights"), part(device.ring, "ring"), part(Math.max(0, device.peak - fixed), "activations")),
-        el("span", { class: "amount" }, `${Format.bytes(device.peak)} ${budget}`));
+        el("span", { class: "amount" }, `${Format.bytes(device.peak)}${budget}`));
     }));
   }
 

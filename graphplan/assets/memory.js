@@ -52,7 +52,7 @@ const MemoryCharts = (() => {
     band(device.weights, fixed, "ring", colour, 0.45),
     band(0, device.weights, "weights", colour, 0.85),
     budget(device, far, width, y),
-    peak(device, x, y),
+    peak(device, far, width, x, y),
     device.measuredPeak === null ? null : Dom.svg("line", {
       class: "measured", x1: LEFT, x2: width - RIGHT, y1: y(device.measuredPeak), y2: y(device.measuredPeak),
     }),
@@ -64,25 +64,42 @@ const MemoryCharts = (() => {
 
   const isLate = (device) => device.peakAt > total * 0.5;
 
+  function budgetLabel(device, far) {
+    const share = device.budget ? ` · ${Format.percent(device.peak / device.budget)} used` : "";
+    return `budget ${Format.bytes(device.budget)}${far ? (box.clientWidth < 520 ? " ↑" : " ↑ above this chart") : ""}${share}`;
+  }
+
   function budget(device, far, width, y) {
     if (device.budget === null) return null;
-    const share = device.budget ? ` · ${Format.percent(device.peak / device.budget)} used` : "";
-    const label = `budget ${Format.bytes(device.budget)}${far ? " ↑ above this chart" : ""}${share}`;
+    const label = budgetLabel(device, far);
     const at = far ? TOP - 8 : y(device.budget);
     return Dom.svg("g", { class: "budget" },
       far ? null : Dom.svg("line", { x1: LEFT, x2: width - RIGHT, y1: at, y2: at }),
       Dom.svg("text", { x: isLate(device) ? LEFT + 4 : width - RIGHT, y: Math.max(11, at - 4), "text-anchor": isLate(device) ? "start" : "end" }, label));
   }
 
-  function peak(device, x, y) {
+  // A line of text over a height, moved up where a line of the chart would strike it through.
+  function clear(at, lines) {
+    return [...lines].sort((a, b) => b - a).reduce((place, line) => (place > line - 4 && place - 11 < line ? line - 5 : place), at);
+  }
+
+  function peak(device, far, width, x, y) {
     const at = x(Math.min(device.peakAt, total) + 0.5);
     const op = Math.min(device.peakAt, Model.operations - 1);
-    const name = op >= 0 && device.peakAt < Model.operations ? ` at ${Plan.operations.name[op]}` : "";
     const late = isLate(device);
     const measured = device.measuredPeak === null ? "" : `, measured ${Format.bytes(device.measuredPeak)}`;
+    const label = (name) => `peak ${Format.bytes(device.peak)}${name}${measured}`;
+    const limit = device.budget === null || far ? null : y(device.budget);
+    const lines = [...(limit === null ? [] : [limit]), ...(device.measuredPeak === null ? [] : [y(device.measuredPeak)])];
+    const height = Math.max(11, clear(y(device.peak) - 6, lines));
+    const beside = limit !== null && height < limit ? Dom.textWidth(budgetLabel(device, far), 11.5) + 16 : 0;
+    const room = (late ? at - 9 - LEFT : width - RIGHT - at - 9) - beside;
+    const named = op >= 0 && device.peakAt < Model.operations ? ` at ${Plan.operations.name[op]}` : "";
+    const text = Dom.textWidth(label(named), 11.5) <= room ? label(named) : label("");
     return Dom.svg("g", { class: "peak" },
       Dom.svg("circle", { cx: at, cy: y(device.peak), r: 4 }),
-      Dom.svg("text", { x: at + (late ? -9 : 9), y: Math.max(11, y(device.peak) - 6), "text-anchor": late ? "end" : "start" }, `peak ${Format.bytes(device.peak)}${name}${measured}`));
+      Dom.svg("text", { x: at + (late ? -9 : 9), y: height, "text-anchor": late ? "end" : "start" },
+        Dom.svg("title", {}, label(named)), text));
   }
 
   // A cursor that follows the mouse and the arrow keys.

@@ -50,6 +50,8 @@ const Model = (() => {
       if (!isGroup(node)) return operations.target[-1 - node];
       return stageOf.has(node) ? `Stage ${stageOf.get(node)}` : groups[node].label;
     },
+    // the modules of a stage; nothing where it has none
+    about: (node) => (groups[node].label === `stage ${stageOf.get(node)}` ? "" : groups[node].label),
     name(node) {
       if (!isGroup(node)) return operations.name[-1 - node];
       return groups[node].path || groups[node].label;

@@ -5,8 +5,10 @@ const Tables = (() => {
   const SHOWN = 12;
 
   // columns: {title, value(row) to sort by, text(row), number}
-  function make(section, rows, columns, order, take) {
-    let sorted = [...rows], by = order, down = true, all = false;
+  // A column that has nothing to say is left out; a name that is too long loses its beginning, which many share.
+  function make(section, rows, offered, order, take) {
+    const columns = offered.filter((column) => !column.optional || rows.some((row) => column.text(row)));
+    let sorted = [...rows], by = columns.indexOf(offered[order]), down = true, all = false;
     const body = Dom.el("tbody", {});
     const more = Dom.el("button", { type: "button", class: "quiet more", onclick: () => { all = !all; draw(); } });
     const heads = columns.map((column, index) => Dom.el("th", { scope: "col", class: column.number ? "number" : null },
@@ -27,7 +29,8 @@ const Tables = (() => {
       heads.forEach((head, index) => head.setAttribute("aria-sort", index !== by ? "none" : down ? "descending" : "ascending"));
       const visible = all ? sorted : sorted.slice(0, SHOWN);
       body.replaceChildren(...visible.map((row) => Dom.el("tr", { tabindex: "0", onclick: () => take(row), onkeydown: (event) => { if (event.key === "Enter") take(row); } },
-        columns.map((column) => Dom.el("td", { class: column.number ? "number" : column.wide ? "wide" : null, title: column.wide ? column.text(row) : null }, column.text(row))))));
+        columns.map((column) => Dom.el("td", { class: column.number ? "number" : column.wide ? "wide" : null, title: column.wide ? column.text(row) : null },
+          column.wide ? Dom.el("bdi", {}, column.text(row)) : column.text(row))))));
       more.textContent = all ? "Show fewer" : `Show all ${rows.length.toLocaleString("en")}`;
       more.hidden = rows.length <= SHOWN;
     }
@@ -58,8 +61,8 @@ const Tables = (() => {
     make(Dom.byId("weights"), Plan.weights.map((weight, index) => ({ weight, index })), [
       { title: "Weight", value: ({ weight }) => weight.name, text: ({ weight }) => weight.name, wide: true },
       { title: "Lives on", value: ({ weight }) => weight.home, text: ({ weight }) => Model.deviceName(weight.home) },
-      { title: "Form", value: ({ weight }) => weight.form, text: ({ weight }) => weight.form },
-      { title: "Streamed", value: ({ weight }) => (fetched.has(weight.name) ? 1 : 0), text: ({ weight }) => (fetched.has(weight.name) ? "yes" : "") },
+      { title: "Form", value: ({ weight }) => weight.form, text: ({ weight }) => weight.form, optional: true },
+      { title: "Streamed", value: ({ weight }) => (fetched.has(weight.name) ? 1 : 0), text: ({ weight }) => (fetched.has(weight.name) ? "yes" : ""), optional: true },
       { title: "Bytes", value: ({ weight }) => weight.bytes, text: ({ weight }) => Format.bytes(weight.bytes), number: true },
     ], 4, ({ index }) => View.choose({ weight: index }, { centre: true }));
   }
