@@ -37,6 +37,7 @@ _NODES = 60  # of a branch and bound that is not asked for time
 _POLISH_WORK = 60_000  # of the local search, likewise
 _COLUMN_WORK = 3e9  # numbers that knapsacks may touch, some seconds
 _BRANCH_WORK = 2e8  # the same for parts of the problem
+_STREAMED_UNITS = 500  # with streaming, columns prove little more than fractions do: not asked for time
 _TURN = 60  # rounds of column generation between dives
 _PROMISING = 1.1  # times the best seconds, up to which a placement is refined
 _TRIES = 6  # programs, each with more of memory counted
@@ -74,7 +75,8 @@ class _Closing:
         stacked = _STACKED * len(shares.counts) <= shares.units
         if binaries <= (_MANY_BINARIES if timed else _BINARIES) and not stacked:
             self._solve_program(shares, self.limits.until(0.6))
-        if not self.done:
+        worthwhile = timed or not self.problem.offload or shares.units <= _STREAMED_UNITS
+        if not self.done and worthwhile:
             self._generate_columns(shares, self.limits.until(0.9))
         if timed and not self.done and binaries <= _MANY_BINARIES:
             self._solve_program(shares, self.limits)

@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,7 @@ _ROUGH_UNITS = 300  # likewise where nothing is to be proven
 _LOSS = 1e-3  # share of the weights' bytes that coarser units may fail to see
 _STATES = 1 << 18  # numbers per row that one step of the knapsack may touch
 _THREADS = min(8, os.cpu_count() or 1)
+_PATIENCE = 8  # attempts after which twice as much is left out at a time
 _SHARED_WORK = 5_000_000  # numbers from which it pays to share them out
 _NOT_TAKEN = np.array([[0.0, 0.0], [np.inf, 0.0]])  # the first needs the second
 
@@ -84,13 +86,13 @@ class Pricing:
         top = max(1, int(capacities.max(initial=0)) + 1)
         limit = max(3, int(np.log2(_STATES / top)))
         dropped: set[int] = set()
-        while True:
+        for attempt in count():
             kept = [pair for pair in self.tables if not dropped & set(pair)]
             needs = [pair for pair in shares.needs if not dropped & set(pair)]
             scopes = [*kept, *needs, *(crowd.units for crowd in self._crowds)]
             self.knapsack = Knapsack(sizes, scopes, capacities)
             wide = _widest(self.knapsack.steps, limit)
-            if not wide or not self._narrow(wide, limit, dropped):
+            if not wide or not self._narrow(wide, limit, dropped, 1 << attempt // _PATIENCE):
                 break
         self._kept, self._kept_needs = kept, needs
         # sizes to the nearest coarse unit: over many weights, what is lost and gained is the same
@@ -102,8 +104,11 @@ class Pricing:
         apart = [self.tables[pair][:, 0, 1] for pair in kept]
         self._apart = np.array(apart, dtype=float).reshape(len(kept), len(shares.kinds)).T
 
-    def _narrow(self, wide: Sequence[tuple[int, ...]], limit: int, dropped: set[int]) -> bool:
-        """Leave out what opens too many variables at once: crowds, then cheap values, then cheap pairs."""
+    def _narrow(self, wide: Sequence[tuple[int, ...]], limit: int, dropped: set[int], times: int) -> bool:
+        """Leave out what opens too many variables at once: crowds, then cheap values, then cheap pairs.
+
+        ``times`` as many as are too many: so that large graphs take few attempts.
+        """
         open_ = {variable for frontier in wide for variable in frontier}
         narrower = [crowd for crowd in self._crowds if open_.isdisjoint(crowd.units)]
         if len(narrower) < len(self._crowds):
@@ -114,9 +119,9 @@ class Pricing:
             values = sorted(
                 (v for v in frontier if v in self.shares.value_cost), key=self.shares.value_cost.__getitem__
             )
-            dropped.update(values[: len(frontier) - limit])
+            dropped.update(values[: times * (len(frontier) - limit)])
             if not values:
-                self._drop_pairs(frontier, len(frontier) - limit)
+                self._drop_pairs(frontier, times * (len(frontier) - limit))
         return before != (len(dropped), len(self.tables))
 
     def _counted(self, crowds: Sequence[Crowd]) -> list[Crowd]:
