@@ -157,7 +157,7 @@ def page(results: Sequence[Record]) -> str:
             record["name"],
             record["head"],
             f"{record['parameters']:,}",
-            record.get("method", "-"),
+            record.get("method") or "-",
             " ".join(f"{row['accelerators']}x{row['share']}" for row in record["rows"]),
             verdict(record),
             record.get("random", record.get("why", "")).replace("|", "/"),
@@ -185,7 +185,7 @@ def main() -> None:
     done: dict[str, Record] = {}
     if (options.resume or options.only) and known.is_file():
         done = {record["name"]: record for record in json.loads(known.read_text(encoding="utf-8"))["results"]}
-    chosen = options.only or [name for name in names() if name not in done]
+    chosen = [name for name in options.only or names() if not (options.resume and name in done)]
     sweep(chosen, options, done)
     for name, figure in summary([done[name] for name in sorted(done)]).items():
         print(f"{name}: {figure}")

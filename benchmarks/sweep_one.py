@@ -8,8 +8,8 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,11 +128,12 @@ def _row(made: Built, configuration: Configuration, activations: int) -> Record:
     budgets = {**dict.fromkeys(range(configuration.accelerators), each), "cpu": 20 * (size + activations) + (1 << 26)}
     start = time.perf_counter()
     try:
-        with graphplan.simulate(budgets) as machine, _heard() as heard:
+        with graphplan.simulate(budgets) as machine, warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
             placed = graphplan.partition(made.model, machine.max_memory, kwargs=copy.deepcopy(made.inputs))
             row["method"] = placed.plan.method
             if placed.plan.method == "hooks":
-                row["why"] = _short(heard[0]) if heard else "no warning"
+                row["why"] = next(_short(str(one.message)) for one in heard if "hooks run" in str(one.message))
             gc.collect()
             machine.reset_peaks()
             result = placed(**copy.deepcopy(made.inputs))
@@ -168,16 +169,6 @@ def _on_accelerators(plan: graphplan.Plan) -> float:
     """The share of operations that accelerators run."""
     on = sum(len(stage.operations) for stage in plan.stages if stage.device != "cpu")
     return round(on / max(1, sum(len(stage.operations) for stage in plan.stages)), 2)
-
-
-@contextmanager
-def _heard() -> Iterator[list[str]]:
-    """The warnings of graphplan."""
-    heard: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield heard
-        heard += [str(one.message) for one in caught if "hooks run the model" in str(one.message)]
 
 
 def difference(a: Any, b: Any) -> float:

@@ -175,7 +175,7 @@ class Interpreter:
         self.sizes = sizes or {}
         self.device_types = tuple(dict.fromkeys(("cpu", *device_types)))
         self.env: dict[fx.Node, Any] = {}
-        self.memo: dict[Any, Effect] = {}
+        self.memo: dict[Any, dict[str, Effect]] = {}
 
     def load(self, node: fx.Node, *, requires_grad: bool = False) -> None:
         """Take a placeholder's value from the trace."""
@@ -184,13 +184,19 @@ class Interpreter:
             value = replace(value, requires_grad=True)
         self.env[node] = value
 
-    def run(self, node: fx.Node, copied: Callable[[fx.Node], bool] = lambda _: False) -> Effect:
+    def run(
+        self,
+        node: fx.Node,
+        copied: Callable[[fx.Node], bool] = lambda _: False,
+        device_type: str = "cpu",
+    ) -> Effect:
         """Run one node; its value is remembered for those that read it.
 
         Args:
             node: an operation.
             copied: whether it reads a copy of an argument that was moved to its device: a copy is
                 dense, which may make another operation take another path.
+            device_type: of its device: kernels differ in the strides of what they return.
         """
 
         def argument(source: fx.Node) -> Any:
@@ -200,29 +206,31 @@ class Interpreter:
         args, kwargs = fx.map_arg((node.args, node.kwargs), argument)
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)), is_leaf=_is_tensor)
         key = (node.target, spec, tuple(map(_hashable, leaves)))
-        effect = self.memo.get(key)
-        if effect is None:
-            effect = self._measure(node, leaves, spec)
-            self.memo[key] = effect
+        effects = self.memo.get(key)
+        if effects is None:
+            effects = self._measure(node, leaves, spec)
+            self.memo[key] = effects
+        effect = effects.get(device_type) or next(iter(effects.values()))
         self.env[node] = effect.value
         return effect
 
-    def _measure(self, node: fx.Node, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Effect:
+    def _measure(self, node: fx.Node, leaves: Sequence[Any], spec: pytree.TreeSpec) -> dict[str, Effect]:
+        """For each type of device, what it showed; one entry where that does not depend on the device."""
         if not any(isinstance(leaf, TensorMeta) for leaf in leaves) and not _makes_tensor(node):
-            return self._compute_scalar(node, leaves, spec)
-        effect: Effect | None = None
+            return {"": self._compute_scalar(node, leaves, spec)}
+        effects: dict[str, Effect] = {}
         workspace: dict[str, int] = {}
         for device_type in self.device_types:
             try:
                 run = _run_fake(node.target, leaves, spec, _fake_device(device_type))
             except Exception as error:  # a kernel without a fake may raise anything
-                if effect is None:
-                    return self._recorded(node, error)
+                if not effects:
+                    return {"": self._recorded(node, error)}
                 continue  # Operation.workspace_on takes the largest that is known
             workspace[device_type] = run.workspace[""]
-            effect = effect or run
-        assert effect is not None
-        return Effect(effect.value, effect.results, effect.flops, workspace)
+            effects[device_type] = run
+        flops = next(iter(effects.values())).flops
+        return {kind: Effect(run.value, run.results, flops, workspace) for kind, run in effects.items()}
 
     def _compute_scalar(self, node: fx.Node, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Effect:
         args, kwargs = pytree.tree_unflatten(list(leaves), spec)
