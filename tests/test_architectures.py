@@ -11,6 +11,7 @@ import pytest
 import torch
 from architectures import TABLE, Architecture
 from builders import bytes_of, largest_difference, run_placed
+from every_architecture import build
 from shortcuts import one_trace, short_search
 
 import graphplan
@@ -124,3 +125,10 @@ def test_an_offloaded_model_saves_copies_and_runs(tmp_path: Any) -> None:
             assert largest_difference(again(**inputs), expected) < 1e-5
         twin = copy.deepcopy(placed)
         assert largest_difference(twin(**inputs), expected) < 1e-5
+
+
+def test_inputs_that_the_exporter_adds_have_the_sizes_of_the_call() -> None:
+    # seen on the images of Cohere's Compass: their positions counted as without bounds, 2 ** 57 bytes
+    made = build("cohere_compass_vision")
+    plan = graphplan.plan(made.model, {0: "1GiB", "cpu": "1GiB"}, kwargs=made.inputs)
+    assert plan.peak_bytes[0] < 2 * bytes_of(made.model)

@@ -202,3 +202,9 @@ def test_check_passes_what_agrees_and_says_what_it_cannot_compare(tmp_path: Any)
             empty = Sly()
         with pytest.warns(UserWarning, match="no weights of its own to compare"):
             graphplan.partition(empty, machine.max_memory, (X,), checkpoint=tmp_path, check=True)
+
+
+def test_the_tracer_does_not_print_its_graph(capfd: pytest.CaptureFixture[str]) -> None:
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed_on(Undecided().eval(), machine.max_memory | {"cpu": "1GiB"})
+    assert "def forward" not in capfd.readouterr().err
