@@ -14,8 +14,10 @@ good placement; with ``--rotate`` each architecture takes one configuration, the
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -44,13 +46,19 @@ class _Job:
 
 def _start(name: str, configurations: Sequence[Configuration], options: argparse.Namespace) -> _Job:
     here, there = FORK.Pipe(duplex=False)
-    process = FORK.Process(
-        target=run, args=(name, configurations), kwargs={"thorough": options.thorough, "tell": there.send}
-    )
+    process = FORK.Process(target=_alone, args=(name, configurations, options.thorough, there))
     process.start()
     there.close()
     empty = {"name": name, "built": False, "ran": False, "rows": []}
     return _Job(name, process, here, time.monotonic() + options.limit, empty)
+
+
+def _alone(name: str, configurations: Sequence[Configuration], thorough: bool, tells: Connection) -> None:
+    """What the process of an architecture does."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # models and their libraries talk
+    torch.set_num_threads(1)
+    gc.freeze()  # what was imported is not looked through again
+    run(name, configurations, thorough=thorough, tell=tells.send)
 
 
 def _listen(job: _Job) -> bool:
@@ -143,11 +151,12 @@ def page(results: Sequence[Record]) -> str:
     lines = [
         "# Every transformers architecture that builds small and runs eagerly",
         "",
-        f"Of {figures['architectures']} model types {figures['built']} were built small and {figures['ran']} ran eagerly; "
-        f"{figures['random']} of these give other results at each eager call. Of the other {figures['of']}, "
-        f"{figures['passed']} equal eager within budget in every configuration that was run, and "
-        f"{figures['infeasible']} do where the budget is feasible. Placements: {figures['placements_equal']} of "
-        f"{figures['placements']} equal, {figures['placements_infeasible']} infeasible.",
+        f"Of {figures['architectures']} model types {figures['built']} were built small and "
+        f"{figures['ran']} ran eagerly; {figures['random']} of these give other results at each eager call. "
+        f"Of the other {figures['of']}, {figures['passed']} equal eager within budget in every configuration "
+        f"that was run, and {figures['infeasible']} were infeasible in one. Placements: "
+        f"{figures['placements_equal']} of {figures['placements']} equal, "
+        f"{figures['placements_infeasible']} infeasible.",
         "",
         "| type | model | parameters | captured by | configurations | result | why |",
         "|---|---|---|---|---|---|---|",
@@ -177,7 +186,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], help="these types; their results are replaced")
     parser.add_argument("--resume", action="store_true", help="leave out what is in the results already")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for an architecture")
-    parser.add_argument("--thorough", action="store_true", help="trace and plan each configuration as users do")
+    parser.add_argument(
+        "--thorough", action="store_true", help="trace and plan each configuration as users do"
+    )
     parser.add_argument("--rotate", action="store_true", help="one configuration for each architecture")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -7,8 +7,10 @@ is a view, and how many bytes a composite operation takes before it is done.
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -222,7 +224,8 @@ class Interpreter:
         workspace: dict[str, int] = {}
         for device_type in self.device_types:
             try:
-                run = _run_fake(node.target, leaves, spec, _fake_device(device_type))
+                with _without_log():
+                    run = _run_fake(node.target, leaves, spec, _fake_device(device_type))
             except Exception as error:  # a kernel without a fake may raise anything
                 if not effects:
                     return {"": self._recorded(node, error)}
@@ -250,6 +253,18 @@ class Interpreter:
         value = describe(node.meta["val"], self.sizes)
         tensors = [leaf for leaf in pytree.tree_leaves(value, is_leaf=_is_tensor) if _is_tensor(leaf)]
         return Effect(value, tuple(OperationResult(t, t.copy_bytes) for t in tensors), 0, {"cpu": 0})
+
+
+@contextmanager
+def _without_log() -> Iterator[None]:
+    """What fake tensors cannot run is dealt with here: its traceback is not for the user."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _is_tensor(leaf: Any) -> bool:

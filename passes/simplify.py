@@ -6,7 +6,8 @@ Before and after::
     y = to.dtype(x, float32)          # x is float32      z = mul(x, w)
     z = mul(y, w)
 
-and ``view`` becomes ``reshape``, and each state of a mutated value gets the name of the operation that made it::
+``view`` becomes ``reshape``, and each state of a mutated value gets the name of the operation that
+made it::
 
     a = add_(x, 1)                                        a = add_(x, 1)
     b = mul(x, w)                                         b = mul(a, w)

@@ -54,7 +54,7 @@ def run_in(architecture: Architecture, configurations: Sequence[tuple[float, int
         check(architecture, ratio, accelerators, model, inputs, expected)
 
 
-@pytest.mark.parametrize("turn, stem", tuple(enumerate(SAMPLE)))
+@pytest.mark.parametrize(("turn", "stem"), tuple(enumerate(SAMPLE)))
 def test_sample(turn: int, stem: str) -> None:
     """Each architecture in one of the configurations, the next in the next."""
     (architecture,) = [a for a in TABLE if a.stem == stem]
