@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -219,7 +220,7 @@ def _reason(error: Exception) -> str:
 
 def _short(text: str, kind: str = "") -> str:
     """On one line, without paths of this machine."""
-    words = " ".join(text.split())
+    words = re.sub(r"(/[\w.\-]+)+/([\w.\-]+\.py)", r"\2", " ".join(text.split()))
     for mark in ("site-packages/", "/lib/python3"):
         while mark in words:
             at = words.index(mark)

@@ -184,9 +184,11 @@ def from_program(
 
 
 def _refuse_vmap(graph: fx.Graph) -> None:
-    """A trace that has ``vmap`` in it enters and leaves it by calls that nothing reads: no plan can keep them."""
+    """A trace enters and leaves ``vmap`` by calls that nothing reads: no plan can keep them."""
     if any(getattr(node.target, "__name__", "") == "_add_batch_dim" for node in graph.nodes):
-        raise NoGraphError("the trace has torch.vmap in it, which runs in no other order than it was traced in")
+        raise NoGraphError(
+            "the trace has torch.vmap in it, which runs in no other order than it was traced in"
+        )
 
 
 def bound_call(traced: Mapping[str, Any]) -> BoundCall:
