@@ -133,14 +133,14 @@ def _planning_time(data: Data) -> str:
 
 
 def _sweep(data: Data) -> str:
-    captured: dict[str, int] = {}
-    for result in data["results"]:
-        for method in {row["method"] for row in result.get("rows", ())}:
-            captured[method] = captured.get(method, 0) + 1
-    rows = [[method, str(count)] for method, count in sorted(captured.items())]
-    good = f"{data['passed']} of {data['of']} architectures give eager's results within 1e-5, keep "
-    table = markdown(["captured by", "architectures"], rows)
-    return f"{good}every budget, and copy what the plan says.\n\n{table}"
+    rows = [[method, str(count)] for method, count in sorted(data["captured_by"].items())]
+    good = (
+        f"Of {data['architectures']} model types of transformers {data['ran']} were built small and ran "
+        f"eagerly. {data['passed']} of the {data['of']} whose results do not differ from call to call give "
+        "eager's results within 1e-5 of the largest value, keep every budget, and copy what the plan says. "
+    )
+    table = markdown(["run by", "architectures"], rows)
+    return f"{good}\n\n{table}"
 
 
 def _dnn(data: Data, which: str, reference: str) -> str:

@@ -1,136 +1,205 @@
-"""Architectures over simulated devices at shares of their size: results, peaks and moves.
+"""Every transformers architecture over simulated devices at shares of its size: results, peaks and moves.
 
-python benchmarks/sweep.py [--jobs 2] [--only T5 Llama]
+python benchmarks/sweep.py [--jobs 2] [--only llama t5] [--resume]
 
-Each model is placed at 0.5, 0.7 and 0.9 of its bytes on {one accelerator, CPU} and on {two
-accelerators of that share each, CPU}, run, and held against eager.
+A small model of each type is placed with accelerators that hold 0.5, 0.7 and 0.9 of its weights each,
+beside room for what a call needs beside them: one of them with the CPU, and two with the CPU. It is run, and
+held against eager. Each architecture has a process of its own, which is ended after ``--limit`` seconds.
+Results are written as they come: ``--resume`` goes on where the last run ended.
+
+Without ``--thorough`` a model is traced once for its configurations, and the planner stops after its first
+good placement; with ``--rotate`` each architecture takes one configuration, the next takes the next.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import multiprocessing
+import os
 import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-from architectures import TABLE, Architecture
-from report import table, write
-from torch.utils import _pytree as pytree
+from every_architecture import names
+from report import RESULTS, machine
+from sweep_one import CONFIGURATIONS, Configuration, Record, run
 
-import graphplan
-
-RATIOS = (0.5, 0.7, 0.9)
+FORK = multiprocessing.get_context("fork")  # transformers is imported once
 
 
-def difference(a: Any, b: Any) -> float:
-    left, right = pytree.tree_leaves(a), pytree.tree_leaves(b)
-    if type(a) is not type(b) or len(left) != len(right):
-        return float("inf")
-    worst = 0.0
-    for x, y in zip(left, right, strict=True):
-        if isinstance(x, torch.Tensor) and x.numel():
-            worst = max(worst, float((x.double() - y.double()).abs().max()))
-    return worst
+@dataclass(slots=True)
+class _Job:
+    """A process that works on one architecture, and what it has told."""
+
+    name: str
+    process: Any
+    tells: Connection
+    ends: float
+    record: Record = field(default_factory=dict)
 
 
-def place(model: Any, inputs: Any, expected: Any, ratio: float, accelerators: int) -> dict[str, Any]:
-    size = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
-    budgets = {**{i: int(size * ratio) for i in range(accelerators)}, "cpu": 20 * size + (1 << 26)}
-    row: dict[str, Any] = {"ratio": ratio, "accelerators": accelerators}
-    with graphplan.simulate(budgets) as machine:
-        start = time.perf_counter()
-        placed = graphplan.partition(model, machine.max_memory, kwargs=inputs)
-        row["seconds"] = time.perf_counter() - start
-        machine.reset_peaks()
-        row["difference"] = difference(placed(**inputs), expected)
-        plan = placed.plan
-        row["method"] = plan.method
-        row["stages"] = len(plan.stages)
-        row["gap"] = plan.gap
-        row["within"] = all(
-            machine.peak_bytes(i) <= plan.peak_bytes[i] <= budgets[i] for i in range(accelerators)
-        )
-        moved = [(t.source, t.destination, t.nbytes) for t in machine.transfers]
-        row["moves_equal"] = moved == [(m.source, m.destination, m.nbytes) for m in plan.schedule.copies()]
-        on = sum(len(s.operations) for s in plan.stages if s.device != "cpu")
-        row["on_accelerators"] = on / max(1, sum(len(s.operations) for s in plan.stages))
-        del placed
-        gc.collect()
-    return row
+def _start(name: str, configurations: Sequence[Configuration], options: argparse.Namespace) -> _Job:
+    here, there = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=_alone, args=(name, configurations, options.thorough, there))
+    process.start()
+    there.close()
+    empty = {"name": name, "built": False, "ran": False, "rows": []}
+    return _Job(name, process, here, time.monotonic() + options.limit, empty)
 
 
-def run(name: str) -> dict[str, Any]:
+def _alone(name: str, configurations: Sequence[Configuration], thorough: bool, tells: Connection) -> None:
+    """What the process of an architecture does."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # models and their libraries talk
     torch.set_num_threads(1)
-    (architecture,) = [a for a in TABLE if a.name == name]
-    result: dict[str, Any] = {"name": name, "rows": []}
+    gc.freeze()  # what was imported is not looked through again
+    run(name, configurations, thorough=thorough, tell=tells.send)
+
+
+def _listen(job: _Job) -> bool:
+    """Take what a job has told; whether it has ended."""
     try:
-        model, inputs = architecture.build()
-        with torch.no_grad():
-            expected = model(**inputs)
-        for ratio in RATIOS:
-            for accelerators in (1, 2):
-                result["rows"].append(place(model, inputs, expected, ratio, accelerators))
-    except Exception as error:  # a row of the table, whatever it was
-        result["error"] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
-    return result
+        while job.tells.poll():
+            job.record = job.tells.recv()
+    except EOFError:
+        return True
+    if time.monotonic() > job.ends:
+        job.record.setdefault("why", "not done within the time limit")
+        job.record["late"] = True
+        return True
+    return False
 
 
-def passed(result: dict[str, Any]) -> bool:
-    rows = result["rows"]
-    return "error" not in result and all(
-        r["within"] and r["moves_equal"] and r["difference"] < 1e-5 and r["on_accelerators"] > 0 for r in rows
-    )
+def _end(job: _Job) -> Record:
+    job.process.kill()
+    job.process.join()
+    job.tells.close()
+    return job.record
 
 
-def line(result: dict[str, Any]) -> list[Any]:
-    rows = result["rows"]
-    if not rows:
-        return [result["name"], "-", "-", "-", "-", "-", "-", result["error"]]
-    return [
-        result["name"],
-        rows[0]["method"],
-        f"{max(r['difference'] for r in rows):.1e}",
-        "yes" if all(r["within"] for r in rows) else "NO",
-        "yes" if all(r["moves_equal"] for r in rows) else "NO",
-        f"{min(r['on_accelerators'] for r in rows):.2f}",
-        f"{max(r['seconds'] for r in rows):.1f}",
-        result.get("error", ""),
+def sweep(chosen: Sequence[str], options: argparse.Namespace, done: dict[str, Record]) -> None:
+    """Run each architecture, at most ``options.jobs`` at once, and write what is known after each."""
+    left, jobs = list(enumerate(chosen)), list[_Job]()
+    while left or jobs:
+        while left and len(jobs) < options.jobs:
+            index, name = left.pop(0)
+            turn = index % len(CONFIGURATIONS)
+            picked = CONFIGURATIONS[turn : turn + 1] if options.rotate else CONFIGURATIONS
+            jobs.append(_start(name, picked, options))
+        wait([job.tells for job in jobs], timeout=1)
+        for job in [job for job in jobs if _listen(job)]:
+            jobs.remove(job)
+            done[job.name] = _end(job)
+            write(done)
+            print(f"{len(done)} {job.name}: {verdict(done[job.name])}", flush=True)
+
+
+def verdict(record: Record) -> str:
+    """One word for what became of an architecture, and why."""
+    if not record["ran"]:
+        return "does not run" if record["built"] else "not built"
+    if "random" in record:
+        return "random"
+    if record.get("late"):
+        return "late"
+    outcomes = [row["outcome"] for row in record["rows"]]
+    wrong = [outcome for outcome in outcomes if outcome not in ("equal", "infeasible")]
+    if wrong or not outcomes:
+        return wrong[0] if wrong else "error"
+    return "infeasible" if "infeasible" in outcomes else "equal"
+
+
+def summary(results: Sequence[Record]) -> dict[str, Any]:
+    """Figures of all."""
+    ran = [record for record in results if record["ran"]]
+    judged = [record for record in ran if verdict(record) != "random"]
+    rows = [row for record in judged for row in record["rows"]]
+    return {
+        "architectures": len(results),
+        "built": sum(record["built"] for record in results),
+        "ran": len(ran),
+        "random": len(ran) - len(judged),
+        "of": len(judged),
+        "passed": sum(verdict(record) == "equal" for record in judged),
+        "infeasible": sum(verdict(record) == "infeasible" for record in judged),
+        "captured_by": dict(Counter(record["method"] for record in judged if record.get("method"))),
+        "placements": len(rows),
+        "placements_equal": sum(row["outcome"] == "equal" for row in rows),
+        "placements_infeasible": sum(row["outcome"] == "infeasible" for row in rows),
+    }
+
+
+def write(done: dict[str, Record]) -> None:
+    """``results/sweep.json``, an architecture a line, and the table ``results/sweep.md``."""
+    RESULTS.mkdir(exist_ok=True)
+    results = [done[name] for name in sorted(done)]
+    lines = ",\n".join(json.dumps(record) for record in results)
+    head = json.dumps({"machine": machine(), **summary(results)}, indent=1)[:-2]
+    (RESULTS / "sweep.json").write_text(f'{head},\n "results": [\n{lines}\n]}}\n', encoding="utf-8")
+    (RESULTS / "sweep.md").write_text(page(results), encoding="utf-8")
+
+
+def page(results: Sequence[Record]) -> str:
+    """The table for people."""
+    figures = summary(results)
+    judged = [record for record in results if record["ran"]]
+    lines = [
+        "# Every transformers architecture that builds small and runs eagerly",
+        "",
+        f"Of {figures['architectures']} model types {figures['built']} were built small and "
+        f"{figures['ran']} ran eagerly; {figures['random']} of these give other results at each eager call. "
+        f"Of the other {figures['of']}, {figures['passed']} equal eager within budget in every configuration "
+        f"that was run, and {figures['infeasible']} were infeasible in one. Placements: "
+        f"{figures['placements_equal']} of {figures['placements']} equal, "
+        f"{figures['placements_infeasible']} infeasible.",
+        "",
+        "| type | model | parameters | captured by | configurations | result | why |",
+        "|---|---|---|---|---|---|---|",
     ]
+    for record in judged:
+        cells = [
+            record["name"],
+            record["head"],
+            f"{record['parameters']:,}",
+            record.get("method") or "-",
+            " ".join(f"{row['accelerators']}x{row['share']}" for row in record["rows"]),
+            verdict(record),
+            record.get("random", record.get("why", "")).replace("|", "/"),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "Not run eagerly:", "", "| type | why |", "|---|---|"]
+    lines += [f"| {r['name']} | {r.get('why', '').replace('|', '/')} |" for r in results if not r["ran"]]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
+    """Sweep."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--only", nargs="+", default=[])
+    parser.add_argument("--only", nargs="+", default=[], help="these types; their results are replaced")
+    parser.add_argument("--resume", action="store_true", help="leave out what is in the results already")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for an architecture")
+    parser.add_argument(
+        "--thorough", action="store_true", help="trace and plan each configuration as users do"
+    )
+    parser.add_argument("--rotate", action="store_true", help="one configuration for each architecture")
     options = parser.parse_args()
-    chosen: list[Architecture] = [a for a in TABLE if not options.only or a.stem in options.only]
-    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-        results = []
-        for result in pool.imap(run, [a.name for a in chosen]):
-            results.append(result)
-            print(
-                f"{len(results)}/{len(chosen)} {result['name']}: {'ok' if passed(result) else 'NOT ok'}",
-                flush=True,
-            )
-    header = [
-        "architecture",
-        "captured by",
-        "difference",
-        "within budget",
-        "moves as planned",
-        "on accelerators",
-        "s",
-        "",
-    ]
-    print(table(header, [line(result) for result in results]))
-    good = sum(map(passed, results))
-    print(f"{good} of {len(results)} architectures: equal to eager (1e-5), within budget, moves as planned")
-    if not options.only:
-        print(f"wrote {write('sweep', {'passed': good, 'of': len(results), 'results': results})}")
+    torch.set_num_threads(1)
+    known = RESULTS / "sweep.json"
+    done: dict[str, Record] = {}
+    if (options.resume or options.only) and known.is_file():
+        done = {record["name"]: record for record in json.loads(known.read_text(encoding="utf-8"))["results"]}
+    chosen = [name for name in options.only or names() if not (options.resume and name in done)]
+    sweep(chosen, options, done)
+    for name, figure in summary([done[name] for name in sorted(done)]).items():
+        print(f"{name}: {figure}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from graphplan.caches import is_described
-from graphplan.errors import CaptureError
+from graphplan.errors import CaptureError, NoGraphError
 from graphplan.signature import BoundCall, CounterLeaf, Guard, InputSignature, TensorLeaf, leaf_names
 from graphplan.twin import Twin, identity
 
@@ -132,6 +132,7 @@ def from_program(
     Raises:
         CaptureError: the program has inputs or outputs that are neither tensors nor constants.
     """
+    _refuse_vmap(program.graph)
     kinds = torch.export.graph_signature.InputKind
     weights: dict[str, str] = {}
     constants: dict[str, torch.Tensor] = {}
@@ -180,6 +181,14 @@ def from_program(
         kept=frozenset(_cache_leaves(out_spec)),
         entry=twin.entry,
     )
+
+
+def _refuse_vmap(graph: fx.Graph) -> None:
+    """A trace enters and leaves ``vmap`` by calls that nothing reads: no plan can keep them."""
+    if any(getattr(node.target, "__name__", "") == "_add_batch_dim" for node in graph.nodes):
+        raise NoGraphError(
+            "the trace has torch.vmap in it, which runs in no other order than it was traced in"
+        )
 
 
 def bound_call(traced: Mapping[str, Any]) -> BoundCall:

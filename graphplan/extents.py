@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from graphplan.captured import UNBOUNDED, Capture, largest_sizes
 from graphplan.errors import InputError, LimitError
 from graphplan.signature import BoundCall, CounterLeaf, TensorLeaf
@@ -96,8 +98,26 @@ def bounded(capture: Capture, call: BoundCall, extents: Extents, ahead: float) -
         leaves.append(_within(leaf, roles, limits))
     signature = replace(capture.signature, leaves=tuple(leaves))
     traced = [None if index is None else leaves[index] for index in capture.order]
-    found = {**capture.sizes, **largest_sizes(capture.graph, capture.inputs, traced)}
+    growth = -(-most // sizes.batch) * -(-longest // sizes.longest)
+    found = {
+        **capture.sizes,
+        **largest_sizes(capture.graph, capture.inputs, _added(capture, call, growth)),
+        **largest_sizes(capture.graph, capture.inputs, traced),
+    }
     return replace(capture, signature=signature, sizes=found)
+
+
+def _added(capture: Capture, call: BoundCall, growth: int) -> list[TensorLeaf | None]:
+    """Inputs that the exporter adds to a call, of sizes that may grow as those of the call itself."""
+    if capture.prepare is None or None not in capture.order:
+        return [None] * len(capture.inputs)
+    leaves = capture.prepare(call).leaves
+    return [
+        TensorLeaf(leaf.dtype, tuple(leaf.shape), tuple((0, size * growth) for size in leaf.shape))
+        if index is None and isinstance(leaf, torch.Tensor)
+        else None
+        for index, leaf in zip(capture.order, leaves, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

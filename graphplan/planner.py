@@ -417,7 +417,8 @@ class Compiler:
             union: constants of all calls that are planned together with it.
             states: tensors of all their caches.
         """
-        graph, capture = annotator.graph(schedule), annotator.capture
+        kinds = {spec.key: spec.type for spec in self.topology.devices}
+        graph, capture = annotator.graph(schedule, kinds), annotator.capture
         beside = {other.name: other.tensor for other in self._others({**capture.constants, **(union or {})})}
         beside |= {n: tensor for n, tensor in (union or {}).items() if n not in capture.constants}
         others = [

@@ -7,10 +7,11 @@ without them.
 
 from __future__ import annotations
 
+import io
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from functools import partial, wraps
 from typing import Any
 
@@ -171,12 +172,15 @@ def _untouched_attributes(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the tracers' own warnings and log lines from the user, who did not call them."""
+    """Keep the tracers' own warnings and log lines from the user, who did not call them.
+
+    ``torch.export`` prints all of the graph that it has when it cannot go on, to the standard error.
+    """
     silenced = [(logger, logger.level) for logger in map(logging.getLogger, _TALKATIVE)]
     for logger, _ in silenced:
         logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

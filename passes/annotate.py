@@ -12,7 +12,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from graphplan.captured import Capture, Part
-from graphplan.device import DeviceKey
+from graphplan.device import CPU, DeviceKey
 from graphplan.graph import Graph, Operation, Value, Weight
 from graphplan.passes.aliases import find_together
 from graphplan.passes.measure import Effect, Interpreter, OperationResult, TensorMeta, describe, round_up
@@ -52,20 +52,26 @@ class Annotator:
         other.interpreter.memo = self.interpreter.memo
         return other
 
-    def graph(self, schedule: Schedule | None = None) -> Graph:
+    def graph(self, schedule: Schedule | None = None, kinds: Mapping[DeviceKey, str] | None = None) -> Graph:
         """The graph; with ``schedule``, as it is when values are moved as it says.
 
-        A moved value that was a slice arrives dense, after which an operation may copy where it took
-        a view, or take another workspace.
+        A moved value that was a slice arrives dense, and kernels of one type of device return other
+        strides than those of another: after either an operation may copy where it took a view, or take
+        another workspace.
+
+        Args:
+            schedule: where operations run.
+            kinds: the type of each of its devices; one that is left out counts as CPU.
 
         Raises:
             CaptureError: an operation that cannot be run on fake tensors and has no recorded result.
         """
-        reader = _GraphReader(self.capture, self.weights)
+        reader = _GraphReader(self.capture, self.weights, kinds or {})
         if self.capture.method == "symbolic_trace":
             reader.read_unknown()
         else:
-            reader.read(self.interpreter, schedule)
+            usual = next((kind for kind in self.device_types if kind != CPU), CPU)
+            reader.read(self.interpreter, schedule, usual)
         graph = reader.graph()
         graph.verify()
         return graph
@@ -106,8 +112,8 @@ _GATHERS = {
 class _GraphReader:
     """Walks the fx graph once and writes down operations, values and weights."""
 
-    def __init__(self, capture: Capture, weights: ModelWeights) -> None:
-        self.capture, self.model = capture, weights
+    def __init__(self, capture: Capture, weights: ModelWeights, kinds: Mapping[DeviceKey, str]) -> None:
+        self.capture, self.model, self.kinds = capture, weights, kinds
         self.operations: list[Operation] = []
         self.values: dict[str, Value] = {}
         self.inputs: list[str] = []
@@ -118,7 +124,8 @@ class _GraphReader:
         self.nodes = list(capture.graph.nodes)
         self.sees_shapes = capture.method != "symbolic_trace"
 
-    def read(self, interpreter: Interpreter, schedule: Schedule | None) -> None:
+    def read(self, interpreter: Interpreter, schedule: Schedule | None, usual: str) -> None:
+        """Read it as under a schedule; without one, as on devices of the usual type."""
         self.home: dict[str, DeviceKey] = {}
         for node in self.nodes:
             if node.op == "placeholder":
@@ -129,7 +136,9 @@ class _GraphReader:
                 interpreter.env[node] = getattr(self.capture.module, str(node.target))
             elif node.op == "call_function" and not self._is_part(node):
                 copied = self._copied_by(schedule, node)
-                effect = _inner_tensor(node) or interpreter.run(node, copied)
+                key = None if schedule is None else schedule.assignment.operations[node.name]
+                kind = usual if key is None else self.kinds.get(key, CPU)
+                effect = _inner_tensor(node) or interpreter.run(node, copied, kind)
                 interpreter.env[node] = effect.value
                 self._operation(node, effect)
                 for user in self._parts(node):

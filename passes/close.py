@@ -36,6 +36,7 @@ _MANY_BINARIES = 6000
 _NODES = 60  # of a branch and bound that is not asked for time
 _POLISH_WORK = 60_000  # of the local search, likewise
 _COLUMN_WORK = 3e9  # numbers that knapsacks may touch, some seconds
+_LARGE = 300  # operations from which all of this work is done
 _BRANCH_WORK = 2e8  # the same for parts of the problem
 _STREAMED_UNITS = 500  # with streaming, columns prove little more than fractions do: not asked for time
 _TURN = 60  # rounds of column generation between dives
@@ -151,14 +152,15 @@ class _Closing:
         pricing = Pricing(shares)
         generation = ColumnGeneration(pricing, [self.best])
         timed = limits.deadline is not None
-        work = np.inf if timed else _COLUMN_WORK
+        effort = min(1.0, shares.units / _LARGE)
+        work = np.inf if timed else effort * _COLUMN_WORK
         generation.run(enough=self._enough, work=work, deadline=limits.until(0.7).deadline)
         proof = f"column generation over {shares.units} operations in {len(shares.counts)} groups"
         self._raise(generation.bound, f"{proof}, {generation.rounds} rounds")
         self._dive(generation, limits, work / 4)
         tree = Tree(generation)
         part: ColumnGeneration | None = generation
-        work = np.inf if timed else _BRANCH_WORK
+        work = np.inf if timed else effort * _BRANCH_WORK
         while not self.done and not limits.over and work > 0 and generation.converged:
             turn = min(work, _TURN * pricing.work(rough=False))
             tree.grow(enough=self._enough, work=turn, deadline=limits.deadline)

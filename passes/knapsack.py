@@ -26,7 +26,7 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
-_STEP = 50_000  # numbers that numpy could touch in the time that a step takes by itself
+_STEP = 100_000  # numbers that numpy could touch in the time that a step takes by itself
 _LIGHT_SCOPE = 5  # a variable without size is eliminated early if its table is no larger than this
 
 

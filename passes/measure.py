@@ -7,8 +7,10 @@ is a view, and how many bytes a composite operation takes before it is done.
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -175,7 +177,7 @@ class Interpreter:
         self.sizes = sizes or {}
         self.device_types = tuple(dict.fromkeys(("cpu", *device_types)))
         self.env: dict[fx.Node, Any] = {}
-        self.memo: dict[Any, Effect] = {}
+        self.memo: dict[Any, dict[str, Effect]] = {}
 
     def load(self, node: fx.Node, *, requires_grad: bool = False) -> None:
         """Take a placeholder's value from the trace."""
@@ -184,13 +186,19 @@ class Interpreter:
             value = replace(value, requires_grad=True)
         self.env[node] = value
 
-    def run(self, node: fx.Node, copied: Callable[[fx.Node], bool] = lambda _: False) -> Effect:
+    def run(
+        self,
+        node: fx.Node,
+        copied: Callable[[fx.Node], bool] = lambda _: False,
+        device_type: str = "cpu",
+    ) -> Effect:
         """Run one node; its value is remembered for those that read it.
 
         Args:
             node: an operation.
             copied: whether it reads a copy of an argument that was moved to its device: a copy is
                 dense, which may make another operation take another path.
+            device_type: of its device: kernels differ in the strides of what they return.
         """
 
         def argument(source: fx.Node) -> Any:
@@ -200,29 +208,32 @@ class Interpreter:
         args, kwargs = fx.map_arg((node.args, node.kwargs), argument)
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)), is_leaf=_is_tensor)
         key = (node.target, spec, tuple(map(_hashable, leaves)))
-        effect = self.memo.get(key)
-        if effect is None:
-            effect = self._measure(node, leaves, spec)
-            self.memo[key] = effect
+        effects = self.memo.get(key)
+        if effects is None:
+            effects = self._measure(node, leaves, spec)
+            self.memo[key] = effects
+        effect = effects.get(device_type) or next(iter(effects.values()))
         self.env[node] = effect.value
         return effect
 
-    def _measure(self, node: fx.Node, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Effect:
+    def _measure(self, node: fx.Node, leaves: Sequence[Any], spec: pytree.TreeSpec) -> dict[str, Effect]:
+        """For each type of device, what it showed; one entry where that does not depend on the device."""
         if not any(isinstance(leaf, TensorMeta) for leaf in leaves) and not _makes_tensor(node):
-            return self._compute_scalar(node, leaves, spec)
-        effect: Effect | None = None
+            return {"": self._compute_scalar(node, leaves, spec)}
+        effects: dict[str, Effect] = {}
         workspace: dict[str, int] = {}
         for device_type in self.device_types:
             try:
-                run = _run_fake(node.target, leaves, spec, _fake_device(device_type))
+                with _without_log():
+                    run = _run_fake(node.target, leaves, spec, _fake_device(device_type))
             except Exception as error:  # a kernel without a fake may raise anything
-                if effect is None:
-                    return self._recorded(node, error)
+                if not effects:
+                    return {"": self._recorded(node, error)}
                 continue  # Operation.workspace_on takes the largest that is known
             workspace[device_type] = run.workspace[""]
-            effect = effect or run
-        assert effect is not None
-        return Effect(effect.value, effect.results, effect.flops, workspace)
+            effects[device_type] = run
+        flops = next(iter(effects.values())).flops
+        return {kind: Effect(run.value, run.results, flops, workspace) for kind, run in effects.items()}
 
     def _compute_scalar(self, node: fx.Node, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Effect:
         args, kwargs = pytree.tree_unflatten(list(leaves), spec)
@@ -242,6 +253,18 @@ class Interpreter:
         value = describe(node.meta["val"], self.sizes)
         tensors = [leaf for leaf in pytree.tree_leaves(value, is_leaf=_is_tensor) if _is_tensor(leaf)]
         return Effect(value, tuple(OperationResult(t, t.copy_bytes) for t in tensors), 0, {"cpu": 0})
+
+
+@contextmanager
+def _without_log() -> Iterator[None]:
+    """What fake tensors cannot run is dealt with here: its traceback is not for the user."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _is_tensor(leaf: Any) -> bool:

@@ -29,6 +29,7 @@ from graphplan.schedule import Assignment
 __all__ = ["Solution", "place", "sketch"]
 
 _SMALL = 20  # operations up to which every placement is tried
+_TINY = 12  # operations up to which that is done at length
 _NODES = 60_000  # branches of that, about a second
 _FEW_NODES = 3_000  # while looking for the smallest budgets, where there are many searches
 _FIRST_WORK = 100_000  # of the local search before the gap is closed
@@ -149,7 +150,8 @@ def _exhaust(
         return (best, False) if best is not None else search_all(problem, None, fetch=fetch, nodes=_FEW_NODES)
     if not limits.exhaustive:
         return best, False
-    return search_all(problem, best, fetch=fetch, nodes=_NODES)
+    nodes = _NODES if count <= _TINY else _NODES // 4  # of more operations few are tried all anyway
+    return search_all(problem, best, fetch=fetch, nodes=nodes)
 
 
 def _accelerators_alone(problem: Problem) -> Problem | None:

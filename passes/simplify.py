@@ -6,7 +6,8 @@ Before and after::
     y = to.dtype(x, float32)          # x is float32      z = mul(x, w)
     z = mul(y, w)
 
-and each state of a mutated value gets the name of the operation that made it::
+``view`` becomes ``reshape``, and each state of a mutated value gets the name of the operation that
+made it::
 
     a = add_(x, 1)                                        a = add_(x, 1)
     b = mul(x, w)                                         b = mul(a, w)
@@ -52,6 +53,7 @@ def simplify(capture: Capture, *, keep_grad: bool = False) -> None:
         _fold_lifted_constants(graph)
         folds = [*_FOLDS, (_DETACHES, lambda _: True)] if not keep_grad else list(_FOLDS)
         _fold(graph, folds)
+        _let_views_copy(graph)
     _name_states(graph)
     _eliminate_dead_code(graph)
     graph.lint()
@@ -154,6 +156,16 @@ def _fold(graph: fx.Graph, folds: Iterable[_Fold]) -> None:
             continue
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
+
+
+def _let_views_copy(graph: fx.Graph) -> None:
+    """A trace leaves out a ``contiguous()`` that the CPU's kernels make needless; others may need it.
+
+    ``reshape`` is a view wherever ``view`` is one, and copies where that would be an error.
+    """
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is aten.view.default:
+            node.target = aten.reshape.default
 
 
 def is_mutable(node: fx.Node) -> bool:

@@ -178,6 +178,31 @@ def test_a_moved_slice_arrives_dense() -> None:
     assert both.values["reshape"].nbytes == 128
 
 
+def test_strides_are_those_of_the_kernels_of_the_device_it_runs_on() -> None:
+    # seen on EmbeddingGemma: attention's result is dense on an accelerator, and not on the CPU
+    class Attends(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            heads = x.transpose(1, 2)
+            mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+            return mixed.transpose(1, 2).reshape(2, 9, 32) + 1
+
+    with simulate({0: 1 << 30, 1: 1 << 30}) as machine:
+        twin = Twin(Attends())
+        found = capture(twin, twin.bind((torch.randn(2, 9, 4, 8),), {}))
+        simplify(found)
+        annotator = Annotator(found, twin.weights, ["sim", "cpu"])
+        usual = annotator.graph()
+        topology = read_max_memory(machine.max_memory | {"cpu": 1 << 30})
+        kinds = {spec.key: spec.type for spec in topology.devices}
+        for key, alias in (("cpu", True), (0, False)):
+            devices = dict.fromkeys(usual.operations, key)
+            schedule = build_schedule(usual, topology, Assignment(devices, {}), "cpu")
+            value = annotator.graph(schedule, kinds).values["reshape"]
+            assert (value.alias_of is not None) is alias
+            assert (value.nbytes == 0) is alias
+        assert usual.values["reshape"].alias_of is None
+
+
 @pytest.mark.parametrize(
     ("shape", "stride"),
     [

@@ -202,3 +202,26 @@ def test_check_passes_what_agrees_and_says_what_it_cannot_compare(tmp_path: Any)
             empty = Sly()
         with pytest.warns(UserWarning, match="no weights of its own to compare"):
             graphplan.partition(empty, machine.max_memory, (X,), checkpoint=tmp_path, check=True)
+
+
+def test_the_tracer_does_not_print_its_graph(capfd: pytest.CaptureFixture[str]) -> None:
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed_on(Undecided().eval(), machine.max_memory | {"cpu": "1GiB"})
+    assert "def forward" not in capfd.readouterr().err
+
+
+def test_a_trace_with_vmap_in_it_falls_back() -> None:
+    # seen on Nemotron's streaming encoder, which failed at its first call
+    class Mapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(16, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.vmap(lambda row: self.head(row) + row.new_ones(()))(x)
+
+    model = Mapped().eval()
+    with graphplan.simulate({0: "1MiB"}) as machine, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        placed = graphplan.partition(model, machine.max_memory | {"cpu": "1GiB"}, (X,))
+        assert largest_difference(placed(X), model(X)) < 1e-6

@@ -3,8 +3,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from builders import run_placed
 from torch import nn
 
+from graphplan import partition, simulate
 from graphplan.passes.simplify import simplify
 from graphplan.tracing import capture
 from graphplan.twin import Twin
@@ -81,3 +83,21 @@ class Detached(nn.Module):
 def test_detach_stays_where_gradients_do() -> None:
     assert len(calls(Detached(), torch.randn(2))) == 1
     assert len(calls(Detached(), torch.randn(2), keep_grad=True)) == 2
+
+
+def test_views_may_copy_where_another_device_has_other_strides() -> None:
+    # the trace, on the CPU, has no contiguous(): attention's result is dense there after the transpose
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            heads = self.query(x).view(2, 9, 4, 8).transpose(1, 2)
+            mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+            return mixed.transpose(1, 2).contiguous().view(2, 9, 32)
+
+    model, x = Attends().eval(), torch.randn(2, 9, 32)
+    with simulate({0: 1 << 20}) as machine:
+        placed = partition(model, {0: 1 << 20}, args=(x,))
+        assert torch.allclose(run_placed(machine, placed, (x,)), model(x), atol=1e-6)
