@@ -28,6 +28,7 @@ from graphplan.command_options import (
     Pins,
     PlanFile,
     Reserve,
+    TimeLimit,
     Trust,
     read_plan,
 )
@@ -144,6 +145,7 @@ def plan(
     batch: Batch = None,
     length: Length = None,
     dtype: Dtype = None,
+    time_limit: TimeLimit = None,
     trust_remote_code: Trust = False,
     meta: Meta = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan here, as JSON.")] = None,
@@ -158,7 +160,7 @@ def plan(
     topology = with_speeds(read_max_memory(budgets, links, reserve), speeds)
     named = _load(model, Ask(batch, length, dtype, trust_remote_code, meta))
     with working(f"tracing {named.name} and placing it"):
-        found = _plan(named, topology, pin=pins, offload=offload, balance=balance)
+        found = _plan(named, topology, pin=pins, offload=offload, balance=balance, time_limit=time_limit)
     _write(found, out, html, named.name)
     if as_json:
         print_json({"model": named.name, "inputs": named.inputs, **plan_digest(found)})
@@ -291,6 +293,7 @@ def _plan(
     pin: Mapping[str, DeviceKey] | None = None,
     offload: bool = True,
     balance: bool = False,
+    time_limit: float | None = None,
 ) -> Plan:
     return graphplan.plan(
         named.model,
@@ -303,6 +306,7 @@ def _plan(
         pin=pin,
         offload=offload,
         balance=balance,
+        time_limit=time_limit,
     )
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "Pins",
     "PlanFile",
     "Reserve",
+    "TimeLimit",
     "Trust",
     "read_plan",
 ]
@@ -104,6 +105,10 @@ Length = Annotated[
 ]
 Dtype = Annotated[
     str | None, typer.Option(metavar="DTYPE", help="bfloat16, float16, float32; without, the model's own.")
+]
+TimeLimit = Annotated[
+    float | None,
+    typer.Option(min=0, metavar="SECONDS", help="For the search after the trace; without, limited by work."),
 ]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that lies in the model's folder.")]
 Meta = Annotated[

@@ -6,8 +6,11 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from test_optimal import KINDS, budgets_of, random_graph
+from torch import nn
 
+import graphplan
 from graphplan import Graph, Link, Operation, Value, Weight
 from graphplan.device import read_max_memory
 from graphplan.passes.branch import Tree
@@ -219,3 +222,18 @@ def test_devices_take_turns_where_fetches_are_what_takes_time() -> None:
     streamed = {s.device for s in found.schedule.rings}
     assert streamed == {0, 1}
     assert found.seconds < contiguous.seconds
+
+
+@pytest.mark.parametrize("limit", [0, -1.0, "soon"])
+def test_a_time_limit_is_a_positive_number(limit: object) -> None:
+    model, x = nn.Linear(8, 8), torch.randn(2, 8)
+    with pytest.raises(graphplan.InputError, match="time_limit must be a positive number"):
+        graphplan.plan(model, {0: "1MiB", "cpu": "1MiB"}, (x,), time_limit=limit)  # type: ignore[arg-type]
+
+
+def test_a_limited_plan_keeps_its_budgets() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(30)))
+    x, budgets = torch.randn(4, 64), {0: "200KiB", 1: "150KiB", "cpu": "1GiB"}
+    hasty = graphplan.plan(model, budgets, (x,), time_limit=0.05)
+    assert all(hasty.peak_bytes[i] <= hasty.topology[i].memory for i in (0, 1))
+    assert 0 <= hasty.gap < 1

@@ -287,6 +287,7 @@ BAD: list[tuple[list[str], int, str]] = [
     (["nonsense"], 2, "No such command 'nonsense'"),
     (["plan"], 2, "Missing argument"),
     (["plan", "MODEL", "--batch", "0"], 2, "--batch"),
+    (["plan", "MODEL", "--time-limit", "-1"], 2, "--time-limit"),
     (["plan", "nowhere/at/all"], 2, "no folder or file 'nowhere/at/all'"),
     (["plan", "."], 2, "no config.json"),
     (["plan", "broken.json"], 2, "no model comes of 'broken.json'"),
