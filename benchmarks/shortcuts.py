@@ -16,6 +16,7 @@ from graphplan import planner
 from graphplan.captured import Capture
 from graphplan.errors import CaptureError
 from graphplan.passes import disk
+from graphplan.passes.limits import Limits
 from graphplan.passes.place import Solution, place
 
 __all__ = ["one_trace", "short_search"]
@@ -47,8 +48,8 @@ def one_trace() -> Iterator[None]:
 def short_search() -> Iterator[None]:
     """The planner stops after its first good placement."""
 
-    def quick(problem: Any, **options: Any) -> Solution:
-        return place(problem, **{**options, "exhaustive": False})
+    def quick(problem: Any, _limits: Limits | None = None, **options: Any) -> Solution:
+        return place(problem, Limits(exhaustive=False), **options)
 
     with patch.object(disk, "place", quick):
         yield

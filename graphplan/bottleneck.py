@@ -61,6 +61,13 @@ class Growth:
     gain: float
     trials: tuple[tuple[int, float], ...] = ()
 
+    @property
+    def amount(self) -> str:
+        """By how much, as text."""
+        if self.what != "memory":
+            return "twice"
+        return f"+{size_text(self.increase)}" if self.increase else "any"  # and none of it saves time
+
     def __str__(self) -> str:
         if self.what == "memory":
             return f"{size_text(self.increase)} more memory on {self.devices[0]!r}"
@@ -124,7 +131,7 @@ class Bottleneck:
             [
                 growth.what,
                 " - ".join(map(str, growth.devices)),
-                f"+{size_text(growth.increase)}" if growth.what == "memory" else "twice",
+                growth.amount,
                 time_text(growth.makespan),
                 time_text(growth.gain),
                 f"so on {', '.join(map(str, growth.like))}" if growth.like else "",

@@ -81,13 +81,21 @@ def _settled(prefix: str, members: Sequence[_Named], small: float) -> Iterator[t
         if "." in one.name[start:]:
             children.setdefault(one.name[start:].partition(".")[0], []).append(one)
     split = len({one.key for one in members}) > 1
-    if own and split and (not children or (prefix and sum(one.nbytes for one in members) <= small)):
+    few = sum(one.nbytes for one in members) <= small or not _has_blocks(children)
+    if own and split and (not children or (prefix and few)):
         key = _most(members)
         yield from ((one.name, key) for one in members)
         return
     yield from ((one.name, one.key) for one in own)
     for child, below in children.items():
         yield from _settled(f"{prefix}.{child}" if prefix else child, below, small)
+
+
+def _has_blocks(children: Mapping[str, Sequence[_Named]]) -> bool:
+    """Whether something inside is a list of modules, or deep: one forward hardly computes with all of it."""
+    names = [one.name.split(".") for below in children.values() for one in below]
+    shallow = min(map(len, names), default=0) + 1
+    return any(len(parts) > shallow or any(part.isdigit() for part in parts) for parts in names)
 
 
 def _most(members: Sequence[_Named]) -> DeviceKey:

@@ -231,7 +231,8 @@ class Interpreter:
                     return {"": self._recorded(node, error)}
                 continue  # Operation.workspace_on takes the largest that is known
             workspace[device_type] = run.workspace[""]
-            effects[device_type] = run
+            if not effects or _shapes(run) == _shapes(next(iter(effects.values()))):
+                effects[device_type] = run  # some fakes of recurrent layers have other shapes than the CPU's
         flops = next(iter(effects.values())).flops
         return {kind: Effect(run.value, run.results, flops, workspace) for kind, run in effects.items()}
 
@@ -265,6 +266,11 @@ def _without_log() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+def _shapes(effect: Effect) -> list[tuple[Any, ...]]:
+    leaves = pytree.tree_leaves(effect.value, is_leaf=_is_tensor)
+    return [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, TensorMeta)]
 
 
 def _is_tensor(leaf: Any) -> bool:

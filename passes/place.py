@@ -150,7 +150,8 @@ def _exhaust(
         return (best, False) if best is not None else search_all(problem, None, fetch=fetch, nodes=_FEW_NODES)
     if not limits.exhaustive:
         return best, False
-    nodes = _NODES if count <= _TINY else _NODES // 4  # of more operations few are tried all anyway
+    # where nothing fits yet, what this search finds may be all that does
+    nodes = _NODES if best is None or count <= _TINY else _NODES // 4
     return search_all(problem, best, fetch=fetch, nodes=nodes)
 
 
