@@ -158,6 +158,9 @@ class _Closing:
         proof = f"column generation over {shares.units} operations in {len(shares.counts)} groups"
         self._raise(generation.bound, f"{proof}, {generation.rounds} rounds")
         self._dive(generation, limits, work / 4)
+        if timed and not generation.converged and not self.done:  # the dive has left some of the time
+            generation.run(enough=self._enough, work=np.inf, deadline=limits.deadline)
+            self._raise(generation.bound, f"{proof}, {generation.rounds} rounds")
         tree = Tree(generation)
         part: ColumnGeneration | None = generation
         work = np.inf if timed else effort * _BRANCH_WORK
