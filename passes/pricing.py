@@ -32,7 +32,7 @@ _ROUGH_UNITS = 300  # likewise where nothing is to be proven
 _LOSS = 1e-3  # share of the weights' bytes that coarser units may fail to see
 _STATES = 1 << 18  # numbers per row that one step of the knapsack may touch
 _THREADS = min(8, os.cpu_count() or 1)
-_PATIENCE = 8  # attempts after which twice as much is left out at a time
+_PATIENCE = 24  # attempts after which twice as much is left out at a time
 _SHARED_WORK = 5_000_000  # numbers from which it pays to share them out
 _NOT_TAKEN = np.array([[0.0, 0.0], [np.inf, 0.0]])  # the first needs the second
 
