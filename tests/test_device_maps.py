@@ -301,8 +301,6 @@ def test_accelerate_runs_our_maps(stem: str) -> None:
         assert largest_difference(run_there(placed, on_sim), expected) < 1e-5
 
 
-# a parameter that lives apart from the rest of its module has an entry of its own, which accelerate warns of
-@pytest.mark.filterwarnings("ignore:The following device_map keys do not match:UserWarning")
 @pytest.mark.parametrize("stem", ["Llama", "GPT2", "T5", "ViT"])
 def test_a_plans_map_goes_into_dispatch_model_and_from_pretrained(
     stem: str, tmp_path: Any, monkeypatch: Any
