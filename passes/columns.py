@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
+from graphplan.device import DeviceKey
 from graphplan.passes.evaluate import Evaluation
 from graphplan.passes.intervals import intervals
 from graphplan.passes.master import Column, Limit, Mixture, mix_columns, mix_fractions
@@ -37,15 +38,23 @@ _ROUGH = 0.01  # share of the bound that coarse units may leave for the exact on
 class ColumnGeneration:
     """Bounds a problem from below, round by round.
 
+    Args:
+        pricing: the knapsacks.
+        known: placements whose shares are columns.
+        prices: to begin with, where good ones are known.
+
     Attributes:
         bound: seconds that no placement can go below; grows.
         columns: the shares found.
         rounds: how many times the knapsacks were solved.
         converged: whether further rounds would not raise the bound.
         mixture: of the columns, as the master problem has it.
+        center: the prices of the best bound.
     """
 
-    def __init__(self, pricing: Pricing, known: Sequence[Evaluation] = ()) -> None:
+    def __init__(
+        self, pricing: Pricing, known: Sequence[Evaluation] = (), prices: Prices | None = None
+    ) -> None:
         shares = pricing.shares
         self.pricing, self.shares = pricing, shares
         self.columns: list[Column] = []
@@ -66,8 +75,9 @@ class ColumnGeneration:
             taken, _ = shares.complete(units)
             if pricing.fits(kind, taken, np.zeros_like(taken), self.margin):
                 self._add(kind, taken, np.zeros_like(taken))
-        fractions = mix_fractions(shares)
-        self._center = None if fractions is None else fractions.prices
+        fractions = None if prices is not None else mix_fractions(shares)
+        self.center = prices if fractions is None else fractions.prices
+        self._near = prices is not None  # nothing to gain from a rough search for prices
 
     def _add_known(self, evaluation: Evaluation) -> None:
         assignment = evaluation.schedule.assignment
@@ -75,6 +85,21 @@ class ColumnGeneration:
             for key in kind.keys:
                 taken, aside = self.shares.share_of(assignment.operations, assignment.weights, key)
                 self._add(index, taken, aside)
+
+    def add_placement(self, devices: Mapping[int, DeviceKey]) -> None:
+        """Make columns of a placement of units (item -> device)."""
+        shares = self.shares
+        for index, kind in enumerate(shares.kinds):
+            for key in kind.keys:
+                mine = np.array([devices[unit] == key for unit in range(shares.units)])
+                if not mine.any():
+                    continue
+                taken, _ = shares.complete(mine)
+                aside = np.zeros_like(taken)
+                aside[shares.ties] = [devices.get(int(tie)) != key for tie in shares.ties]
+                aside &= taken
+                if self.pricing.fits(index, taken, aside, self.margin):
+                    self._add(index, taken, aside)
 
     def _add(self, kind: int, taken: Bools, aside: Bools) -> bool:
         key = bytes([kind]) + np.packbits(taken).tobytes() + np.packbits(aside).tobytes()
@@ -98,11 +123,11 @@ class ColumnGeneration:
             work: numbers that the knapsacks may touch.
             deadline: ``time.monotonic()`` at which to stop, or None.
         """
-        if not self.rounds:
+        if not self.rounds and not self._near:
             work -= self.approach(enough=enough, work=0.7 * work, deadline=deadline)
         self._go_on(enough, work, deadline, rough=False)
-        if self._guess > self.bound and self._center is not None:
-            self.bound = max(self.bound, self._price(self._center, exact=True)[0])
+        if self._guess > self.bound and self.center is not None:
+            self.bound = max(self.bound, self._price(self.center, exact=True)[0])
         return self.bound
 
     def approach(self, *, enough: float, work: float, deadline: float | None = None) -> float:
@@ -126,12 +151,10 @@ class ColumnGeneration:
             if mixture is None:
                 break
             self.rounds += 1
-            tried = (
-                mixture.prices if self._center is None else _blend(self._center, mixture.prices, smoothing)
-            )
+            tried = mixture.prices if self.center is None else _blend(self.center, mixture.prices, smoothing)
             bound, fresh = self._price(tried, exact=False, rough=rough)
-            if bound > self._guess or self._center is None:
-                self._center, self._guess = tried, bound
+            if bound > self._guess or self.center is None:
+                self.center, self._guess = tried, bound
             close = mixture.seconds - self._guess < (_ROUGH if rough else _CLOSE) * mixture.seconds
             self.converged = close or (not fresh and not smoothing)
             smoothing = _SMOOTHING if fresh else 0.0

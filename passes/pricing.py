@@ -17,7 +17,7 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
-from graphplan.passes.bands import Crowd, find_crowds, make_bands
+from graphplan.passes.bands import Crowd, make_bands
 from graphplan.passes.knapsack import Chosen, Knapsack, Step
 from graphplan.passes.shares import Shares
 
@@ -71,13 +71,10 @@ class Pricing:
         self.shares = shares
         self.room, self.working = shares.room, shares.working
         self.tables = dict(shares.tables)
-        specs = [kind.spec for kind in shares.kinds]
-        is_host = [shares.host in kind.keys for kind in shares.kinds]
-        crowds = find_crowds(shares.graph, shares.unit_of, specs, is_host)
-        self.bands = make_bands(self.working, crowds, shares.nbytes[: shares.units], self.room)
+        self.bands = make_bands(self.working, shares.crowds, shares.nbytes[: shares.units], self.room)
         self.row_kind = np.array([band.kind for band in self.bands], dtype=np.int64)
         self._barred = np.array([self.working[band.kind] > band.high for band in self.bands])
-        self._crowds = self._counted(crowds)
+        self._crowds = self._counted(shares.crowds)
         total = float(shares.nbytes.sum())
         self.unit = _unit(shares.nbytes, min(total, float(self.room.max(initial=1.0))))
         sizes = shares.nbytes // self.unit

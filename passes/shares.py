@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from graphplan.device import CPU, DeviceKey, DeviceSpec
 from graphplan.graph import Operation
+from graphplan.passes.bands import Crowd, find_crowds
 from graphplan.passes.evaluate import Problem
 
 __all__ = ["Kind", "Shares"]
@@ -63,6 +65,7 @@ class Shares:
         group: (units,) units that nothing tells apart have one number.
         counts: (groups,) how many units each group has.
         ties: items that are weights which several units read.
+        runs: (kinds,) whether such a device may run anything.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -83,6 +86,13 @@ class Shares:
         self._read_weights()
         self._read_values()
         self._settle()
+
+    @cached_property
+    def crowds(self) -> list[Crowd]:
+        """Units that need more together on one device than each by itself."""
+        specs = [kind.spec for kind in self.kinds]
+        is_host = [self.host in kind.keys for kind in self.kinds]
+        return find_crowds(self.graph, self.unit_of, specs, is_host)
 
     # -- what is in a share -----------------------------------------------------------------------
 
@@ -235,6 +245,7 @@ class Shares:
         for item, clock, queue in self._costs:
             self.clock[:, item] += clock
             self.queue[:, item] += queue
+        self.runs = [bool(np.isfinite(clock[: self.units]).any()) for clock in self.clock]
         self.ties = np.array(
             [i for i, item in enumerate(self.items) if item.weight and item.nbytes], dtype=int
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +14,8 @@ from torch import nn
 
 import graphplan
 from graphplan import Graph, Link, Operation, Value, Weight
-from graphplan.device import read_max_memory
+from graphplan.device import DeviceKey, read_max_memory
+from graphplan.passes import onward
 from graphplan.passes.branch import Tree
 from graphplan.passes.chain import Chain
 from graphplan.passes.close import close_gap
@@ -23,6 +26,7 @@ from graphplan.passes.intervals import intervals
 from graphplan.passes.knapsack import Knapsack
 from graphplan.passes.limits import Limits
 from graphplan.passes.master import mix_fractions
+from graphplan.passes.parts import part_by_home
 from graphplan.passes.place import place
 from graphplan.passes.pricing import Pricing
 from graphplan.passes.program import Program
@@ -143,6 +147,71 @@ def test_closing_the_gap_keeps_what_is_good_and_says_the_truth(seed: int, kind: 
     assert bound.seconds <= best.seconds * TIGHT
 
 
+@pytest.mark.parametrize("accelerators", [2, 3])
+@pytest.mark.parametrize("seed", range(300, 330))
+def test_labels_find_the_best_placement_and_prove_it(seed: int, accelerators: int) -> None:
+    problem, best = accelerated(seed, accelerators)
+    parts = list(part_by_home(problem, Shares(problem)))
+    found = []
+    for part in parts:
+        assert part.suits_labels
+        part.prepare_labels(2 * best.seconds, None)
+        search = part.search(below=2 * best.seconds, width=10**6, deadline=None)
+        if search is not None and search.placements:
+            found.append(search.seconds)
+    bound = min(part.bound for part in parts)
+    assert bound <= best.seconds * TIGHT
+    # what is left open are activations that wait, of which labels know some
+    assert min(found) == pytest.approx(bound, rel=1e-6)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("seed", range(330, 350))
+def test_narrow_searches_prove_less_and_nothing_false(seed: int, width: int) -> None:
+    problem, best = accelerated(seed, 3)
+    bounds = []
+    for part in part_by_home(problem, Shares(problem)):
+        part.prepare_labels(2 * best.seconds, None)
+        root = part.bound
+        found = part.search(below=2 * best.seconds, width=width, deadline=None)
+        assert root <= part.bound
+        assert found is None or not found.placements or found.seconds >= part.bound / TIGHT
+        bounds.append(part.bound)
+    assert min(bounds) <= best.seconds * TIGHT
+
+
+def test_labels_may_forget_values_and_still_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onward, "_STATES", 12)
+    for seed in range(350, 365):
+        problem, best = accelerated(seed, 3)
+        parts = list(part_by_home(problem, Shares(problem)))
+        for part in parts:
+            part.prepare_labels(2 * best.seconds, None)
+            part.search(below=2 * best.seconds, width=50, deadline=None)
+        assert min(part.bound for part in parts) <= best.seconds * TIGHT
+
+
+def accelerated(seed: int, accelerators: int) -> tuple[Problem, Evaluation]:
+    """A small problem on accelerators alone, unlike ones every second time, and its best placement."""
+    for number in itertools.count(seed, 1000):
+        drawn = random_graph(number, 8 if accelerators == 2 else 6)
+        read = [weight for name, weight in drawn.weights.items() if drawn.consumers.get(name)]
+        graph = Graph(drawn.operations.values(), drawn.values.values(), read, drawn.inputs, drawn.outputs)
+        draw = random.Random(number)
+        total = graph.weight_bytes + sum(value.nbytes for value in graph.values.values())
+        budgets = {key: int(total * draw.uniform(0.2, 0.8)) + 3072 for key in range(accelerators)}
+        topology = read_max_memory({**budgets, "cpu": 1 << 34})
+        if number % 2:
+            speeds = {**SPEEDS, 2: Speed(2e11, 3e11)}
+            topology = with_speeds(topology, {key: speeds[key] for key in topology.keys})
+        allowed = dict.fromkeys(graph.operations, frozenset(range(accelerators)))
+        problem = Problem(graph, topology, "cpu", allowed=allowed, offload=False)
+        best = best_of(problem, fetch=False)
+        if best is not None:
+            return problem, best
+    raise AssertionError
+
+
 # -- larger graphs ----------------------------------------------------------------------------------------
 
 
@@ -167,10 +236,22 @@ def unlike(graph: Graph, share: float) -> Problem:
     return Problem(graph, with_speeds(topology, speeds), "cpu")
 
 
-def test_column_generation_proves_a_stack_nearly_optimal() -> None:
+def test_a_stack_is_proven_nearly_optimal() -> None:
     solution = place(unlike(layers(60), 1.3))
-    assert "column generation" in solution.proof
-    assert solution.lower_bound <= solution.evaluation.seconds <= 1.02 * solution.lower_bound
+    assert "labels" in solution.proof
+    assert solution.lower_bound <= solution.evaluation.seconds <= 1.002 * solution.lower_bound
+
+
+def test_column_generation_proves_a_stack_nearly_optimal() -> None:
+    problem = replace(unlike(layers(60), 1.3), allowed=on_accelerators(layers(60)), offload=False)
+    best = place(problem).evaluation
+    generation = ColumnGeneration(Pricing(Shares(problem)), [best])
+    bound = generation.run(enough=best.seconds, work=3e9)
+    assert bound <= best.seconds * TIGHT <= 1.02 * bound
+
+
+def on_accelerators(graph: Graph) -> dict[str, frozenset[DeviceKey]]:
+    return dict.fromkeys(graph.operations, frozenset([0, 1]))
 
 
 def test_the_same_input_gives_the_same_plan() -> None:

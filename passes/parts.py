@@ -1,0 +1,124 @@
+"""A problem in parts: one for each device that may keep the largest weight that several operations read.
+
+Where such a weight is decides most of the rest (an embedding that is read first and last, say), and a bound
+that leaves it open is weak. The bound of the whole is the lowest of its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from graphplan.passes.branch import Tree
+from graphplan.passes.columns import ColumnGeneration
+from graphplan.passes.evaluate import Evaluation, Problem
+from graphplan.passes.frontier import Frontier
+from graphplan.passes.labels import Found, Labels
+from graphplan.passes.onward import Onward
+from graphplan.passes.pricing import Prices, Pricing
+from graphplan.passes.shares import Shares
+
+__all__ = ["Part", "part_by_home"]
+
+Floats = npt.NDArray[np.float64]
+
+_TELLING = 0.01  # share of all weights from which a shared one makes parts
+_PARTED_DEVICES = 5  # at most: with more, a part is hardly easier than the whole
+_LABELLED_DEVICES = 8  # at most: each has its bits in a state
+_ROUNDING = 1e-9
+
+
+class Part:
+    """What placements there are with one home for the largest shared weight.
+
+    Attributes:
+        problem: with that home.
+        shares: its costs and sizes.
+        bound: seconds that none of them can go below.
+        progress: share of the gap that the last search by labels has closed.
+        labels: a search of its placements, once prepared; None where labels do not suit it.
+        generation: of columns, once begun.
+        tree: of the parts of this part, once begun.
+    """
+
+    def __init__(self, problem: Problem, shares: Shares) -> None:
+        self.problem, self.shares = problem, shares
+        self.bound = 0.0
+        self.progress = 0.0
+        self.labels: Labels | None = None
+        self.generation: ColumnGeneration | None = None
+        self.tree: Tree | None = None
+
+    @property
+    def suits_labels(self) -> bool:
+        """Whether there are few enough devices, and no streaming, which labels do not know."""
+        kinds = zip(self.shares.kinds, self.shares.runs, strict=True)
+        devices = sum(len(kind.keys) for kind, runs in kinds if runs)
+        return 2 <= devices <= _LABELLED_DEVICES and not self.problem.offload
+
+    def prepare_labels(self, best: float, deadline: float | None) -> None:
+        """Find prices of bytes for the search; ``best`` are the seconds of a known placement."""
+        onward = Onward(Frontier(self.shares))
+        onward.price(best, deadline)
+        self.bound = max(self.bound, onward.bound * (1 - _ROUNDING))
+        if np.isfinite(onward.bound):
+            self.labels = Labels(onward)
+
+    def search(self, *, below: float, width: int, deadline: float | None) -> Found | None:
+        """Raise the bound by labels and look for a placement; None where nothing is left to look for."""
+        if self.labels is None or self.bound >= below:
+            return None
+        found = self.labels.search(below=below, width=width, deadline=deadline)
+        if found is not None:
+            raised = max(0.0, found.bound - self.bound)
+            self.progress = raised / (below - self.bound)
+            self.bound = max(self.bound, found.bound * (1 - _ROUNDING))
+        return found
+
+    @property
+    def worth(self) -> Floats | None:
+        """(units,) seconds that each is worth at the best prices known; None before any are."""
+        units = self.shares.units
+        if self.generation is not None and self.generation.center is not None:
+            return self.generation.center.cover[self.shares.group]
+        if self.labels is not None and self.labels.onward.rest:
+            return self.labels.onward.worth(len(self.shares.items))[:units]
+        return None
+
+    def begin_columns(self, known: Evaluation, worth: Floats | None) -> ColumnGeneration:
+        """Column generation, from what units are worth where that is known."""
+        prices = None if worth is None else self._prices(worth)
+        self.generation = ColumnGeneration(Pricing(self.shares), [known], prices)
+        return self.generation
+
+    def _prices(self, worth: Floats) -> Prices:
+        shares = self.shares
+        paid = np.bincount(shares.group, weights=worth, minlength=len(shares.counts))
+        kinds, groups = len(shares.kinds), len(shares.counts)
+        return Prices(
+            paid / np.maximum(shares.counts, 1),
+            1.0,
+            np.zeros(kinds),
+            np.zeros(len(shares.items)),
+            np.zeros((kinds, groups)),
+            0.0,
+        )
+
+
+def part_by_home(problem: Problem, shares: Shares) -> Iterator[Part]:
+    """The parts; the problem itself where no weight is worth it."""
+    ties = shares.ties
+    largest = int(ties[shares.nbytes[ties].argmax()]) if len(ties) else -1
+    devices = sum(len(kind.keys) for kind, runs in zip(shares.kinds, shares.runs, strict=True) if runs)
+    telling = largest >= 0 and shares.nbytes[largest] >= _TELLING * shares.nbytes.sum()
+    if not telling or problem.offload or devices > _PARTED_DEVICES:
+        yield Part(problem, shares)
+        return
+    name = shares.items[largest].weight
+    for kind, runs in zip(shares.kinds, shares.runs, strict=True):
+        if runs and shares.nbytes[largest] <= kind.spec.room:  # others of the kind: the same by another name
+            fixed = replace(problem, fixed_weights={**problem.fixed_weights, name: kind.keys[0]})
+            yield Part(fixed, Shares(fixed))
