@@ -86,6 +86,11 @@ class Weight:
         """Whether it may live elsewhere than where it is used."""
         return self.movable and not self.mutated
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it is of the model: neither a constant of the trace nor of the caller's caches."""
+        return self.kind not in ("constant", "cache")
+
 
 @dataclass(frozen=True, slots=True)
 class Operation:

@@ -31,8 +31,9 @@ from graphplan.fallback import fall_back
 from graphplan.passes.constrain import Wishes
 from graphplan.placement import Plan
 from graphplan.planner import Compiler, Options
-from graphplan.runtime.executor import PlacedModule, Program, attach, attach_start, placed_class, unplaced
+from graphplan.runtime.executor import PlacedModule, attach, attach_start, placed_class, unplaced
 from graphplan.runtime.loading import Checkpoint, read_checkpoint
+from graphplan.runtime.program import Program
 from graphplan.runtime.storage import place_model, require_data
 from graphplan.runtime.warming import warm_activations
 from graphplan.signature import BoundCall
@@ -307,7 +308,6 @@ class _Start:
             twin.signature,
             again,
             keep_grad=self.options.grad,
-            return_outputs=self.options.return_outputs,
             memory=(*made.pages, *made.files),
         )
         if self.warm:

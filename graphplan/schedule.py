@@ -27,7 +27,7 @@ weights of an operation, or of a few small ones) is copied in one go into a slot
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
@@ -48,6 +48,7 @@ __all__ = [
     "Step",
     "Wait",
     "read_in_place",
+    "ring_bytes",
 ]
 
 STAGED_BYTES = 16 << 20  # the largest of the two buffers that weights on disk pass on their way to a ring
@@ -179,6 +180,14 @@ class Ring:
     def starts(self) -> tuple[int, ...]:
         """Bytes from the start of the storage to each slot."""
         return tuple(accumulate(self.slots, initial=0))[:-1]
+
+
+def ring_bytes(rings: Iterable[Ring]) -> dict[DeviceKey, int]:
+    """Device -> bytes of the largest of these rings there."""
+    sizes: dict[DeviceKey, int] = {}
+    for ring in rings:
+        sizes[ring.device] = max(ring.nbytes, sizes.get(ring.device, 0))
+    return sizes
 
 
 @dataclass(frozen=True, slots=True)
