@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from accelerate.utils import convert_file_size_to_int, get_max_memory
 
+from graphplan.alignment import ALIGNMENT
 from graphplan.cards import find_card
 from graphplan.errors import BudgetError, DeviceError
 
@@ -99,7 +100,7 @@ class DeviceSpec:
 
     def rounded(self, nbytes: int) -> int:
         """The fewest bytes that an allocator takes for a storage of ``nbytes``: whole 512s."""
-        return -(-nbytes // 512) * 512
+        return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
     def allocated(self, nbytes: int) -> int:
         """The most bytes that an allocator takes for a storage of ``nbytes``, among others.

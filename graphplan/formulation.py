@@ -12,9 +12,10 @@ from graphplan.commitments import Commitments
 from graphplan.device import CPU, DeviceKey, Topology
 from graphplan.graph import Graph, Weight
 from graphplan.options import Options
-from graphplan.passes.annotate import Annotator, part_weight
+from graphplan.passes.annotate import Annotator
 from graphplan.passes.constrain import Wishes, constrain
 from graphplan.passes.evaluate import Problem
+from graphplan.passes.graph_weights import part_weight
 from graphplan.schedule import Schedule
 from graphplan.signature import BoundCall
 from graphplan.twin import tensor_bytes

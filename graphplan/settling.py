@@ -10,8 +10,9 @@ import torch
 
 from graphplan.device import DISK
 from graphplan.formulation import Company, Formulation
-from graphplan.passes.annotate import Annotator, costlier
+from graphplan.passes.annotate import Annotator
 from graphplan.passes.constrain import Wishes, constrain
+from graphplan.passes.costlier import costlier
 from graphplan.passes.disk import place_or_map
 from graphplan.passes.evaluate import Problem, evaluate
 from graphplan.passes.joint import Call, place_jointly

@@ -8,7 +8,6 @@ without them.
 from __future__ import annotations
 
 import io
-import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -24,6 +23,7 @@ from graphplan.captured import Capture, Prepare, Without, bound_call, from_progr
 from graphplan.device import suspended
 from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError
 from graphplan.exporting import export_transformers
+from graphplan.quiet import silenced
 from graphplan.signature import BoundCall, leaf_names, register_dataclasses
 from graphplan.symbolic import trace_symbolically
 from graphplan.twin import Twin
@@ -176,16 +176,8 @@ def _quiet() -> Iterator[None]:
 
     ``torch.export`` prints all of the graph that it has when it cannot go on, to the standard error.
     """
-    silenced = [(logger, logger.level) for logger in map(logging.getLogger, _TALKATIVE)]
-    for logger, _ in silenced:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in silenced:
-            logger.setLevel(level)
+    with silenced(*_TALKATIVE), warnings.catch_warnings(action="ignore"), redirect_stderr(io.StringIO()):
+        yield
 
 
 def _grad(keep_grad: bool) -> torch.set_grad_enabled:

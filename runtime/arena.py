@@ -14,12 +14,11 @@ from __future__ import annotations
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from graphplan.alignment import round_up
 from graphplan.errors import GraphplanError, readable_bytes
 from graphplan.runtime.simulated_tensor import SimulatedTensor
 
-__all__ = ["ALIGNMENT", "Arena", "dense_strides", "is_plain", "shaped"]
-
-ALIGNMENT = 512
+__all__ = ["Arena", "dense_strides", "is_plain", "shaped"]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -45,7 +44,7 @@ class Arena:
 
     Args:
         device: where.
-        nbytes: of all weights that it is to hold, each rounded up by :meth:`rounded`.
+        nbytes: of all weights that it is to hold, each rounded up to whole steps.
 
     Raises:
         GraphplanError: the device has no room.
@@ -61,16 +60,11 @@ class Arena:
             ) from error
         self._used = 0
 
-    @staticmethod
-    def rounded(nbytes: int) -> int:
-        """What a weight of ``nbytes`` takes."""
-        return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
     def reserve(self, like: torch.Tensor) -> torch.Tensor:
         """The next free place, as what a copy of ``like`` would be; not written to yet."""
         nbytes = like.numel() * like.element_size()
         place = _apart(self.bytes[self._used : self._used + nbytes])
-        self._used += self.rounded(nbytes)
+        self._used += round_up(nbytes)
         return shaped(place, like)
 
 

@@ -12,9 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["CallProfile", "profile_call"]
+from graphplan.alignment import round_up
 
-_GRANULARITY = 512  # bytes in which allocators hand out memory
+__all__ = ["CallProfile", "profile_call"]
 
 
 @dataclass(slots=True)
@@ -52,13 +52,9 @@ class _LiveBytes(TorchDispatchMode):
             key = _storage_of(leaf) if isinstance(leaf, torch.Tensor) else None
             if key is not None and key not in self.known and key not in self.live:
                 storage = leaf.untyped_storage()
-                self.live[key] = (StorageWeakRef(storage), _rounded(storage.nbytes()))
+                self.live[key] = (StorageWeakRef(storage), round_up(storage.nbytes()))
         self.peak = max(self.peak, sum(nbytes for _, nbytes in self.live.values()))
         return out
-
-
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // _GRANULARITY) * _GRANULARITY
 
 
 def _storage_of(tensor: torch.Tensor) -> int | None:
@@ -84,7 +80,7 @@ def profile_call(
     finally:
         for handle in handles:
             handle.remove()
-    profile.peak = live.peak + sum(_rounded(tensor.nbytes) for tensor in tensors)
+    profile.peak = live.peak + sum(round_up(tensor.nbytes) for tensor in tensors)
     return profile
 
 

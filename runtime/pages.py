@@ -16,11 +16,11 @@ from functools import partial
 
 import torch
 
+from graphplan.alignment import round_up
 from graphplan.runtime.arena import dense_strides, shaped
 
 __all__ = ["HostPages"]
 
-_ALIGNMENT = 512
 _HUGE = 2 << 20  # bytes of a huge page: filling them for the first time is several times as fast
 _PORTABLE = 1  # cudaHostRegisterPortable: for every GPU
 
@@ -41,7 +41,7 @@ class HostPages:
     """A mapping, and what it is given out for.
 
     Args:
-        nbytes: of all tensors that it is to hold, each rounded up by :meth:`rounded`.
+        nbytes: of all tensors that it is to hold, each rounded up to whole steps.
         pinned: whether a CUDA device copies from it.
     """
 
@@ -55,11 +55,6 @@ class HostPages:
         self.end = self.start + nbytes
         self.pinned = pinned and self._register(nbytes)
         self._used = 0
-
-    @staticmethod
-    def rounded(nbytes: int) -> int:
-        """What a tensor of ``nbytes`` takes."""
-        return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
     def _register(self, nbytes: int) -> bool:
         cudart = torch.cuda.cudart()
@@ -90,7 +85,7 @@ class HostPages:
         if not nbytes:
             return torch.empty_strided(like.size(), dense_strides(like), dtype=like.dtype)
         place = self._bytes(self._used, nbytes)
-        self._used += self.rounded(nbytes)
+        self._used += round_up(nbytes)
         return shaped(place, like)
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from torch.utils.backend_registration import (
 )
 from torch.utils.dlpack import from_dlpack
 
+from graphplan.alignment import round_up
 from graphplan.device import SIMULATED, DeviceKey, current_machine
 from graphplan.errors import DeviceError
 from graphplan.runtime.simulated_machine import SimulatedMachine, SimulatedTransfer, active_machine
@@ -29,7 +30,6 @@ from graphplan.runtime.simulated_machine import SimulatedMachine, SimulatedTrans
 __all__ = ["SimulatedTensor", "SimulationMode", "register_backend"]
 
 aten = torch.ops.aten
-_GRANULARITY = 512
 
 
 class _Backend(_DummyBackendModule):
@@ -76,7 +76,7 @@ class _Allocation:
     ) -> None:
         machine = active_machine()
         free = machine.paused or part_of is not None
-        self.nbytes = 0 if free else -(-storage.nbytes() // _GRANULARITY) * _GRANULARITY
+        self.nbytes = 0 if free else round_up(storage.nbytes())
         machine.take(device, self.nbytes)
         self.device, self.storage = device, storage  # holding the storage keeps its address unique
         self.part_of = part_of  # whose bytes these are, where a storage is over a part of another's

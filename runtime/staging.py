@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from graphplan.alignment import round_up
 from graphplan.runtime.pages import HostPages
 from graphplan.runtime.queues import Queues
 
@@ -41,7 +42,7 @@ class Staging:
     """
 
     def __init__(self, queues: Queues, nbytes: int, count: int, *, pinned: bool) -> None:
-        self.queues, self.nbytes = queues, HostPages.rounded(nbytes)
+        self.queues, self.nbytes = queues, round_up(nbytes)
         self.pages = HostPages(count * self.nbytes, pinned=pinned)
         self.events = [queues.event() for _ in range(count)]
         self._next = 0

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from graphplan.alignment import round_up
 from graphplan.device import CPU
 from graphplan.errors import GraphplanError, InputError, readable_bytes
 from graphplan.runtime.arena import Arena, is_plain
@@ -171,7 +172,7 @@ class _Placing:
                 self._cut(group, self.pages[-1])
 
     def _bytes(self, names: Sequence[str]) -> int:
-        return sum(Arena.rounded(tensor_bytes(self.weights.tensors[name])) for name in names)
+        return sum(round_up(tensor_bytes(self.weights.tensors[name])) for name in names)
 
     def _cut(self, names: Sequence[str], memory: Arena | HostPages) -> None:
         for name in names:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from graphplan.alignment import round_up
 from graphplan.device import CPU
 from graphplan.errors import GraphplanError, PlanError, readable_bytes
 from graphplan.runtime.mapped import MappedFile
@@ -275,7 +276,7 @@ class ModuleStreams:
         wanted = [t for t in found.values() if _is_plain(t) and not self._pages_of(t)]
         if not wanted:
             return
-        total = sum(HostPages.rounded(t.numel() * t.element_size()) for t in wanted)
+        total = sum(round_up(t.numel() * t.element_size()) for t in wanted)
         pages = HostPages(total, pinned=any(device.type == "cuda" for device in rings))
         for tensor in wanted:
             tensor.data = pages.adopt(tensor.data)
