@@ -28,7 +28,7 @@ weights of an operation, or of a few small ones) is copied in one go into a slot
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Literal
 
@@ -231,6 +231,18 @@ class Schedule:
         for step in self.steps:
             if isinstance(step, Move | Load):
                 yield step
+
+    def with_rings(self, sizes: Mapping[DeviceKey, int], topology: Topology) -> Schedule:
+        """The same schedule, with a ring of at least so many bytes on each device that ``sizes`` names."""
+        known = {ring.device: ring for ring in self.rings}
+        cpu = next((spec.key for spec in topology.devices if spec.type == CPU), CPU)
+        rings = [
+            replace(ring, nbytes=max(ring.nbytes, sizes.get(spec.key, 0)))
+            for spec in topology.devices
+            if spec.key in known or spec.key in sizes
+            for ring in (known.get(spec.key, Ring(spec.key, cpu, (), (), 0)),)
+        ]
+        return replace(self, rings=tuple(rings))
 
     def __str__(self) -> str:
         slots = {(ring.device, i): s.slot for ring in self.rings for i, s in enumerate(ring.segments)}

@@ -24,7 +24,7 @@ def is_tensor_node(node: fx.Node) -> bool:
 
 
 def returns_list(node: fx.Node) -> bool:
-    """Whether its schema says that it returns several results, or a list of them."""
+    """Whether it returns several results, or a list of them: by its schema, and all control flow does."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return isinstance(node.target, torch._ops.HigherOrderOperator)
     returns = node.target._schema.returns
