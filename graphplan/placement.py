@@ -10,13 +10,14 @@ from pathlib import Path
 
 import torch
 
-from graphplan.bottleneck import Bottleneck, find_bottleneck
+from graphplan.bottleneck import find_bottleneck
 from graphplan.checks import check_schedule
 from graphplan.device import DeviceKey, Topology
 from graphplan.dot import to_dot
 from graphplan.errors import PlanError, VerificationError
 from graphplan.explain import Explanation, explain
 from graphplan.graph import Graph, Operation
+from graphplan.growth import Bottleneck
 from graphplan.liveness import Memory, Peak, measure_memory
 from graphplan.model_explorer import save_model_explorer
 from graphplan.module_map import module_map

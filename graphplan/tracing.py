@@ -19,9 +19,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from graphplan.captured import Capture, Prepare, Without, bound_call, from_program
+from graphplan.captured import Capture, Prepare, Without, bound_call
 from graphplan.device import suspended
 from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError
+from graphplan.exported import from_program
 from graphplan.exporting import export_transformers
 from graphplan.quiet import silenced
 from graphplan.signature import BoundCall, leaf_names, register_dataclasses

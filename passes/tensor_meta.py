@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from graphplan.captured import finite_bound
+from graphplan.sizes import finite_bound
 
 __all__ = ["TensorMeta", "contiguous_strides", "describe", "dtype_name", "is_tensor_meta"]
 
