@@ -30,7 +30,6 @@ from graphplan.command_options import (
     Reserve,
     TimeLimit,
     Trust,
-    read_plan,
 )
 from graphplan.comparison import Baseline, device_maps, ours
 from graphplan.console import (
@@ -45,8 +44,9 @@ from graphplan.console import (
 from graphplan.demo import DemoResult, run_demo
 from graphplan.device import DeviceKey, Topology, read_max_memory, require_present
 from graphplan.digest import comparison_text, device_digest, devices_text, plan_digest
-from graphplan.errors import GraphplanError, InfeasibleError, InputError
-from graphplan.key_values import read_budgets, read_links, read_measurements, read_pins
+from graphplan.errors import DeviceError, GraphplanError, InfeasibleError, InputError
+from graphplan.key_values import read_budgets, read_links, read_pins, read_speeds
+from graphplan.named_files import read_measurements, read_plan
 from graphplan.named_model import Ask, NamedModel, load_named
 from graphplan.passes.evaluate import Problem
 from graphplan.placement import Plan
@@ -154,10 +154,7 @@ def plan(
 ) -> None:
     """Decide where everything in a model goes. Devices that this machine lacks are fine."""
     require_writable(out, html)
-    budgets = read_budgets(max_memory or ())
-    links = read_links(link or (), budgets)
-    speeds, pins = read_measurements(measured, device or ()), read_pins(pin or ())
-    topology = with_speeds(read_max_memory(budgets, links, reserve), speeds)
+    topology, pins = _topology(max_memory, device, link, measured, reserve), read_pins(pin or ())
     named = _load(model, Ask(batch, length, dtype, trust_remote_code, meta))
     with working(f"tracing {named.name} and placing it"):
         found = _plan(named, topology, pin=pins, offload=offload, balance=balance, time_limit=time_limit)
@@ -214,10 +211,7 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Judge our plan, accelerate's device map and transformers' by one evaluator."""
-    budgets = read_budgets(max_memory or ())
-    links = read_links(link or (), budgets)
-    speeds = read_measurements(measured, device or ())
-    topology = with_speeds(read_max_memory(budgets, links, reserve), speeds)
+    topology = _topology(max_memory, device, link, measured, reserve)
     named = _load(model, Ask(batch, length, dtype, trust_remote_code, meta))
     with working(f"tracing {named.name} and placing it"):
         rows, problem = _ours(named, topology)
@@ -308,6 +302,22 @@ def _plan(
         balance=balance,
         time_limit=time_limit,
     )
+
+
+def _topology(
+    max_memory: list[str] | None,
+    device: list[str] | None,
+    link: list[str] | None,
+    measured: Path | None,
+    reserve: str,
+) -> Topology:
+    """The devices that the words of a command describe."""
+    budgets = read_budgets(max_memory or ())
+    links = read_links(link or (), budgets)
+    if measured is not None and device:
+        raise DeviceError("give --measured or --device, not both")
+    speeds = read_speeds(device or ()) if measured is None else read_measurements(measured)
+    return with_speeds(read_max_memory(budgets, links, reserve), speeds or None)
 
 
 def _load(word: str, ask: Ask) -> NamedModel:

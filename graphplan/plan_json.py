@@ -12,14 +12,14 @@ from graphplan.errors import GraphplanError, PlanError
 from graphplan.graph import Graph
 from graphplan.passes.constrain import Wishes
 from graphplan.schedule_json import decode_schedule, encode_schedule
+from graphplan.versioned_json import Format
 
 if TYPE_CHECKING:
     from graphplan.placement import Plan  # which lies above, since a plan writes itself
 
 __all__ = ["read_plan", "write_plan"]
 
-_FORMAT = "graphplan.plan"
-_VERSION = 2
+_FORMAT = Format("graphplan.plan", 2, "plan")
 
 
 def write_plan(plan: Plan) -> str:
@@ -37,20 +37,10 @@ def read_plan(cls: type[Plan], text: str) -> Plan:
     Raises:
         PlanError: the text is no plan, one of an unknown version, or one that does not add up.
     """
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PlanError(f"this is no JSON: {error}") from error
-    return _from_data(cls, data)
+    return _from_data(cls, _FORMAT.parse(text))
 
 
-def _from_data(cls: type[Plan], data: Any) -> Plan:
-    if not isinstance(data, dict) or data.get("format") != _FORMAT:
-        raise PlanError(f'this JSON is no plan: it lacks "format": "{_FORMAT}"')
-    if data.get("version") != _VERSION:
-        raise PlanError(
-            f"this plan has format version {data.get('version')}, this graphplan reads {_VERSION}"
-        )
+def _from_data(cls: type[Plan], data: Mapping[str, Any]) -> Plan:
     try:
         made = _decode(cls, data)
         peaks = [[key, nbytes] for key, nbytes in made.peak_bytes.items()]
@@ -64,8 +54,7 @@ def _from_data(cls: type[Plan], data: Any) -> Plan:
 def _encode(plan: Plan) -> dict[str, Any]:
     topology, schedule = plan.topology, plan.schedule
     return {
-        "format": _FORMAT,
-        "version": _VERSION,
+        **_FORMAT.head(),
         "method": plan.method,
         "makespan": plan.makespan,
         "lower_bound": plan.lower_bound,
@@ -103,7 +92,7 @@ def _decode(cls: type[Plan], data: Mapping[str, Any]) -> Plan:
         _decode_wishes(data["wishes"]),
         data["fixed_weights"],
         data["call_weight"],
-        tuple(_from_data(cls, other) for other in data["others"]),
+        tuple(_from_data(cls, _FORMAT.checked(other)) for other in data["others"]),
         dict(map(tuple, data["shared_rings"])),
         dict(map(tuple, data["ring_limits"])),
         data["streams"],

@@ -150,8 +150,7 @@ def _costlier(old: Call, new: Call) -> Call:
 def _check_named(wishes: Wishes, calls: Sequence[Call]) -> None:
     """Raise PlanError for a name that the caller gives and that runs in none of the calls."""
     pinned = {name for call in calls for name in call.wishes.pin}
-    grouped = {name for call in calls for group in call.wishes.together for name in group}
-    groups = [[group] if isinstance(group, str) else group for group in wishes.together]
-    lost = [name for group in groups for name in group if name not in grouped]
+    grouped = {name for call in calls for group in call.wishes.groups for name in group}
+    lost = [name for group in wishes.groups for name in group if name not in grouped]
     pin = {name: key for name, key in wishes.pin.items() if name not in pinned}
     constrain(calls[0].problem, replace(wishes, pin=pin, together=lost))

@@ -60,7 +60,7 @@ def _sliced_as_before(formulation: Formulation, annotator: Annotator) -> Annotat
 def _best_slicing(formulation: Formulation, annotator: Annotator, call: BoundCall | None) -> _Sketch | None:
     """Oversized weights in as many parts as seem best; None where no number of parts would do."""
     wishes, capture, weights = formulation.options.wishes, annotator.capture, annotator.weights
-    named = {*wishes.pin, *(n for g in wishes.together for n in ([g] if isinstance(g, str) else g))}
+    named = {*wishes.pin, *(name for group in wishes.groups for name in group)}
     oversized = [
         one
         for one in find_oversized(formulation.constrained(annotator, call), named)

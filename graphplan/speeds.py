@@ -17,11 +17,11 @@ from typing import Any
 
 from graphplan.device import DeviceKey, DeviceSpec, Link, Topology, read_max_memory
 from graphplan.errors import DeviceError, GraphplanError, PlanError
+from graphplan.versioned_json import Format
 
 __all__ = ["Measurements", "Speed", "with_speeds"]
 
-_FORMAT = "graphplan.measurements"
-_VERSION = 1
+_FORMAT = Format("graphplan.measurements", 1, "measurements")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,7 @@ class Measurements:
     def to_json(self) -> str:
         """The figures as JSON text; :meth:`from_json` reads them back."""
         data = {
-            "format": _FORMAT,
-            "version": _VERSION,
+            **_FORMAT.head(),
             "speeds": [[key, asdict(speed)] for key, speed in self.speeds.items()],
             "links": [[a, b, asdict(link)] for (a, b), link in self.links.items()],
             "notes": list(map(list, self.notes.items())),
@@ -86,16 +85,7 @@ class Measurements:
         Raises:
             PlanError: the text holds no measurements, or those of an unknown version.
         """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"this is no JSON: {error}") from error
-        if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise PlanError(f'this JSON holds no measurements: it lacks "format": "{_FORMAT}"')
-        if data.get("version") != _VERSION:
-            raise PlanError(
-                f"these measurements have version {data.get('version')}, this graphplan reads {_VERSION}"
-            )
+        data = _FORMAT.parse(text)
         try:
             return cls(
                 {key: Speed(**speed) for key, speed in data["speeds"]},

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from graphplan.alignment import round_up
 from graphplan.device import unmetered
+from graphplan.live_storages import LiveStorages
 from graphplan.passes.tensor_meta import TensorMeta, contiguous_strides, describe
 
 __all__ = ["Effect", "OperationResult", "run_fake"]
@@ -89,7 +89,7 @@ def run_fake(target: Any, leaves: Sequence[Any], spec: pytree.TreeSpec, device: 
         arguments = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
         storages = [fake.untyped_storage() for fake in arguments]
         args, kwargs = pytree.tree_unflatten(fakes, spec)
-        with _Tracker(storages) as tracker:
+        with _Tracker(arguments) as tracker:
             out = target(*args, **kwargs)
         owner = {storage._cdata: index for index, storage in enumerate(storages)}
         results: list[OperationResult] = []
@@ -110,7 +110,7 @@ def run_fake(target: Any, leaves: Sequence[Any], spec: pytree.TreeSpec, device: 
             _restrided(describe(out), results),
             tuple(results),
             tracker.flops,
-            {"": max(0, tracker.peak - own)},
+            {"": max(0, tracker.live.peak - own)},
         )
 
 
@@ -119,11 +119,10 @@ class _Tracker(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, known: Iterable[torch.UntypedStorage]) -> None:
+    def __init__(self, arguments: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.known = {storage._cdata for storage in known}
-        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = self.flops = 0
+        self.live = LiveStorages(arguments)
+        self.flops = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -145,13 +144,7 @@ class _Tracker(TorchDispatchMode):
         if func.namespace == "prim":
             return out
         self.flops += _flops(func, args, kwargs or {}, out)
-        self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
-        for leaf in pytree.tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                storage = leaf.untyped_storage()
-                if storage._cdata not in self.known and storage._cdata not in self.live:
-                    self.live[storage._cdata] = (StorageWeakRef(storage), round_up(storage.nbytes()))
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.live.values()))
+        self.live.count(leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor))
         return out
 
 

@@ -15,7 +15,8 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from graphplan.alignment import round_up
-from graphplan.errors import GraphplanError, readable_bytes
+from graphplan.errors import readable_bytes
+from graphplan.runtime.allocation import allocating
 from graphplan.runtime.simulated_tensor import SimulatedTensor
 
 __all__ = ["Arena", "dense_strides", "is_plain", "shaped"]
@@ -51,13 +52,8 @@ class Arena:
     """
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
-        try:
+        with allocating(device, f"the {readable_bytes(nbytes)} of weights that live there"):
             self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError as error:
-            raise GraphplanError(
-                f"{device} has no room for the {readable_bytes(nbytes)} of weights that live there, though "
-                f"the budget allows it: something else is on the device. {str(error).splitlines()[0]}"
-            ) from error
         self._used = 0
 
     def reserve(self, like: torch.Tensor) -> torch.Tensor:

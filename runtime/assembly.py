@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx, nn
 
-from graphplan.caches import Part, layout_of
+from graphplan.caches import LayoutPart, layout_of
 from graphplan.ops import constant_attribute, part_attribute, stream_attribute
 from graphplan.runtime.binding import BoundCode
 from graphplan.runtime.module_state import Code, ModuleState
@@ -30,7 +30,7 @@ def code_of(module: nn.Module, state: ModuleState, index: int) -> Code:
     return found
 
 
-def _layouts(program: Program) -> dict[str, Part]:
+def _layouts(program: Program) -> dict[str, LayoutPart]:
     """The layout of each cache that the caller passes in."""
     named = program.signature.spec.children()[1]
     specs = dict(zip(named.context, named.children(), strict=True))

@@ -10,8 +10,9 @@ import threading
 
 import torch
 
-from graphplan.errors import GraphplanError, PlanError, readable_bytes
+from graphplan.errors import PlanError, readable_bytes
 from graphplan.graph import Weight
+from graphplan.runtime.allocation import allocating
 
 __all__ = ["ModuleParts", "ResidentPart", "rows_of"]
 
@@ -34,13 +35,8 @@ class ResidentPart:
         self.part, self.shape, self.host = part, whole.shape, whole.device
         self.lock = threading.Lock()
         self.state = _state(whole)
-        try:
+        with allocating(device, f"{part.name!r} of {readable_bytes(part.nbytes)}"):
             self.copy = rows_of(whole, part).to(device, copy=True)
-        except torch.OutOfMemoryError as error:
-            raise GraphplanError(
-                f"{device} has no room for {part.name!r} of {readable_bytes(part.nbytes)}, though the budget "
-                f"allows it: something else is on the device. {str(error).splitlines()[0]}"
-            ) from error
 
     def __deepcopy__(self, memo: dict[int, object]) -> ResidentPart:
         return self  # a copy of generated code reads the same; a copy of the module makes its own

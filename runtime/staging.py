@@ -15,11 +15,11 @@ from graphplan.alignment import round_up
 from graphplan.runtime.pages import HostPages
 from graphplan.runtime.queues import Queues
 
-__all__ = ["Part", "Staging", "flat_bytes"]
+__all__ = ["StagedPart", "Staging", "flat_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StagedPart:
     """Bytes that go to ``offset`` of what is copied."""
 
     offset: int
@@ -62,7 +62,7 @@ class Staging:
         """All copies from it are enqueued."""
         self.queues.record_copies(self.events[index])
 
-    def copy(self, target: torch.Tensor, parts: Iterable[Part]) -> None:
+    def copy(self, target: torch.Tensor, parts: Iterable[StagedPart]) -> None:
         """Bring parts together, and copy all of them to the bytes of ``target``."""
         listed, total = list(parts), target.numel()
         for begin in range(0, total, self.nbytes):
