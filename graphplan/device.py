@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -36,6 +36,7 @@ __all__ = [
     "Link",
     "Machine",
     "MaxMemory",
+    "Reserve",
     "Topology",
     "accelerator_type",
     "current_machine",
@@ -46,7 +47,9 @@ __all__ = [
     "unmetered",
 ]
 
-MaxMemory = Mapping[DeviceKey, int | float | str]
+Size = int | float | str  # bytes, or text such as "10GiB"
+MaxMemory = Mapping[DeviceKey, Size]
+Reserve = Size | Mapping[DeviceKey, Size]
 
 _ACCELERATOR = (100e12, 1.0e12)  # FLOP/s and bytes/s of a card that is not known
 _ACCELERATOR_OVERHEAD = 4e-6  # one asynchronous kernel launch
@@ -59,7 +62,7 @@ _CPU_OVERHEAD = 20e-6
 def read_max_memory(
     max_memory: MaxMemory | None,
     links: Mapping[tuple[DeviceKey, DeviceKey], Link] | None = None,
-    reserve: int | str | Mapping[DeviceKey, int | str] = 0,
+    reserve: Reserve = 0,
 ) -> Topology:
     """Read ``max_memory`` into a :class:`Topology`.
 
@@ -76,25 +79,34 @@ def read_max_memory(
         max_memory = dict(detect_max_memory())
     if not isinstance(max_memory, Mapping):
         kind = type(max_memory).__name__
-        raise BudgetError(f"max_memory must map device keys to bytes, not be a {kind}: {max_memory!r}")
+        raise BudgetError(f"max_memory must map device keys to bytes, not be {max_memory!r} ({kind})")
     if not max_memory:
         raise BudgetError("max_memory is empty: name at least one device, e.g. {0: '20GiB', 'cpu': '60GiB'}")
     specs = tuple(_spec(key, _read_bytes(key, value)) for key, value in max_memory.items())
     _reject_twins(specs)
     if not any(spec.computes for spec in specs):
         raise BudgetError("max_memory names only 'disk', which computes nothing: add an accelerator or 'cpu'")
-    if links is not None and not (
-        isinstance(links, Mapping) and all(isinstance(link, Link) for link in links.values())
-    ):
-        raise DeviceError(f"links must map (source, destination) to graphplan.Link, not be {links!r}")
+    _check_links(links, {spec.key for spec in specs})
     machine = current_machine.get()
     known = dict(machine.links) if machine is not None else {}
     return Topology(_with_reserve(specs, reserve), {**known, **(links or {})})
 
 
-def _with_reserve(
-    specs: tuple[DeviceSpec, ...], reserve: int | str | Mapping[DeviceKey, int | str]
-) -> tuple[DeviceSpec, ...]:
+def _check_links(links: object, keys: Set[DeviceKey]) -> None:
+    """Refuse links that no plan would look up: inputs may come from devices beside those of a plan."""
+    if links is None:
+        return
+    if not isinstance(links, Mapping) or not all(isinstance(link, Link) for link in links.values()):
+        raise DeviceError(f"links must map (source, destination) to graphplan.Link, not be {links!r}")
+    for pair in links:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise DeviceError(f"links has the key {pair!r}: write (source, destination), as (0, 'cpu')")
+        for key in pair:
+            if key not in keys and not isinstance(key, str):
+                raise DeviceError(f"links names {key!r}, which is not in max_memory")
+
+
+def _with_reserve(specs: tuple[DeviceSpec, ...], reserve: Reserve) -> tuple[DeviceSpec, ...]:
     if not isinstance(reserve, Mapping):
         nbytes = _read_bytes("reserve", reserve, "reserve")
         return tuple(replace(spec, reserve=nbytes) for spec in specs)

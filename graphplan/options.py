@@ -27,5 +27,6 @@ class Options:
 
     def __post_init__(self) -> None:
         limit = self.time_limit
-        if limit is not None and not (isinstance(limit, int | float) and limit > 0):
+        number = isinstance(limit, int | float) and not isinstance(limit, bool)
+        if limit is not None and not (number and limit > 0):
             raise InputError(f"time_limit must be a positive number of seconds or None, not {limit!r}")

@@ -139,7 +139,11 @@ class Plan:
         return found[0]
 
     def stage_of(self, name: str) -> Stage:
-        """The first stage that runs an operation, a module, or an operation that reads a weight."""
+        """The first stage that runs an operation, a module, or an operation that reads a weight.
+
+        Raises:
+            PlanError: no such name, or nothing of it runs.
+        """
         return next(iter(self._stages_of(name)))
 
     def _stages_of(self, name: str) -> tuple[Stage, ...]:
@@ -172,7 +176,11 @@ class Plan:
         return self.stages[-1].device if self.stages else self.topology.keys[0]
 
     def next_device(self, key: DeviceKey) -> DeviceKey | None:
-        """The device after ``key`` in the caller's order, or None after the last."""
+        """The device after ``key`` in the caller's order, or None after the last.
+
+        Raises:
+            DeviceError: no such device in this plan.
+        """
         keys = self.topology.keys
         index = keys.index(self.topology[key].key)
         return keys[index + 1] if index + 1 < len(keys) else None

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from graphplan.device import DeviceKey, DeviceSpec, Link, Topology, read_max_memory
 from graphplan.errors import DeviceError, GraphplanError, PlanError
+from graphplan.topology import is_figure
 from graphplan.versioned_json import Format
 
 __all__ = ["Measurements", "Speed", "with_speeds"]
@@ -41,9 +41,7 @@ class Speed:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            least = 0.0 if item.name == "overhead" else math.ulp(0.0)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is not None and not (number and math.isfinite(value) and value >= least):
+            if value is not None and not is_figure(value, may_be_zero=item.name == "overhead"):
                 raise DeviceError(f"Speed({item.name}={value!r}): write a positive number, or None")
 
     def applied(self, spec: DeviceSpec) -> DeviceSpec:

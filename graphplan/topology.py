@@ -5,6 +5,7 @@ Speeds are bytes/s and FLOP/s, times seconds, sizes bytes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +14,7 @@ import torch
 from graphplan.alignment import ALIGNMENT
 from graphplan.errors import DeviceError
 
-__all__ = ["CPU", "DISK", "SIMULATED", "DeviceKey", "DeviceSpec", "Link", "Topology"]
+__all__ = ["CPU", "DISK", "SIMULATED", "DeviceKey", "DeviceSpec", "Link", "Topology", "is_figure"]
 
 DeviceKey = int | str
 
@@ -22,6 +23,13 @@ DISK = "disk"
 SIMULATED = "sim"  # what torch's PrivateUse1 backend is renamed to by ``simulate``
 
 _MIB = 1 << 20
+
+
+def is_figure(value: object, *, may_be_zero: bool = False) -> bool:
+    """Whether a value is a positive, finite number; 0 too where that makes sense."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) and (value > 0 or (may_be_zero and value == 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +116,12 @@ class Link:
 
     bandwidth: float = 25e9
     latency: float = 15e-6
+
+    def __post_init__(self) -> None:
+        if not is_figure(self.bandwidth):
+            raise DeviceError(f"Link(bandwidth={self.bandwidth!r}): write a positive number of bytes/s")
+        if not is_figure(self.latency, may_be_zero=True):
+            raise DeviceError(f"Link(latency={self.latency!r}): write seconds, 0 or more")
 
     def seconds(self, nbytes: int) -> float:
         """Seconds to move ``nbytes``."""

@@ -28,7 +28,7 @@ from graphplan.device import (
     require_present,
     suspended,
 )
-from graphplan.errors import DeviceError
+from graphplan.errors import InputError
 from graphplan.speeds import Measurements, Speed
 
 __all__ = ["measure_devices"]
@@ -66,9 +66,10 @@ def measure_devices(
 
     Raises:
         BudgetError, DeviceError: ``max_memory`` cannot be read, or names a device that is not here.
+        InputError: no repetitions.
     """
     if repetitions < 1:
-        raise DeviceError(f"repetitions={repetitions}: each figure takes at least one")
+        raise InputError(f"repetitions={repetitions}: each figure takes at least one")
     topology = read_max_memory(max_memory)
     require_present(topology)
     with suspended(), torch.inference_mode():
