@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +36,7 @@ from graphplan.runtime.warming import warm_activations
 from graphplan.signature import BoundCall
 from graphplan.speeds import Measurements, Speed, with_speeds
 from graphplan.twin import Twin, method_of
+from graphplan.warn import warn
 
 __all__ = ["partition", "plan"]
 
@@ -221,7 +221,7 @@ def partition(
     except (CaptureError, InputError) as error:  # a model's own dummy inputs need not be what it takes
         if not isinstance(args, Sequence) or len(args) or kwargs:
             raise
-        warnings.warn(f"{error} (the first call will be captured instead)", stacklevel=2)
+        warn(f"{error} (the first call will be captured instead)")
     shell = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     shell.__class__ = placed_class(type(model))
     attach_start(shell, start)
@@ -269,11 +269,11 @@ class _Start:
     def _compare(self, model: nn.Module, placed: nn.Module, call: BoundCall, entry: str) -> None:
         """Raise NoGraphError where a placed model and eager do not agree on the example inputs."""
         if any(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers())):
-            warnings.warn("check: the model has no weights of its own to compare with", stacklevel=4)
+            warn("check: the model has no weights of its own to compare with")
             return
         eager = [eager_result(model, entry, call.args, call.kwargs) for _ in range(2)]
         if compare(*eager) is not None:
-            warnings.warn("check: eager differs from call to call, so nothing can be compared", stacklevel=4)
+            warn("check: eager differs from call to call, so nothing can be compared")
             return
         args, kwargs = copy.deepcopy((call.args, call.kwargs))
         apart = compare(method_of(placed, entry)(*args, **kwargs), eager[0])
@@ -295,7 +295,7 @@ class _Start:
         self, model: nn.Module, twin: Twin, compiler: Compiler, programs: list[Program]
     ) -> nn.Module:
         if self.source is None and DISK in (self.homes or {}).values():
-            warnings.warn(_IN_MEMORY, stacklevel=5)
+            warn(_IN_MEMORY)
         owned = self.homes is not None
         made = place_model(model, twin.weights, compiler.layout(), placed_class, self.source, owned=owned)
         placed = made.module

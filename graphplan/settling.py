@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -21,6 +20,7 @@ from graphplan.passes.place import Solution
 from graphplan.passes.shared_rings import fit_together
 from graphplan.schedule import Assignment
 from graphplan.signature import BoundCall
+from graphplan.warn import warn
 
 __all__ = ["Choice", "Member", "settle", "settle_together"]
 
@@ -97,7 +97,7 @@ def settle(formulation: Formulation, annotator: Annotator, call: BoundCall | Non
 def settle_together(formulation: Formulation, members: Sequence[Member]) -> list[Choice]:
     """As :func:`settle`, for several calls over one placement of weights."""
     if DISK in formulation.topology:
-        warnings.warn(_NOT_ON_DISK, stacklevel=5)
+        warn(_NOT_ON_DISK)
     company = _company(members)
     calls = []
     for member in members:

@@ -28,6 +28,7 @@ from graphplan.quiet import silenced
 from graphplan.signature import BoundCall, leaf_names, register_dataclasses
 from graphplan.symbolic import trace_symbolically
 from graphplan.twin import Twin
+from graphplan.warn import warn
 
 __all__ = ["capture", "is_transformers_model"]
 
@@ -215,10 +216,9 @@ def _through_export(twin: Twin, call: BoundCall, dynamic_shapes: Any, keep_grad:
         if own is not None:
             module.forward = own
     if any(changed):
-        warnings.warn(
+        warn(
             f"{type(module).__name__} puts something into a list or dict that it is given: a placed model "
-            "does not, it only returns results",
-            stacklevel=2,
+            "does not, it only returns results"
         )
     return from_program(program, call, twin, "export")
 

@@ -5,7 +5,6 @@ Sizes that vary count at their bound: the plan is for the largest.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from graphplan.sizes import finite_bound
+from graphplan.warn import warn
 
 __all__ = ["TensorMeta", "contiguous_strides", "describe", "dtype_name", "is_tensor_meta"]
 
@@ -92,10 +92,9 @@ def _size(size: Any, sizes: Mapping[Any, int]) -> int:
         return int(expression)
     bound = finite_bound(size.node.shape_env.bound_sympy(expression).upper)
     if bound is None:
-        warnings.warn(
+        warn(
             "a size that only the data decides has no upper bound: it counts as 1 in the plan, whose peaks "
-            "may be passed",
-            stacklevel=2,
+            "may be passed"
         )
     return 1 if bound is None else bound
 

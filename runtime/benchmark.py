@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import permutations
@@ -30,6 +29,7 @@ from graphplan.device import (
 )
 from graphplan.errors import InputError
 from graphplan.speeds import Measurements, Speed
+from graphplan.warn import warn
 
 __all__ = ["measure_devices"]
 
@@ -91,7 +91,7 @@ class _Bench:
             self.notes[spec.key] = "not measured: it computes nothing"
         elif spec.type == SIMULATED:
             self.notes[spec.key] = "not measured: it is simulated on the CPU, so its speed says nothing"
-            warnings.warn(f"device {spec.key!r} is {self.notes[spec.key]}", stacklevel=5)
+            warn(f"device {spec.key!r} is {self.notes[spec.key]}")
         return spec.key not in self.notes
 
     def run(self) -> Measurements:

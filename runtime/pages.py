@@ -9,7 +9,6 @@ page-locked memory would round it up to a power of two.
 from __future__ import annotations
 
 import mmap
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -18,6 +17,7 @@ import torch
 
 from graphplan.alignment import round_up
 from graphplan.runtime.arena import dense_strides, shaped
+from graphplan.warn import warn
 
 __all__ = ["HostPages"]
 
@@ -65,11 +65,10 @@ class HostPages:
             reason = str(error).splitlines()[0]
         if reason:
             _forget_error()
-            warnings.warn(
+            warn(
                 f"the {nbytes} bytes of streamed weights could not be page-locked ({reason}): they are "
                 "copied from ordinary memory, which is slower. A higher limit of locked memory (ulimit -l), "
-                "or more weights on the accelerators, would help",
-                stacklevel=2,
+                "or more weights on the accelerators, would help"
             )
             return False
         self._mapping.release = partial(cudart.cudaHostUnregister, self.start)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -16,6 +15,7 @@ from graphplan.runtime.program import Program
 from graphplan.runtime.routes import find_route
 from graphplan.schedule import ring_bytes
 from graphplan.signature import BoundCall, bind_call
+from graphplan.warn import warn
 
 __all__ = ["Served", "serve"]
 
@@ -92,7 +92,7 @@ def _find(state: ModuleState, entry: str, call: BoundCall, modes: tuple[bool, ..
     state.programs.append(state.compile(call, modes, entry))
     _share_rings(state.programs)
     if len(state.programs) == _MANY:
-        warnings.warn(_MANY_PROGRAMS, stacklevel=5)
+        warn(_MANY_PROGRAMS)
     return len(state.programs) - 1
 
 
