@@ -27,7 +27,7 @@ from graphplan.exporting import export_transformers
 from graphplan.quiet import silenced
 from graphplan.signature import BoundCall, leaf_names, register_dataclasses
 from graphplan.symbolic import trace_symbolically
-from graphplan.twin import Twin
+from graphplan.twin import Twin, with_forward
 from graphplan.warn import warn
 
 __all__ = ["capture", "is_transformers_model"]
@@ -188,9 +188,7 @@ def _grad(keep_grad: bool) -> torch.set_grad_enabled:
 
 def _through_export(twin: Twin, call: BoundCall, dynamic_shapes: Any, keep_grad: bool) -> Capture:
     module = twin.module
-    own = vars(module).get("forward")
     original = getattr(module, twin.method)
-
     changed: list[bool] = []
 
     @wraps(original)
@@ -201,20 +199,14 @@ def _through_export(twin: Twin, call: BoundCall, dynamic_shapes: Any, keep_grad:
         changed.append(pytree.tree_structure((args, kwargs)) != before)
         return result
 
-    module.forward = forward  # on the twin alone
-    try:
-        with _quiet(), _grad(keep_grad):
-            program = torch.export.export(
-                module,
-                call.args,
-                dict(call.kwargs),
-                dynamic_shapes=_by_name(twin, call, dynamic_shapes),
-                strict=False,
-            )
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
+    with _quiet(), _grad(keep_grad), with_forward(module, forward):
+        program = torch.export.export(
+            module,
+            call.args,
+            dict(call.kwargs),
+            dynamic_shapes=_by_name(twin, call, dynamic_shapes),
+            strict=False,
+        )
     if any(changed):
         warn(
             f"{type(module).__name__} puts something into a list or dict that it is given: a placed model "

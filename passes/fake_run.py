@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,27 +46,6 @@ class Effect:
     workspace: Mapping[str, int]
 
 
-def _true_strides(target: Any, fakes: Sequence[Any], meta: TensorMeta) -> TensorMeta:
-    """``meta`` with the strides that kernels give it, where torch's fakes keep the input's.
-
-    BatchNorm's kernels write contiguous results, or channels-last ones for channels-last input.
-    """
-    if target is not aten.batch_norm.default or len(meta.shape) != fakes[0].dim():
-        return meta
-    if fakes[0].dim() == 4 and fakes[0].iscontiguous_strides(memory_format=torch.channels_last):
-        return meta
-    return TensorMeta(meta.shape, contiguous_strides(meta.shape), meta.dtype, meta.requires_grad)
-
-
-def _restrided(value: Any, results: Sequence[OperationResult]) -> Any:
-    return results[0].tensor if isinstance(value, TensorMeta) and results else value
-
-
-def _fake(meta: TensorMeta, device: torch.device) -> torch.Tensor:
-    made = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
-    return made.requires_grad_() if meta.requires_grad else made
-
-
 def run_fake(target: Any, leaves: Sequence[Any], spec: pytree.TreeSpec, device: torch.device) -> Effect:
     """Run an operation on fakes of its arguments.
 
@@ -78,40 +57,62 @@ def run_fake(target: Any, leaves: Sequence[Any], spec: pytree.TreeSpec, device: 
     """
     # torch may touch the device itself when it first fakes a tensor there
     with unmetered(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        fakes = [
-            _fake(leaf, device)
-            if isinstance(leaf, TensorMeta)
-            else device
-            if isinstance(leaf, torch.device)
-            else leaf
-            for leaf in leaves
-        ]
+        fakes = [_stand_in(leaf, device) for leaf in leaves]
         arguments = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
-        storages = [fake.untyped_storage() for fake in arguments]
         args, kwargs = pytree.tree_unflatten(fakes, spec)
         with _Tracker(arguments) as tracker:
             out = target(*args, **kwargs)
-        owner = {storage._cdata: index for index, storage in enumerate(storages)}
-        results: list[OperationResult] = []
-        first: dict[int, int] = {}
-        own = 0
-        for leaf in pytree.tree_leaves(out):
-            if not isinstance(leaf, torch.Tensor):
-                continue
-            storage = leaf.untyped_storage()
-            argument = owner.get(storage._cdata, -1)
-            sibling = -1 if argument >= 0 else first.setdefault(storage._cdata, len(results))
-            shared = sibling >= 0 and sibling != len(results)
-            nbytes = 0 if argument >= 0 or shared else storage.nbytes()
-            own += round_up(nbytes)
-            meta = _true_strides(target, fakes, describe(leaf))
-            results.append(OperationResult(meta, nbytes, argument, sibling if shared else -1))
-        return Effect(
-            _restrided(describe(out), results),
-            tuple(results),
-            tracker.flops,
-            {"": max(0, tracker.live.peak - own)},
-        )
+        returned = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        results = [
+            replace(result, tensor=_true_strides(target, fakes, result.tensor))
+            for result in _results(returned, arguments)
+        ]
+        own = sum(round_up(result.nbytes) for result in results)
+        workspace = {"": max(0, tracker.live.peak - own)}
+        return Effect(_restrided(describe(out), results), tuple(results), tracker.flops, workspace)
+
+
+def _stand_in(leaf: Any, device: torch.device) -> Any:
+    """What an operation is given for a leaf of its arguments."""
+    if isinstance(leaf, TensorMeta):
+        return _fake(leaf, device)
+    return device if isinstance(leaf, torch.device) else leaf
+
+
+def _results(returned: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> list[OperationResult]:
+    """What an operation returned, and whose storage each of it is."""
+    owner = {tensor.untyped_storage()._cdata: index for index, tensor in enumerate(arguments)}
+    first: dict[int, int] = {}
+    results: list[OperationResult] = []
+    for tensor in returned:
+        storage = tensor.untyped_storage()
+        argument = owner.get(storage._cdata, -1)
+        sibling = -1 if argument >= 0 else first.setdefault(storage._cdata, len(results))
+        shared = sibling >= 0 and sibling != len(results)
+        nbytes = 0 if argument >= 0 or shared else storage.nbytes()
+        results.append(OperationResult(describe(tensor), nbytes, argument, sibling if shared else -1))
+    return results
+
+
+def _true_strides(target: Any, fakes: Sequence[Any], meta: TensorMeta) -> TensorMeta:
+    """``meta`` with the strides that kernels give it, where torch's fakes keep the input's.
+
+    BatchNorm's kernels write contiguous results, or channels-last ones for channels-last input.
+    """
+    if target is not aten.batch_norm.default or len(meta.shape) != fakes[0].dim():
+        return meta
+    if fakes[0].dim() == 4 and fakes[0].is_contiguous(memory_format=torch.channels_last):
+        return meta
+    return TensorMeta(meta.shape, contiguous_strides(meta.shape), meta.dtype, meta.requires_grad)
+
+
+def _restrided(value: Any, results: Sequence[OperationResult]) -> Any:
+    return results[0].tensor if isinstance(value, TensorMeta) and results else value
+
+
+def _fake(meta: TensorMeta, device: torch.device) -> torch.Tensor:
+    made = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
+    return made.requires_grad_() if meta.requires_grad else made
 
 
 class _Tracker(TorchDispatchMode):
