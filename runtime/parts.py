@@ -10,9 +10,10 @@ import threading
 
 import torch
 
-from graphplan.errors import PlanError, readable_bytes
+from graphplan.errors import readable_bytes
 from graphplan.graph import Weight
 from graphplan.runtime.allocation import allocating
+from graphplan.runtime.changed import require_planned
 
 __all__ = ["ModuleParts", "ResidentPart", "rows_of"]
 
@@ -48,12 +49,7 @@ class ResidentPart:
         return self.copy
 
     def _refresh(self, weight: torch.Tensor) -> None:
-        if (weight.device, weight.dtype, weight.shape) != (self.host, self.copy.dtype, self.shape):
-            raise PlanError(
-                f"{self.part.part_of!r} is {weight.dtype} of shape {list(weight.shape)} on {weight.device}, "
-                f"the plan has it as {self.copy.dtype} of shape {list(self.shape)} on {self.host}: a placed "
-                "model cannot be moved or converted, only partitioned anew"
-            )
+        require_planned(self.part.part_of, weight, self.host, self.copy.dtype, self.shape)
         with self.lock, torch.no_grad():
             state = _state(weight)
             self.copy.copy_(rows_of(weight, self.part))

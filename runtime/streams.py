@@ -22,9 +22,10 @@ import torch
 
 from graphplan.alignment import round_up
 from graphplan.device import CPU
-from graphplan.errors import PlanError, readable_bytes
+from graphplan.errors import readable_bytes
 from graphplan.runtime.allocation import allocating
 from graphplan.runtime.arena import shaped
+from graphplan.runtime.changed import require_planned
 from graphplan.runtime.mapped import MappedFile
 from graphplan.runtime.pages import HostPages
 from graphplan.runtime.queues import Queues, queues_of
@@ -149,17 +150,9 @@ class _LoadedSegment:
             self.queues.copy(self.place, self.source)
         else:  # one that the caller has replaced is read where it is now
             for name, view, weight in zip(self.names, self.views, weights, strict=True):
-                self._require_like(name, view, weight)
+                require_planned(name, weight, self.host, view.dtype, view.shape)
                 self.queues.copy(view, weight)
         self.queues.record_copies(self.ready)
-
-    def _require_like(self, name: str, view: torch.Tensor, weight: torch.Tensor) -> None:
-        if (weight.device, weight.dtype, weight.shape) != (self.host, view.dtype, view.shape):
-            raise PlanError(
-                f"{name!r} is {weight.dtype} of shape {list(weight.shape)} on {weight.device}, the plan has "
-                f"it as {view.dtype} of shape {list(view.shape)} on {self.host}: a placed model cannot be "
-                "moved or converted, only partitioned anew"
-            )
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """Its weights on the accelerator."""
