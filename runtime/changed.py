@@ -16,6 +16,6 @@ def require_planned(
     if (weight.device, weight.dtype, weight.shape) != (device, dtype, shape):
         raise PlanError(
             f"{name!r} is {weight.dtype} of shape {list(weight.shape)} on {weight.device}, the plan has it "
-            f"as {dtype} of shape {list(shape)} on {device}: a placed model cannot be moved or converted, only "
-            "partitioned anew"
+            f"as {dtype} of shape {list(shape)} on {device}: a placed model cannot be moved or converted, "
+            "only partitioned anew"
         )
