@@ -2,18 +2,18 @@
 
 ::
 
-    Twin            a copy to trace, without weights of its own
-    capture         -> fx graph
-    simplify        checks and no-ops go
-    Annotator       -> Graph: bytes, FLOPs, aliases
-    constrain       what the caller asks for
-    place           -> where everything is
-    slice_weights   the same again in parts, where no accelerator holds an operation's weight
-    check_schedule  proof that nothing passes a budget
-    lower           -> fx graph with every move
-    quicken         the fastest calls that do the same
-    verify_lowered  proof that its tensors meet
-    cut_stages      where stages are to be compiled
+    capturing         Twin            a copy to trace, without weights of its own
+                      capture         -> fx graph
+                      simplify        checks and no-ops go
+                      Annotator       -> Graph: bytes, FLOPs, aliases
+    formulation       constrain       what the caller asks for
+    settling          place           -> where everything is
+    sliced_or_whole   slice_weights   the same again in parts, where no accelerator holds a weight
+    planner           check_schedule  proof that nothing passes a budget
+    lowering          lower           -> fx graph with every move
+                      quicken         the fastest calls that do the same
+                      verify_lowered  proof that its tensors meet
+                      cut_stages      where stages are to be compiled
 """
 
 from __future__ import annotations
