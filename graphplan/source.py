@@ -16,7 +16,7 @@ _NOT_THE_MODELS = tuple(f"{PurePath(file).parent}/" for file in (torch.__file__,
 
 
 def source_line(stack: str) -> str:
-    """The innermost line outside torch and graphplan (``"models/llama.py:263"``); else torch's; empty for none.
+    """The innermost line outside torch and graphplan (``"models/llama.py:263"``); else torch's, or none.
 
     The file is named from below the folder that it was imported from, so that a plan tells nobody where
     that folder is.
