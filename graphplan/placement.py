@@ -30,7 +30,7 @@ from graphplan.schedule import Load, Move, Schedule
 from graphplan.svg import to_svg
 from graphplan.timeline import Timeline, make_timeline
 from graphplan.trace import to_trace
-from graphplan.visualize import summary_text
+from graphplan.visualize import count_text, summary_text
 
 __all__ = ["Plan", "Stage", "Transfer"]
 
@@ -352,9 +352,10 @@ class Plan:
         return self.summary()
 
     def __repr__(self) -> str:
+        devices = {stage.device for stage in self.stages}
         return (
-            f"Plan({len(self.stages)} stages on {len({s.device for s in self.stages})} devices, "
-            f"{self.transfer_bytes} bytes transferred, {self.streamed_bytes} streamed)"
+            f"Plan({count_text(len(self.stages), 'stage')} on {count_text(len(devices), 'device')}, "
+            f"{self.transfer_bytes} bytes transferred, {self.streamed_bytes} bytes streamed)"
         )
 
     def to_json(self) -> str:
