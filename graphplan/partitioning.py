@@ -307,6 +307,7 @@ class _Start:
             twin.signature,
             again,
             keep_grad=self.options.grad,
+            return_outputs=self.options.return_outputs,
             memory=(*made.pages, *made.files),
         )
         if self.warm:

@@ -173,11 +173,12 @@ def attach(
     restart: Start,
     *,
     keep_grad: bool,
+    return_outputs: bool,
     memory: Sequence[HostPages | MappedFile] = (),
 ) -> None:
     """Give a placed copy its programs, the way to make more, and the memory of its weights."""
     _refuse_names(module)
-    state = ModuleState(programs, compile, signature, restart, keep_grad)
+    state = ModuleState(programs, compile, signature, restart, keep_grad, return_outputs)
     state.streams.pages.extend(memory)
     module.__dict__["_graphplan"] = state
     for index in range(len(programs)):

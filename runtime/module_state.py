@@ -61,6 +61,7 @@ class ModuleState:
     signature: inspect.Signature | None = None
     restart: Any = None
     keep_grad: bool = False
+    return_outputs: bool = True
     start: Start | None = None
     device: torch.device | None = None
     codes: dict[int, Code] = field(default_factory=dict)
