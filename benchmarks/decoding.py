@@ -9,7 +9,6 @@ runs all in turn, and the median of the rounds' ratios to eager is given.
 from __future__ import annotations
 
 import argparse
-import copy
 import os
 import time
 from collections.abc import Callable
@@ -19,9 +18,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from accelerate import cpu_offload, dispatch_model
 from report import table, write
-from transformers import LlamaConfig, LlamaForCausalLM
+from toy_llama import hooked, llama_parts, toy_llama
 from transformers.utils import logging
 
 import graphplan
@@ -32,32 +30,19 @@ Generate = Callable[[], torch.Tensor]
 def build(layers: int) -> Any:
     """A Llama of many small layers."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config).eval()
+    return toy_llama(layers, eos_token_id=None, pad_token_id=0)
 
 
 def contestants(model: Any, tokens: int) -> dict[str, Generate]:
     """Name -> a call that generates."""
     ids = torch.arange(1, 17).reshape(1, 16)
     options = {"max_new_tokens": tokens, "do_sample": False}
-    parts = ["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"]
-    parts += [f"model.layers.{i}" for i in range(len(model.model.layers))]
-    hooked = dispatch_model(copy.deepcopy(model), dict.fromkeys(parts, "cpu"), force_hooks=True)
-    streamed = cpu_offload(copy.deepcopy(model), torch.device("cpu"))
+    hooks = hooked(model, llama_parts(len(model.model.layers)))
     placed = graphplan.partition(model, {"cpu": "4GiB"}, kwargs={"input_ids": ids}, max_length=16 + tokens)
     models = {
         "eager": model,
-        "accelerate dispatch": hooked,
-        "accelerate offload": streamed,
+        "accelerate dispatch": hooks.dispatched,
+        "accelerate offload": hooks.offloaded,
         "graphplan": placed,
     }
     return {name: lambda m=m: m.generate(ids, **options) for name, m in models.items()}

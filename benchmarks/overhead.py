@@ -13,7 +13,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
-import copy
 import gc
 import statistics
 import time
@@ -22,10 +21,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import cpu_offload, dispatch_model
 from report import table, write
 from torch import nn
 from torch.utils import _pytree as pytree
+from toy_llama import hooked, llama_parts, toy_llama
 
 import graphplan
 
@@ -53,34 +52,19 @@ def linears(count: int = 300, width: int = 16) -> Workload:
 
 def llama(layers: int = 24, hidden: int = 64) -> Workload:
     """A toy Llama that returns its cache, as it does by default."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model = LlamaForCausalLM(config).eval()
-    blocks = tuple(f"model.layers.{i}" for i in range(layers))
-    parts = ("model.embed_tokens", *blocks, "model.norm", "model.rotary_emb", "lm_head")
     inputs = {"input_ids": torch.randint(0, 256, (1, 8))}
-    return Workload(f"Llama, {layers} layers of {hidden}", model, inputs, parts)
+    name = f"Llama, {layers} layers of {hidden}"
+    return Workload(name, toy_llama(layers, hidden), inputs, llama_parts(layers))
 
 
 def forms(workload: Workload) -> dict[str, Callable[..., Any]]:
     """The model as it is, placed by us, and under accelerate's hooks; all on the CPU."""
-    eager, cpu = workload.model, torch.device("cpu")
-    device_map = dict.fromkeys(workload.parts, "cpu")
+    eager, hooks = workload.model, hooked(workload.model, workload.parts)
     return {
         EAGER: eager,
         OURS: graphplan.partition(eager, {"cpu": "8GiB"}, kwargs=workload.inputs),
-        "accelerate dispatch_model": dispatch_model(
-            copy.deepcopy(eager), device_map, main_device="cpu", force_hooks=True
-        ),
-        "accelerate cpu_offload": cpu_offload(copy.deepcopy(eager), execution_device=cpu),
+        "accelerate dispatch_model": hooks.dispatched,
+        "accelerate cpu_offload": hooks.offloaded,
     }
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from graphplan import planner
+from graphplan import capturing
 from graphplan.captured import Capture
 from graphplan.errors import CaptureError
 from graphplan.passes import disk
@@ -26,7 +26,7 @@ __all__ = ["one_trace", "short_search"]
 def one_trace() -> Iterator[None]:
     """Calls of one structure, with the same values, of one model are traced once: give no other model."""
     known: dict[Any, Capture | CaptureError] = {}
-    trace = planner.capture
+    trace = capturing.capture
 
     def remembered(twin: Any, call: Any, dynamic_shapes: Any = None, *, keep_grad: bool = False) -> Capture:
         key = (twin.entry, twin.modes, keep_grad, None if call is None else str(call.spec))
@@ -40,7 +40,7 @@ def one_trace() -> Iterator[None]:
             raise found
         return copy.copy(found)
 
-    with patch.object(planner, "capture", remembered):
+    with patch.object(capturing, "capture", remembered):
         yield
 
 

@@ -7,7 +7,6 @@
 True
 """
 
-from graphplan.bottleneck import Bottleneck, Growth
 from graphplan.device import DeviceSpec, Link, Topology
 from graphplan.device_maps import infer_auto_device_map
 from graphplan.errors import (
@@ -16,6 +15,7 @@ from graphplan.errors import (
     CheckpointError,
     DeviceError,
     GraphplanError,
+    GraphplanWarning,
     InfeasibleError,
     InputError,
     LimitError,
@@ -26,6 +26,7 @@ from graphplan.errors import (
 )
 from graphplan.explain import Explanation
 from graphplan.graph import Graph, Operation, Value, Weight
+from graphplan.growth import Bottleneck, Growth
 from graphplan.partitioning import partition, plan
 from graphplan.placement import Plan, Stage, Transfer
 from graphplan.pretrained import load
@@ -47,6 +48,7 @@ __all__ = [
     "Explanation",
     "Graph",
     "GraphplanError",
+    "GraphplanWarning",
     "Growth",
     "InfeasibleError",
     "InputError",

@@ -7,10 +7,9 @@ those of the others what is had at least.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from tqdm.auto import tqdm
@@ -18,128 +17,23 @@ from tqdm.auto import tqdm
 from graphplan.cost import move_seconds
 from graphplan.device import DeviceKey, DeviceSpec, Link, Topology
 from graphplan.errors import InfeasibleError
+from graphplan.growth import Bottleneck, Growth, Thing
 from graphplan.passes.evaluate import Evaluation, evaluate
 from graphplan.passes.joint import Call, place_jointly
 from graphplan.passes.limits import Limits
 from graphplan.passes.place import place
 from graphplan.passes.residence import reside
 from graphplan.schedule import Assignment
-from graphplan.visualize import size_text, table_lines, time_text
 
 if TYPE_CHECKING:
     from graphplan.placement import Plan
 
-__all__ = ["Bottleneck", "Growth", "find_bottleneck"]
+__all__ = ["find_bottleneck"]
 
 _WORTH = 1e-3  # of the makespan: a smaller gain is none
 _SAME = 1e-6  # of the makespan: times that differ by less are the same
 _PRECISION = 0.05  # of the increase that is reported
 _TWICE = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """What more of one thing would save.
-
-    Attributes:
-        what: ``"memory"`` of a device, ``"link"`` between two, or ``"speed"`` of a device.
-        devices: the key of the device, or those of the link's ends.
-        like: keys of devices that are the same, for which the same holds.
-        increase: bytes to add to the budget: for the answer the fewest that give its whole gain, for
-            others as many as the placement that gives it takes. 0 where a link or a device is made twice
-            as fast.
-        makespan: modelled seconds of the plan that is made then.
-        gain: seconds that it saves (for all but the answer: at least); 0 where it saves none.
-        trials: bytes added -> modelled seconds, in the order of the bytes.
-    """
-
-    what: Literal["memory", "link", "speed"]
-    devices: tuple[DeviceKey, ...]
-    like: tuple[DeviceKey, ...]
-    increase: int
-    makespan: float
-    gain: float
-    trials: tuple[tuple[int, float], ...] = ()
-
-    @property
-    def amount(self) -> str:
-        """By how much, as text."""
-        if self.what != "memory":
-            return "twice"
-        return f"+{size_text(self.increase)}" if self.increase else "any"  # and none of it saves time
-
-    def __str__(self) -> str:
-        if self.what == "memory":
-            return f"{size_text(self.increase)} more memory on {self.devices[0]!r}"
-        if self.what == "link":
-            return f"a link between {self.devices[0]!r} and {self.devices[1]!r} that is twice as fast"
-        return f"a device {self.devices[0]!r} that is twice as fast"
-
-
-@dataclass(frozen=True, slots=True)
-class Bottleneck:
-    """What would help a plan most.
-
-    Attributes:
-        answer: the growth that helps most: of memory, if that helps at all, since a budget can be had
-            without another machine; else of a link's or a device's speed. None if nothing helps.
-        binds: whether more memory would help.
-        growths: everything that was tried, what helps most first.
-        makespan: modelled seconds of the plan; of several calls the weighted sum, as all below.
-        compute_seconds: of all operations.
-        transfer_seconds: of activations between devices.
-        fetch_seconds: in which a call does nothing but copy weights, or wait for those that are streamed.
-        io_seconds: of inputs and outputs. These four are the makespan.
-        hidden_seconds: in which weights are streamed while a call does something else; they cost nothing.
-    """
-
-    answer: Growth | None
-    binds: bool
-    growths: tuple[Growth, ...]
-    makespan: float
-    compute_seconds: float
-    transfer_seconds: float
-    fetch_seconds: float
-    io_seconds: float
-    hidden_seconds: float
-
-    @property
-    def gain(self) -> float:
-        """Seconds that the answer saves."""
-        return 0.0 if self.answer is None else self.answer.gain
-
-    def to_json(self) -> str:
-        """All of it as JSON text."""
-        return json.dumps(asdict(self), indent=1)
-
-    def __str__(self) -> str:
-        if self.answer is None:
-            head = "nothing that was tried would save time"
-        else:
-            share = 100 * self.answer.gain / self.makespan
-            head = f"{self.answer} would save {time_text(self.answer.gain)} ({share:.1f} %)"
-            if not self.binds:
-                head = f"no budget binds; {head}"
-        parts = (
-            f"a call takes {time_text(self.makespan)}: {time_text(self.compute_seconds)} compute, "
-            f"{time_text(self.transfer_seconds)} transfers, {time_text(self.fetch_seconds)} fetched weights, "
-            f"{time_text(self.io_seconds)} inputs and outputs"
-        )
-        if self.hidden_seconds:
-            parts += f"; {time_text(self.hidden_seconds)} of streaming are hidden"
-        rows = [
-            [
-                growth.what,
-                " - ".join(map(str, growth.devices)),
-                growth.amount,
-                time_text(growth.makespan),
-                time_text(growth.gain),
-                f"so on {', '.join(map(str, growth.like))}" if growth.like else "",
-            ]
-            for growth in self.growths
-        ]
-        header = ["more", "of", "by", "time", "saves", ""]
-        return "\n".join([head, parts, "", *table_lines(header, rows)])
 
 
 def find_bottleneck(plan: Plan, *, progress: bool = True) -> Bottleneck:
@@ -160,11 +54,11 @@ def find_bottleneck(plan: Plan, *, progress: bool = True) -> Bottleneck:
             answer = search.confirmed(answer)
             growths.append(answer)
             growths.sort(key=lambda growth: -growth.gain)
-    return Bottleneck(answer, bool(binding), tuple(growths), plan.weighted_makespan, *_parts(plan))
+    return _with_parts(plan, answer, bool(binding), tuple(growths))
 
 
-def _parts(plan: Plan) -> tuple[float, float, float, float, float]:
-    """Seconds of operations, transfers, fetched weights, inputs and outputs; and what is hidden."""
+def _with_parts(plan: Plan, answer: Growth | None, binds: bool, growths: tuple[Growth, ...]) -> Bottleneck:
+    """What was found, and where the seconds of the plan go."""
     compute = transfers = fetches = through = hidden = 0.0
     for one in plan.calls:
         weight, topology, timeline = one.call_weight, one.topology, one.timeline
@@ -174,7 +68,17 @@ def _parts(plan: Plan) -> tuple[float, float, float, float, float]:
         fetches += weight * (moved + timeline.busy("wait"))
         through += weight * sum(move_seconds(move, topology) for move in one.io_transfers)
         hidden += weight * timeline.hidden_seconds
-    return compute, transfers, fetches, through, hidden
+    return Bottleneck(
+        answer,
+        binds,
+        growths,
+        plan.weighted_makespan,
+        compute_seconds=compute,
+        transfer_seconds=transfers,
+        fetch_seconds=fetches,
+        io_seconds=through,
+        hidden_seconds=hidden,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +122,7 @@ class _Search:
 
     def _growth(
         self,
-        what: Literal["memory", "link", "speed"],
+        what: Thing,
         devices: tuple[DeviceKey, ...],
         found: _Found | None,
         like: tuple[DeviceKey, ...] = (),

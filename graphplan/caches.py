@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 __all__ = [
     "COUNTERS",
     "Given",
-    "Part",
+    "LayoutPart",
     "is_cache",
     "is_described",
     "is_device_of",
@@ -41,7 +41,7 @@ _CONSTANTS = (bool, int, float, str, type, torch.dtype, torch.layout, torch.Size
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LayoutPart:
     """One part of a layout.
 
     Attributes:
@@ -55,7 +55,7 @@ class Part:
     kind: str
     cls: Any = None
     keys: tuple[Any, ...] = ()
-    parts: tuple[Part, ...] = ()
+    parts: tuple[LayoutPart, ...] = ()
     value: Any = None
 
 
@@ -120,9 +120,9 @@ def is_described(node: Any) -> bool:
     return node.unflatten_fn is _unflatten
 
 
-def layout_of(spec: pytree.TreeSpec) -> Part:
+def layout_of(spec: pytree.TreeSpec) -> LayoutPart:
     """The layout of a cache, from its structure."""
-    found: Part = spec.context
+    found: LayoutPart = spec.context
     return found
 
 
@@ -131,49 +131,51 @@ def is_device_of(name: str, state: Mapping[str, Any]) -> bool:
     return isinstance(state[name], torch.device)
 
 
-def _flatten(cache: Any) -> tuple[list[Any], Part]:
+def _flatten(cache: Any) -> tuple[list[Any], LayoutPart]:
     leaves: list[Any] = []
     return leaves, _describe(cache, leaves, "", False)
 
 
-def _flatten_with_keys(cache: Any) -> tuple[list[Any], Part]:
+def _flatten_with_keys(cache: Any) -> tuple[list[Any], LayoutPart]:
     leaves, layout = _flatten(cache)
     return [(pytree.SequenceKey(i), leaf) for i, leaf in enumerate(leaves)], layout
 
 
-def _unflatten(leaves: Iterable[Any], layout: Part) -> Any:
+def _unflatten(leaves: Iterable[Any], layout: LayoutPart) -> Any:
     return _make(layout, iter(leaves))
 
 
-def _describe(value: Any, leaves: list[Any], name: str, fixed: bool) -> Part:
+def _describe(value: Any, leaves: list[Any], name: str, fixed: bool) -> LayoutPart:
     if isinstance(value, torch.Tensor):
         leaves.append(value)
         grows = (2,) if value.dim() == 4 and name in ("keys", "values") and not fixed else ()
-        return Part("leaf", value=grows)
+        return LayoutPart("leaf", value=grows)
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         known = _settled(value)
         if known is None:
             leaves.append(value)
-            return Part("leaf")
+            return LayoutPart("leaf")
         value = known
     if name in COUNTERS and not (value is None or (type(value) is int and value <= 1)):
         leaves.append(value)  # 0 and 1 are structures of their own, as they are to a trace
-        return Part("leaf")
+        return LayoutPart("leaf")
     if value is None or isinstance(value, _CONSTANTS):
-        return Part("constant", type(value), value=value)
+        return LayoutPart("constant", type(value), value=value)
     if isinstance(value, torch.device):
-        return Part("device")
+        return LayoutPart("device")
     cls = type(value)
     if isinstance(value, dict):
         parts = (_describe(v, leaves, str(k), fixed) for k, v in value.items())
-        return Part("mapping", cls, tuple(value), tuple(parts))
+        return LayoutPart("mapping", cls, tuple(value), tuple(parts))
     if isinstance(value, list | tuple | set | frozenset):
-        return Part("sequence", cls, (), tuple(_describe(v, leaves, name, fixed) for v in value))
+        return LayoutPart("sequence", cls, (), tuple(_describe(v, leaves, name, fixed) for v in value))
     if isinstance(value, types.MethodType | types.FunctionType) or not hasattr(value, "__dict__"):
-        return Part("constant", cls, value=value)
+        return LayoutPart("constant", cls, value=value)
     state = vars(value)
     fixed = fixed or "max_cache_len" in state
-    return Part("object", cls, tuple(state), tuple(_describe(v, leaves, k, fixed) for k, v in state.items()))
+    return LayoutPart(
+        "object", cls, tuple(state), tuple(_describe(v, leaves, k, fixed) for k, v in state.items())
+    )
 
 
 def _settled(symbol: Any) -> Any:
@@ -184,7 +186,7 @@ def _settled(symbol: Any) -> Any:
     return node.maybe_as_float() if isinstance(symbol, torch.SymFloat) else node.maybe_as_int()
 
 
-def _make(part: Part, leaves: Iterator[Any]) -> Any:
+def _make(part: LayoutPart, leaves: Iterator[Any]) -> Any:
     if part.kind == "leaf":
         return next(leaves)
     if part.kind == "constant":

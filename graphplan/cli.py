@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -30,9 +28,9 @@ from graphplan.command_options import (
     Reserve,
     TimeLimit,
     Trust,
-    read_plan,
 )
-from graphplan.comparison import Baseline, device_maps, ours
+from graphplan.command_steps import judge_ours, load_word, plan_named, read_topology, write_plan
+from graphplan.comparison import device_maps
 from graphplan.console import (
     complain,
     exit_code,
@@ -42,20 +40,18 @@ from graphplan.console import (
     show_warnings_in_one_line,
     working,
 )
-from graphplan.demo import DemoResult, run_demo
-from graphplan.device import DeviceKey, Topology, read_max_memory, require_present
-from graphplan.digest import comparison_text, device_digest, devices_text, plan_digest
-from graphplan.errors import GraphplanError, InfeasibleError, InputError
-from graphplan.key_values import read_budgets, read_links, read_measurements, read_pins
-from graphplan.named_model import Ask, NamedModel, load_named
-from graphplan.passes.evaluate import Problem
-from graphplan.placement import Plan
+from graphplan.demo import run_demo
+from graphplan.device import read_max_memory, require_present
+from graphplan.digest import comparison_text, demo_text, device_digest, devices_text, plan_digest
+from graphplan.errors import GraphplanError, InputError
+from graphplan.key_values import read_budgets, read_pins
+from graphplan.named_files import read_plan
+from graphplan.named_model import Ask
 from graphplan.runtime.benchmark import measure_devices
-from graphplan.speeds import Speed, with_speeds
+from graphplan.speeds import with_speeds
 
 __all__ = ["app", "run"]
 
-_ROOMY = 1 << 50  # bytes of each device where only the graph is wanted
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 # what typer raises for a wrong command line: its own class, or click's in older releases
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]
@@ -83,9 +79,6 @@ def _usage(error: Exception) -> str:
     context = getattr(error, "ctx", None)
     path = "graphplan" if context is None else context.command_path
     return f"{formatted} (see {path} --help)"
-
-
-# -- commands ----------------------------------------------------------------------------------------------
 
 
 def _version(wanted: bool) -> None:
@@ -125,7 +118,7 @@ def demo(
         figures = {"difference": result.difference, "measured_peaks": measured, "simulated": result.simulated}
         print_json({**figures, "plan": plan_digest(result.plan)})
     else:
-        _report(result)
+        print(demo_text(result))
         print(f"\nwrote {out / 'plan.html'}, {out / 'plan.json'} and {out / 'plan.dot'}")
     if result.difference > 1e-5:
         raise GraphplanError(f"the placed model's embeddings differ by {result.difference}")
@@ -154,14 +147,11 @@ def plan(
 ) -> None:
     """Decide where everything in a model goes. Devices that this machine lacks are fine."""
     require_writable(out, html)
-    budgets = read_budgets(max_memory or ())
-    links = read_links(link or (), budgets)
-    speeds, pins = read_measurements(measured, device or ()), read_pins(pin or ())
-    topology = with_speeds(read_max_memory(budgets, links, reserve), speeds)
-    named = _load(model, Ask(batch, length, dtype, trust_remote_code, meta))
+    topology, pins = read_topology(max_memory, device, link, measured, reserve), read_pins(pin or ())
+    named = load_word(model, Ask(batch, length, dtype, trust_remote_code, meta))
     with working(f"tracing {named.name} and placing it"):
-        found = _plan(named, topology, pin=pins, offload=offload, balance=balance, time_limit=time_limit)
-    _write(found, out, html, named.name)
+        found = plan_named(named, topology, pin=pins, offload=offload, balance=balance, time_limit=time_limit)
+    write_plan(found, out, html, named.name)
     if as_json:
         print_json({"model": named.name, "inputs": named.inputs, **plan_digest(found)})
         return
@@ -185,7 +175,7 @@ def show(
     """Show a plan that was written before."""
     require_writable(html, dot)
     found = read_plan(path)
-    _write(found, None, html, path.stem)
+    write_plan(found, None, html, path.stem)
     if dot is not None:
         found.save_dot(dot)
     wanted = found.bottleneck(progress=sys.stderr.isatty()) if bottleneck else None
@@ -214,13 +204,10 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Judge our plan, accelerate's device map and transformers' by one evaluator."""
-    budgets = read_budgets(max_memory or ())
-    links = read_links(link or (), budgets)
-    speeds = read_measurements(measured, device or ())
-    topology = with_speeds(read_max_memory(budgets, links, reserve), speeds)
-    named = _load(model, Ask(batch, length, dtype, trust_remote_code, meta))
+    topology = read_topology(max_memory, device, link, measured, reserve)
+    named = load_word(model, Ask(batch, length, dtype, trust_remote_code, meta))
     with working(f"tracing {named.name} and placing it"):
-        rows, problem = _ours(named, topology)
+        rows, problem = judge_ours(named, topology)
     with working("asking accelerate and transformers"):
         no_split = sorted(getattr(named.model, "_no_split_modules", None) or ())
         rows += device_maps(problem, named.model, no_split)
@@ -269,72 +256,3 @@ def explain(path: PlanFile, name: Name, as_json: Json = False) -> None:
     with working("judging the other devices"):
         found = read_plan(path).explain(name)
     say(found.to_json() if as_json else found)
-
-
-# -- steps -------------------------------------------------------------------------------------------------
-
-
-def _ours(named: NamedModel, topology: Topology) -> tuple[list[Baseline], Problem]:
-    """Our row, and the problem for the others: of our graph, or without a plan of one with more room."""
-    start = time.perf_counter()
-    try:
-        found = _plan(named, topology)
-        return [ours(found, time.perf_counter() - start)], found.plain_problem
-    except InfeasibleError as error:
-        row = Baseline("graphplan", error=str(error), planning=time.perf_counter() - start)
-    roomy = topology.with_memory(dict.fromkeys(topology.keys, _ROOMY))
-    return [row], replace(_plan(named, roomy).plain_problem, topology=topology)
-
-
-def _plan(
-    named: NamedModel,
-    topology: Topology,
-    *,
-    pin: Mapping[str, DeviceKey] | None = None,
-    offload: bool = True,
-    balance: bool = False,
-    time_limit: float | None = None,
-) -> Plan:
-    return graphplan.plan(
-        named.model,
-        {spec.key: spec.memory for spec in topology.devices},
-        named.args,
-        named.kwargs,
-        links=topology.links,
-        devices={s.key: Speed(s.flops, s.bandwidth, s.overhead) for s in topology.devices if s.computes},
-        reserve={spec.key: spec.reserve for spec in topology.devices},
-        pin=pin,
-        offload=offload,
-        balance=balance,
-        time_limit=time_limit,
-    )
-
-
-def _load(word: str, ask: Ask) -> NamedModel:
-    with working(f"building {word}"):
-        return load_named(word, ask)
-
-
-def _write(found: Plan, out: Path | None, html: Path | None, title: str) -> None:
-    if out is not None:
-        found.save_json(out)
-    if html is not None:
-        found.save_html(html, title=title)
-
-
-def _report(result: DemoResult) -> None:
-    kind = "simulated accelerators" if result.simulated else "accelerators"
-    print(f"all-MiniLM-L6-v2 over two {kind} and the CPU\n")
-    print(result.plan.summary())
-    print("\nmeasured peaks against plan and budget:")
-    for key, measured in result.measured_peak_bytes.items():
-        budget = result.plan.topology[key].memory
-        print(f"  {key}: {measured:,} <= {result.plan.peak_bytes[key]:,} <= {budget:,} bytes")
-    name, device = result.offloaded
-    print(f"\n{name} stays on the CPU, and says so: device {device}")
-    print(f"largest difference from the unplaced model's embeddings: {result.difference:.1e}\n")
-    for i, sentence in enumerate(result.sentences):
-        row = result.similarity[i].clone()
-        row[i] = -1
-        best = int(row.argmax())
-        print(f"  {sentence:46s} is closest to: {result.sentences[best]} ({float(row[best]):.2f})")

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from graphplan.cards import card_names
-from graphplan.errors import GraphplanError, PlanError
-from graphplan.placement import Plan
+from graphplan.errors import GraphplanError
+from graphplan.named_files import read_plan
 
 __all__ = [
     "Batch",
@@ -28,23 +28,7 @@ __all__ = [
     "Reserve",
     "TimeLimit",
     "Trust",
-    "read_plan",
 ]
-
-
-def read_plan(path: Path) -> Plan:
-    """The plan of a JSON file.
-
-    Raises:
-        PlanError: the file holds none.
-        OSError: it cannot be read.
-    """
-    try:
-        return Plan.from_json(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise PlanError(f"{str(path)!r} is no plan: it is no text") from error
-    except PlanError as error:
-        raise PlanError(f"{str(path)!r}: {error}") from error
 
 
 def _complete_card(incomplete: str) -> list[str]:

@@ -30,6 +30,7 @@ from graphplan.errors import (
     BudgetError,
     CaptureError,
     DeviceError,
+    GraphplanWarning,
     InfeasibleError,
     InputError,
     PlanError,
@@ -120,6 +121,7 @@ def show_warnings_in_one_line() -> None:
     logging.disable(logging.WARNING)  # of the libraries that transformers imports
     warnings.simplefilter("ignore")
     warnings.filterwarnings("always", category=UserWarning, module="graphplan")
+    warnings.filterwarnings("always", category=GraphplanWarning)
 
     stream = sys.stderr
 

@@ -1,25 +1,31 @@
-"""Devices, the links between them, and the reading of ``max_memory``.
+"""Devices as the caller names them: ``max_memory`` is read into a ``Topology``.
 
 A *key* is what the caller wrote in ``max_memory`` (``0``, ``"cpu"``, ``"cuda:1"``); the plan speaks in
-keys, and :class:`DeviceSpec` maps each to its ``torch.device``. Speeds are bytes/s and FLOP/s, times
-seconds, sizes bytes.
+keys, and :class:`DeviceSpec` maps each to its ``torch.device``. What a topology is, and what machine is
+asked, is in :mod:`graphplan.topology` and :mod:`graphplan.machine`, whose names can be had here too.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 
 import torch
-from accelerate.utils import convert_file_size_to_int, get_max_memory
+from accelerate.utils import convert_file_size_to_int
 
 from graphplan.cards import find_card
 from graphplan.errors import BudgetError, DeviceError
+from graphplan.machine import (
+    Machine,
+    accelerator_type,
+    current_machine,
+    detect_max_memory,
+    suspended,
+    unmetered,
+)
+from graphplan.topology import CPU, DISK, SIMULATED, DeviceKey, DeviceSpec, Link, Topology
 
 __all__ = [
     "CPU",
@@ -30,6 +36,7 @@ __all__ = [
     "Link",
     "Machine",
     "MaxMemory",
+    "Reserve",
     "Topology",
     "accelerator_type",
     "current_machine",
@@ -40,184 +47,9 @@ __all__ = [
     "unmetered",
 ]
 
-DeviceKey = int | str
-MaxMemory = Mapping[DeviceKey, int | float | str]
-
-_MIB = 1 << 20
-
-CPU = "cpu"
-DISK = "disk"
-SIMULATED = "sim"  # what torch's PrivateUse1 backend is renamed to by ``simulate``
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceSpec:
-    """What the planner knows of one device.
-
-    Attributes:
-        key: the caller's own key of ``max_memory``.
-        device: the torch device as text (``"cuda:0"``, ``"cpu"``); ``"disk"`` for the file mapping.
-        memory: the budget in bytes: weights, activations and buffers together.
-        flops: FLOP/s that a large matrix product reaches.
-        bandwidth: bytes/s of the device's own memory.
-        overhead: seconds that an operation takes however small it is.
-        reserve: bytes of ``memory`` that the plan leaves free.
-    """
-
-    key: DeviceKey
-    device: str
-    memory: int
-    flops: float
-    bandwidth: float
-    overhead: float
-    reserve: int = 0
-
-    @property
-    def room(self) -> int:
-        """Bytes that a plan may use."""
-        return max(0, self.memory - self.reserve)
-
-    @property
-    def type(self) -> str:
-        """``"cuda"``, ``"sim"``, ``"cpu"``, ``"disk"``, ..."""
-        return self.device.partition(":")[0]
-
-    @property
-    def computes(self) -> bool:
-        """Whether operations can run here."""
-        return self.type != DISK
-
-    @property
-    def is_accelerator(self) -> bool:
-        """Whether this is neither the CPU nor the disk."""
-        return self.type not in (CPU, DISK)
-
-    @property
-    def torch_device(self) -> torch.device:
-        """The torch device; the CPU for ``"disk"``, whose weights are mapped into host memory."""
-        return torch.device(CPU if self.type == DISK else self.device)
-
-    def rounded(self, nbytes: int) -> int:
-        """The fewest bytes that an allocator takes for a storage of ``nbytes``: whole 512s."""
-        return -(-nbytes // 512) * 512
-
-    def allocated(self, nbytes: int) -> int:
-        """The most bytes that an allocator takes for a storage of ``nbytes``, among others.
-
-        CUDA's caching allocator may hand out up to 1 MiB more of a cached block than was asked for
-        when the request is above 1 MiB (``CUDACachingAllocator.cpp``, ``should_split``).
-        """
-        slack = _MIB if self.type == "cuda" and nbytes > _MIB else 0
-        return self.rounded(nbytes) + slack
-
-    def resident(self, sizes: Iterable[int]) -> int:
-        """The most bytes that storages take which are allocated one after another and kept.
-
-        CUDA's caching allocator cuts those of 1 to 10 MiB from segments of 20 MiB, the rest of which,
-        up to 1 MiB, goes with the last; larger ones get segments of whole 2 MiB, and keep a rest of up
-        to 1 MiB.
-        """
-        total = middle = 0
-        for nbytes in sizes:
-            total += self.rounded(nbytes)
-            if self.type == "cuda" and nbytes >= 10 * _MIB:
-                rest = -self.rounded(nbytes) % (2 * _MIB)
-                total += rest if rest <= _MIB else 0
-            elif self.type == "cuda" and nbytes > _MIB:
-                middle += self.rounded(nbytes)
-        return total + -(-middle // (19 * _MIB)) * _MIB
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """One direction between two devices: ``bandwidth`` in bytes/s, ``latency`` in seconds."""
-
-    bandwidth: float = 25e9
-    latency: float = 15e-6
-
-    def seconds(self, nbytes: int) -> float:
-        """Seconds to move ``nbytes``."""
-        return self.latency + nbytes / self.bandwidth
-
-
-_DISK_LINK = Link(2e9, 100e-6)
-
-
-@dataclass(frozen=True)
-class Topology:
-    """The devices in the caller's order, and the links between them.
-
-    ``links`` maps ``(source key, destination key)`` to a :class:`Link`; a pair that is not named in
-    either direction has ``default_link``, or 2 GB/s and 100 microseconds where one of them is the disk.
-    """
-
-    devices: tuple[DeviceSpec, ...]
-    links: Mapping[tuple[DeviceKey, DeviceKey], Link] = field(default_factory=dict)
-    default_link: Link = Link()
-
-    def link(self, source: DeviceKey, destination: DeviceKey) -> Link:
-        """The link from one device to another."""
-        found = self.links.get((source, destination)) or self.links.get((destination, source))
-        return found or (_DISK_LINK if DISK in (source, destination) else self.default_link)
-
-    def __getitem__(self, key: DeviceKey) -> DeviceSpec:
-        for spec in self.devices:
-            if spec.key == key:
-                return spec
-        known = ", ".join(repr(spec.key) for spec in self.devices)
-        raise DeviceError(f"no device {key!r} in this plan: it has {known}")
-
-    def __contains__(self, key: object) -> bool:
-        return any(spec.key == key for spec in self.devices)
-
-    @property
-    def keys(self) -> tuple[DeviceKey, ...]:
-        """The caller's keys, in the caller's order."""
-        return tuple(spec.key for spec in self.devices)
-
-    def scaled(self, factor: float) -> Topology:
-        """The same devices with every budget times ``factor``."""
-        grown = (replace(spec, memory=int(spec.memory * factor)) for spec in self.devices)
-        return replace(self, devices=tuple(grown))
-
-    def with_memory(self, memory: Mapping[DeviceKey, int]) -> Topology:
-        """The same devices with the budgets of ``memory`` (bytes) where it names them."""
-        changed = (replace(s, memory=memory.get(s.key, s.memory)) for s in self.devices)
-        return replace(self, devices=tuple(changed))
-
-
-class Machine(Protocol):
-    """What stands in for this machine's accelerators while it is current (see ``simulate``)."""
-
-    @property
-    def max_memory(self) -> dict[DeviceKey, int]:
-        """Key -> bytes."""
-        ...
-
-    @property
-    def device_type(self) -> str:
-        """What integer keys mean."""
-        ...
-
-    @property
-    def links(self) -> Mapping[tuple[DeviceKey, DeviceKey], Link]:
-        """What is known of the links."""
-        ...
-
-    def has(self, index: int) -> bool:
-        """Whether the device of this index exists."""
-        ...
-
-    def unmetered(self) -> AbstractContextManager[None]:
-        """A block in which allocations are not counted: planning is not running."""
-        ...
-
-    def suspended(self) -> AbstractContextManager[None]:
-        """A block in which operations are not intercepted."""
-        ...
-
-
-current_machine: ContextVar[Machine | None] = ContextVar("graphplan_machine", default=None)
+Size = int | float | str  # bytes, or text such as "10GiB"
+MaxMemory = Mapping[DeviceKey, Size]
+Reserve = Size | Mapping[DeviceKey, Size]
 
 _ACCELERATOR = (100e12, 1.0e12)  # FLOP/s and bytes/s of a card that is not known
 _ACCELERATOR_OVERHEAD = 4e-6  # one asynchronous kernel launch
@@ -227,41 +59,10 @@ _CPU_SPEED = (1e12, 50e9)
 _CPU_OVERHEAD = 20e-6
 
 
-def suspended() -> AbstractContextManager[None]:
-    """A block that a simulated machine does not see, so that a trace is what it is without it."""
-    machine = current_machine.get()
-    return nullcontext() if machine is None else machine.suspended()
-
-
-def unmetered() -> AbstractContextManager[None]:
-    """A block in which a simulated machine counts no allocations; nothing on a real one."""
-    machine = current_machine.get()
-    return nullcontext() if machine is None else machine.unmetered()
-
-
-def accelerator_type() -> str | None:
-    """The type that integer keys mean now: the simulated one, or this machine's; None if none."""
-    machine = current_machine.get()
-    if machine is not None:
-        return machine.device_type
-    if torch.accelerator.is_available():
-        found = torch.accelerator.current_accelerator()
-        return None if found is None or found.type == SIMULATED else found.type
-    return None
-
-
-def detect_max_memory() -> dict[DeviceKey, int]:
-    """Free bytes of each accelerator and of the CPU, as accelerate reads them."""
-    machine = current_machine.get()
-    if machine is not None:
-        return dict(machine.max_memory)
-    return {key: int(value) for key, value in get_max_memory().items()}
-
-
 def read_max_memory(
     max_memory: MaxMemory | None,
     links: Mapping[tuple[DeviceKey, DeviceKey], Link] | None = None,
-    reserve: int | str | Mapping[DeviceKey, int | str] = 0,
+    reserve: Reserve = 0,
 ) -> Topology:
     """Read ``max_memory`` into a :class:`Topology`.
 
@@ -278,25 +79,34 @@ def read_max_memory(
         max_memory = dict(detect_max_memory())
     if not isinstance(max_memory, Mapping):
         kind = type(max_memory).__name__
-        raise BudgetError(f"max_memory must map device keys to bytes, not be a {kind}: {max_memory!r}")
+        raise BudgetError(f"max_memory must map device keys to bytes, not be {max_memory!r} ({kind})")
     if not max_memory:
         raise BudgetError("max_memory is empty: name at least one device, e.g. {0: '20GiB', 'cpu': '60GiB'}")
     specs = tuple(_spec(key, _read_bytes(key, value)) for key, value in max_memory.items())
     _reject_twins(specs)
     if not any(spec.computes for spec in specs):
         raise BudgetError("max_memory names only 'disk', which computes nothing: add an accelerator or 'cpu'")
-    if links is not None and not (
-        isinstance(links, Mapping) and all(isinstance(link, Link) for link in links.values())
-    ):
-        raise DeviceError(f"links must map (source, destination) to graphplan.Link, not be {links!r}")
+    _check_links(links, {spec.key for spec in specs})
     machine = current_machine.get()
     known = dict(machine.links) if machine is not None else {}
     return Topology(_with_reserve(specs, reserve), {**known, **(links or {})})
 
 
-def _with_reserve(
-    specs: tuple[DeviceSpec, ...], reserve: int | str | Mapping[DeviceKey, int | str]
-) -> tuple[DeviceSpec, ...]:
+def _check_links(links: object, keys: Set[DeviceKey]) -> None:
+    """Refuse links that no plan would look up: inputs may come from devices beside those of a plan."""
+    if links is None:
+        return
+    if not isinstance(links, Mapping) or not all(isinstance(link, Link) for link in links.values()):
+        raise DeviceError(f"links must map (source, destination) to graphplan.Link, not be {links!r}")
+    for pair in links:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise DeviceError(f"links has the key {pair!r}: write (source, destination), as (0, 'cpu')")
+        for key in pair:
+            if key not in keys and not isinstance(key, str):
+                raise DeviceError(f"links names {key!r}, which is not in max_memory")
+
+
+def _with_reserve(specs: tuple[DeviceSpec, ...], reserve: Reserve) -> tuple[DeviceSpec, ...]:
     if not isinstance(reserve, Mapping):
         nbytes = _read_bytes("reserve", reserve, "reserve")
         return tuple(replace(spec, reserve=nbytes) for spec in specs)

@@ -7,7 +7,6 @@ It sees modules and bytes, as accelerate's does, and no activations: for those t
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +17,7 @@ from graphplan.device import CPU, DISK, DeviceKey
 from graphplan.module_map import merged_map
 from graphplan.passes.packing import Block, Packing, pack, spill
 from graphplan.twin import identity, tensor_bytes
+from graphplan.warn import warn
 
 __all__ = ["ModuleSizes", "infer_auto_device_map", "map_modules"]
 
@@ -119,10 +119,9 @@ def _warn_of_buffers(blocks: list[Block], packing: Packing, capacities: list[int
     places = zip(blocks, packing.places, strict=True)
     kept = sum(block.kept for block, place in places if place is None)
     if kept and capacities and set(packing.places) == {None} and kept > capacities[main]:
-        warnings.warn(
+        warn(
             f"the {kept} bytes of offloaded modules that stay on the accelerator (buffers, and parameters "
-            "that no hook reaches) do not fit: give offload_buffers=True",
-            stacklevel=4,
+            "that no hook reaches) do not fit: give offload_buffers=True"
         )
 
 

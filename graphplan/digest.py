@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from graphplan.comparison import Baseline
+from graphplan.demo import DemoResult
 from graphplan.device import SIMULATED, Topology
 from graphplan.placement import Plan
 from graphplan.visualize import size_text, table_lines, time_text
 
-__all__ = ["card_of", "comparison_text", "device_digest", "devices_text", "plan_digest"]
+__all__ = ["card_of", "comparison_text", "demo_text", "device_digest", "devices_text", "plan_digest"]
 
 
 def plan_digest(plan: Plan) -> dict[str, Any]:
@@ -119,3 +120,31 @@ def card_of(device: str) -> str:
     backend = getattr(torch, kind, None)
     named = getattr(backend, "get_device_name", None)
     return str(named(int(index or 0))) if named is not None else ""
+
+
+def demo_text(result: DemoResult) -> str:
+    """The plan of the demo, what was measured against it, and the sentences that are closest."""
+    kind = "simulated accelerators" if result.simulated else "accelerators"
+    lines = [
+        f"all-MiniLM-L6-v2 over two {kind} and the CPU",
+        "",
+        result.plan.summary(),
+        "",
+        "measured peaks against plan and budget:",
+    ]
+    for key, measured in result.measured_peak_bytes.items():
+        budget = result.plan.topology[key].memory
+        lines.append(f"  {key}: {measured:,} <= {result.plan.peak_bytes[key]:,} <= {budget:,} bytes")
+    name, device = result.offloaded
+    lines += [
+        "",
+        f"{name} stays on the CPU, and says so: device {device}",
+        f"largest difference from the unplaced model's embeddings: {result.difference:.1e}",
+        "",
+    ]
+    for i, sentence in enumerate(result.sentences):
+        row = result.similarity[i].clone()
+        row[i] = -1
+        best = int(row.argmax())
+        lines.append(f"  {sentence:46s} is closest to: {result.sentences[best]} ({float(row[best]):.2f})")
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The exceptions of graphplan: one root, one class for each thing a caller can put right."""
+"""The exceptions of graphplan: one root, one class for each thing a caller can put right; and its warning."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ __all__ = [
     "CheckpointError",
     "DeviceError",
     "GraphplanError",
+    "GraphplanWarning",
     "InfeasibleError",
     "InputError",
     "LimitError",
@@ -33,6 +34,10 @@ def readable_bytes(nbytes: int) -> str:
 
 class GraphplanError(Exception):
     """Root of every error that graphplan raises on purpose."""
+
+
+class GraphplanWarning(UserWarning):
+    """What graphplan does in another way than the caller may expect; it points at the caller's line."""
 
 
 class BudgetError(GraphplanError, ValueError):

@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from graphplan.caches import Given, is_cache, layout_of
 from graphplan.errors import CaptureError
 from graphplan.signature import BoundCall, Guard, register_dataclasses
+from graphplan.twin import with_forward
 
 __all__ = ["Exported", "export_transformers"]
 
@@ -81,46 +82,47 @@ def export_transformers(module: nn.Module, method: str, call: BoundCall, *, keep
 
 
 def _export(module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool, dynamic: bool) -> Exported:
-    from transformers.exporters.exporter_dynamo import (  # optional package
-        patch_forward_signature,
-        patch_model_config,
-        reset_model_state,
-    )
-    from transformers.exporters.utils import prepare_for_export
+    from transformers.exporters.utils import prepare_for_export  # optional package
 
     given = _copied(call)
     _, inputs, flags = prepare_for_export(module, given)
     caches = tuple(name for name, value in inputs.items() if is_cache(value))
     roles = {name: _roles(name, value, _batch(inputs)) for name, value in inputs.items()}
     shapes = {name: _shapes(value, iter(roles[name])) for name, value in inputs.items()} if dynamic else None
-    own = vars(module).get("forward")
     original = getattr(module, method)
 
     @wraps(original)
     def forward(**kwargs: Any) -> Any:
         return _with_caches(original(**kwargs), {name: kwargs[name] for name in caches})
 
-    module.forward = forward  # on the copy that is traced alone
-    try:
-        with (
-            torch.set_grad_enabled(keep_grad),
-            symbolic_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]  # a config module
-            _patches(),
-            reset_model_state(module),
-            patch_model_config(module, flags),
-            patch_forward_signature(module, inputs),
-        ):
-            program = torch.export.export(
-                module, (), copy.deepcopy(dict(inputs)), dynamic_shapes=shapes, strict=False
-            )
-    finally:
-        vars(module).pop("forward", None)
-        if own is not None:
-            module.forward = own
+    with with_forward(module, forward), _patched_for_export(module, inputs, flags, keep_grad):
+        program = torch.export.export(
+            module, (), copy.deepcopy(dict(inputs)), dynamic_shapes=shapes, strict=False
+        )
     leaves, paths = _leaves(inputs)
     guards = _guards(program, leaves, paths)
     flat = tuple(role for name in inputs for role in roles[name])
     return Exported(program, dict(inputs), tuple(flags), flat, guards, caches)
+
+
+@contextmanager
+def _patched_for_export(module: nn.Module, inputs: Any, flags: Any, keep_grad: bool) -> Iterator[None]:
+    """What the exporter of transformers, and we, change of torch and the model while it is traced."""
+    from transformers.exporters.exporter_dynamo import (  # optional package
+        patch_forward_signature,
+        patch_model_config,
+        reset_model_state,
+    )
+
+    with (
+        torch.set_grad_enabled(keep_grad),
+        symbolic_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]  # a config module
+        _patches(),
+        reset_model_state(module),
+        patch_model_config(module, flags),
+        patch_forward_signature(module, inputs),
+    ):
+        yield
 
 
 def _copied(call: BoundCall) -> dict[str, Any]:

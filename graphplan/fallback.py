@@ -306,9 +306,9 @@ class _Fallback:
     def _weight(self, name: str) -> Weight:
         weights, tensor = self.twin.weights, self.twin.weights.tensors[name]
         names = tuple(weights.names[name])
-        kind = "parameter" if name in weights.parameters else "buffer"
         persistent = any(one in weights.persistent for one in names)
-        return Weight(name, tensor_bytes(tensor), names, kind, persistent, shape=tuple(tensor.shape))
+        found = Weight(name, tensor_bytes(tensor), names, persistent=persistent, shape=tuple(tensor.shape))
+        return found if name in weights.parameters else replace(found, kind="buffer")
 
     def _run(self, made: nn.Module) -> None:
         """Run the example inputs; buffers are as before."""

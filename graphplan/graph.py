@@ -15,114 +15,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
 import networkx as nx
 
+from graphplan.elements import Operation, Value, Weight
 from graphplan.errors import VerificationError
 
 __all__ = ["Graph", "Operation", "Value", "Weight"]
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """What an operation makes, or what the caller passes in.
-
-    Attributes:
-        name: unique among values and weights.
-        nbytes: bytes of the storage that it brings to life; 0 for a view, an alias and a scalar.
-        copy_bytes: bytes that a copy to another device moves and takes there (elements x size).
-        alias_of: the value or weight whose storage it shares, or None.
-        is_tensor: False for sizes and other host scalars, which every device can read.
-        shape: sizes at the example inputs; empty where unknown.
-        dtype: ``"float32"``, ``"int64"``, ...; empty where unknown.
-        stays: whether it is a tensor of a cache that is returned: it outlives the call where it is made.
-    """
-
-    name: str
-    nbytes: int = 0
-    copy_bytes: int = 0
-    alias_of: str | None = None
-    is_tensor: bool = True
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
-    stays: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """A parameter, buffer or constant that the model owns.
-
-    Attributes:
-        name: its first name in the model; the name that operations use.
-        nbytes: bytes of its storage.
-        names: every name that it has: more than one when it is tied.
-        kind: ``"parameter"``, ``"buffer"``, ``"constant"``, ``"part"``, or ``"cache"`` for a tensor
-            of a cache that the caller passes in: it lives where it is used, before and after the call.
-        persistent: whether it is in the ``state_dict``.
-        mutated: whether a call writes to it (BatchNorm statistics): it is then never fetched.
-        movable: False where the graph holds it inside an opaque module: never fetched either.
-        part_of: for a part, the weight of which it is some rows. That one stays whole on the CPU and has
-            ``nbytes`` of 0, since its parts have them; a part that lives elsewhere is a copy.
-        start: for a part, its first row.
-    """
-
-    name: str
-    nbytes: int
-    names: tuple[str, ...] = ()
-    kind: str = "parameter"
-    persistent: bool = True
-    mutated: bool = False
-    movable: bool = True
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
-    part_of: str = ""
-    start: int = 0
-
-    @property
-    def fetchable(self) -> bool:
-        """Whether it may live elsewhere than where it is used."""
-        return self.movable and not self.mutated
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """One step of the trace.
-
-    Attributes:
-        name: unique among operations.
-        target: what it calls, for people (``"linear"``).
-        inputs: names of the values and weights that it reads, each once.
-        outputs: names of the values that it makes.
-        mutates: those of its inputs that it writes to.
-        flops: floating-point operations at the example inputs.
-        bytes_accessed: bytes that it reads and writes in device memory.
-        workspace: device type -> bytes that it takes while it runs, beyond its outputs.
-        module_path: the module that called it (``"model.layers.3.mlp"``).
-        host_only: makes only host scalars and runs wherever its inputs are.
-        source: the line of the model's code that called it (``"models/llama.py:263"``), from below the
-            folder that it was imported from; empty where unknown.
-    """
-
-    name: str
-    target: str
-    inputs: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
-    mutates: tuple[str, ...] = ()
-    flops: int = 0
-    bytes_accessed: int = 0
-    workspace: Mapping[str, int] = field(default_factory=dict)
-    module_path: str = ""
-    host_only: bool = False
-    source: str = ""
-
-    def workspace_on(self, device_type: str) -> int:
-        """Bytes taken while it runs on a device of this type; the largest known where unmeasured."""
-        if device_type in self.workspace:
-            return self.workspace[device_type]
-        return max(self.workspace.values(), default=0)
 
 
 class Graph:

@@ -21,6 +21,7 @@ from torch import nn
 from graphplan.device import CPU, DISK, DeviceKey
 from graphplan.passes.evaluate import Problem
 from graphplan.passes.residence import reside
+from graphplan.quiet import silenced
 from graphplan.schedule import Assignment
 
 __all__ = ["Mapper", "accelerate_maps", "assignment_of", "transformers_maps"]
@@ -89,17 +90,11 @@ def _with_ties(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without their warnings that this machine has no such devices."""
-    loggers = [logging.getLogger(name) for name in ("accelerate.utils.modeling", _FORK)]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+    with (
+        silenced("accelerate.utils.modeling", _FORK, below=logging.ERROR),
+        warnings.catch_warnings(action="ignore"),
+    ):
+        yield
 
 
 def assignment_of(problem: Problem, device_map: DeviceMap) -> Assignment:

@@ -7,16 +7,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from accelerate.utils import convert_file_size_to_int
 
 from graphplan.cards import card_names, find_card
 from graphplan.device import CPU, DeviceKey, Link
 from graphplan.errors import BudgetError, DeviceError, PlanError
-from graphplan.speeds import Measurements, Speed
+from graphplan.speeds import Speed
 
-__all__ = ["read_budgets", "read_key", "read_links", "read_measurements", "read_pins", "read_speeds"]
+__all__ = ["read_budgets", "read_key", "read_links", "read_pins", "read_speeds"]
 
 
 def read_key(text: str) -> DeviceKey:
@@ -105,25 +104,3 @@ def read_pins(words: Sequence[str]) -> dict[str, DeviceKey]:
             raise PlanError(f"--pin {word!r}: write NAME=KEY, as lm_head=0")
         found[name] = read_key(key)
     return found
-
-
-def read_measurements(
-    path: Path | None, words: Sequence[str]
-) -> Measurements | dict[DeviceKey, Speed] | None:
-    """What ``--measured`` names, or what ``--device`` says.
-
-    Raises:
-        DeviceError: both are given, or a card that is not known.
-        PlanError: the file holds no measurements.
-        OSError: it cannot be read.
-    """
-    if path is None:
-        return read_speeds(words) or None
-    if words:
-        raise DeviceError("give --measured or --device, not both")
-    try:
-        return Measurements.from_json(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise PlanError(f"--measured {str(path)!r} holds no measurements: it is no text") from error
-    except PlanError as error:
-        raise PlanError(f"--measured {str(path)!r}: {error}") from error

@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 import re
 import sys
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import nn
 
 from graphplan.errors import GraphplanError, InputError
 from graphplan.example_inputs import example_inputs
+from graphplan.warn import warn
 
 __all__ = ["Ask", "NamedModel", "load_named"]
 
@@ -135,10 +135,9 @@ def _of_config(path: Path, ask: Ask) -> NamedModel:
     except Exception as error:  # transformers raises anything for a configuration that it cannot use
         raise InputError(f"no model comes of {str(file)!r}: {_reason(error, config_file=file)}") from error
     if getattr(config, "quantization_config", None) is not None:
-        warnings.warn(
+        warn(
             f"{file} asks for quantised weights, which are loaded with the weights: here they count in "
-            f"{dtype or config.dtype or torch.float32}; give --dtype of about their size",
-            stacklevel=2,
+            f"{dtype or config.dtype or torch.float32}; give --dtype of about their size"
         )
     model = model.to(dtype or config.dtype or torch.float32).eval()
     inputs = example_inputs(model, ask.batch or 1, ask.length)

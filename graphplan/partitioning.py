@@ -3,41 +3,40 @@
 from __future__ import annotations
 
 import copy
-import math
-import numbers
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from graphplan.agreement import compare, eager_result
+from graphplan.arguments import read_compile, read_model, read_wishes
 from graphplan.device import (
     DISK,
-    SIMULATED,
     DeviceKey,
     Link,
     MaxMemory,
+    Reserve,
     Topology,
     read_max_memory,
     require_present,
 )
-from graphplan.errors import CaptureError, DeviceError, InputError, NoGraphError
+from graphplan.errors import CaptureError, InputError, NoGraphError
+from graphplan.example_calls import ExampleCall, Examples, read_example, read_examples
 from graphplan.extents import Extents
 from graphplan.fallback import fall_back
-from graphplan.passes.constrain import Wishes
 from graphplan.placement import Plan
 from graphplan.planner import Compiler, Options
-from graphplan.runtime.executor import PlacedModule, Program, attach, attach_start, placed_class, unplaced
+from graphplan.runtime.executor import PlacedModule, attach, attach_start, placed_class, unplaced
 from graphplan.runtime.loading import Checkpoint, read_checkpoint
+from graphplan.runtime.program import Program
 from graphplan.runtime.storage import place_model, require_data
 from graphplan.runtime.warming import warm_activations
 from graphplan.signature import BoundCall
 from graphplan.speeds import Measurements, Speed, with_speeds
 from graphplan.twin import Twin, method_of
+from graphplan.warn import warn
 
 __all__ = ["partition", "plan"]
 
@@ -47,7 +46,6 @@ _IN_MEMORY = (
 )
 
 Links = Mapping[tuple[DeviceKey, DeviceKey], Link]
-ExampleCall = Mapping[str, Any] | tuple[Sequence[Any], Mapping[str, Any]]
 
 
 def plan(
@@ -64,7 +62,7 @@ def plan(
     offload: bool = True,
     cpu_compute: bool = True,
     balance: bool = False,
-    reserve: int | str | Mapping[DeviceKey, int | str] = 0,
+    reserve: Reserve = 0,
     devices: Mapping[DeviceKey, Speed] | Measurements | None = None,
     calls: Sequence[ExampleCall] | None = None,
     weights: Sequence[float] | None = None,
@@ -86,7 +84,7 @@ def plan(
         kwargs: example inputs by name.
         dynamic_shapes: as in ``torch.export.export``.
         links: (source key, destination key) -> :class:`graphplan.Link`, where it differs from
-            25 GB/s and 15 microseconds.
+            25 GB/s and 15 microseconds. It holds in both directions unless the other is given too.
         return_outputs: whether results go back to the device of the first tensor input.
         pin: module, operation, parameter or buffer -> device key. A module runs there, and its
             weights live there; a parameter or buffer lives there.
@@ -94,7 +92,7 @@ def plan(
         offload: False for accelerators only: what does not fit them is an error.
         cpu_compute: False where the CPU may keep weights, but not compute.
         balance: spread the work evenly over the accelerators instead of moving the fewest bytes.
-        reserve: bytes to leave free on every device, or device key -> bytes.
+        reserve: bytes, or text such as ``"1GiB"``, to leave free on every device; or device key -> either.
         devices: device key -> :class:`graphplan.Speed`, or what :func:`graphplan.measure_devices` found.
             Without, known cards count at their makers' figures and others at a common one.
         calls: several example calls, in place of ``args`` and ``kwargs``: each a mapping of named
@@ -111,22 +109,24 @@ def plan(
             whatever the clock says.
 
     Raises:
-        BudgetError, DeviceError: ``max_memory`` cannot be read.
-        InputError: the inputs do not fit the model.
+        BudgetError, DeviceError: ``max_memory``, ``reserve``, ``links`` or ``devices`` cannot be read.
+        InputError: the inputs do not fit the model, or another argument is not what it should be.
+        PlanError: ``pin`` or ``together`` names what does not run, or they contradict each other.
+        LimitError: an example is larger than ``max_batch`` or ``max_length``.
         CaptureError: the model cannot be traced.
         InfeasibleError: no placement fits; the smallest budgets that would do are in the error.
     """
     topology = with_speeds(read_max_memory(max_memory, links, reserve), devices)
-    wishes = Wishes(dict(pin or {}), _groups(together), offload, cpu_compute, balance)
+    wishes = read_wishes(pin, together, offload=offload, cpu_compute=cpu_compute, balance=balance)
     extents = Extents(max_batch, max_length)
     options = Options(dynamic_shapes, False, return_outputs, wishes, extents, time_limit=time_limit)
-    model = _checked(model)
+    model = read_model(model)
     twin = Twin(model)
     compiler = Compiler(twin, topology, options)
     if calls is not None or weights is not None:
-        examples = _examples(twin, args, kwargs, calls, weights)
+        examples = read_examples(twin, args, kwargs, calls, weights)
         return compiler.plan_together(examples.calls, examples.weights)[0].plan
-    return compiler.plan(_example(model, twin, args, kwargs)).plan
+    return compiler.plan(read_example(model, twin, args, kwargs)).plan
 
 
 def partition(
@@ -147,7 +147,7 @@ def partition(
     offload: bool = True,
     cpu_compute: bool = True,
     balance: bool = False,
-    reserve: int | str | Mapping[DeviceKey, int | str] = 0,
+    reserve: Reserve = 0,
     devices: Mapping[DeviceKey, Speed] | Measurements | None = None,
     calls: Sequence[ExampleCall] | None = None,
     weights: Sequence[float] | None = None,
@@ -206,22 +206,22 @@ def partition(
     """
     topology = with_speeds(read_max_memory(max_memory, links, reserve), devices)
     require_present(topology)
-    wishes = Wishes(dict(pin or {}), _groups(together), offload, cpu_compute, balance)
+    wishes = read_wishes(pin, together, offload=offload, cpu_compute=cpu_compute, balance=balance)
     extents = Extents(max_batch, max_length)
-    compiled = _compile_options(compile, topology)
+    compiled = read_compile(compile, topology)
     options = Options(dynamic_shapes, grad, return_outputs, wishes, extents, compiled, time_limit)
-    model = _checked(model)
+    model = read_model(model)
     twin = Twin(model)
     source = _source(model, twin, checkpoint, strict=strict is not False)
     start = _Start(topology, options, source, strict=strict is True, check=check, warm=warm)
     if calls is not None or weights is not None:
-        return start.place_together(model, twin, _examples(twin, args, kwargs, calls, weights))
+        return start.place_together(model, twin, read_examples(twin, args, kwargs, calls, weights))
     try:
-        return start.place(model, twin, _example(model, twin, args, kwargs))
+        return start.place(model, twin, read_example(model, twin, args, kwargs))
     except (CaptureError, InputError) as error:  # a model's own dummy inputs need not be what it takes
         if not isinstance(args, Sequence) or len(args) or kwargs:
             raise
-        warnings.warn(f"{error} (the first call will be captured instead)", stacklevel=2)
+        warn(f"{error} (the first call will be captured instead)")
     shell = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     shell.__class__ = placed_class(type(model))
     attach_start(shell, start)
@@ -269,11 +269,11 @@ class _Start:
     def _compare(self, model: nn.Module, placed: nn.Module, call: BoundCall, entry: str) -> None:
         """Raise NoGraphError where a placed model and eager do not agree on the example inputs."""
         if any(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers())):
-            warnings.warn("check: the model has no weights of its own to compare with", stacklevel=4)
+            warn("check: the model has no weights of its own to compare with")
             return
         eager = [eager_result(model, entry, call.args, call.kwargs) for _ in range(2)]
         if compare(*eager) is not None:
-            warnings.warn("check: eager differs from call to call, so nothing can be compared", stacklevel=4)
+            warn("check: eager differs from call to call, so nothing can be compared")
             return
         args, kwargs = copy.deepcopy((call.args, call.kwargs))
         apart = compare(method_of(placed, entry)(*args, **kwargs), eager[0])
@@ -281,7 +281,7 @@ class _Start:
             what = "graph" if isinstance(placed, PlacedModule) else "model that hooks run"
             raise NoGraphError(f"the {what} of {type(model).__name__} differs on the example inputs: {apart}")
 
-    def place_together(self, model: nn.Module, twin: Twin, examples: _Examples) -> nn.Module:
+    def place_together(self, model: nn.Module, twin: Twin, examples: Examples) -> nn.Module:
         """A placed copy of ``model``, for several calls."""
         compiler = self._compiler(twin)
         programs = compiler.first_together(examples.calls, examples.weights)
@@ -295,7 +295,7 @@ class _Start:
         self, model: nn.Module, twin: Twin, compiler: Compiler, programs: list[Program]
     ) -> nn.Module:
         if self.source is None and DISK in (self.homes or {}).values():
-            warnings.warn(_IN_MEMORY, stacklevel=5)
+            warn(_IN_MEMORY)
         owned = self.homes is not None
         made = place_model(model, twin.weights, compiler.layout(), placed_class, self.source, owned=owned)
         placed = made.module
@@ -333,109 +333,3 @@ def _source(
     if isinstance(checkpoint, Checkpoint):
         return checkpoint
     return read_checkpoint(model, twin.weights, checkpoint, strict=strict)
-
-
-def _compile_options(compile: bool | Mapping[str, Any], topology: Topology) -> Mapping[str, Any] | None:
-    """Options of ``torch.compile``; None where nothing is to be compiled."""
-    if compile is False:
-        return None
-    if compile is not True and not isinstance(compile, Mapping):
-        raise InputError("compile must be True, False, or options of torch.compile such as {'mode': ...}")
-    simulated = [spec.key for spec in topology.devices if spec.type == SIMULATED]
-    if simulated:
-        raise DeviceError(
-            f"compile: device {simulated[0]!r} is simulated, and torch.compile has no code for simulated "
-            "devices: leave compile out inside simulate"
-        )
-    return {} if compile is True else dict(compile)
-
-
-def _checked(model: Any) -> nn.Module:
-    """The module to trace.
-
-    Raises:
-        InputError: it is none, or one that something else runs in its place.
-    """
-    if isinstance(model, torch._dynamo.OptimizedModule):
-        model = model._orig_mod
-    if not isinstance(model, nn.Module):
-        what = "the class itself: make an instance" if isinstance(model, type) else type(model).__name__
-        raise InputError(f"graphplan places a torch.nn.Module, not {what}")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise InputError("a ScriptModule has no Python to trace: give the module that it was made from")
-    if hasattr(model, "_graphplan"):
-        raise InputError("this model is placed already: give partition the model that it was made from")
-    for name, part in model.named_modules():
-        if hasattr(part, "_hf_hook"):
-            raise InputError(
-                f"accelerate's hooks run {name or 'the model'!r}: load it without device_map, or call "
-                "accelerate.hooks.remove_hook_from_submodules(model) first"
-            )
-    return model
-
-
-@dataclass(frozen=True, slots=True)
-class _Examples:
-    """Several example calls, and how much each counts."""
-
-    calls: tuple[BoundCall, ...]
-    weights: tuple[float, ...]
-
-
-def _examples(
-    twin: Twin,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-    calls: Sequence[ExampleCall] | None,
-    weights: Sequence[float] | None,
-) -> _Examples:
-    """The caller's calls and weights.
-
-    Raises:
-        InputError: they are not what :func:`plan` takes.
-    """
-    if args or kwargs:
-        raise InputError("give example inputs in calls=, or in args= and kwargs=, not in both")
-    if isinstance(calls, Mapping | str) or not isinstance(calls, Sequence) or not calls:
-        raise InputError("calls must list example calls, each named inputs or a pair (args, kwargs)")
-    counts = [1.0] * len(calls) if weights is None else list(weights)
-    if len(counts) != len(calls):
-        raise InputError(f"there are {len(calls)} calls and {len(counts)} weights: give one for each")
-    for weight in counts:
-        number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
-        if not number or not (0 < weight < math.inf):
-            raise InputError(f"weights must be positive numbers, not {weight!r}")
-    return _Examples(tuple(_bound(twin, call) for call in calls), tuple(map(float, counts)))
-
-
-def _bound(twin: Twin, call: ExampleCall) -> BoundCall:
-    if isinstance(call, Mapping):
-        return twin.bind((), call)
-    if isinstance(call, tuple | list) and len(call) == 2:
-        args, kwargs = call
-        if isinstance(args, tuple | list) and isinstance(kwargs, Mapping):
-            return twin.bind(tuple(args), kwargs)
-    kind = type(call).__name__
-    raise InputError(
-        f"each of calls must be named inputs or a pair (args, kwargs), as ((x,), {{}}), not a {kind}"
-    )
-
-
-def _groups(together: Sequence[str | Sequence[str]]) -> tuple[str | tuple[str, ...], ...]:
-    return tuple(group if isinstance(group, str) else tuple(group) for group in together)
-
-
-def _example(
-    model: nn.Module, twin: Twin, args: Sequence[Any], kwargs: Mapping[str, Any] | None
-) -> BoundCall | None:
-    """The example inputs, or the model's own, or None."""
-    if not isinstance(args, tuple | list):
-        raise InputError("args must be a tuple of inputs, as in torch.export: write args=(x,)")
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise InputError("kwargs must map argument names to inputs: write kwargs={'x': x}")
-    if args or kwargs or not twin.signature.parameters:
-        return twin.bind(tuple(args), kwargs or {})
-    dummies = getattr(model, "dummy_inputs", None)
-    if isinstance(dummies, Mapping) and dummies:
-        return twin.bind((), dummies)
-    return None

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from graphplan.bottleneck import Bottleneck, find_bottleneck
+from graphplan.bottleneck import find_bottleneck
 from graphplan.checks import check_schedule
-from graphplan.device import CPU, DeviceKey, DeviceSpec, Link, Topology
+from graphplan.device import DeviceKey, Topology
 from graphplan.dot import to_dot
-from graphplan.errors import GraphplanError, PlanError, VerificationError
+from graphplan.errors import PlanError, VerificationError
 from graphplan.explain import Explanation, explain
 from graphplan.graph import Graph, Operation
+from graphplan.growth import Bottleneck
 from graphplan.liveness import Memory, Peak, measure_memory
 from graphplan.model_explorer import save_model_explorer
 from graphplan.module_map import module_map
@@ -26,17 +25,14 @@ from graphplan.notebook import to_notebook
 from graphplan.page import to_html
 from graphplan.passes.constrain import Wishes, constrain
 from graphplan.passes.evaluate import Problem
-from graphplan.schedule import Load, Move, Ring, Schedule
-from graphplan.schedule_json import decode_schedule, encode_schedule
+from graphplan.plan_json import read_plan, write_plan
+from graphplan.schedule import Load, Move, Schedule
 from graphplan.svg import to_svg
 from graphplan.timeline import Timeline, make_timeline
 from graphplan.trace import to_trace
-from graphplan.visualize import summary_text
+from graphplan.visualize import count_text, summary_text
 
 __all__ = ["Plan", "Stage", "Transfer"]
-
-_FORMAT = "graphplan.plan"
-_VERSION = 2
 
 Transfer = Move
 
@@ -143,7 +139,11 @@ class Plan:
         return found[0]
 
     def stage_of(self, name: str) -> Stage:
-        """The first stage that runs an operation, a module, or an operation that reads a weight."""
+        """The first stage that runs an operation, a module, or an operation that reads a weight.
+
+        Raises:
+            PlanError: no such name, or nothing of it runs.
+        """
         return next(iter(self._stages_of(name)))
 
     def _stages_of(self, name: str) -> tuple[Stage, ...]:
@@ -176,7 +176,11 @@ class Plan:
         return self.stages[-1].device if self.stages else self.topology.keys[0]
 
     def next_device(self, key: DeviceKey) -> DeviceKey | None:
-        """The device after ``key`` in the caller's order, or None after the last."""
+        """The device after ``key`` in the caller's order, or None after the last.
+
+        Raises:
+            DeviceError: no such device in this plan.
+        """
         keys = self.topology.keys
         index = keys.index(self.topology[key].key)
         return keys[index + 1] if index + 1 < len(keys) else None
@@ -291,21 +295,14 @@ class Plan:
 
     def with_rings(self, sizes: Mapping[DeviceKey, int]) -> Plan:
         """The same plan, with rings of at least so many bytes: other calls of the model share them."""
-        known = {ring.device: ring for ring in self.schedule.rings}
+        known = {ring.device: ring.nbytes for ring in self.schedule.rings}
         others = tuple(other.with_rings(sizes) for other in self.others)
-        if all(key in known and known[key].nbytes >= nbytes for key, nbytes in sizes.items()):
+        larger = {key: nbytes for key, nbytes in sizes.items() if known.get(key, -1) < nbytes}
+        if not larger:
             return self if others == self.others else replace(self, others=others)
-        cpu = next((spec.key for spec in self.topology.devices if spec.type == CPU), CPU)
-        rings = [
-            replace(ring, nbytes=max(ring.nbytes, sizes.get(spec.key, 0)))
-            for spec in self.topology.devices
-            if spec.key in known or spec.key in sizes
-            for ring in (known.get(spec.key, Ring(spec.key, cpu, (), (), 0)),)
-        ]
-        larger = {key: n for key, n in sizes.items() if key not in known or known[key].nbytes < n}
         return replace(
             self,
-            schedule=replace(self.schedule, rings=tuple(rings)),
+            schedule=self.schedule.with_rings(larger, self.topology),
             shared_rings={**self.shared_rings, **larger},
             others=others,
         )
@@ -355,14 +352,15 @@ class Plan:
         return self.summary()
 
     def __repr__(self) -> str:
+        devices = {stage.device for stage in self.stages}
         return (
-            f"Plan({len(self.stages)} stages on {len({s.device for s in self.stages})} devices, "
-            f"{self.transfer_bytes} bytes transferred, {self.streamed_bytes} streamed)"
+            f"Plan({count_text(len(self.stages), 'stage')} on {count_text(len(devices), 'device')}, "
+            f"{self.transfer_bytes} bytes transferred, {self.streamed_bytes} bytes streamed)"
         )
 
     def to_json(self) -> str:
         """The plan as JSON text; :meth:`from_json` reads it back."""
-        return json.dumps(_encode(self), indent=1)
+        return write_plan(self)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -371,28 +369,7 @@ class Plan:
         Raises:
             PlanError: the text is no plan, or one of an unknown version.
         """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"this is no JSON: {error}") from error
-        return cls._from_data(data)
-
-    @classmethod
-    def _from_data(cls, data: Any) -> Plan:
-        if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise PlanError(f'this JSON is no plan: it lacks "format": "{_FORMAT}"')
-        if data.get("version") != _VERSION:
-            raise PlanError(
-                f"this plan has format version {data.get('version')}, this graphplan reads {_VERSION}"
-            )
-        try:
-            made = _decode(cls, data)
-            peaks = [[key, nbytes] for key, nbytes in made.peak_bytes.items()]
-        except (KeyError, TypeError, ValueError, AttributeError, GraphplanError) as error:
-            raise PlanError(f"this plan is damaged: {type(error).__name__}: {error}") from error
-        if peaks != data.get("peak_bytes"):
-            raise PlanError(f"this plan is damaged: its steps take {peaks}, it says {data.get('peak_bytes')}")
-        return made
+        return read_plan(cls, text)
 
     def save_json(self, path: str | Path) -> None:
         """Write :meth:`to_json` to a file."""
@@ -430,57 +407,3 @@ class Plan:
     def _repr_html_(self) -> str:
         """What a notebook shows."""
         return to_notebook(self)
-
-
-def _encode(plan: Plan) -> dict[str, Any]:
-    topology, schedule = plan.topology, plan.schedule
-    return {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "method": plan.method,
-        "makespan": plan.makespan,
-        "lower_bound": plan.lower_bound,
-        "proof": plan.proof,
-        "peak_bytes": [[key, nbytes] for key, nbytes in plan.peak_bytes.items()],
-        "devices": [asdict(spec) for spec in topology.devices],
-        "links": [[a, b, asdict(link)] for (a, b), link in topology.links.items()],
-        "default_link": asdict(topology.default_link),
-        **encode_schedule(schedule),
-        "graph": plan.graph.to_dict(),
-        "wishes": asdict(plan.wishes),
-        "fixed_weights": dict(plan.fixed_weights),
-        "call_weight": plan.call_weight,
-        "others": [_encode(other) for other in plan.others],
-        "shared_rings": [[key, nbytes] for key, nbytes in plan.shared_rings.items()],
-        "ring_limits": [[key, nbytes] for key, nbytes in plan.ring_limits.items()],
-        "streams": plan.streams,
-    }
-
-
-def _decode(cls: type[Plan], data: Mapping[str, Any]) -> Plan:
-    topology = Topology(
-        tuple(DeviceSpec(**spec) for spec in data["devices"]),
-        {(a, b): Link(**link) for a, b, link in data["links"]},
-        Link(**data["default_link"]),
-    )
-    return cls(
-        Graph.from_dict(data["graph"]),
-        topology,
-        decode_schedule(data),
-        data["makespan"],
-        data["lower_bound"],
-        data["proof"],
-        data["method"],
-        _decode_wishes(data["wishes"]),
-        data["fixed_weights"],
-        data["call_weight"],
-        tuple(cls._from_data(other) for other in data["others"]),
-        dict(map(tuple, data["shared_rings"])),
-        dict(map(tuple, data["ring_limits"])),
-        data["streams"],
-    )
-
-
-def _decode_wishes(data: Mapping[str, Any]) -> Wishes:
-    together = tuple(group if isinstance(group, str) else tuple(group) for group in data["together"])
-    return Wishes(**{**data, "together": together})

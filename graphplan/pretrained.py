@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from graphplan.partitioning import partition
 from graphplan.runtime.converted import ConvertedCheckpoint, FileTensor
 from graphplan.runtime.loading import file_entries
 from graphplan.twin import ModelWeights
+from graphplan.warn import warn
 
 __all__ = ["OpenedFolder", "load", "open_pretrained"]
 
@@ -222,10 +222,10 @@ def _judge(folder: Path, cls: type[nn.Module], matched: Matched, *, strict: bool
                 f"{folder} does not fit {cls.__name__}: missing {listed}. With strict=False they are "
                 "initialised anew"
             )
-        warnings.warn(f"{folder} has not, so that they are initialised anew: {listed}", stacklevel=3)
+        warn(f"{folder} has not, so that they are initialised anew: {listed}")
     if matched.unexpected:
         listed = ", ".join(map(repr, sorted(matched.unexpected)))
-        warnings.warn(f"{cls.__name__} does not use of {folder}: {listed}", stacklevel=3)
+        warn(f"{cls.__name__} does not use of {folder}: {listed}")
 
 
 def _finish_model(folder: Path, model: Any) -> None:
@@ -236,4 +236,4 @@ def _finish_model(folder: Path, model: Any) -> None:
         try:
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, TypeError, json.JSONDecodeError) as error:
-            warnings.warn(f"{folder / _GENERATION} cannot be read: {error}", stacklevel=3)
+            warn(f"{folder / _GENERATION} cannot be read: {error}")

@@ -27,8 +27,8 @@ weights of an operation, or of a few small ones) is copied in one go into a slot
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Literal
 
@@ -48,6 +48,7 @@ __all__ = [
     "Step",
     "Wait",
     "read_in_place",
+    "ring_bytes",
 ]
 
 STAGED_BYTES = 16 << 20  # the largest of the two buffers that weights on disk pass on their way to a ring
@@ -181,6 +182,14 @@ class Ring:
         return tuple(accumulate(self.slots, initial=0))[:-1]
 
 
+def ring_bytes(rings: Iterable[Ring]) -> dict[DeviceKey, int]:
+    """Device -> bytes of the largest of these rings there."""
+    sizes: dict[DeviceKey, int] = {}
+    for ring in rings:
+        sizes[ring.device] = max(ring.nbytes, sizes.get(ring.device, 0))
+    return sizes
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """The steps of one call.
@@ -222,6 +231,18 @@ class Schedule:
         for step in self.steps:
             if isinstance(step, Move | Load):
                 yield step
+
+    def with_rings(self, sizes: Mapping[DeviceKey, int], topology: Topology) -> Schedule:
+        """The same schedule, with a ring of at least so many bytes on each device that ``sizes`` names."""
+        known = {ring.device: ring for ring in self.rings}
+        cpu = next((spec.key for spec in topology.devices if spec.type == CPU), CPU)
+        rings = [
+            replace(ring, nbytes=max(ring.nbytes, sizes.get(spec.key, 0)))
+            for spec in topology.devices
+            if spec.key in known or spec.key in sizes
+            for ring in (known.get(spec.key, Ring(spec.key, cpu, (), (), 0)),)
+        ]
+        return replace(self, rings=tuple(rings))
 
     def __str__(self) -> str:
         slots = {(ring.device, i): s.slot for ring in self.rings for i, s in enumerate(ring.segments)}

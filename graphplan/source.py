@@ -12,17 +12,17 @@ import torch
 __all__ = ["source_line"]
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
-_TORCH = str(PurePath(torch.__file__).parent) + "/"
+_NOT_THE_MODELS = tuple(f"{PurePath(file).parent}/" for file in (torch.__file__, __file__))
 
 
 def source_line(stack: str) -> str:
-    """The innermost line outside torch, as ``"models/llama.py:263"``; empty without one.
+    """The innermost line outside torch and graphplan (``"models/llama.py:263"``); else torch's, or none.
 
     The file is named from below the folder that it was imported from, so that a plan tells nobody where
     that folder is.
     """
     frames = list(_FRAME.finditer(stack))
-    own = [frame for frame in frames if not frame["file"].startswith(_TORCH)]
+    own = [frame for frame in frames if not frame["file"].startswith(_NOT_THE_MODELS)]
     chosen = (own or frames)[-1:]
     return "".join(f"{_from_root(frame['file'])}:{frame['line']}" for frame in chosen)
 

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -17,11 +16,12 @@ from typing import Any
 
 from graphplan.device import DeviceKey, DeviceSpec, Link, Topology, read_max_memory
 from graphplan.errors import DeviceError, GraphplanError, PlanError
+from graphplan.topology import is_figure
+from graphplan.versioned_json import Format
 
 __all__ = ["Measurements", "Speed", "with_speeds"]
 
-_FORMAT = "graphplan.measurements"
-_VERSION = 1
+_FORMAT = Format("graphplan.measurements", 1, "measurements")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,7 @@ class Speed:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            least = 0.0 if item.name == "overhead" else math.ulp(0.0)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is not None and not (number and math.isfinite(value) and value >= least):
+            if value is not None and not is_figure(value, may_be_zero=item.name == "overhead"):
                 raise DeviceError(f"Speed({item.name}={value!r}): write a positive number, or None")
 
     def applied(self, spec: DeviceSpec) -> DeviceSpec:
@@ -70,8 +68,7 @@ class Measurements:
     def to_json(self) -> str:
         """The figures as JSON text; :meth:`from_json` reads them back."""
         data = {
-            "format": _FORMAT,
-            "version": _VERSION,
+            **_FORMAT.head(),
             "speeds": [[key, asdict(speed)] for key, speed in self.speeds.items()],
             "links": [[a, b, asdict(link)] for (a, b), link in self.links.items()],
             "notes": list(map(list, self.notes.items())),
@@ -86,16 +83,7 @@ class Measurements:
         Raises:
             PlanError: the text holds no measurements, or those of an unknown version.
         """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"this is no JSON: {error}") from error
-        if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise PlanError(f'this JSON holds no measurements: it lacks "format": "{_FORMAT}"')
-        if data.get("version") != _VERSION:
-            raise PlanError(
-                f"these measurements have version {data.get('version')}, this graphplan reads {_VERSION}"
-            )
+        data = _FORMAT.parse(text)
         try:
             return cls(
                 {key: Speed(**speed) for key, speed in data["speeds"]},

@@ -8,7 +8,6 @@ without them.
 from __future__ import annotations
 
 import io
-import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -20,13 +19,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from graphplan.captured import Capture, Prepare, Without, bound_call, from_program
+from graphplan.captured import Capture, Prepare, Without, bound_call
 from graphplan.device import suspended
 from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError
+from graphplan.exported import from_program
 from graphplan.exporting import export_transformers
+from graphplan.quiet import silenced
 from graphplan.signature import BoundCall, leaf_names, register_dataclasses
 from graphplan.symbolic import trace_symbolically
-from graphplan.twin import Twin
+from graphplan.twin import Twin, with_forward
+from graphplan.warn import warn
 
 __all__ = ["capture", "is_transformers_model"]
 
@@ -176,16 +178,8 @@ def _quiet() -> Iterator[None]:
 
     ``torch.export`` prints all of the graph that it has when it cannot go on, to the standard error.
     """
-    silenced = [(logger, logger.level) for logger in map(logging.getLogger, _TALKATIVE)]
-    for logger, _ in silenced:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in silenced:
-            logger.setLevel(level)
+    with silenced(*_TALKATIVE), warnings.catch_warnings(action="ignore"), redirect_stderr(io.StringIO()):
+        yield
 
 
 def _grad(keep_grad: bool) -> torch.set_grad_enabled:
@@ -194,9 +188,7 @@ def _grad(keep_grad: bool) -> torch.set_grad_enabled:
 
 def _through_export(twin: Twin, call: BoundCall, dynamic_shapes: Any, keep_grad: bool) -> Capture:
     module = twin.module
-    own = vars(module).get("forward")
     original = getattr(module, twin.method)
-
     changed: list[bool] = []
 
     @wraps(original)
@@ -207,25 +199,18 @@ def _through_export(twin: Twin, call: BoundCall, dynamic_shapes: Any, keep_grad:
         changed.append(pytree.tree_structure((args, kwargs)) != before)
         return result
 
-    module.forward = forward  # on the twin alone
-    try:
-        with _quiet(), _grad(keep_grad):
-            program = torch.export.export(
-                module,
-                call.args,
-                dict(call.kwargs),
-                dynamic_shapes=_by_name(twin, call, dynamic_shapes),
-                strict=False,
-            )
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
+    with _quiet(), _grad(keep_grad), with_forward(module, forward):
+        program = torch.export.export(
+            module,
+            call.args,
+            dict(call.kwargs),
+            dynamic_shapes=_by_name(twin, call, dynamic_shapes),
+            strict=False,
+        )
     if any(changed):
-        warnings.warn(
+        warn(
             f"{type(module).__name__} puts something into a list or dict that it is given: a placed model "
-            "does not, it only returns results",
-            stacklevel=2,
+            "does not, it only returns results"
         )
     return from_program(program, call, twin, "export")
 

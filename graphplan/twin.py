@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import inspect
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -73,6 +74,19 @@ def method_of(model: nn.Module, entry: str) -> Callable[..., Any]:
     module = model.get_submodule(path)
     found: Callable[..., Any] = getattr(module, method) if method else module
     return found
+
+
+@contextmanager
+def with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """A block in which this module alone, not its class, has another ``forward``."""
+    own = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        vars(module).pop("forward", None)  # a patch of the model may have taken it away
+        if own is not None:
+            module.forward = own
 
 
 def identity(tensor: torch.Tensor) -> Any:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import networkx as nx
@@ -43,11 +43,15 @@ class Wishes:
     cpu_compute: bool = True
     balance: bool = False
 
+    @property
+    def groups(self) -> list[tuple[str, ...]]:
+        """The names of each of ``together``."""
+        return [(group,) if isinstance(group, str) else tuple(group) for group in self.together]
+
     def within(self, graph: Graph) -> Wishes:
         """The wishes as far as they name what runs in this graph, which may be one of several."""
         pin = {name: key for name, key in self.pin.items() if _runs(graph, name)}
-        groups = [[group] if isinstance(group, str) else group for group in self.together]
-        running = [tuple(name for name in group if _runs(graph, name)) for group in groups]
+        running = [tuple(name for name in group if _runs(graph, name)) for group in self.groups]
         return replace(self, pin=pin, together=tuple(group for group in running if group))
 
 
@@ -58,7 +62,7 @@ def constrain(problem: Problem, wishes: Wishes) -> Problem:
         PlanError: a name that is not in the graph, a device that is not in the plan, or wishes that
             contradict each other.
     """
-    graph = _tied(problem.graph, wishes.together)
+    graph = _tied(problem.graph, wishes.groups)
     allowed: dict[str, frozenset[DeviceKey]] = {}
     fixed: dict[str, DeviceKey] = dict(problem.fixed_weights)
     accelerators = frozenset(s.key for s in problem.topology.devices if s.is_accelerator)
@@ -150,16 +154,15 @@ def _found(graph: Graph, name: str) -> list[str]:
     ]
 
 
-def _tied(graph: Graph, together: Iterable[Group]) -> Graph:
+def _tied(graph: Graph, groups: Sequence[Sequence[str]]) -> Graph:
     """The graph with the caller's groups beside those that memory ties."""
-    groups = [[group] if isinstance(group, str) else list(group) for group in together]
     if not groups:
         return graph
     ties: nx.Graph[str] = nx.Graph()
     for names in graph.together:
         nx.add_path(ties, sorted(names))
     for group in groups:
-        members = [op for name in group for op in _operations(graph, name, f"together={group!r}")]
+        members = [op for name in group for op in _operations(graph, name, f"together={list(group)!r}")]
         nx.add_path(ties, members)
     return Graph(
         graph.operations.values(),

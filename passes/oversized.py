@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from graphplan.alignment import ALIGNMENT
 from graphplan.captured import Part
 from graphplan.device import DeviceSpec
 from graphplan.graph import Graph, Operation, Weight
@@ -21,7 +22,6 @@ __all__ = ["Oversized", "find_oversized", "offered_parts"]
 
 _FACTORS = (1, 2, 4, 8)
 _MOST = 64  # parts of a weight
-_ALIGNMENT = 512  # of weights in a ring and in host memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def find_oversized(problem: Problem, named: Collection[str] = ()) -> list[Oversi
             continue
         rooms = [_room_beside(problem.graph, reader, weight, accelerators) for reader in readers]
         if rooms and weight.nbytes > min(rooms):
-            room = max(min(rooms), _ALIGNMENT)
+            room = max(min(rooms), ALIGNMENT)
             found.append(Oversized(weight, max(2, math.ceil(weight.nbytes / room))))
     return found
 
@@ -99,6 +99,6 @@ def offered_parts(oversized: Collection[Oversized]) -> Iterator[list[Part]]:
 def _parts(weight: Weight, count: int) -> list[Part]:
     """So many parts, of equal numbers of rows but for the last, that begin at aligned bytes."""
     rows = weight.shape[0]
-    step = _ALIGNMENT // math.gcd(_ALIGNMENT, weight.nbytes // rows)
+    step = ALIGNMENT // math.gcd(ALIGNMENT, weight.nbytes // rows)
     each = math.ceil(rows / min(count, _MOST, rows) / step) * step
     return [Part(weight.name, at, min(at + each, rows)) for at in range(0, rows, each)] if each < rows else []

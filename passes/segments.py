@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from graphplan.alignment import round_up
 from graphplan.device import CPU, DISK, DeviceKey, DeviceSpec, Topology
 from graphplan.graph import Graph
 from graphplan.schedule import Assignment, Load, Move, Release, Ring, Run, Segment, Step, Wait
@@ -30,7 +31,6 @@ __all__ = ["Streamed", "add_streams"]
 
 _SLOTS = 2
 _SMALL = 4  # a copy is small while it takes less than so many times its latency
-_ALIGNMENT = 512
 
 
 class Streamed:
@@ -200,7 +200,7 @@ def _offsets(graph: Graph, weights: Iterable[str]) -> list[int]:
     for name in weights:
         offsets.append(at)
         end = at + graph.weights[name].nbytes
-        at = -(-end // _ALIGNMENT) * _ALIGNMENT
+        at = round_up(end)
     return [*offsets, end]
 
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from graphplan.errors import GraphplanError, readable_bytes
+from graphplan.alignment import round_up
+from graphplan.errors import readable_bytes
+from graphplan.runtime.allocation import allocating
 from graphplan.runtime.simulated_tensor import SimulatedTensor
 
-__all__ = ["ALIGNMENT", "Arena", "dense_strides", "is_plain", "shaped"]
-
-ALIGNMENT = 512
+__all__ = ["Arena", "dense_strides", "is_plain", "shaped"]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -45,32 +45,22 @@ class Arena:
 
     Args:
         device: where.
-        nbytes: of all weights that it is to hold, each rounded up by :meth:`rounded`.
+        nbytes: of all weights that it is to hold, each rounded up to whole steps.
 
     Raises:
         GraphplanError: the device has no room.
     """
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
-        try:
+        with allocating(device, f"the {readable_bytes(nbytes)} of weights that live there"):
             self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError as error:
-            raise GraphplanError(
-                f"{device} has no room for the {readable_bytes(nbytes)} of weights that live there, though "
-                f"the budget allows it: something else is on the device. {str(error).splitlines()[0]}"
-            ) from error
         self._used = 0
-
-    @staticmethod
-    def rounded(nbytes: int) -> int:
-        """What a weight of ``nbytes`` takes."""
-        return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
     def reserve(self, like: torch.Tensor) -> torch.Tensor:
         """The next free place, as what a copy of ``like`` would be; not written to yet."""
         nbytes = like.numel() * like.element_size()
         place = _apart(self.bytes[self._used : self._used + nbytes])
-        self._used += self.rounded(nbytes)
+        self._used += round_up(nbytes)
         return shaped(place, like)
 
 

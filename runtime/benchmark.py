@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import permutations
@@ -28,8 +27,9 @@ from graphplan.device import (
     require_present,
     suspended,
 )
-from graphplan.errors import DeviceError
+from graphplan.errors import InputError
 from graphplan.speeds import Measurements, Speed
+from graphplan.warn import warn
 
 __all__ = ["measure_devices"]
 
@@ -66,9 +66,10 @@ def measure_devices(
 
     Raises:
         BudgetError, DeviceError: ``max_memory`` cannot be read, or names a device that is not here.
+        InputError: no repetitions.
     """
     if repetitions < 1:
-        raise DeviceError(f"repetitions={repetitions}: each figure takes at least one")
+        raise InputError(f"repetitions={repetitions}: each figure takes at least one")
     topology = read_max_memory(max_memory)
     require_present(topology)
     with suspended(), torch.inference_mode():
@@ -90,7 +91,7 @@ class _Bench:
             self.notes[spec.key] = "not measured: it computes nothing"
         elif spec.type == SIMULATED:
             self.notes[spec.key] = "not measured: it is simulated on the CPU, so its speed says nothing"
-            warnings.warn(f"device {spec.key!r} is {self.notes[spec.key]}", stacklevel=5)
+            warn(f"device {spec.key!r} is {self.notes[spec.key]}")
         return spec.key not in self.notes
 
     def run(self) -> Measurements:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +13,12 @@ import torch
 from torch import nn
 
 from graphplan.errors import PlanError
+from graphplan.quiet import silenced
 
 if TYPE_CHECKING:
     from graphplan.placement import Plan  # which lies above, since a plan can be asked for others
 
 __all__ = ["HookedModule", "dispatch"]
-
-_BIG_MODELING = "accelerate.big_modeling"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +124,8 @@ def dispatch(
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     copied = copy.deepcopy(model, memo)
     named = {name: str(device) for name, device in devices.items()}
-    with _quiet(), warnings.catch_warnings():
+    # offloaded weights are on the meta device, it says; their values are not lost here
+    with silenced("accelerate.big_modeling", below=logging.ERROR), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The following device_map keys do not match")
         skip = getattr(model, "_skip_keys_device_placement", None)
         made: nn.Module = dispatch_model(
@@ -164,15 +163,3 @@ def _send_results_back(model: nn.Module, entries: Mapping[str, torch.device]) ->
         for one in getattr(hook, "hooks", (hook,)):
             if one is not None:
                 one.io_same_device = True
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Accelerate says that offloaded weights are on the meta device; their values are not lost here."""
-    known = logging.getLogger(_BIG_MODELING)
-    level = known.level
-    known.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        known.setLevel(level)

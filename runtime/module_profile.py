@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["CallProfile", "profile_call"]
+from graphplan.alignment import round_up
+from graphplan.live_storages import LiveStorages
 
-_GRANULARITY = 512  # bytes in which allocators hand out memory
+__all__ = ["CallProfile", "profile_call"]
 
 
 @dataclass(slots=True)
@@ -39,33 +39,22 @@ class _LiveBytes(TorchDispatchMode):
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.known = {_storage_of(tensor) for tensor in known}
-        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
+        self.live = LiveStorages(filter(_has_storage, known))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
-        for leaf in pytree.tree_leaves(out):
-            key = _storage_of(leaf) if isinstance(leaf, torch.Tensor) else None
-            if key is not None and key not in self.known and key not in self.live:
-                storage = leaf.untyped_storage()
-                self.live[key] = (StorageWeakRef(storage), _rounded(storage.nbytes()))
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.live.values()))
+        self.live.count(filter(_has_storage, pytree.tree_leaves(out)))
         return out
 
 
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // _GRANULARITY) * _GRANULARITY
-
-
-def _storage_of(tensor: torch.Tensor) -> int | None:
+def _has_storage(leaf: Any) -> bool:
+    """Whether this is a tensor with a storage: neither sparse nor a wrapper without one."""
     try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse, or a wrapper without one
-        return None
+        return isinstance(leaf, torch.Tensor) and leaf.untyped_storage() is not None
+    except (NotImplementedError, RuntimeError):
+        return False
 
 
 def profile_call(
@@ -79,12 +68,12 @@ def profile_call(
         handles.append(part.register_forward_hook(_ends(profile, name)))
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     try:
-        with torch.no_grad(), _LiveBytes([*module.parameters(), *module.buffers(), *tensors]) as live:
+        with torch.no_grad(), _LiveBytes([*module.parameters(), *module.buffers(), *tensors]) as watched:
             profile.result = run(*args, **kwargs)
     finally:
         for handle in handles:
             handle.remove()
-    profile.peak = live.peak + sum(_rounded(tensor.nbytes) for tensor in tensors)
+    profile.peak = watched.live.peak + sum(round_up(tensor.nbytes) for tensor in tensors)
     return profile
 
 

@@ -9,18 +9,18 @@ page-locked memory would round it up to a power of two.
 from __future__ import annotations
 
 import mmap
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
 import torch
 
+from graphplan.alignment import round_up
 from graphplan.runtime.arena import dense_strides, shaped
+from graphplan.warn import warn
 
 __all__ = ["HostPages"]
 
-_ALIGNMENT = 512
 _HUGE = 2 << 20  # bytes of a huge page: filling them for the first time is several times as fast
 _PORTABLE = 1  # cudaHostRegisterPortable: for every GPU
 
@@ -41,7 +41,7 @@ class HostPages:
     """A mapping, and what it is given out for.
 
     Args:
-        nbytes: of all tensors that it is to hold, each rounded up by :meth:`rounded`.
+        nbytes: of all tensors that it is to hold, each rounded up to whole steps.
         pinned: whether a CUDA device copies from it.
     """
 
@@ -56,11 +56,6 @@ class HostPages:
         self.pinned = pinned and self._register(nbytes)
         self._used = 0
 
-    @staticmethod
-    def rounded(nbytes: int) -> int:
-        """What a tensor of ``nbytes`` takes."""
-        return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
     def _register(self, nbytes: int) -> bool:
         cudart = torch.cuda.cudart()
         try:
@@ -70,11 +65,10 @@ class HostPages:
             reason = str(error).splitlines()[0]
         if reason:
             _forget_error()
-            warnings.warn(
+            warn(
                 f"the {nbytes} bytes of streamed weights could not be page-locked ({reason}): they are "
                 "copied from ordinary memory, which is slower. A higher limit of locked memory (ulimit -l), "
-                "or more weights on the accelerators, would help",
-                stacklevel=2,
+                "or more weights on the accelerators, would help"
             )
             return False
         self._mapping.release = partial(cudart.cudaHostUnregister, self.start)
@@ -90,7 +84,7 @@ class HostPages:
         if not nbytes:
             return torch.empty_strided(like.size(), dense_strides(like), dtype=like.dtype)
         place = self._bytes(self._used, nbytes)
-        self._used += self.rounded(nbytes)
+        self._used += round_up(nbytes)
         return shaped(place, like)
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:

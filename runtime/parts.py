@@ -10,8 +10,10 @@ import threading
 
 import torch
 
-from graphplan.errors import GraphplanError, PlanError, readable_bytes
+from graphplan.errors import readable_bytes
 from graphplan.graph import Weight
+from graphplan.runtime.allocation import allocating
+from graphplan.runtime.changed import require_planned
 
 __all__ = ["ModuleParts", "ResidentPart", "rows_of"]
 
@@ -34,13 +36,8 @@ class ResidentPart:
         self.part, self.shape, self.host = part, whole.shape, whole.device
         self.lock = threading.Lock()
         self.state = _state(whole)
-        try:
+        with allocating(device, f"{part.name!r} of {readable_bytes(part.nbytes)}"):
             self.copy = rows_of(whole, part).to(device, copy=True)
-        except torch.OutOfMemoryError as error:
-            raise GraphplanError(
-                f"{device} has no room for {part.name!r} of {readable_bytes(part.nbytes)}, though the budget "
-                f"allows it: something else is on the device. {str(error).splitlines()[0]}"
-            ) from error
 
     def __deepcopy__(self, memo: dict[int, object]) -> ResidentPart:
         return self  # a copy of generated code reads the same; a copy of the module makes its own
@@ -52,12 +49,7 @@ class ResidentPart:
         return self.copy
 
     def _refresh(self, weight: torch.Tensor) -> None:
-        if (weight.device, weight.dtype, weight.shape) != (self.host, self.copy.dtype, self.shape):
-            raise PlanError(
-                f"{self.part.part_of!r} is {weight.dtype} of shape {list(weight.shape)} on {weight.device}, "
-                f"the plan has it as {self.copy.dtype} of shape {list(self.shape)} on {self.host}: a placed "
-                "model cannot be moved or converted, only partitioned anew"
-            )
+        require_planned(self.part.part_of, weight, self.host, self.copy.dtype, self.shape)
         with self.lock, torch.no_grad():
             state = _state(weight)
             self.copy.copy_(rows_of(weight, self.part))

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
+from graphplan.alignment import round_up
 from graphplan.device import CPU
 from graphplan.errors import CheckpointError
-from graphplan.runtime.arena import ALIGNMENT
 from graphplan.runtime.header import Entry, FileHeader
 from graphplan.runtime.queues import Queues, SerialQueues, queues_of
 from graphplan.runtime.staging import Staging, flat_bytes
@@ -82,11 +82,7 @@ class _Batch:
     @property
     def room(self) -> int:
         """Bytes of a buffer that holds each piece at an aligned place."""
-        return sum(_aligned(piece.nbytes) for piece in self.pieces)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return sum(round_up(piece.nbytes) for piece in self.pieces)
 
 
 def read_into(requests: Sequence[Request], progress: Progress) -> None:
@@ -236,7 +232,7 @@ def _places(batch: _Batch, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
     at = 0
     for piece in batch.pieces:
         yield buffer[at : at + piece.nbytes]
-        at += _aligned(piece.nbytes)
+        at += round_up(piece.nbytes)
 
 
 def _converted(piece: _Piece, part: torch.Tensor) -> torch.Tensor:

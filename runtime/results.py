@@ -25,7 +25,7 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from graphplan.caches import COUNTERS, Given, Part, is_described, layout_of
+from graphplan.caches import COUNTERS, Given, LayoutPart, is_described, layout_of
 
 __all__ = ["Rebuild", "make", "rebuilder"]
 
@@ -33,7 +33,7 @@ Rebuild = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 """From the flat results, and the caches that were given by name, to what the model returns."""
 
 
-def rebuilder(spec: pytree.TreeSpec, given: Mapping[str, Part] | None = None) -> Rebuild:
+def rebuilder(spec: pytree.TreeSpec, given: Mapping[str, LayoutPart] | None = None) -> Rebuild:
     """A function from the flat results to what the model returns: what ``tree_unflatten`` makes of them.
 
     Args:
@@ -49,7 +49,7 @@ class _Writer:
         self.leaves = itertools.count()
         self.lines: list[str] = []
 
-    def function(self, spec: pytree.TreeSpec, given: Mapping[str, Part]) -> Rebuild:
+    def function(self, spec: pytree.TreeSpec, given: Mapping[str, LayoutPart]) -> Rebuild:
         if given:
             result, caches = spec.children()
             returned = self._structure(result)
@@ -89,7 +89,7 @@ class _Writer:
         items = (f"{self._name(key)}: {part}" for key, part in zip(keys, parts, strict=True))
         return f"{{{', '.join(items)}}}"
 
-    def _made(self, part: Part) -> str:
+    def _made(self, part: LayoutPart) -> str:
         """The code for a part of a cache; what cannot change is shared by all calls."""
         if part.kind == "leaf":
             return f"r[{next(self.leaves)}]"
@@ -110,7 +110,7 @@ class _Writer:
             return joined if part.cls is list else _tuple(parts)
         return f"{self._name(part.cls)}({'*' if hasattr(part.cls, '_fields') else ''}{joined})"
 
-    def _change(self, place: str, before: Part, after: Part) -> None:
+    def _change(self, place: str, before: LayoutPart, after: LayoutPart) -> None:
         """Write the lines that make of the object at ``place`` what it is after the call."""
         alike = before.kind == after.kind and before.cls is after.cls
         if not _has_leaves(after) and before == after:
@@ -131,7 +131,7 @@ class _Writer:
         else:
             self.lines.append(f"{place} = {self._made(after)}")
 
-    def _changed_in(self, place: str, before: Part | None, after: Part) -> str:
+    def _changed_in(self, place: str, before: LayoutPart | None, after: LayoutPart) -> str:
         """Write the lines for an attribute; what it is now, for one that is a leaf."""
         if after.kind == "leaf":
             text = self._made(after)
@@ -145,7 +145,7 @@ class _Writer:
         return ""
 
 
-def _device(part: Part, texts: Sequence[str]) -> str:
+def _device(part: LayoutPart, texts: Sequence[str]) -> str:
     """The code for the device of an object: that of its tensors."""
     for key, inner, text in zip(part.keys, part.parts, texts, strict=True):
         if inner.kind == "leaf" and key not in COUNTERS:
@@ -153,7 +153,7 @@ def _device(part: Part, texts: Sequence[str]) -> str:
     return "None"
 
 
-def _has_leaves(part: Part) -> bool:
+def _has_leaves(part: LayoutPart) -> bool:
     return part.kind == "leaf" or any(map(_has_leaves, part.parts))
 
 

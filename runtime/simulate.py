@@ -15,8 +15,8 @@ import torch
 
 from graphplan.device import CPU, DeviceKey, Link, MaxMemory, current_machine, read_max_memory
 from graphplan.errors import DeviceError
+from graphplan.runtime.simulated_backend import SimulationMode, register_backend
 from graphplan.runtime.simulated_machine import SimulatedMachine, SimulatedTransfer
-from graphplan.runtime.simulated_tensor import SimulationMode, register_backend
 
 __all__ = ["SimulatedMachine", "SimulatedTransfer", "simulate"]
 

@@ -1,71 +1,24 @@
-"""Tensors that say ``sim:N`` and hold CPU data; the backend and the mode that make torch take them.
-
-The devices are torch's PrivateUse1 backend, renamed ``sim`` for the whole process on first use; a
-process that uses PrivateUse1 for something else cannot simulate.
-"""
+"""Tensors that say ``sim:N`` and hold CPU data: each operation checks where its tensors are, and counts."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch._C import DispatchKey
-from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.backend_registration import (
-    _DummyBackendModule,
-    _setup_privateuseone_for_python_backend,
-)
 from torch.utils.dlpack import from_dlpack
 
-from graphplan.device import SIMULATED, DeviceKey, current_machine
-from graphplan.errors import DeviceError
-from graphplan.runtime.simulated_machine import SimulatedMachine, SimulatedTransfer, active_machine
+from graphplan.alignment import round_up
+from graphplan.device import SIMULATED, DeviceKey
+from graphplan.runtime.fused_cells import WITHOUT_CPU_KERNEL
+from graphplan.runtime.simulated_machine import SimulatedTransfer, active_machine
 
-__all__ = ["SimulatedTensor", "SimulationMode", "register_backend"]
+__all__ = ["SimulatedTensor", "is_simulated", "run_simulated"]
 
 aten = torch.ops.aten
-_GRANULARITY = 512
-
-
-class _Backend(_DummyBackendModule):
-    """What torch asks of ``torch.sim``."""
-
-    def device_count(self) -> int:
-        machine = current_machine.get()
-        return 1 + max(machine.capacities) if isinstance(machine, SimulatedMachine) else 0
-
-    def is_available(self) -> bool:
-        return self.device_count() > 0
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.float16, torch.bfloat16]
-
-
-_library: list[torch.library.Library] = []
-
-
-def register_backend() -> None:
-    """Make the devices known to torch, once per process."""
-    if _library:
-        return
-    taken = torch._C._get_privateuse1_backend_name()
-    if taken not in ("privateuseone", SIMULATED):
-        raise DeviceError(f"cannot simulate: this process uses PrivateUse1 as {taken!r}")
-    _setup_privateuseone_for_python_backend(SIMULATED, backend_module=_Backend())
-    # factories that C++ reaches with Python modes off, such as torch.tensor(..., device=...)
-    library = torch.library.Library("aten", "IMPL")
-    for op in (aten.empty.memory_format, aten.empty_strided.default, aten._copy_from.default):
-        library.impl(op, _kernel(op), "PrivateUse1")
-    _library.append(library)
-
-
-def _kernel(op: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: _dispatch(op, args, kwargs)
 
 
 class _Allocation:
@@ -76,7 +29,7 @@ class _Allocation:
     ) -> None:
         machine = active_machine()
         free = machine.paused or part_of is not None
-        self.nbytes = 0 if free else -(-storage.nbytes() // _GRANULARITY) * _GRANULARITY
+        self.nbytes = 0 if free else round_up(storage.nbytes())
         machine.take(device, self.nbytes)
         self.device, self.storage = device, storage  # holding the storage keeps its address unique
         self.part_of = part_of  # whose bytes these are, where a storage is over a part of another's
@@ -162,53 +115,11 @@ class SimulatedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch declares the disabled implementation
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return _dispatch(func, args, kwargs or {})
+        return run_simulated(func, args, kwargs or {})
 
 
-def _lstm_cell(
-    input_gates: torch.Tensor,
-    hidden_gates: torch.Tensor,
-    cell: torch.Tensor,
-    input_bias: torch.Tensor | None = None,
-    hidden_bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``aten::_thnn_fused_lstm_cell``: the new hidden state, the new cell, the activated gates."""
-    gates = _biased(input_gates, input_bias) + _biased(hidden_gates, hidden_bias)
-    enter, forget, candidate, leave = gates.chunk(4, 1)
-    activated = torch.cat([enter.sigmoid(), forget.sigmoid(), candidate.tanh(), leave.sigmoid()], 1)
-    enter, forget, candidate, leave = activated.chunk(4, 1)
-    new_cell = forget * cell + enter * candidate
-    return leave * new_cell.tanh(), new_cell, activated
-
-
-def _gru_cell(
-    input_gates: torch.Tensor,
-    hidden_gates: torch.Tensor,
-    hidden: torch.Tensor,
-    input_bias: torch.Tensor | None = None,
-    hidden_bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``aten::_thnn_fused_gru_cell``: the new hidden state, and what its gradient would need."""
-    reset_in, update_in, new_in = _biased(input_gates, input_bias).chunk(3, 1)
-    reset_hidden, update_hidden, new_hidden = _biased(hidden_gates, hidden_bias).chunk(3, 1)
-    reset, update = (reset_in + reset_hidden).sigmoid(), (update_in + update_hidden).sigmoid()
-    new = (new_in + reset * new_hidden).tanh()
-    result = new + update * (hidden - new)
-    return result, torch.cat([reset, update, new, hidden, new_hidden], 1)
-
-
-def _biased(gates: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return gates if bias is None else gates + bias
-
-
-# torch takes fused cells on every accelerator, and has none for the CPU
-_WITHOUT_CPU_KERNEL: dict[Any, Callable[..., Any]] = {
-    aten._thnn_fused_lstm_cell.default: _lstm_cell,
-    aten._thnn_fused_gru_cell.default: _gru_cell,
-}
-
-
-def _is_simulated(device: Any) -> bool:
+def is_simulated(device: Any) -> bool:
+    """Whether this names a simulated device."""
     return device is not None and torch.device(device).type == SIMULATED
 
 
@@ -229,7 +140,7 @@ def _resolve(wanted: Any) -> torch.device:
     return device
 
 
-def _dispatch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def run_simulated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run one ATen operation on the data, after checking where its tensors are."""
     if func is aten._copy_from.default:
         return _copy_into(args[1], args[0])
@@ -237,13 +148,13 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
         return _copy_into(args[0], args[1])
     if func is aten._to_copy.default:
         return _convert(args[0], kwargs)
-    func = _WITHOUT_CPU_KERNEL.get(func, func)
+    func = WITHOUT_CPU_KERNEL.get(func, func)
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     wanted = kwargs.get("device")
     here = _common_device(func, tensors)
-    device = _resolve(wanted) if _is_simulated(wanted) else (here if wanted is None else None)
+    device = _resolve(wanted) if is_simulated(wanted) else (here if wanted is None else None)
     inner = pytree.tree_map(_inner, dict(kwargs))
-    if _is_simulated(wanted):
+    if is_simulated(wanted):
         inner["device"] = torch.device("cpu")
         inner.pop("pin_memory", None)
     out = func(*pytree.tree_map(_inner, args), **inner)
@@ -325,37 +236,3 @@ def _convert(source: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
     rest = {key: value for key, value in kwargs.items() if key not in ignored}
     out: torch.Tensor = aten._to_copy.default(_inner(source), **rest)
     return SimulatedTensor(out, device) if device.type == SIMULATED else out
-
-
-class SimulationMode(TorchDispatchMode):
-    """Catches what has no simulated argument yet: factories, and copies from the CPU."""
-
-    supports_higher_order_operators = True
-    simulates = True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if isinstance(func, HigherOrderOperator):
-            return self._control_flow(func, args, kwargs)
-        if func is aten._pin_memory.default:
-            pinned = args[0].clone()
-            pinned._simulated_pinned = True
-            return pinned
-        if func is aten.is_pinned.default:
-            return getattr(args[0], "_simulated_pinned", False)
-        if _is_simulated(kwargs.get("device")) or any(issubclass(t, SimulatedTensor) for t in types):
-            return _dispatch(func, args, kwargs)
-        return func(*args, **kwargs)
-
-    def _control_flow(self, func: HigherOrderOperator, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run the branches of ``torch.cond`` and its like on the simulated tensors themselves."""
-        if not any(isinstance(leaf, SimulatedTensor) for leaf in pytree.tree_leaves((args, kwargs))):
-            return func(*args, **kwargs)
-        if func is torch.ops.higher_order.cond:
-            predicate, true_branch, false_branch, operands = args
-            with self:
-                return (true_branch if bool(predicate) else false_branch)(*operands)
-        with self:
-            return func.py_kernels[DispatchKey.CompositeExplicitAutograd](*args, **kwargs)

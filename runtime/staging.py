@@ -11,14 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
+from graphplan.alignment import round_up
 from graphplan.runtime.pages import HostPages
 from graphplan.runtime.queues import Queues
 
-__all__ = ["Part", "Staging", "flat_bytes"]
+__all__ = ["StagedPart", "Staging", "flat_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StagedPart:
     """Bytes that go to ``offset`` of what is copied."""
 
     offset: int
@@ -41,7 +42,7 @@ class Staging:
     """
 
     def __init__(self, queues: Queues, nbytes: int, count: int, *, pinned: bool) -> None:
-        self.queues, self.nbytes = queues, HostPages.rounded(nbytes)
+        self.queues, self.nbytes = queues, round_up(nbytes)
         self.pages = HostPages(count * self.nbytes, pinned=pinned)
         self.events = [queues.event() for _ in range(count)]
         self._next = 0
@@ -61,7 +62,7 @@ class Staging:
         """All copies from it are enqueued."""
         self.queues.record_copies(self.events[index])
 
-    def copy(self, target: torch.Tensor, parts: Iterable[Part]) -> None:
+    def copy(self, target: torch.Tensor, parts: Iterable[StagedPart]) -> None:
         """Bring parts together, and copy all of them to the bytes of ``target``."""
         listed, total = list(parts), target.numel()
         for begin in range(0, total, self.nbytes):

@@ -15,8 +15,10 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from graphplan.alignment import round_up
 from graphplan.device import CPU
-from graphplan.errors import GraphplanError, InputError, readable_bytes
+from graphplan.errors import InputError, readable_bytes
+from graphplan.runtime.allocation import allocating
 from graphplan.runtime.arena import Arena, is_plain
 from graphplan.runtime.loading import Checkpoint
 from graphplan.runtime.mapped import MappedFile
@@ -151,13 +153,8 @@ class _Placing:
             self.source.read({name: data}, self.progress)
         else:
             self.progress(tensor_bytes(tensor))
-        try:
+        with allocating(device, f"{name!r} of {readable_bytes(tensor_bytes(tensor))}"):
             return moved(data, device)
-        except torch.OutOfMemoryError as error:
-            raise GraphplanError(
-                f"{device} has no room for {name!r} of {readable_bytes(tensor_bytes(tensor))}, though the "
-                f"budget allows it: something else is on the device. {str(error).splitlines()[0]}"
-            ) from error
 
     def _reserve(self, device: torch.device, names: Sequence[str]) -> None:
         if device.type != CPU:
@@ -171,7 +168,7 @@ class _Placing:
                 self._cut(group, self.pages[-1])
 
     def _bytes(self, names: Sequence[str]) -> int:
-        return sum(Arena.rounded(tensor_bytes(self.weights.tensors[name])) for name in names)
+        return sum(round_up(tensor_bytes(self.weights.tensors[name])) for name in names)
 
     def _cut(self, names: Sequence[str], memory: Arena | HostPages) -> None:
         for name in names:

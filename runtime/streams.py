@@ -20,13 +20,18 @@ from typing import Any
 
 import torch
 
+from graphplan.alignment import round_up
 from graphplan.device import CPU
-from graphplan.errors import GraphplanError, PlanError, readable_bytes
+from graphplan.errors import readable_bytes
+from graphplan.runtime.allocation import allocating
+from graphplan.runtime.arena import shaped
+from graphplan.runtime.changed import require_planned
 from graphplan.runtime.mapped import MappedFile
 from graphplan.runtime.pages import HostPages
 from graphplan.runtime.queues import Queues, queues_of
-from graphplan.runtime.staging import Part, Staging, flat_bytes
+from graphplan.runtime.staging import StagedPart, Staging, flat_bytes
 from graphplan.schedule import STAGED_BYTES, Ring, Segment
+from graphplan.twin import tensor_bytes
 
 __all__ = ["ModuleStreams", "RingStream"]
 
@@ -70,13 +75,8 @@ class _Storage:
         self.queues.drain()
         self.user = None
         self.bytes = torch.empty(0, dtype=torch.uint8, device=self.device)  # before the larger one is there
-        try:
+        with allocating(self.device, f"the {readable_bytes(nbytes)} that weights are streamed into"):
             self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        except torch.OutOfMemoryError as error:
-            raise GraphplanError(
-                f"{self.device} has no room for the {readable_bytes(nbytes)} that weights are streamed into, "
-                f"though the budget allows it: something else is on the device. {str(error).splitlines()[0]}"
-            ) from error
 
 
 class _Call:
@@ -126,14 +126,14 @@ class _LoadedSegment:
         call: _Call,
         weights: Sequence[torch.Tensor],
         source: torch.Tensor | None,
-        parts: Sequence[Part] = (),
+        parts: Sequence[StagedPart] = (),
     ) -> None:
         self.parts = parts
         self.call, self.names, self.queues = call, segment.weights, call.storage.queues
         self.ready, self.free = slot.ready, slot.free
         self.place, self.source = slot.place[: segment.nbytes], source
         self.views = tuple(
-            _view_like(self.place, offset, weight)
+            shaped(self.place[offset : offset + tensor_bytes(weight)], weight)
             for offset, weight in zip(segment.offsets, weights, strict=True)
         )
         self.addresses = tuple(weight.data_ptr() for weight in weights)
@@ -150,17 +150,9 @@ class _LoadedSegment:
             self.queues.copy(self.place, self.source)
         else:  # one that the caller has replaced is read where it is now
             for name, view, weight in zip(self.names, self.views, weights, strict=True):
-                self._require_like(name, view, weight)
+                require_planned(name, weight, self.host, view.dtype, view.shape)
                 self.queues.copy(view, weight)
         self.queues.record_copies(self.ready)
-
-    def _require_like(self, name: str, view: torch.Tensor, weight: torch.Tensor) -> None:
-        if (weight.device, weight.dtype, weight.shape) != (self.host, view.dtype, view.shape):
-            raise PlanError(
-                f"{name!r} is {weight.dtype} of shape {list(weight.shape)} on {weight.device}, the plan has "
-                f"it as {view.dtype} of shape {list(view.shape)} on {self.host}: a placed model cannot be "
-                "moved or converted, only partitioned anew"
-            )
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """Its weights on the accelerator."""
@@ -171,13 +163,6 @@ class _LoadedSegment:
         """Nothing enqueued from now on reads it."""
         self.queues.record_work(self.free)
         self.call.released()
-
-
-def _view_like(place: torch.Tensor, offset: int, weight: torch.Tensor) -> torch.Tensor:
-    """Bytes of a slot as what a copy of ``weight`` would be."""
-    like = torch.empty_like(weight, device="meta")
-    part = place[offset : offset + like.numel() * like.element_size()].view(like.dtype)
-    return torch.as_strided(part, like.size(), like.stride())
 
 
 class RingStream:
@@ -211,7 +196,7 @@ class RingStream:
             slot, parts = slots[segment.slot], []
             if all(in_file(weight) for weight in here):
                 listed = zip(segment.offsets, here, strict=True)
-                parts = [Part(offset, flat_bytes(weight)) for offset, weight in listed]
+                parts = [StagedPart(offset, flat_bytes(weight)) for offset, weight in listed]
                 storage.stage(segment.nbytes)
             source = None if parts else find(segment, [weight.data_ptr() for weight in here])
             self.segments.append(_LoadedSegment(segment, slot, self.call, here, source, parts))
@@ -275,7 +260,7 @@ class ModuleStreams:
         wanted = [t for t in found.values() if _is_plain(t) and not self._pages_of(t)]
         if not wanted:
             return
-        total = sum(HostPages.rounded(t.numel() * t.element_size()) for t in wanted)
+        total = sum(round_up(t.numel() * t.element_size()) for t in wanted)
         pages = HostPages(total, pinned=any(device.type == "cuda" for device in rings))
         for tensor in wanted:
             tensor.data = pages.adopt(tensor.data)

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from graphplan.errors import readable_bytes
+from graphplan.runtime.allocation import allocating
+
 if TYPE_CHECKING:
     from graphplan.placement import Plan  # which lies above, since a plan can be asked for others
 
@@ -20,7 +23,7 @@ def warm_activations(plans: Iterable[Plan]) -> None:
     and leaves gaps. One block of all that is needed is asked for here and given back to the cache.
 
     Raises:
-        torch.OutOfMemoryError: the device has less than what the plan may use.
+        GraphplanError: the device has less than what the plan may use.
     """
     needed: dict[torch.device, int] = {}
     for plan in plans:
@@ -31,4 +34,5 @@ def warm_activations(plans: Iterable[Plan]) -> None:
                 needed[spec.torch_device] = max(needed.get(spec.torch_device, 0), nbytes)
     for device, nbytes in needed.items():
         if nbytes > 0:
-            torch.empty(nbytes, dtype=torch.uint8, device=device)
+            with allocating(device, f"the {readable_bytes(nbytes)} of activations"):
+                torch.empty(nbytes, dtype=torch.uint8, device=device)

@@ -8,9 +8,10 @@ from torch import nn
 
 from graphplan import Graph, simulate
 from graphplan.device import read_max_memory
-from graphplan.passes.annotate import Annotator, annotate, costlier
-from graphplan.passes.measure import TensorMeta
+from graphplan.passes.annotate import Annotator, annotate
+from graphplan.passes.costlier import costlier
 from graphplan.passes.simplify import simplify
+from graphplan.passes.tensor_meta import TensorMeta
 from graphplan.passes.transfers import build_schedule
 from graphplan.schedule import Assignment
 from graphplan.tracing import capture
@@ -92,13 +93,13 @@ def test_equal_operations_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> 
     import graphplan.passes.measure as module
 
     measured = []
-    original = module._run_fake
+    original = module.run_fake
 
     def spy(*args: Any) -> Any:
         measured.append(args[0])
         return original(*args)
 
-    monkeypatch.setattr(module, "_run_fake", spy)
+    monkeypatch.setattr(module, "run_fake", spy)
     graph_of(nn.Sequential(*(nn.Linear(4, 4) for _ in range(20))), torch.randn(2, 4))
     assert len(measured) == 1
 

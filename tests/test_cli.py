@@ -316,7 +316,7 @@ BAD: list[tuple[list[str], int, str]] = [
     (["show", "plan.json", "--dot", "."], 2, "'.' is a folder"),
     (["show", "absent.json"], 2, "graphplan: 'absent.json': No such file"),
     (["show", "broken.json"], 2, "'broken.json': this is no JSON"),
-    (["show", "MODEL/config.json"], 2, "this JSON is no plan"),
+    (["show", "MODEL/config.json"], 2, "this JSON holds no plan"),
     (["show", "bytes.bin"], 2, "it is no text"),
     (["explain", "plan.json", "model.layer.1"], 2, "did you mean 'model.layers.1'"),
     (["devices", "--max-memory", "cuda:77=1GiB"], 2, "this machine has"),

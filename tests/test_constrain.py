@@ -134,3 +134,17 @@ def test_a_reserve_that_leaves_too_little_is_in_the_error() -> None:
 def test_wishes_that_cannot_be(wishes: dict[str, Any], message: str) -> None:
     with pytest.raises(graphplan.GraphplanError, match=message):
         graphplan.plan(Tied().eval(), {0: "64KiB", "cpu": "1MiB"}, (IDS,), **wishes)
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({"pin": ["head"]}, "pin must map names to device keys"),
+        ({"pin": "head"}, "pin must map names to device keys"),
+        ({"together": "blocks.1"}, r"together must list names, or lists of them: write \['blocks.1'\]"),
+        ({"together": 1}, "together must list names"),
+    ],
+)
+def test_wishes_of_another_form_are_refused(wish: dict[str, Any], message: str) -> None:
+    with pytest.raises(graphplan.InputError, match=message):
+        graphplan.plan(Tied().eval(), {0: "64KiB", "cpu": "1MiB"}, (IDS,), **wish)

@@ -75,3 +75,30 @@ def test_allocations_are_rounded_as_the_allocator_does() -> None:
     assert cuda.resident([2 * mib] * 9) == 19 * mib  # all from one segment
     assert cuda.resident([11 * mib + 512]) == 12 * mib  # the rest of a segment of 12 MiB is kept
     assert cuda.resident([10 * mib + 512]) == 10 * mib + 512  # that of a larger rest is not
+
+
+@pytest.mark.parametrize(
+    ("links", "named"),
+    [
+        ({(0, 7): Link()}, "names 7, which is not in max_memory"),
+        ({0: Link()}, r"key 0: write \(source, destination\)"),
+        ({(0, 1): 25e9}, "graphplan.Link"),
+        ([Link()], "graphplan.Link"),
+    ],
+)
+def test_links_that_no_plan_would_use_are_refused(links: object, named: str) -> None:
+    with pytest.raises(graphplan.DeviceError, match=named):
+        read_max_memory({0: 10, 1: 10}, links)  # type: ignore[arg-type]  # what is tested
+
+
+def test_links_may_lead_to_the_device_of_the_caller() -> None:
+    link = Link(1e9)
+    topology = read_max_memory({0: 10}, {("cpu", 0): link, ("cuda:3", 0): link})
+    assert topology.link("cpu", 0) is topology.link("cuda:3", 0) is link
+
+
+@pytest.mark.parametrize("figures", [(0.0,), (-1.0,), (float("inf"),), ("10GB",), (True,), (1e9, -1e-6)])
+def test_a_link_is_made_of_figures(figures: tuple[object, ...]) -> None:
+    with pytest.raises(graphplan.DeviceError, match=r"Link\("):
+        Link(*figures)  # type: ignore[arg-type]  # what is tested
+    assert Link(1e9, 0.0).seconds(10**9) == 1.0

@@ -347,9 +347,13 @@ def test_operations_know_their_source_line() -> None:
 def test_a_source_line_is_the_models_own() -> None:
     import torch
 
+    import graphplan
+
     stack = (
         f'File "/somewhere/else/model.py", line 7, in forward\n    y = self.linear(x)\n'
         f'File "{torch.__path__[0]}/nn/modules/linear.py", line 134, in forward\n    return F.linear(x)\n'
     )
     assert source_line(stack) == "model.py:7"
+    traced = f'File "{graphplan.__path__[0]}/tracing.py", line 7, in forward\n    return original()\n'
+    assert source_line(traced + stack.splitlines(keepends=True)[2]) == "torch/nn/modules/linear.py:134"
     assert source_line("") == ""

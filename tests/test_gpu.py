@@ -106,10 +106,8 @@ def test_what_does_not_fit_stays_on_the_cpu_and_says_so(share: float) -> None:
     assert {p.device.type for p in placed.parameters()} == {"cpu", "cuda"}
 
 
-def test_a_hundred_calls_leak_nothing() -> None:
-    model = Blocks(2).eval()
-    x = torch.randn(16, 2048)
-    placed = graphplan.partition(model, budgets_of(model, {0: 0.7, "cpu": 4.0}), args=(x,))
+def allocated_after_calls(placed: Any, x: torch.Tensor) -> int:
+    """Bytes on the GPU, after one call and after a hundred more the same."""
     placed(x)
     gc.collect()
     before = torch.cuda.memory_allocated(0)
@@ -117,6 +115,14 @@ def test_a_hundred_calls_leak_nothing() -> None:
         placed(x)
     gc.collect()
     assert torch.cuda.memory_allocated(0) == before
+    return before
+
+
+def test_a_hundred_calls_leak_nothing() -> None:
+    model = Blocks(2).eval()
+    x = torch.randn(16, 2048)
+    placed = graphplan.partition(model, budgets_of(model, {0: 0.7, "cpu": 4.0}), args=(x,))
+    allocated_after_calls(placed, x)
 
 
 def test_deepcopy_and_state_dict() -> None:
@@ -182,13 +188,7 @@ def test_streamed_copies_run_beside_compute() -> None:
 
 def test_a_hundred_streamed_calls_leak_nothing() -> None:
     placed, _, x = place_streamed(4)
-    placed(x)
-    gc.collect()
-    before = torch.cuda.memory_allocated(0)
-    for _ in range(100):
-        placed(x)
-    gc.collect()
-    assert torch.cuda.memory_allocated(0) == before
+    before = allocated_after_calls(placed, x)
     del placed
     gc.collect()
     assert torch.cuda.memory_allocated(0) < before

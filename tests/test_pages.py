@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from graphplan.alignment import round_up
 from graphplan.runtime import pages
 from graphplan.runtime.pages import HostPages
 
@@ -43,7 +44,7 @@ def mapped(address: int) -> bool:
 def test_neighbours_with_storages_of_their_own() -> None:
     tensors = [torch.randn(5, 7), torch.randint(0, 9, (3,)), torch.rand(4) > 0.5, torch.tensor(2.5)]
     tensors.append(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
-    total = sum(HostPages.rounded(t.numel() * t.element_size()) for t in tensors)
+    total = sum(round_up(t.numel() * t.element_size()) for t in tensors)
     made = HostPages(total, pinned=False)
     adopted = [made.adopt(tensor) for tensor in tensors]
     place = made.start
@@ -52,7 +53,7 @@ def test_neighbours_with_storages_of_their_own() -> None:
         assert tensor.stride() == copied.stride()
         assert copied.data_ptr() == place
         assert copied.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-        place += HostPages.rounded(tensor.numel() * tensor.element_size())
+        place += round_up(tensor.numel() * tensor.element_size())
     assert place == made.end
     assert made.holds(made.start)
     assert not made.holds(made.end)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
 
 import graphplan
+from graphplan.alignment import round_up
 from graphplan.runtime.arena import Arena
 from graphplan.runtime.simulate import SimulatedMachine
 
@@ -67,7 +68,7 @@ def assert_same(placed: nn.Module, model: nn.Module) -> None:
 def test_an_arena_is_as_large_as_its_weights() -> None:
     likes = [torch.ones(7, 3), torch.ones(1000, dtype=torch.bfloat16), torch.ones(4, 6).t(), torch.ones(0, 2)]
     likes.append(torch.tensor(True))
-    arena = Arena(torch.device("cpu"), sum(Arena.rounded(t.numel() * t.element_size()) for t in likes))
+    arena = Arena(torch.device("cpu"), sum(round_up(t.numel() * t.element_size()) for t in likes))
     at = arena.bytes.data_ptr()
     for like in likes:
         place = arena.reserve(like)
@@ -75,7 +76,7 @@ def test_an_arena_is_as_large_as_its_weights() -> None:
         assert place.untyped_storage().nbytes() == like.numel() * like.element_size()
         if like.numel():
             assert place.data_ptr() == at
-            at += Arena.rounded(like.numel() * like.element_size())
+            at += round_up(like.numel() * like.element_size())
         place.copy_(like)
         assert torch.equal(place, like)
     assert at == arena.bytes.data_ptr() + arena.bytes.numel()
@@ -176,7 +177,7 @@ def in_an_arena(model: nn.Module) -> nn.Module:
     """A copy whose weights are ordinary tensors in an arena, as on a GPU."""
     copied = copy.deepcopy(model)
     tensors = [*copied.parameters(), *copied.buffers()]
-    arena = Arena(torch.device("cpu"), sum(Arena.rounded(t.numel() * t.element_size()) for t in tensors))
+    arena = Arena(torch.device("cpu"), sum(round_up(t.numel() * t.element_size()) for t in tensors))
     for tensor in tensors:
         tensor.data = arena.reserve(tensor.detach()).copy_(tensor.detach())
     return copied

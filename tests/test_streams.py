@@ -20,7 +20,7 @@ from torch import nn
 
 import graphplan
 from graphplan.runtime.simulate import SimulatedMachine
-from graphplan.runtime.simulated_tensor import SimulationMode
+from graphplan.runtime.simulated_backend import SimulationMode
 
 WIDTH, DEPTH = 32, 6
 X = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))

@@ -1,0 +1,69 @@
+"""What the plans of a model settle for those that come later: homes of weights, constants, rings."""
+
+from __future__ import annotations
+
+from graphplan.captured import Part
+from graphplan.constants import PlacedConstants
+from graphplan.device import DISK, DeviceKey, Topology
+from graphplan.placement import Plan
+from graphplan.runtime.storage import Layout
+from graphplan.schedule import ring_bytes
+
+__all__ = ["Commitments"]
+
+_RING_SLACK = 2 << 20  # bytes by which CUDA's allocator may count a larger ring differently
+
+
+class Commitments:
+    """What is settled.
+
+    Attributes:
+        homes: weight or part of one -> where it lives; None until a plan has decided.
+        constants: those that are placed.
+        plans: made so far.
+    """
+
+    def __init__(self, homes: dict[str, DeviceKey] | None = None) -> None:
+        self.homes = homes
+        self.constants = PlacedConstants()
+        self.plans: list[Plan] = []
+
+    def settle_homes(self, plan: Plan) -> None:
+        """Let the weights live where this plan has them."""
+        weights, homes = plan.graph.weights, plan.schedule.assignment.weights
+        self.homes = {name: key for name, key in homes.items() if weights[name].is_own}
+
+    @property
+    def parts(self) -> dict[Part, DeviceKey]:
+        """Parts of sliced weights that have been placed."""
+        named = ((Part.named(name), key) for name, key in (self.homes or {}).items())
+        return {part: key for part, key in named if part is not None}
+
+    def ring_bytes(self) -> dict[DeviceKey, int]:
+        """Bytes of the rings that earlier plans have made."""
+        return ring_bytes(ring for plan in self.plans for ring in plan.schedule.rings)
+
+    def ring_limits(self, topology: Topology) -> dict[DeviceKey, int]:
+        """Bytes that the rings may have so that earlier plans keep their budgets."""
+        here = self.ring_bytes()
+        limits: dict[DeviceKey, int] = {}
+        for plan in self.plans:
+            for spec in topology.devices:
+                own = sum(ring.nbytes for ring in plan.schedule.rings if ring.device == spec.key)
+                slack = _RING_SLACK if spec.type == "cuda" else 0
+                limit = max(own + spec.room - plan.peak_bytes[spec.key] - slack, here.get(spec.key, 0))
+                limits[spec.key] = min(limit, limits.get(spec.key, limit))
+        return limits
+
+    def layout(self, topology: Topology) -> Layout:
+        """Where the first plans have put the weights, and which of them they stream."""
+        assert self.homes is not None
+        rings = [ring for plan in self.plans for ring in plan.schedule.rings]
+        of = {part.name: part.part_of for plan in self.plans for part in plan.graph.parts}
+        streamed = (of.get(n, n) for ring in rings for segment in ring.segments for n in segment.weights)
+        return Layout(
+            {name: topology[key].torch_device for name, key in self.homes.items()},
+            [name for name in dict.fromkeys(streamed) if self.homes.get(name) != DISK],
+            any(topology[ring.device].type == "cuda" for ring in rings),
+            frozenset(name for name, key in self.homes.items() if key == DISK),
+        )

@@ -1,0 +1,87 @@
+"""The machine that integer keys are about: this one, or the simulated one that is current."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from typing import Protocol
+
+import torch
+from accelerate.utils import get_max_memory
+
+from graphplan.topology import SIMULATED, DeviceKey, Link
+
+__all__ = [
+    "Machine",
+    "accelerator_type",
+    "current_machine",
+    "detect_max_memory",
+    "suspended",
+    "unmetered",
+]
+
+
+class Machine(Protocol):
+    """What stands in for this machine's accelerators while it is current (see ``simulate``)."""
+
+    @property
+    def max_memory(self) -> dict[DeviceKey, int]:
+        """Key -> bytes."""
+        ...
+
+    @property
+    def device_type(self) -> str:
+        """What integer keys mean."""
+        ...
+
+    @property
+    def links(self) -> Mapping[tuple[DeviceKey, DeviceKey], Link]:
+        """What is known of the links."""
+        ...
+
+    def has(self, index: int) -> bool:
+        """Whether the device of this index exists."""
+        ...
+
+    def unmetered(self) -> AbstractContextManager[None]:
+        """A block in which allocations are not counted: planning is not running."""
+        ...
+
+    def suspended(self) -> AbstractContextManager[None]:
+        """A block in which operations are not intercepted."""
+        ...
+
+
+current_machine: ContextVar[Machine | None] = ContextVar("graphplan_machine", default=None)
+
+
+def suspended() -> AbstractContextManager[None]:
+    """A block that a simulated machine does not see, so that a trace is what it is without it."""
+    machine = current_machine.get()
+    return nullcontext() if machine is None else machine.suspended()
+
+
+def unmetered() -> AbstractContextManager[None]:
+    """A block in which a simulated machine counts no allocations; nothing on a real one."""
+    machine = current_machine.get()
+    return nullcontext() if machine is None else machine.unmetered()
+
+
+def accelerator_type() -> str | None:
+    """The type that integer keys mean now: the simulated one, or this machine's; None if none."""
+    machine = current_machine.get()
+    if machine is not None:
+        return machine.device_type
+    if torch.accelerator.is_available():
+        found = torch.accelerator.current_accelerator()
+        return None if found is None or found.type == SIMULATED else found.type
+    return None
+
+
+def detect_max_memory() -> dict[DeviceKey, int]:
+    """Free bytes of each accelerator and of the CPU, as accelerate reads them."""
+    machine = current_machine.get()
+    if machine is not None:
+        return dict(machine.max_memory)
+    return {key: int(value) for key, value in get_max_memory().items()}

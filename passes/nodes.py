@@ -1,0 +1,64 @@
+"""What one node of an fx graph says of itself: its target, its module, what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+__all__ = ["argument_nodes", "is_tensor_node", "may_be_view", "module_path", "returns_list", "target_name"]
+
+
+def argument_nodes(node: fx.Node) -> list[fx.Node]:
+    """Its arguments that are nodes, in order, each as often as it is given."""
+    leaves = pytree.tree_leaves((node.args, dict(node.kwargs)))
+    return [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+
+
+def is_tensor_node(node: fx.Node) -> bool:
+    """Whether its traced value is one tensor."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def returns_list(node: fx.Node) -> bool:
+    """Whether it returns several results, or a list of them: by its schema, and all control flow does."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return isinstance(node.target, torch._ops.HigherOrderOperator)
+    returns = node.target._schema.returns
+    return len(returns) > 1 or (len(returns) == 1 and "[]" in str(returns[0].type))
+
+
+_MAYBE_VIEWS = {
+    "view", "reshape", "transpose", "permute", "t", "squeeze", "unsqueeze", "flatten", "expand",
+    "expand_as", "narrow", "select", "chunk", "split", "unbind", "getitem", "contiguous", "detach",
+    "view_as", "movedim", "swapaxes", "unfold", "diagonal", "to", "type", "float", "half", "dropout",
+    "getattr",
+}  # fmt: skip
+
+
+def may_be_view(node: fx.Node) -> bool:
+    """Whether its result may be a view of its first argument: by its name, for want of shapes."""
+    return target_name(node.target).rpartition(".")[2] in _MAYBE_VIEWS
+
+
+def target_name(target: str | Callable[..., Any]) -> str:
+    """What it calls, for people."""
+    if isinstance(target, str):
+        return target
+    if isinstance(target, torch._ops.OpOverload):
+        packet, overload = target._overloadpacket, target._overloadname
+        name = packet.__name__ if overload == "default" else f"{packet.__name__}.{overload}"
+        return name if target.namespace == "aten" else f"{target.namespace}::{name}"
+    return getattr(target, "__name__", str(target))
+
+
+def module_path(node: fx.Node) -> str:
+    """The module that called it (``"model.layers.3.mlp"``); empty where the trace does not say."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = ""
+    for entry in stack.values():
+        path = entry[0] if isinstance(entry, tuple) else str(entry)
+    return ".".join(part.partition("@")[0] for part in path.split("."))

@@ -1,0 +1,111 @@
+"""Which program serves a call: that of a known form at once, else that of its structure, else a new one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
+
+from torch import nn
+
+from graphplan.runtime.module_state import KnownForm, ModuleState
+from graphplan.runtime.program import Program
+from graphplan.runtime.routes import find_route
+from graphplan.schedule import ring_bytes
+from graphplan.signature import BoundCall, bind_call
+from graphplan.warn import warn
+
+__all__ = ["Served", "serve"]
+
+_MANY = 32
+_MANY_PROGRAMS = (
+    f"{_MANY} call structures have been captured for one model: an argument that is no tensor (a float, a "
+    "string) may differ from call to call, or sizes may: pass tensors, or dynamic_shapes"
+)
+_ROUTES = 16  # forms of calls that are remembered
+
+_training = attrgetter("training")
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A call as its program takes it: the leaves of its inputs, and the caches that it was given."""
+
+    index: int
+    leaves: Sequence[Any]
+    caches: Mapping[str, Any]
+
+
+def serve(
+    module: nn.Module,
+    state: ModuleState,
+    entry: str,
+    signature: inspect.Signature,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Served:
+    """The program that serves a call, and what it takes of it.
+
+    Args:
+        module: that is called.
+        state: of it.
+        entry: path of the submodule that is called; empty for the module itself.
+        signature: of what is called.
+        args: of the call, by position.
+        kwargs: of the call, by name.
+
+    Raises:
+        GraphplanError: the call has a new structure, and cannot be captured or placed.
+    """
+    if not state.modules:
+        state.modules = list(module.modules())[1:]  # not itself: that would be a cycle
+    modes = (module.training, *map(_training, state.modules))
+    for known in state.routes:
+        program = state.programs[known.index]
+        if program.modes == modes and program.entry == entry:
+            leaves = known.route.leaves(args, kwargs, program.host)
+            if leaves is not None and program.at_home(leaves):
+                given = {name: args[at] if isinstance(at, int) else kwargs[at] for name, at in known.caches}
+                return Served(known.index, leaves, given)
+    call = bind_call(signature, args, kwargs)
+    index = _find(state, entry, call, modes)
+    program = state.programs[index]
+    route = find_route(signature, program.signature, program.prepare, args, kwargs)
+    if route is not None:
+        places = _places(signature, program.caches, kwargs)
+        state.routes = [KnownForm(route, index, places), *state.routes[: _ROUTES - 1]]
+    given = {name: call.kwargs[name] for name in program.caches}
+    traced = call if program.prepare is None else program.prepare(call)
+    return Served(index, traced.leaves, given)
+
+
+def _find(state: ModuleState, entry: str, call: BoundCall, modes: tuple[bool, ...]) -> int:
+    device = call.device
+    for index, program in enumerate(state.programs):
+        here = program.entry == entry and (device is None or device == program.host)
+        alike = here and program.modes == modes and program.signature.mismatch(call) is None
+        if alike and program.takes(call.leaves):
+            return index
+    assert state.compile is not None
+    state.programs.append(state.compile(call, modes, entry))
+    _share_rings(state.programs)
+    if len(state.programs) == _MANY:
+        warn(_MANY_PROGRAMS)
+    return len(state.programs) - 1
+
+
+def _places(
+    signature: inspect.Signature, names: Sequence[str], kwargs: Mapping[str, Any]
+) -> tuple[tuple[str, int | str], ...]:
+    """For each argument, its position or its name in a call."""
+    order = list(signature.parameters)
+    return tuple((name, name if name in kwargs else order.index(name)) for name in names)
+
+
+def _share_rings(programs: list[Program]) -> None:
+    """Let every plan count the rings as large as any call structure needs them."""
+    sizes = ring_bytes(ring for program in programs for ring in program.plan.schedule.rings)
+    if sizes:
+        programs[:] = [replace(program, plan=program.plan.with_rings(sizes)) for program in programs]

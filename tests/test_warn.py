@@ -1,0 +1,45 @@
+"""Warnings are of our own class, and point at the line that called graphplan."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphplan
+
+BUDGETS = {0: "1MiB", "cpu": "1GiB", "disk": "1GiB"}
+
+
+class Appending(nn.Module):
+    """Puts something into the list that it is given."""
+
+    def forward(self, x: torch.Tensor, log: list[Any]) -> torch.Tensor:
+        log.append(x)
+        return x + 1
+
+
+def here() -> int:
+    """The line of the caller."""
+    frame = inspect.currentframe()
+    assert frame is not None
+    assert frame.f_back is not None
+    return frame.f_back.f_lineno
+
+
+def test_a_warning_of_planning_points_at_the_caller() -> None:
+    calls = [{"input": torch.ones(2, 8)}, {"input": torch.ones(3, 8)}]
+    with pytest.warns(graphplan.GraphplanWarning, match="no weight is left on 'disk'") as caught:
+        line, _ = here(), graphplan.plan(nn.Linear(8, 8), BUDGETS, calls=calls)
+    assert [(one.filename, one.lineno) for one in caught] == [(__file__, line)]
+
+
+def test_a_warning_of_a_first_call_passes_over_torch() -> None:
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition(Appending(), machine.max_memory)
+        with pytest.warns(graphplan.GraphplanWarning, match="puts something into a list") as caught:
+            line, _ = here(), placed(torch.ones(2), [torch.ones(1)])
+    assert [(one.filename, one.lineno) for one in caught] == [(__file__, line)]
