@@ -26,6 +26,7 @@ from torch import nn
 from torch.fx.experimental import _config as symbolic_config
 from torch.utils import _pytree as pytree
 
+from graphplan.attention_masks import masks_as_in_eager
 from graphplan.caches import Given, is_cache, layout_of
 from graphplan.errors import CaptureError
 from graphplan.signature import BoundCall, Guard, register_dataclasses
@@ -98,7 +99,10 @@ def _export(module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool,
 
     @wraps(original)
     def forward(**kwargs: Any) -> Any:
-        return _with_caches(original(**kwargs), {name: kwargs[name] for name in caches})
+        result = original(
+            **kwargs, **flags
+        )  # a model of models has configurations that no flag of its own reaches
+        return _with_caches(result, {name: kwargs[name] for name in caches})
 
     module.forward = forward  # on the copy that is traced alone
     try:
@@ -106,6 +110,7 @@ def _export(module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool,
             torch.set_grad_enabled(keep_grad),
             symbolic_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]  # a config module
             _patches(),
+            masks_as_in_eager(),
             reset_model_state(module),
             patch_model_config(module, flags),
             patch_forward_signature(module, inputs),

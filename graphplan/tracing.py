@@ -11,7 +11,7 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from functools import partial, wraps
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from graphplan.attention_masks import masks_as_in_eager
 from graphplan.captured import Capture, Prepare, Without, bound_call, from_program
 from graphplan.device import suspended
 from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError
@@ -209,7 +210,8 @@ def _through_export(twin: Twin, call: BoundCall, dynamic_shapes: Any, keep_grad:
 
     module.forward = forward  # on the twin alone
     try:
-        with _quiet(), _grad(keep_grad):
+        masks = masks_as_in_eager() if is_transformers_model(module) else nullcontext()
+        with _quiet(), _grad(keep_grad), masks:
             program = torch.export.export(
                 module,
                 call.args,
