@@ -156,8 +156,10 @@ def _making(own: Callable[..., Any], masks: _Masks) -> Callable[..., Any]:
         made = own(*args, **kwargs)
         packed = masks.packing.get(id(kwargs.get("mask_function")))
         if packed is not None:
-            sizes = (kwargs[name] for name in ("q_length", "kv_length", "q_offset", "kv_offset"))
-            masks.note(made, _Question(None, *sizes, window=kwargs.get("local_size"), packed=packed[1]))
+            q_length, kv_length = kwargs["q_length"], kwargs["kv_length"]
+            offsets = kwargs["q_offset"], kwargs["kv_offset"]
+            window = kwargs.get("local_size")
+            masks.note(made, _Question(None, q_length, kv_length, *offsets, window, packed[1]))
         elif masks.asked:
             masks.note(made, masks.asked[-1])
         return made

@@ -30,6 +30,13 @@ from graphplan.attention_masks import masks_as_in_eager
 from graphplan.caches import Given, is_cache, layout_of
 from graphplan.errors import CaptureError
 from graphplan.signature import BoundCall, Guard, register_dataclasses
+from graphplan.stand_ins import (
+    bounds_of_segments,
+    forwards_of,
+    of_one_length,
+    refuse_what_reads_less,
+    segments_as_in_eager,
+)
 
 __all__ = ["Exported", "export_transformers"]
 
@@ -99,11 +106,12 @@ def _export(module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool,
 
     @wraps(original)
     def forward(**kwargs: Any) -> Any:
-        result = original(
-            **kwargs, **flags
-        )  # a model of models has configurations that no flag of its own reaches
+        result = original(**kwargs, **flags)  # not all configurations in it are told of flags
         return _with_caches(result, {name: kwargs[name] for name in caches})
 
+    bounds = bounds_of_segments(inputs)
+    uniform = bool(bounds) and all(of_one_length(inputs[name]) for name in bounds)
+    codes = forwards_of(module)
     module.forward = forward  # on the copy that is traced alone
     try:
         with (
@@ -111,10 +119,12 @@ def _export(module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool,
             symbolic_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]  # a config module
             _patches(),
             masks_as_in_eager(),
+            segments_as_in_eager(uniform=uniform),
             reset_model_state(module),
             patch_model_config(module, flags),
             patch_forward_signature(module, inputs),
         ):
+            traced = forwards_of(module)
             program = torch.export.export(
                 module, (), copy.deepcopy(dict(inputs)), dynamic_shapes=shapes, strict=False
             )
@@ -122,8 +132,11 @@ def _export(module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool,
         vars(module).pop("forward", None)
         if own is not None:
             module.forward = own
+    refuse_what_reads_less(module, codes, traced, _weights_read(program))
     leaves, paths = _leaves(inputs)
     guards = _guards(program, leaves, paths)
+    if uniform:
+        guards += (_same_lengths([paths.index(f"L['{name}']") for name in bounds]),)
     flat = tuple(role for name in inputs for role in roles[name])
     return Exported(program, dict(inputs), tuple(flags), flat, guards, caches)
 
@@ -281,6 +294,19 @@ def _guards(
     if not holds:
         raise CaptureError(f"the trace does not serve its own example: {guard.text}")
     return (guard,)
+
+
+def _same_lengths(places: Sequence[int]) -> Guard:
+    """What a trace in which all images are of one size takes for granted."""
+    return Guard(
+        "images are of several sizes", lambda leaves: all(of_one_length(leaves[place]) for place in places)
+    )
+
+
+def _weights_read(program: torch.export.ExportedProgram) -> set[str]:
+    used = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
+    specs = program.graph_signature.input_specs
+    return {spec.target for spec in specs if spec.target is not None and spec.arg.name in used}
 
 
 def _condition(code: str) -> Callable[[Sequence[Any]], bool]:

@@ -256,7 +256,8 @@ def _through_transformers(twin: Twin, call: BoundCall, keep_grad: bool) -> Captu
     dropped = [name for name in call.kwargs if name not in traced]
     if any(isinstance(call.kwargs[name], torch.Tensor) for name in dropped):
         raise CaptureError(f"the exporter drops {dropped}")
-    prepare = _preparation(twin, set(traced) - set(call.kwargs), dropped)
+    made = {name for name, value in traced.items() if type(value) is not type(call.kwargs.get(name))}
+    prepare = _preparation(twin, made, dropped)
     return from_program(
         exported.program,
         call,
@@ -270,9 +271,9 @@ def _through_transformers(twin: Twin, call: BoundCall, keep_grad: bool) -> Captu
     )
 
 
-def _preparation(twin: Twin, added: set[str], dropped: Sequence[str]) -> Prepare | None:
+def _preparation(twin: Twin, made: set[str], dropped: Sequence[str]) -> Prepare | None:
     """What the exporter does to a call's arguments before it traces: to be done to later calls too."""
-    if added:
+    if made:
         return partial(_prepare_for_export, twin.module)
     if dropped:
         return Without(tuple(dropped))
