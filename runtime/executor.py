@@ -25,10 +25,11 @@ from torch.utils import _pytree as pytree
 
 from graphplan.caches import Part, layout_of
 from graphplan.device import DeviceKey
-from graphplan.errors import CaptureError, InputError, PlanError
+from graphplan.errors import CaptureError, InputError, NoGraphError, PlanError
 from graphplan.ops import constant_attribute, part_attribute, stream_attribute
 from graphplan.runtime.binding import BoundCode
 from graphplan.runtime.mapped import MappedFile
+from graphplan.runtime.modulewise import Modulewise
 from graphplan.runtime.pages import HostPages
 from graphplan.runtime.parts import ModuleParts, rows_of
 from graphplan.runtime.pretrained import answers
@@ -131,6 +132,8 @@ _MANY_PROGRAMS = (
 Compile = Callable[[BoundCall, Sequence[bool], str], Program]
 Record = Callable[[Program, fx.GraphModule], Recorder]
 Start = Callable[[nn.Module, Sequence[Any], Mapping[str, Any], str], nn.Module]
+Refused = Callable[[NoGraphError], None]
+"""Warns of a call structure that no capture takes, or raises."""
 
 
 _training = attrgetter("training")
@@ -164,6 +167,14 @@ class _Served:
     caches: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class _Modulewise:
+    """A call that no program serves: which of the forms that run module by module it has."""
+
+    form: int
+    call: BoundCall
+
+
 @dataclass
 class _State:
     """What a placed module keeps beside the model's own attributes.
@@ -179,6 +190,7 @@ class _State:
     restart: Any = None
     keep_grad: bool = False
     return_outputs: bool = True
+    refused: Refused | None = None
     start: Start | None = None
     device: torch.device | None = None
     codes: dict[int, _Code] = field(default_factory=dict)
@@ -186,6 +198,7 @@ class _State:
     modules: list[nn.Module] = field(default_factory=list)
     streams: ModuleStreams = field(default_factory=ModuleStreams)
     parts: ModuleParts = field(default_factory=ModuleParts)
+    modulewise: Modulewise = field(default_factory=Modulewise)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
@@ -196,6 +209,7 @@ class _State:
             for p in self.programs
         ]
         copied = replace(self, programs=programs, codes={}, routes=[], modules=[])
+        copied.modulewise = self.modulewise.renewed()
         copied.streams, copied.parts, copied.lock = ModuleStreams(), ModuleParts(), threading.RLock()
         return copied
 
@@ -295,6 +309,8 @@ class PlacedModule(nn.Module):
         with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):
             with state.lock:
                 served = self._serve(entry, signature, args, kwargs)
+                if isinstance(served, _Modulewise):
+                    return self._run_modulewise(served, record)
                 program, code = state.programs[served.index], _code_of(self, served.index)
                 if record is not None:
                     code = replace(code, bound=record(program, code.module))
@@ -304,8 +320,8 @@ class PlacedModule(nn.Module):
 
     def _serve(
         self, entry: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> _Served:
-        """The program that serves a call, and what it takes of it."""
+    ) -> _Served | _Modulewise:
+        """The program that serves a call, and what it takes of it; or that no program does."""
         state = self._graphplan
         if not state.modules:
             state.modules = list(self.modules())[1:]  # not itself: that would be a cycle
@@ -321,6 +337,8 @@ class PlacedModule(nn.Module):
                     return _Served(known.index, leaves, given)
         call = bind_call(signature, args, kwargs)
         index = self._find(entry, call, modes)
+        if isinstance(index, _Modulewise):
+            return index
         program = state.programs[index]
         route = find_route(signature, program.signature, program.prepare, args, kwargs)
         if route is not None:
@@ -330,7 +348,7 @@ class PlacedModule(nn.Module):
         traced = call if program.prepare is None else program.prepare(call)
         return _Served(index, traced.leaves, given)
 
-    def _find(self, entry: str, call: BoundCall, modes: tuple[bool, ...]) -> int:
+    def _find(self, entry: str, call: BoundCall, modes: tuple[bool, ...]) -> int | _Modulewise:
         state = self._graphplan
         device = call.device
         for index, program in enumerate(state.programs):
@@ -338,12 +356,28 @@ class PlacedModule(nn.Module):
             alike = here and program.modes == modes and program.signature.mismatch(call) is None
             if alike and program.takes(call.leaves):
                 return index
+        form = state.modulewise.find(entry, call, modes)
+        if form is not None:
+            return _Modulewise(form, call)
         assert state.compile is not None
-        state.programs.append(state.compile(call, modes, entry))
+        try:
+            state.programs.append(state.compile(call, modes, entry))
+        except NoGraphError as error:
+            if state.refused is None:
+                raise
+            state.refused(error)
+            return _Modulewise(state.modulewise.note(entry, call, modes), call)
         _share_rings(state.programs)
         if len(state.programs) == _MANY:
             warnings.warn(_MANY_PROGRAMS, stacklevel=5)
         return len(state.programs) - 1
+
+    def _run_modulewise(self, served: _Modulewise, record: Record | None) -> Any:
+        if record is not None:
+            raise PlanError("modules run this call one by one, there is no graph to profile")
+        state = self._graphplan
+        plain, home = unplaced(self), state.return_outputs
+        return state.modulewise.run(self, plain, served.form, served.call, home=home)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         original = type(self).__mro__[2]
@@ -392,11 +426,12 @@ def attach(
     *,
     keep_grad: bool,
     return_outputs: bool,
+    refused: Refused | None = None,
     memory: Sequence[HostPages | MappedFile] = (),
 ) -> None:
     """Give a placed copy its programs, the way to make more, and the memory of its weights."""
     _refuse_names(module)
-    state = _State(programs, compile, signature, restart, keep_grad, return_outputs)
+    state = _State(programs, compile, signature, restart, keep_grad, return_outputs, refused)
     state.streams.pages.extend(memory)
     module.__dict__["_graphplan"] = state
     for index in range(len(programs)):
