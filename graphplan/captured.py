@@ -34,6 +34,7 @@ __all__ = [
     "finite_bound",
     "from_program",
     "largest_sizes",
+    "with_splits",
 ]
 
 Prepare = Callable[[BoundCall], BoundCall]
@@ -185,7 +186,7 @@ def from_program(
         out_spec,
         signature if traced is None else replace(_with_flags(signature, call), prepared=prepared),
         method,
-        largest_sizes(program.graph, inputs, signature.leaves),
+        with_splits(program.graph, largest_sizes(program.graph, inputs, signature.leaves)),
         prepare,
         roles=_in_order(roles, order, len(call.leaves)),
         order=order,
@@ -375,3 +376,37 @@ def largest_sizes(graph: fx.Graph, inputs: Sequence[str], leaves: Sequence[Any])
                 if bounds is not None:
                     note(size, bounds[1])
     return found
+
+
+def with_splits(graph: fx.Graph, sizes: Mapping[Any, int]) -> dict[Any, int]:
+    """The sizes, and those that the data decides where a tensor is split by them.
+
+    Each is at most the tensor's own size, and their sum is that size: of the tokens of all experts, none has
+    more than there are.
+    """
+    found = dict(sizes)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.split_with_sizes.default):
+        whole = node.args[0].meta.get("val")
+        sections = [getattr(part, "meta", {}).get("val", part) for part in node.args[1]]
+        axis = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+        if not isinstance(whole, torch.Tensor) or not any(isinstance(s, torch.SymInt) for s in sections):
+            continue
+        total = _largest(whole.shape[axis], found)
+        if total is not None:
+            parts = [s.node.expr if isinstance(s, torch.SymInt) else s for s in sections]
+            found |= {part: min(total, found.get(part, total)) for part in parts if _is_open(part)}
+            found[sum(parts)] = total
+    return found
+
+
+def _is_open(expression: Any) -> bool:
+    return getattr(expression, "is_symbol", False) and str(expression).startswith("u")
+
+
+def _largest(size: Any, sizes: Mapping[Any, int]) -> int | None:
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    expression = size.node.expr.xreplace(sizes)
+    if isinstance(expression, int) or expression.is_number:
+        return int(expression)
+    return finite_bound(size.node.shape_env.bound_sympy(expression).upper)

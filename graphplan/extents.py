@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from graphplan.captured import UNBOUNDED, Capture, largest_sizes
+from graphplan.captured import UNBOUNDED, Capture, largest_sizes, with_splits
 from graphplan.errors import InputError, LimitError
 from graphplan.signature import BoundCall, CounterLeaf, TensorLeaf
 
@@ -104,7 +104,7 @@ def bounded(capture: Capture, call: BoundCall, extents: Extents, ahead: float) -
         **largest_sizes(capture.graph, capture.inputs, _added(capture, call, growth)),
         **largest_sizes(capture.graph, capture.inputs, traced),
     }
-    return replace(capture, signature=signature, sizes=found)
+    return replace(capture, signature=signature, sizes=with_splits(capture.graph, found))
 
 
 def _added(capture: Capture, call: BoundCall, growth: int) -> list[TensorLeaf | None]:
