@@ -22,19 +22,16 @@ from graphplan.signature import (
     TensorLeaf,
     leaf_names,
 )
+from graphplan.sizes import UNBOUNDED, finite_bound, largest_sizes, with_splits
 from graphplan.twin import Twin, identity
 
 __all__ = [
-    "UNBOUNDED",
     "Capture",
     "Part",
     "Prepare",
     "Without",
     "bound_call",
-    "finite_bound",
     "from_program",
-    "largest_sizes",
-    "with_splits",
 ]
 
 Prepare = Callable[[BoundCall], BoundCall]
@@ -344,69 +341,3 @@ def _bounds(found: Any, example: int) -> tuple[int, int]:
         return 0, example
     largest = finite_bound(found.upper)
     return int(found.lower), example if largest is None else largest
-
-
-def finite_bound(bound: Any) -> int | None:
-    """An upper bound of the tracer's as an int; None where it is none."""
-    try:
-        number = int(bound)
-    except (TypeError, ValueError, OverflowError, AttributeError):  # sympy's infinities raise any
-        return None
-    return number if number < UNBOUNDED else None
-
-
-UNBOUNDED = 1 << 48  # what torch writes for a size without an upper bound is above this
-
-
-def largest_sizes(graph: fx.Graph, inputs: Sequence[str], leaves: Sequence[Any]) -> dict[Any, int]:
-    """Each symbol of an input's sizes -> the largest that the signature's leaf for it admits."""
-    nodes = {node.name: node for node in graph.nodes if node.op == "placeholder"}
-    found: dict[Any, int] = {}
-
-    def note(size: Any, largest: int) -> None:
-        if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
-            found[size.node.expr] = max(found.get(size.node.expr, 0), largest)
-
-    for name, leaf in zip(inputs, leaves, strict=True):
-        val = nodes[name].meta.get("val")
-        if isinstance(leaf, CounterLeaf):
-            note(val, leaf.high)
-        elif isinstance(leaf, TensorLeaf) and isinstance(val, torch.Tensor):
-            for size, bounds in zip(val.shape, leaf.ranges, strict=False):
-                if bounds is not None:
-                    note(size, bounds[1])
-    return found
-
-
-def with_splits(graph: fx.Graph, sizes: Mapping[Any, int]) -> dict[Any, int]:
-    """The sizes, and those that the data decides where a tensor is split by them.
-
-    Each is at most the tensor's own size, and their sum is that size: of the tokens of all experts, none has
-    more than there are.
-    """
-    found = dict(sizes)
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.split_with_sizes.default):
-        whole = node.args[0].meta.get("val")
-        sections = [getattr(part, "meta", {}).get("val", part) for part in node.args[1]]
-        axis = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
-        if not isinstance(whole, torch.Tensor) or not any(isinstance(s, torch.SymInt) for s in sections):
-            continue
-        total = _largest(whole.shape[axis], found)
-        if total is not None:
-            parts = [s.node.expr if isinstance(s, torch.SymInt) else s for s in sections]
-            found |= {part: min(total, found.get(part, total)) for part in parts if _is_open(part)}
-            found[sum(parts)] = total
-    return found
-
-
-def _is_open(expression: Any) -> bool:
-    return getattr(expression, "is_symbol", False) and str(expression).startswith("u")
-
-
-def _largest(size: Any, sizes: Mapping[Any, int]) -> int | None:
-    if not isinstance(size, torch.SymInt):
-        return int(size)
-    expression = size.node.expr.xreplace(sizes)
-    if isinstance(expression, int) or expression.is_number:
-        return int(expression)
-    return finite_bound(size.node.shape_env.bound_sympy(expression).upper)

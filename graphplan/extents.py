@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from graphplan.captured import UNBOUNDED, Capture, largest_sizes, with_splits
+from graphplan.captured import Capture
 from graphplan.errors import InputError, LimitError
 from graphplan.signature import BoundCall, CounterLeaf, TensorLeaf
+from graphplan.sizes import UNBOUNDED, largest_sizes, with_splits
 
 __all__ = ["Extents", "bounded"]
 

@@ -12,6 +12,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
@@ -26,6 +27,7 @@ from graphplan.device import suspended
 from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError
 from graphplan.exporting import export_transformers
 from graphplan.signature import BoundCall, leaf_names, register_dataclasses
+from graphplan.sizes import sizes_of_example, with_splits
 from graphplan.symbolic import trace_symbolically
 from graphplan.twin import Twin
 
@@ -61,10 +63,43 @@ def capture(
     """
     if call is None:
         with _quiet():
-            return trace_symbolically(twin)
+            return _named_apart(trace_symbolically(twin))
     host = _on_cpu(call)
     with suspended(), _untouched_attributes(twin.module):
-        return _with_examples(twin, host, dynamic_shapes, keep_grad)
+        found = _named_apart(_with_examples(twin, host, dynamic_shapes, keep_grad))
+        if any(tensor.device.type == "meta" for tensor in call.tensors):
+            return found  # what they decide is not known
+        return _sized_as(found, twin, host)
+
+
+def _named_apart(found: Capture) -> Capture:
+    """The capture, in which nothing that is made has the name of a weight, such as ``mean``."""
+    taken = {*found.weights.values(), *found.constants}
+    used = taken | {node.name for node in found.graph.nodes}
+    renamed: dict[str, str] = {}
+    for node in found.graph.nodes:
+        if node.name in taken and node.name not in found.weights:
+            old, number = node.name, 1
+            while f"{old}_{number}" in used:
+                number += 1
+            node._rename(f"{old}_{number}")
+            used.add(node.name)
+            renamed[old] = node.name
+    inputs = tuple(renamed.get(name, name) for name in found.inputs)
+    states = {renamed.get(name, name): leaf for name, leaf in found.states.items()}
+    return replace(found, inputs=inputs, states=states) if renamed else found
+
+
+def _sized_as(found: Capture, twin: Twin, call: BoundCall) -> Capture:
+    """The capture, with sizes that the data decides as in the example."""
+    traced = call if found.prepare is None else found.prepare(call)
+    values = dict(zip(found.inputs, traced.leaves, strict=True))
+    for node, name in found.weights.items():
+        tensor = found.constants.get(name, twin.weights.tensors.get(name))
+        if tensor is not None and tensor.device.type != "meta" and name not in twin.weights.parameters:
+            values[node] = tensor.detach().cpu()
+    sizes = sizes_of_example(found.graph, values, found.inputs)
+    return replace(found, sizes=with_splits(found.graph, {**found.sizes, **sizes})) if sizes else found
 
 
 def _with_examples(twin: Twin, host: BoundCall, dynamic_shapes: Any, keep_grad: bool) -> Capture:

@@ -22,9 +22,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from graphplan.captured import finite_bound
 from graphplan.device import unmetered
 from graphplan.errors import NoGraphError
+from graphplan.sizes import finite_bound, symbols_of
 
 __all__ = ["Effect", "Interpreter", "OperationResult", "TensorMeta", "describe", "round_up"]
 
@@ -207,7 +207,9 @@ class Interpreter:
 
         args, kwargs = fx.map_arg((node.args, node.kwargs), argument)
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)), is_leaf=_is_tensor)
-        key = (node.target, spec, tuple(map(_hashable, leaves)))
+        # what the data decides differs between operations that look alike
+        own = node if symbols_of(node) else None
+        key = (node.target, spec, tuple(map(_hashable, leaves)), own)
         effects = self.memo.get(key)
         if effects is None:
             effects = self._measure(node, leaves, spec)
@@ -308,7 +310,8 @@ def _size(size: Any, sizes: Mapping[Any, int]) -> int:
             "may be passed",
             stacklevel=2,
         )
-    return 1 if bound is None else bound
+        return max(1, int(expression.subs(dict.fromkeys(expression.free_symbols, 1))))
+    return bound
 
 
 def describe(val: Any, sizes: Mapping[Any, int] | None = None) -> Any:
