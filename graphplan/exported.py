@@ -13,8 +13,16 @@ from torch.utils import _pytree as pytree
 from graphplan.caches import is_described
 from graphplan.captured import Capture, Prepare, bound_call
 from graphplan.errors import CaptureError, NoGraphError
-from graphplan.signature import BoundCall, CounterLeaf, Guard, InputSignature, TensorLeaf, leaf_names
-from graphplan.sizes import UNBOUNDED, finite_bound, largest_sizes
+from graphplan.signature import (
+    BoundCall,
+    CounterLeaf,
+    Guard,
+    InputSignature,
+    Prepared,
+    TensorLeaf,
+    leaf_names,
+)
+from graphplan.sizes import UNBOUNDED, finite_bound, largest_sizes, with_splits
 from graphplan.twin import Twin, identity
 
 __all__ = ["from_program"]
@@ -57,8 +65,13 @@ def from_program(
         raise CaptureError(f"the trace takes {len(inputs)} inputs, the call has {len(bound.leaves)}")
     signature = _any_strides(_input_signature(program, bound, inputs, roles), bound.spec, roles)
     order = tuple(range(len(inputs))) if traced is None else _order(bound, call)
-    if None not in order:  # else a condition may be on what only the exporter sees
-        signature = replace(signature, guards=tuple(guard.over(order) for guard in guards))
+    prepared = None
+    places = tuple(place for place in order if place is not None)
+    if len(places) == len(order):
+        signature = replace(signature, guards=tuple(guard.over(places) for guard in guards))
+    else:  # conditions may be on what only the exporter sees
+        assert prepare is not None
+        prepared = Prepared(prepare, replace(signature, guards=guards))
     out_spec = program.call_spec.out_spec
     assert out_spec is not None
     return Capture(
@@ -67,9 +80,9 @@ def from_program(
         taken.constants,
         tuple(inputs),
         out_spec,
-        signature if traced is None else _with_flags(signature, call),
+        signature if traced is None else replace(_with_flags(signature, call), prepared=prepared),
         method,
-        largest_sizes(program.graph, inputs, signature.leaves),
+        with_splits(program.graph, largest_sizes(program.graph, inputs, signature.leaves)),
         prepare,
         roles=_in_order(roles, order, len(call.leaves)),
         order=order,

@@ -26,9 +26,17 @@ from torch import nn
 from torch.fx.experimental import _config as symbolic_config
 from torch.utils import _pytree as pytree
 
+from graphplan.attention_masks import masks_as_in_eager
 from graphplan.caches import Given, is_cache, layout_of
 from graphplan.errors import CaptureError
 from graphplan.signature import BoundCall, Guard, register_dataclasses
+from graphplan.stand_ins import (
+    bounds_of_segments,
+    forwards_of,
+    of_one_length,
+    refuse_what_reads_less,
+    segments_as_in_eager,
+)
 from graphplan.twin import with_forward
 
 __all__ = ["Exported", "export_transformers"]
@@ -93,20 +101,33 @@ def _export(module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool,
 
     @wraps(original)
     def forward(**kwargs: Any) -> Any:
-        return _with_caches(original(**kwargs), {name: kwargs[name] for name in caches})
+        result = original(**kwargs, **flags)  # not all configurations in it are told of flags
+        return _with_caches(result, {name: kwargs[name] for name in caches})
 
-    with with_forward(module, forward), _patched_for_export(module, inputs, flags, keep_grad):
+    bounds = bounds_of_segments(inputs)
+    uniform = bool(bounds) and all(of_one_length(inputs[name]) for name in bounds)
+    codes = forwards_of(module)
+    with (
+        with_forward(module, forward),
+        _patched_for_export(module, inputs, flags, keep_grad=keep_grad, uniform=uniform),
+    ):
+        traced = forwards_of(module)
         program = torch.export.export(
             module, (), copy.deepcopy(dict(inputs)), dynamic_shapes=shapes, strict=False
         )
+    refuse_what_reads_less(module, codes, traced, _weights_read(program))
     leaves, paths = _leaves(inputs)
     guards = _guards(program, leaves, paths)
+    if uniform:
+        guards += (_same_lengths([paths.index(f"L['{name}']") for name in bounds]),)
     flat = tuple(role for name in inputs for role in roles[name])
     return Exported(program, dict(inputs), tuple(flags), flat, guards, caches)
 
 
 @contextmanager
-def _patched_for_export(module: nn.Module, inputs: Any, flags: Any, keep_grad: bool) -> Iterator[None]:
+def _patched_for_export(
+    module: nn.Module, inputs: Any, flags: Any, *, keep_grad: bool, uniform: bool
+) -> Iterator[None]:
     """What the exporter of transformers, and we, change of torch and the model while it is traced."""
     from transformers.exporters.exporter_dynamo import (  # optional package
         patch_forward_signature,
@@ -118,6 +139,8 @@ def _patched_for_export(module: nn.Module, inputs: Any, flags: Any, keep_grad: b
         torch.set_grad_enabled(keep_grad),
         symbolic_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]  # a config module
         _patches(),
+        masks_as_in_eager(),
+        segments_as_in_eager(uniform=uniform),
         reset_model_state(module),
         patch_model_config(module, flags),
         patch_forward_signature(module, inputs),
@@ -278,6 +301,19 @@ def _guards(
     if not holds:
         raise CaptureError(f"the trace does not serve its own example: {guard.text}")
     return (guard,)
+
+
+def _same_lengths(places: Sequence[int]) -> Guard:
+    """What a trace in which all images are of one size takes for granted."""
+    return Guard(
+        "images are of several sizes", lambda leaves: all(of_one_length(leaves[place]) for place in places)
+    )
+
+
+def _weights_read(program: torch.export.ExportedProgram) -> set[str]:
+    used = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
+    specs = program.graph_signature.input_specs
+    return {spec.target for spec in specs if spec.target is not None and spec.arg.name in used}
 
 
 def _condition(code: str) -> Callable[[Sequence[Any]], bool]:

@@ -15,7 +15,7 @@ import torch
 from graphplan.captured import Capture
 from graphplan.errors import InputError, LimitError
 from graphplan.signature import BoundCall, CounterLeaf, TensorLeaf
-from graphplan.sizes import UNBOUNDED, largest_sizes
+from graphplan.sizes import UNBOUNDED, largest_sizes, with_splits
 
 __all__ = ["Extents", "bounded"]
 
@@ -105,7 +105,7 @@ def bounded(capture: Capture, call: BoundCall, extents: Extents, ahead: float) -
         **largest_sizes(capture.graph, capture.inputs, _added(capture, call, growth)),
         **largest_sizes(capture.graph, capture.inputs, traced),
     }
-    return replace(capture, signature=signature, sizes=found)
+    return replace(capture, signature=signature, sizes=with_splits(capture.graph, found))
 
 
 def _added(capture: Capture, call: BoundCall, growth: int) -> list[TensorLeaf | None]:

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan.device import CPU, DISK, DeviceKey, Topology
 from graphplan.device_maps import ModuleSizes, map_modules
-from graphplan.errors import CaptureError, GraphplanError, InfeasibleError
+from graphplan.errors import CaptureError, GraphplanError, InfeasibleError, NoGraphError
 from graphplan.graph import Graph, Operation, Value, Weight
 from graphplan.passes.evaluate import Problem, evaluate
 from graphplan.placement import Plan
@@ -36,7 +36,7 @@ from graphplan.schedule import Assignment
 from graphplan.signature import BoundCall
 from graphplan.twin import Twin, method_of, tensor_bytes
 
-__all__ = ["fall_back", "where_it_failed"]
+__all__ = ["fall_back", "later_refused", "where_it_failed"]
 
 _SHARES = (1.0, 0.85, 0.7)  # of the budgets: hooks hold on to more than can be foreseen
 _SIZES = ModuleSizes(step=512)  # as allocators count
@@ -70,6 +70,16 @@ def fall_back(
         stacklevel=5,
     )
     return placed
+
+
+def later_refused(error: NoGraphError) -> None:
+    """Warn of a call of a placed model that no capture takes."""
+    warnings.warn(
+        f"{error}{where_it_failed(error)}\nThe modules of the placed model run calls of this structure one "
+        "by one, where their weights are: what they compute is not planned, and must fit beside the weights. "
+        "strict=True makes this an error",
+        stacklevel=6,
+    )
 
 
 def where_it_failed(error: BaseException) -> str:

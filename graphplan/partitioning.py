@@ -25,7 +25,7 @@ from graphplan.device import (
 from graphplan.errors import CaptureError, InputError, NoGraphError
 from graphplan.example_calls import ExampleCall, Examples, read_example, read_examples
 from graphplan.extents import Extents
-from graphplan.fallback import fall_back
+from graphplan.fallback import fall_back, later_refused
 from graphplan.placement import Plan
 from graphplan.planner import Compiler, Options
 from graphplan.runtime.executor import PlacedModule, attach, attach_start, placed_class, unplaced
@@ -299,7 +299,7 @@ class _Start:
         owned = self.homes is not None
         made = place_model(model, twin.weights, compiler.layout(), placed_class, self.source, owned=owned)
         placed = made.module
-        again = _Start(self.topology, self.options, None, compiler.homes, programs[0].plan)
+        again = _Start(self.topology, self.options, None, compiler.homes, programs[0].plan, self.strict)
         attach(
             placed,
             programs,
@@ -308,6 +308,7 @@ class _Start:
             again,
             keep_grad=self.options.grad,
             return_outputs=self.options.return_outputs,
+            refused=None if self.strict else later_refused,
             memory=(*made.pages, *made.files),
         )
         if self.warm:

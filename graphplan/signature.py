@@ -23,6 +23,7 @@ __all__ = [
     "CounterLeaf",
     "Guard",
     "InputSignature",
+    "Prepared",
     "TensorLeaf",
     "bind_call",
     "register_dataclasses",
@@ -187,6 +188,7 @@ class InputSignature:
         names: a readable name per leaf (``"input_ids"``, ``"past[0].keys"``).
         symbolic: True where no inputs were seen: then any leaves do.
         guards: what the trace has taken for granted of sizes beside their ranges.
+        prepared: of what the exporter computes from the arguments before they are traced, if it does.
     """
 
     spec: pytree.TreeSpec
@@ -194,6 +196,7 @@ class InputSignature:
     names: tuple[str, ...]
     symbolic: bool = False
     guards: tuple[Guard, ...] = ()
+    prepared: Prepared | None = None
 
     def mismatch(self, call: BoundCall) -> str | None:
         """Why this graph cannot serve ``call``, or None when it can."""
@@ -210,7 +213,7 @@ class InputSignature:
                 problem = None
             if problem is not None:
                 return problem
-        return self._broken(call)
+        return self._broken(call) or (self.prepared.mismatch(call) if self.prepared else None)
 
     def _other_arguments(self, call: BoundCall) -> str:
         mine, other = dict.fromkeys(self.names), dict.fromkeys(leaf_names(call))
@@ -223,6 +226,23 @@ class InputSignature:
 
     def _broken(self, call: BoundCall) -> str | None:
         return next((guard.text for guard in self.guards if not guard.holds(call.leaves)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a trace asks of what was computed from the arguments: their values may decide its sizes.
+
+    Attributes:
+        prepare: computes it.
+        signature: of the result.
+    """
+
+    prepare: Callable[[BoundCall], BoundCall]
+    signature: InputSignature
+
+    def mismatch(self, call: BoundCall) -> str | None:
+        """Why the graph cannot serve a call of fitting arguments, or None."""
+        return self.signature.mismatch(self.prepare(call))
 
 
 @dataclass(frozen=True, slots=True)

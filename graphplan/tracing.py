@@ -10,7 +10,8 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from graphplan.attention_masks import masks_as_in_eager
 from graphplan.captured import Capture, Prepare, Without, bound_call
 from graphplan.device import suspended
 from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError
@@ -26,6 +28,7 @@ from graphplan.exported import from_program
 from graphplan.exporting import export_transformers
 from graphplan.quiet import silenced
 from graphplan.signature import BoundCall, leaf_names, register_dataclasses
+from graphplan.sizes import sizes_of_example, with_splits
 from graphplan.symbolic import trace_symbolically
 from graphplan.twin import Twin, with_forward
 from graphplan.warn import warn
@@ -62,10 +65,43 @@ def capture(
     """
     if call is None:
         with _quiet():
-            return trace_symbolically(twin)
+            return _named_apart(trace_symbolically(twin))
     host = _on_cpu(call)
     with suspended(), _untouched_attributes(twin.module):
-        return _with_examples(twin, host, dynamic_shapes, keep_grad)
+        found = _named_apart(_with_examples(twin, host, dynamic_shapes, keep_grad))
+        if any(tensor.device.type == "meta" for tensor in call.tensors):
+            return found  # what they decide is not known
+        return _sized_as(found, twin, host)
+
+
+def _named_apart(found: Capture) -> Capture:
+    """The capture, in which nothing that is made has the name of a weight, such as ``mean``."""
+    taken = {*found.weights.values(), *found.constants}
+    used = taken | {node.name for node in found.graph.nodes}
+    renamed: dict[str, str] = {}
+    for node in found.graph.nodes:
+        if node.name in taken and node.name not in found.weights:
+            old, number = node.name, 1
+            while f"{old}_{number}" in used:
+                number += 1
+            node._rename(f"{old}_{number}")
+            used.add(node.name)
+            renamed[old] = node.name
+    inputs = tuple(renamed.get(name, name) for name in found.inputs)
+    states = {renamed.get(name, name): leaf for name, leaf in found.states.items()}
+    return replace(found, inputs=inputs, states=states) if renamed else found
+
+
+def _sized_as(found: Capture, twin: Twin, call: BoundCall) -> Capture:
+    """The capture, with sizes that the data decides as in the example."""
+    traced = call if found.prepare is None else found.prepare(call)
+    values = dict(zip(found.inputs, traced.leaves, strict=True))
+    for node, name in found.weights.items():
+        tensor = found.constants.get(name, twin.weights.tensors.get(name))
+        if tensor is not None and tensor.device.type != "meta" and name not in twin.weights.parameters:
+            values[node] = tensor.detach().cpu()
+    sizes = sizes_of_example(found.graph, values, found.inputs)
+    return replace(found, sizes=with_splits(found.graph, {**found.sizes, **sizes})) if sizes else found
 
 
 def _with_examples(twin: Twin, host: BoundCall, dynamic_shapes: Any, keep_grad: bool) -> Capture:
@@ -199,7 +235,8 @@ def _through_export(twin: Twin, call: BoundCall, dynamic_shapes: Any, keep_grad:
         changed.append(pytree.tree_structure((args, kwargs)) != before)
         return result
 
-    with _quiet(), _grad(keep_grad), with_forward(module, forward):
+    masks = masks_as_in_eager() if is_transformers_model(module) else nullcontext()
+    with _quiet(), _grad(keep_grad), masks, with_forward(module, forward):
         program = torch.export.export(
             module,
             call.args,
@@ -239,7 +276,8 @@ def _through_transformers(twin: Twin, call: BoundCall, keep_grad: bool) -> Captu
     dropped = [name for name in call.kwargs if name not in traced]
     if any(isinstance(call.kwargs[name], torch.Tensor) for name in dropped):
         raise CaptureError(f"the exporter drops {dropped}")
-    prepare = _preparation(twin, set(traced) - set(call.kwargs), dropped)
+    made = {name for name, value in traced.items() if type(value) is not type(call.kwargs.get(name))}
+    prepare = _preparation(twin, made, dropped)
     return from_program(
         exported.program,
         call,
@@ -253,9 +291,9 @@ def _through_transformers(twin: Twin, call: BoundCall, keep_grad: bool) -> Captu
     )
 
 
-def _preparation(twin: Twin, added: set[str], dropped: Sequence[str]) -> Prepare | None:
+def _preparation(twin: Twin, made: set[str], dropped: Sequence[str]) -> Prepare | None:
     """What the exporter does to a call's arguments before it traces: to be done to later calls too."""
-    if added:
+    if made:
         return partial(_prepare_for_export, twin.module)
     if dropped:
         return Without(tuple(dropped))

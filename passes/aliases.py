@@ -16,6 +16,8 @@ after the call.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import networkx as nx
 
 from graphplan.graph import Graph
@@ -26,12 +28,16 @@ __all__ = ["find_together"]
 def find_together(graph: Graph) -> list[frozenset[str]]:
     """The sets of operations that aliasing ties to one device, disjoint, each of two or more."""
     roots = {name: graph.root(name) for name in graph.values}
+    order = {name: index for index, name in enumerate(graph.operations)}
+    members: dict[str, list[str]] = {}
+    for name, root in roots.items():
+        members.setdefault(root, []).append(name)
     ties: nx.Graph[str] = nx.Graph()
     for root in _written_roots(graph, roots):
         if root in graph.weights or root in graph.inputs:
             nx.add_path(ties, _touching(graph, root, roots))
         else:
-            nx.add_path(ties, _entangled(graph, root, roots))
+            nx.add_path(ties, _entangled(graph, root, members.get(root, []), order))
     for operation in graph.operations.values():
         if operation.target == "as_strided" and (origin := _view_origin(graph, operation.inputs[0])):
             nx.add_path(ties, [origin, operation.name])
@@ -53,34 +59,33 @@ def _touching(graph: Graph, root: str, roots: dict[str, str]) -> list[str]:
     ]
 
 
-def _entangled(graph: Graph, root: str, roots: dict[str, str]) -> list[str]:
+def _entangled(graph: Graph, root: str, members: list[str], order: Mapping[str, int]) -> list[str]:
     """Writers of a storage, those who read it later by an older name, and the makers of both names."""
-    members = [name for name, base in roots.items() if base == root]
     found: dict[str, None] = {}
-    order = list(graph.operations.values())
-    for index, operation in enumerate(order):
-        targets = [name for name in operation.mutates if roots.get(name, name) == root]
+    inside = {*members, root}
+    readers = [
+        (order[reader], reader, name)
+        for name in members
+        for reader in dict.fromkeys(graph.consumers.get(name, ()))
+        if not graph.operations[reader].host_only
+    ]
+    writers = {reader for name in inside for reader in graph.consumers.get(name, ())}
+    for writer in sorted(writers, key=lambda name: order[name]):
+        operation = graph.operations[writer]
+        targets = [name for name in operation.mutates if name in inside]
         if not targets:
             continue
         fresh = _descendants(graph, members, operation.outputs)
-        stale = [name for name in members if name not in fresh]
-        late = [
-            (later.name, name)
-            for later in order[index + 1 :]
-            if not later.host_only
-            for name in later.inputs
-            if name in stale
-        ]
-        returned = [name for name in graph.outputs if name in stale]
+        late = [use for use in readers if use[0] > order[writer] and use[2] not in fresh]
+        returned = [name for name in graph.outputs if name in inside and name not in fresh]
         if not late and not returned:
             continue
-        readers = [reader for reader, _ in late]
-        names = {*targets, *returned, *(name for _, name in late)}
+        names = {*targets, *returned, *(name for _, _, name in late)}
         makers = [maker for name in names for maker in _view_makers(graph, name)]
         # what is returned is taken from where its maker ran
         owners = [graph.producer[name] for name in (*returned, root) if returned and name in graph.producer]
-        found.update(dict.fromkeys([operation.name, *readers, *makers, *owners]))
-    return sorted(found, key=list(graph.operations).index)
+        found.update(dict.fromkeys([writer, *(reader for _, reader, _ in late), *makers, *owners]))
+    return sorted(found, key=lambda name: order[name])
 
 
 def _view_makers(graph: Graph, name: str) -> list[str]:

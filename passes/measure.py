@@ -19,6 +19,7 @@ from graphplan.errors import NoGraphError
 from graphplan.passes.fake_run import Effect, OperationResult, run_fake
 from graphplan.passes.tensor_meta import TensorMeta, describe, is_tensor_meta
 from graphplan.quiet import silenced
+from graphplan.sizes import symbols_of
 
 __all__ = ["Interpreter"]
 
@@ -60,7 +61,9 @@ class Interpreter:
 
         args, kwargs = fx.map_arg((node.args, node.kwargs), argument)
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)), is_leaf=is_tensor_meta)
-        key = (node.target, spec, tuple(map(_hashable, leaves)))
+        # what the data decides differs between operations that look alike
+        own = node if symbols_of(node) else None
+        key = (node.target, spec, tuple(map(_hashable, leaves)), own)
         effects = self.memo.get(key)
         if effects is None:
             effects = self._measure(node, leaves, spec)

@@ -96,7 +96,8 @@ def _size(size: Any, sizes: Mapping[Any, int]) -> int:
             "a size that only the data decides has no upper bound: it counts as 1 in the plan, whose peaks "
             "may be passed"
         )
-    return 1 if bound is None else bound
+        return max(1, int(expression.subs(dict.fromkeys(expression.free_symbols, 1))))
+    return bound
 
 
 def describe(val: Any, sizes: Mapping[Any, int] | None = None) -> Any:

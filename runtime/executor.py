@@ -21,13 +21,13 @@ from torch import fx, nn
 from graphplan.errors import CaptureError, PlanError
 from graphplan.runtime.assembly import code_of
 from graphplan.runtime.mapped import MappedFile
-from graphplan.runtime.module_state import Compile, ModuleState, Start
+from graphplan.runtime.module_state import Compile, ModuleState, Refused, Start
 from graphplan.runtime.pages import HostPages
 from graphplan.runtime.pretrained import answers
 from graphplan.runtime.profile import Profile, Recorder
 from graphplan.runtime.program import Program
 from graphplan.runtime.running import run
-from graphplan.runtime.serving import serve
+from graphplan.runtime.serving import ServedByModules, serve
 from graphplan.twin import method_of
 
 if TYPE_CHECKING:
@@ -128,12 +128,21 @@ class PlacedModule(nn.Module):
         with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):
             with state.lock:
                 served = serve(self, state, entry, signature, args, kwargs)
+                if isinstance(served, ServedByModules):
+                    return self._run_modulewise(served, record)
                 program, code = state.programs[served.index], code_of(self, state, served.index)
                 if record is not None:
                     code = replace(code, bound=record(program, code.module))
                 if program.streams:
                     return run(self, program, code, served)
             return run(self, program, code, served)
+
+    def _run_modulewise(self, served: ServedByModules, record: Record | None) -> Any:
+        if record is not None:
+            raise PlanError("modules run this call one by one, there is no graph to profile")
+        state = self._graphplan
+        plain, home = unplaced(self), state.return_outputs
+        return state.modulewise.run(self, plain, served.form, served.call, home=home)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         original = type(self).__mro__[2]
@@ -174,11 +183,12 @@ def attach(
     *,
     keep_grad: bool,
     return_outputs: bool,
+    refused: Refused | None = None,
     memory: Sequence[HostPages | MappedFile] = (),
 ) -> None:
     """Give a placed copy its programs, the way to make more, and the memory of its weights."""
     _refuse_names(module)
-    state = ModuleState(programs, compile, signature, restart, keep_grad, return_outputs)
+    state = ModuleState(programs, compile, signature, restart, keep_grad, return_outputs, refused)
     state.streams.pages.extend(memory)
     module.__dict__["_graphplan"] = state
     for index in range(len(programs)):

@@ -59,6 +59,14 @@ class HookedModule(nn.Module):
         """
         raise PlanError(f"there is no generated code, hooks run the model: {self._graphplan.reason}")
 
+    def profile(self, *_args: Any, **_kwargs: Any) -> Any:
+        """There is no graph to measure node by node.
+
+        Raises:
+            PlanError: always; it says why.
+        """
+        raise PlanError(f"there is no graph to profile, hooks run the model: {self._graphplan.reason}")
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._graphplan.keep_grad):

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from graphplan.errors import NoGraphError
 from graphplan.runtime.binding import BoundCode
+from graphplan.runtime.modulewise import Modulewise
 from graphplan.runtime.parts import ModuleParts
 from graphplan.runtime.profile import Recorder
 from graphplan.runtime.program import Program
@@ -20,10 +22,13 @@ from graphplan.runtime.routes import Route
 from graphplan.runtime.streams import ModuleStreams
 from graphplan.signature import BoundCall
 
-__all__ = ["Code", "Compile", "KnownForm", "ModuleState", "Start"]
+__all__ = ["Code", "Compile", "KnownForm", "ModuleState", "Refused", "Start"]
 
 Compile = Callable[[BoundCall, Sequence[bool], str], Program]
 """Makes a program of a call, the modes of the modules, and the path of the submodule that is called."""
+
+Refused = Callable[[NoGraphError], None]
+"""Warns of a call structure that no capture takes, or raises."""
 
 Start = Callable[[nn.Module, Sequence[Any], Mapping[str, Any], str], nn.Module]
 """Places a module at a call of it: with its arguments by position, by name, and the submodule's path."""
@@ -62,6 +67,7 @@ class ModuleState:
     restart: Any = None
     keep_grad: bool = False
     return_outputs: bool = True
+    refused: Refused | None = None
     start: Start | None = None
     device: torch.device | None = None
     codes: dict[int, Code] = field(default_factory=dict)
@@ -69,6 +75,7 @@ class ModuleState:
     modules: list[nn.Module] = field(default_factory=list)
     streams: ModuleStreams = field(default_factory=ModuleStreams)
     parts: ModuleParts = field(default_factory=ModuleParts)
+    modulewise: Modulewise = field(default_factory=Modulewise)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
@@ -79,6 +86,7 @@ class ModuleState:
             for p in self.programs
         ]
         copied = replace(self, programs=programs, codes={}, routes=[], modules=[])
+        copied.modulewise = self.modulewise.renewed()
         copied.streams, copied.parts, copied.lock = ModuleStreams(), ModuleParts(), threading.RLock()
         return copied
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from graphplan.errors import NoGraphError
 from graphplan.runtime.module_state import KnownForm, ModuleState
 from graphplan.runtime.program import Program
 from graphplan.runtime.routes import find_route
@@ -17,7 +18,7 @@ from graphplan.schedule import ring_bytes
 from graphplan.signature import BoundCall, bind_call
 from graphplan.warn import warn
 
-__all__ = ["Served", "serve"]
+__all__ = ["Served", "ServedByModules", "serve"]
 
 _MANY = 32
 _MANY_PROGRAMS = (
@@ -38,6 +39,14 @@ class Served:
     caches: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class ServedByModules:
+    """A call that no program serves: which of the forms that run module by module it has."""
+
+    form: int
+    call: BoundCall
+
+
 def serve(
     module: nn.Module,
     state: ModuleState,
@@ -45,8 +54,8 @@ def serve(
     signature: inspect.Signature,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> Served:
-    """The program that serves a call, and what it takes of it.
+) -> Served | ServedByModules:
+    """The program that serves a call, and what it takes of it; or that no program does.
 
     Args:
         module: that is called.
@@ -71,6 +80,8 @@ def serve(
                 return Served(known.index, leaves, given)
     call = bind_call(signature, args, kwargs)
     index = _find(state, entry, call, modes)
+    if isinstance(index, ServedByModules):
+        return index
     program = state.programs[index]
     route = find_route(signature, program.signature, program.prepare, args, kwargs)
     if route is not None:
@@ -81,15 +92,24 @@ def serve(
     return Served(index, traced.leaves, given)
 
 
-def _find(state: ModuleState, entry: str, call: BoundCall, modes: tuple[bool, ...]) -> int:
+def _find(state: ModuleState, entry: str, call: BoundCall, modes: tuple[bool, ...]) -> int | ServedByModules:
     device = call.device
     for index, program in enumerate(state.programs):
         here = program.entry == entry and (device is None or device == program.host)
         alike = here and program.modes == modes and program.signature.mismatch(call) is None
         if alike and program.takes(call.leaves):
             return index
+    form = state.modulewise.find(entry, call, modes)
+    if form is not None:
+        return ServedByModules(form, call)
     assert state.compile is not None
-    state.programs.append(state.compile(call, modes, entry))
+    try:
+        state.programs.append(state.compile(call, modes, entry))
+    except NoGraphError as error:
+        if state.refused is None:
+            raise
+        state.refused(error)
+        return ServedByModules(state.modulewise.note(entry, call, modes), call)
     _share_rings(state.programs)
     if len(state.programs) == _MANY:
         warn(_MANY_PROGRAMS)

@@ -90,6 +90,9 @@ class SimulatedTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch names it anew
         return f"SimulatedTensor({self.elem!r}, device='{self.device}')"
 
+    def __format__(self, spec: str) -> str:
+        return format(self.elem, spec)  # of one value its text, as a tensor's: models make names of it
+
     def untyped_storage(self) -> torch.UntypedStorage:
         # the wrapper's own storage is empty; what tells tensors that share memory apart is the data's
         return self.elem.untyped_storage()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from builders import bytes_of, largest_difference
+from language_models import build, inputs_of
 from safetensors.torch import save_file
 from torch import nn
 
@@ -107,6 +108,52 @@ def test_the_first_call_may_fall_back_too() -> None:
             assert torch.equal(placed(X), result)
         assert largest_difference(result, model(X).detach()) < 1e-6
         assert placed.plan.method == "hooks"
+
+
+def test_the_first_call_may_be_of_a_part() -> None:
+    transformers = pytest.importorskip("transformers")
+
+    class Listening(transformers.T5ForConditionalGeneration):  # type: ignore[misc]  # of an optional package
+        dummy_inputs = None
+
+    model = build("t5")
+    encoder = type(model.encoder)
+
+    class Asking(encoder):  # type: ignore[misc,valid-type]
+        def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+            if int(input_ids.sum()) < 0:
+                raise ValueError
+            return super().forward(input_ids=input_ids, **kwargs)
+
+    model.__class__, model.encoder.__class__ = Listening, Asking
+    inputs = inputs_of("t5")
+    with graphplan.simulate({0: "1MiB", "cpu": "1GiB"}) as machine:
+        with pytest.warns(UserWarning, match="the first call will be captured"):
+            placed = graphplan.partition(model, machine.max_memory)
+        part = placed.get_encoder()
+        with pytest.warns(UserWarning, match=r"Asking could not be captured:[\s\S]*hooks run the model"):
+            found = part(input_ids=inputs["input_ids"]).last_hidden_state
+        with torch.no_grad():
+            expected = model.encoder(input_ids=inputs["input_ids"]).last_hidden_state
+        assert largest_difference(found.cpu(), expected) < 1e-6
+        assert placed.plan.method == "hooks"
+        tokens = model.generate(**inputs, max_new_tokens=4)
+        assert torch.equal(placed.generate(**inputs, max_new_tokens=4), tokens)
+
+
+def test_there_is_nothing_to_profile() -> None:
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = placed_on(Undecided().eval(), machine.max_memory)
+        with pytest.raises(graphplan.PlanError, match="no graph to profile, hooks run the model: Undecided"):
+            placed.profile(X)
+        with pytest.warns(UserWarning, match="the first call will be captured"):
+            waiting = graphplan.partition(Undecided().eval(), machine.max_memory)
+        with (
+            pytest.warns(UserWarning, match=REASON),
+            pytest.raises(graphplan.PlanError, match="no graph to profile"),
+        ):
+            waiting.profile(X)
+        assert waiting(X).shape == (4, 8)
 
 
 def test_what_hooks_cannot_do_is_an_error() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -283,6 +286,30 @@ def test_a_pipeline_takes_it(tmp_path: Path) -> None:
         found = transformers.pipeline("text-generation", model=placed, tokenizer=tokenizer)
         for batch in (1, 2):
             assert found(texts, batch_size=batch, **options) == expected(texts, batch_size=batch, **options)
+
+
+FRESH = """
+import torch, transformers
+from graphplan.caches import is_cache
+from graphplan.twin import Twin
+
+config = transformers.LlamaConfig(
+    vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+)
+model = transformers.LlamaForCausalLM(config).eval()
+ids = torch.ones(1, 5, dtype=torch.long)
+cache = model(input_ids=ids, use_cache=True).past_key_values
+assert not is_cache(cache)
+call = Twin(model).bind((), {"input_ids": ids[:, :1], "past_key_values": cache})
+print(len(call.tensors), all(isinstance(leaf, (torch.Tensor, int)) for leaf in call.leaves))
+"""
+
+
+def test_a_twin_knows_the_caches_of_its_model_in_a_process_that_has_seen_none() -> None:
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "HF_HUB_OFFLINE": "1"}
+    said = subprocess.run([sys.executable, "-c", FRESH], env=env, capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.split() == ["5", "True"]  # the token, and two layers of keys and values
 
 
 def test_parts_that_are_called_by_themselves() -> None:

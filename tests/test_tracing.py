@@ -173,3 +173,24 @@ def test_symbolic_trace_needs_no_inputs() -> None:
 def test_symbolic_trace_of_control_flow_asks_for_inputs() -> None:
     with pytest.raises(graphplan.CaptureError, match="give args"):
         capture(Twin(Undecided()), None)
+
+
+def test_weights_and_inputs_may_be_named_as_operations() -> None:
+    # "operation 'mean' makes 'mean', which exists already"
+    class Normal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.full((4,), 0.5))
+            self.register_buffer("x", torch.ones(4))
+            self.linear = nn.Parameter(torch.ones(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.nn.functional.linear(x - self.mean, self.linear)
+            return y.mean(0) + y.mean(1).sum() + self.x
+
+    model, x = Normal(), torch.randn(2, 4)
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        for args in ((x,), ()):
+            placed = graphplan.partition(model, machine.max_memory, args)
+            assert torch.allclose(placed(x), model(x))
+            assert set(placed.plan.placement) == {"mean", "x", "linear"}

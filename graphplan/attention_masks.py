@@ -1,0 +1,180 @@
+"""Masks that transformers leaves out in eager and keeps in a trace: the graph does what eager does.
+
+``create_causal_mask`` makes no mask where no token is padded, and lets attention be causal by itself.
+Attention that is not (PaliGemma's, the text tower of aimv2) then sees every token. In a trace the values of
+the padding are not known, the mask is always made, and the same attention is causal: another result, and no
+error. Here such attention is given the mask that has eager's result in both cases::
+
+    eager     mask = None if all(padding) else causal & padding
+    trace     mask = causal & padding
+    here      mask = causal & padding | all(padding)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = ["masks_as_in_eager"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What eager looks at before it leaves a mask out.
+
+    Attributes:
+        padding: which tokens are none, as transformers has it; None where none is.
+        q_length: tokens that ask.
+        kv_length: tokens that are asked.
+        q_offset: where the first of those that ask is.
+        kv_offset: where the first that is asked is.
+        window: of a sliding layer.
+        packed: to which of several texts in a row each token belongs; None where that is not looked at.
+    """
+
+    padding: torch.Tensor | None
+    q_length: Any
+    kv_length: Any
+    q_offset: Any
+    kv_offset: Any
+    window: Any = None
+    packed: torch.Tensor | None = None
+
+    def answer(self) -> Any:
+        """Whether eager leaves the mask out: True, False, or a tensor of one truth value."""
+        if self.window is not None and self.kv_length >= self.window:
+            return False
+        if self.q_length == 1 or self.kv_length == self.q_length:
+            return _both(
+                _all(self._padding()), None if self.packed is None else (self.packed[:, -1] == 0).all()
+            )
+        starts = self.q_offset == 0  # of a static cache a tensor
+        if starts is False or self.packed is not None:
+            return False
+        padding = self._padding()
+        if padding is None:
+            return starts
+        ends = _both(padding[:, : self.q_length].all(), (~padding[:, self.q_length :]).all())
+        return _both(ends, starts if isinstance(starts, torch.Tensor) else None)
+
+    def _padding(self) -> torch.Tensor | None:
+        if self.padding is None or self.padding.shape[-1] <= self.kv_length:
+            return self.padding
+        return self.padding[:, torch.arange(self.kv_length, device=self.padding.device) + self.kv_offset]
+
+
+def _all(tensor: torch.Tensor | None) -> Any:
+    return True if tensor is None else tensor.all()
+
+
+def _both(a: Any, b: torch.Tensor | None) -> Any:
+    if b is None:
+        return a
+    return b if a is True else a & b
+
+
+@dataclass
+class _Masks:
+    """The masks of a trace, by their memory: a layer may be given a view of one."""
+
+    made: dict[int, tuple[torch.Tensor, _Question]] = field(default_factory=dict)
+    asked: list[_Question] = field(default_factory=list)
+    packing: dict[int, tuple[Any, torch.Tensor]] = field(default_factory=dict)
+
+    def note(self, mask: Any, question: _Question | None) -> None:
+        """Remember that eager may leave this one out."""
+        if isinstance(mask, torch.Tensor) and question is not None:
+            self.made[_memory(mask)] = mask, question
+
+    def for_any_token(self, mask: Any) -> Any:
+        """The mask that has eager's result where attention is not causal."""
+        known = self.made.get(_memory(mask)) if isinstance(mask, torch.Tensor) else None
+        if known is None or mask.dtype != torch.bool:
+            return mask
+        left_out = known[1].answer()
+        if isinstance(left_out, torch.Tensor):
+            return mask | left_out
+        return None if left_out else mask
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+@contextmanager
+def masks_as_in_eager() -> Iterator[None]:
+    """Inside, a trace of a transformers model has the masks that eager has."""
+    from transformers import masking_utils  # optional package
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # optional package
+
+    masks = _Masks()
+    makers, layers = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS
+    own = {name: getattr(masking_utils, name) for name in ("_ignore_causal_mask_sdpa", _PACKED)}
+    local = {id(table): dict(table._local_mapping) for table in (makers, layers)}
+    masking_utils._ignore_causal_mask_sdpa = _asking(own["_ignore_causal_mask_sdpa"], masks)
+    setattr(masking_utils, _PACKED, _packing(own[_PACKED], masks))
+    makers["sdpa"] = _making(makers["sdpa"], masks)
+    layers["sdpa"] = _attending(layers["sdpa"], masks)
+    try:
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(masking_utils, name, function)
+        for table in (makers, layers):
+            table._local_mapping = local[id(table)]
+
+
+_PACKED = "packed_sequence_compatibility_function"
+
+
+def _asking(own: Callable[..., bool], masks: _Masks) -> Callable[..., bool]:
+    def ignore(padding_mask: Any, *sizes: Any, **named: Any) -> bool:
+        masks.asked.append(_Question(padding_mask, *sizes, **named))
+        return own(padding_mask, *sizes, **named)
+
+    return ignore
+
+
+def _packing(own: Callable[..., Any], masks: _Masks) -> Callable[..., Any]:
+    """In a trace every text that has positions, and no padding, is taken for several in a row."""
+
+    def function(mask_function: Any, *args: Any) -> Any:
+        made = own(mask_function, *args)
+        masks.packing[id(made)] = made, args[-1]
+        return made
+
+    return function
+
+
+def _making(own: Callable[..., Any], masks: _Masks) -> Callable[..., Any]:
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        masks.asked.clear()
+        made = own(*args, **kwargs)
+        packed = masks.packing.get(id(kwargs.get("mask_function")))
+        if packed is not None:
+            q_length, kv_length = kwargs["q_length"], kwargs["kv_length"]
+            offsets = kwargs["q_offset"], kwargs["kv_offset"]
+            window = kwargs.get("local_size")
+            masks.note(made, _Question(None, q_length, kv_length, *offsets, window, packed[1]))
+        elif masks.asked:
+            masks.note(made, masks.asked[-1])
+        return made
+
+    return mask
+
+
+def _attending(own: Callable[..., Any], masks: _Masks) -> Callable[..., Any]:
+    def attention(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        causal = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        if not causal and query.shape[2] != 1:
+            attention_mask = masks.for_any_token(attention_mask)
+        return own(module, query, key, value, attention_mask, *args, **kwargs)
+
+    return attention

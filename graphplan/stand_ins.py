@@ -1,0 +1,150 @@
+"""What transformers' exporters put in place of a model's own code, made to compute what that does.
+
+Vision encoders attend to each image by itself: they split the tokens, in a loop over data. The exporters
+trace a stand-in instead, which takes all images to be of one size, and has no norm of queries and keys that
+are projected together. Both are other results, and no error. Here images of several sizes are kept apart by
+a mask, and the norms are done::
+
+    eager      cat([attend(image) for image in split(tokens)])
+    exporter   attend(tokens.unflatten(0, (images, -1)))
+    here       the same, where the images of the call are known to be of one size, and it is checked at each
+               call that they are; else attend(tokens, mask=same_image)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphplan.errors import CaptureError
+
+__all__ = [
+    "bounds_of_segments",
+    "forwards_of",
+    "of_one_length",
+    "refuse_what_reads_less",
+    "segments_as_in_eager",
+]
+
+
+def bounds_of_segments(inputs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the arguments that say where segments begin and end, if the exporter has computed them."""
+    return tuple(
+        name
+        for name, value in inputs.items()
+        if name.startswith("cu_") and name.endswith("seqlens") and isinstance(value, torch.Tensor)
+    )
+
+
+def of_one_length(bounds: torch.Tensor) -> bool:
+    """Whether all segments are of one length."""
+    lengths = bounds.diff()
+    return not lengths.numel() or bool((lengths == lengths[0]).all())
+
+
+@contextmanager
+def segments_as_in_eager(*, uniform: bool) -> Iterator[None]:
+    """Inside, the exporters' stand-in for the attention of vision encoders computes what these do.
+
+    Args:
+        uniform: whether all segments of a call are of one length.
+    """
+    from transformers.exporters import exporter_dynamo  # optional package
+
+    name = "_reshaped_vision_attention_forward"
+    own = getattr(exporter_dynamo, name)
+
+    def forward(module: Any, hidden_states: Any, cu_seqlens: Any, *args: Any, **kwargs: Any) -> Any:
+        with _normed(module):
+            if uniform or (isinstance(cu_seqlens.shape[0], int) and cu_seqlens.shape[0] == 2):
+                return own(module, hidden_states, cu_seqlens, *args, **kwargs)
+            with _apart(cu_seqlens, hidden_states.shape[-2]):
+                return own(module, hidden_states, cu_seqlens[[0, -1]], *args, **kwargs)
+
+    setattr(exporter_dynamo, name, forward)
+    try:
+        yield
+    finally:
+        setattr(exporter_dynamo, name, own)
+
+
+@contextmanager
+def _apart(bounds: torch.Tensor, length: int) -> Iterator[None]:
+    """Inside, attention is among the tokens of one segment."""
+    place = torch.arange(length, device=bounds.device)
+    segment = (place[:, None] >= bounds[None, 1:]).sum(-1)
+    mask = segment[:, None] == segment[None, :]
+    functional: Any = torch.nn.functional
+    own = functional.scaled_dot_product_attention
+
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, attn_mask=mask, **kwargs)
+
+    functional.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = own
+
+
+@contextmanager
+def _normed(module: Any) -> Iterator[None]:
+    """Inside, queries and keys that are projected together are normed."""
+    if not all(isinstance(getattr(module, name, None), nn.Module) for name in ("qkv", "q_norm", "k_norm")):
+        yield
+        return
+
+    def norm(_projection: nn.Module, _inputs: Any, projected: torch.Tensor) -> torch.Tensor:
+        query, key, value = projected.unflatten(-1, (3, module.num_heads, -1)).unbind(-3)
+        parts = (module.q_norm(query), module.k_norm(key), value)
+        return torch.stack(parts, -3).flatten(-3)
+
+    hook = module.qkv.register_forward_hook(norm)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+Forwards = Mapping[type[nn.Module], Callable[..., Any]]
+
+
+def forwards_of(module: nn.Module) -> Forwards:
+    """The code of each class of a model."""
+    return {type(part): type(part).forward for part in module.modules()}
+
+
+def refuse_what_reads_less(module: nn.Module, own: Forwards, traced: Forwards, read: set[str]) -> None:
+    """Refuse a trace of stand-ins that do not read all the weights of what they stand for.
+
+    Args:
+        module: that was traced.
+        own: the code of its classes.
+        traced: the code that was traced instead.
+        read: names of the weights that the trace reads, one of each.
+
+    Raises:
+        CaptureError: there is one.
+    """
+    tensors = _named(module)
+    known = {id(tensors[name]) for name in read if name in tensors}
+    for path, part in module.named_modules():
+        if own[type(part)] is traced[type(part)]:
+            continue
+        missing = [name for name, tensor in _named(part).items() if id(tensor) not in known]
+        if missing and len(missing) < len(_named(part)):  # else it was not called
+            raise CaptureError(
+                f"what transformers.exporters traces for {path!r}, a {type(part).__name__}, does not read "
+                f"its {missing[0]!r}"
+            )
+
+
+def _named(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }

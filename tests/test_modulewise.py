@@ -1,0 +1,265 @@
+"""Later calls that no capture takes, of a module that is placed as a graph."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from builders import bytes_of, largest_difference
+from language_models import build, inputs_of
+from torch import nn
+
+import graphplan
+
+X = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
+STOP = torch.tensor(1e6)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 256), nn.Linear(256, 16)
+        self.scale = nn.Parameter(torch.full((16,), 0.5))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x + self.down(torch.relu(self.up(x))) * self.scale
+
+
+class Early(nn.Module):
+    """Its graph has no end that data decides; with ``stop`` it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(16, 8)
+        self.gain = nn.Parameter(torch.tensor([1.5]))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, stop: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        self.seen = self.seen + 1  # made anew
+        for block in self.blocks:
+            x = block(x)
+            if stop is not None and float(x.detach().sum()) > float(stop):
+                break
+        return {"logits": self.head(x) * self.gain, "last": x}
+
+
+WARNED = (
+    r"Early could not be captured:[\s\S]*at .*test_modulewise\.py:\d+, in forward: if stop[\s\S]*one by one"
+)
+
+
+@contextmanager
+def placed(budgets: dict[Any, Any] | None = None, **options: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """(model, machine, the model over two devices of which none holds it)."""
+    model = Early().eval()
+    size = bytes_of(model)
+    room = {0: int(0.6 * size) + 4096, 1: int(0.6 * size) + 4096}
+    with graphplan.simulate(room if budgets is None else budgets) as machine:
+        made = graphplan.partition(model, machine.max_memory, (X,), **options)
+        yield model, machine, made
+        del made
+        gc.collect()
+
+
+def expected_of(model: nn.Module, *args: Any) -> Any:
+    with torch.no_grad():
+        return copy.deepcopy(model)(*args)
+
+
+def test_it_runs_over_the_weights_where_they_are() -> None:
+    with placed() as (model, machine, made):
+        assert set(made.plan.placement.values()) == {0, 1}
+        assert largest_difference(made(X), expected_of(model, X)) < 1e-6
+        gc.collect()
+        live = {i: machine.live_bytes(i) for i in (0, 1)}
+        with pytest.warns(UserWarning, match=WARNED) as caught:
+            result = made(X, STOP)
+        assert len(caught) == 1
+        assert largest_difference(result, expected_of(model, X, STOP)) < 1e-6
+        assert all(tensor.device == X.device for tensor in result.values())
+        gc.collect()
+        assert {i: machine.live_bytes(i) for i in (0, 1)} == live  # no second copy
+        for key, bytes_there in live.items():
+            assert machine.peak_bytes(key) <= made.plan.topology[key].memory
+            assert bytes_there > 0.2 * bytes_of(model)
+
+
+def test_it_says_so_once_for_a_structure_of_any_sizes() -> None:
+    with placed() as (model, _, made):
+        with pytest.warns(UserWarning, match=WARNED):
+            made(X, STOP)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for x in (X, X[:3], X[:1]):
+                assert largest_difference(made(x, STOP), expected_of(model, x, STOP)) < 1e-6
+            assert largest_difference(made(X), expected_of(model, X)) < 1e-6
+        assert len(made.plans) == 1
+        with pytest.raises(graphplan.PlanError, match="no graph to profile"):
+            made.profile(X, STOP)
+
+
+def test_strict_raises_instead() -> None:
+    with placed(strict=True) as (_, _, made), pytest.raises(graphplan.NoGraphError):
+        made(X, STOP)
+
+
+def test_buffers_are_written_once_for_a_call() -> None:
+    with placed() as (_, _, made), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made(X)
+        made(X, STOP)
+        made(X, STOP)
+        found = made.state_dict()
+        assert float(found["seen"]) == 3
+        assert all(float(found[f"blocks.{i}.calls"]) == 3 for i in range(4))
+
+
+def test_weights_that_are_loaded_later_are_used() -> None:
+    other = Early()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.1)
+    with placed() as (_, _, made), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made(X, STOP)
+        made.load_state_dict(other.state_dict())
+        assert largest_difference(made(X, STOP), expected_of(other, X, STOP)) < 1e-6
+
+
+def test_weights_on_the_cpu_are_read_there() -> None:
+    model = Early().eval()
+    budgets = {0: int(0.4 * bytes_of(model)), "cpu": "1GiB"}
+    with placed(budgets) as (model, machine, made), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert set(made.plan.placement.values()) == {0, "cpu"}
+        assert largest_difference(made(X, STOP), expected_of(model, X, STOP)) < 1e-6
+        assert machine.peak_bytes(0) <= budgets[0]
+
+
+ROOMY = {0: "1MiB", 1: "1MiB"}
+BY_HALVES = {"pin": {"blocks.0": 0, "blocks.1": 0, "blocks.2": 1, "blocks.3": 1}}
+
+
+def test_copies_have_it_too() -> None:
+    with placed(ROOMY, **BY_HALVES) as (_, _, made), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made(X, STOP)
+        warnings.simplefilter("error")
+        twin = copy.deepcopy(made)
+        with torch.no_grad():
+            twin.gain.zero_()
+        assert float(twin(X, STOP)["logits"].abs().max()) == 0
+        assert float(made(X, STOP)["logits"].abs().max()) > 0
+
+
+def test_gradients_pass_through() -> None:
+    with placed(ROOMY, grad=True, **BY_HALVES) as (model, _, made), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made(X, STOP)["logits"].sum().backward()
+        model(X, STOP)["logits"].sum().backward()
+        found = dict(made.named_parameters())
+        for name, parameter in model.named_parameters():
+            assert torch.allclose(found[name].grad.cpu(), parameter.grad, atol=1e-5), name
+
+
+class Crossed(nn.Module):
+    """Reads a weight of a module past it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, stop: torch.Tensor | None = None) -> torch.Tensor:
+        y = self.second(self.first(x))
+        if stop is not None and float(y.sum()) > float(stop):
+            return y
+        return y @ self.first.weight + y @ self.second.weight
+
+
+def test_what_runs_in_no_way_says_what_to_do() -> None:
+    model = Crossed().eval()
+    pin = {"first": 0, "second": 1}
+    with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = graphplan.partition(model, machine.max_memory, (X,), pin=pin)
+        with pytest.raises(graphplan.CaptureError, match=r"do not run[\s\S]*with this call as the example"):
+            made(X, STOP)
+        assert largest_difference(made(X), expected_of(model, X)) < 1e-6
+
+
+def test_recurrent_layers_have_their_weights_together() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.lstm, self.head = nn.LSTM(16, 16, batch_first=True), nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor, stop: torch.Tensor | None = None) -> torch.Tensor:
+            y, _ = self.lstm(x)
+            if stop is not None and float(y.sum()) > float(stop):
+                return y
+            return self.head(y)
+
+    model = Recurrent().eval()
+    x = torch.randn(2, 3, 16)
+    pin = {"lstm": 1, "head": 0}
+    with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = graphplan.partition(model, machine.max_memory, (x,), pin=pin)
+        assert largest_difference(made(x, STOP), expected_of(model, x, STOP)) < 1e-6
+
+
+def test_a_pickled_module_knows_whether_it_is_strict() -> None:
+    with placed(ROOMY, strict=True, **BY_HALVES) as (_, _, made):
+        again = pickle.loads(pickle.dumps(made))
+        again(X)
+        with pytest.raises(graphplan.NoGraphError):
+            again(X, STOP)
+
+
+def stopping(model: Any) -> Any:
+    """The model, whose decoding asks the data."""
+    original = type(model)
+
+    class Stopping(original):
+        def forward(self, input_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
+            seen = past_key_values is not None and past_key_values.get_seq_length() > 0
+            if seen and float(input_ids.sum()) < 0:
+                raise ValueError
+            return super().forward(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
+
+    model.__class__ = Stopping
+    return model
+
+
+def test_caches_go_with_their_layers_and_prefill_stays_a_graph() -> None:
+    pytest.importorskip("transformers")
+    model = stopping(build("llama"))
+    inputs = inputs_of("llama")
+    expected = model.generate(**inputs, max_new_tokens=5, do_sample=False)
+    pin = {"model.layers.0": 0, "model.layers.1": 1}
+    with graphplan.simulate({0: "8MiB", 1: "8MiB"}) as machine:
+        made = graphplan.partition(model, machine.max_memory, kwargs=inputs, pin=pin)
+        with pytest.warns(UserWarning, match=r"could not be captured[\s\S]*one by one") as caught:
+            found = made.generate(**inputs, max_new_tokens=5, do_sample=False)
+        assert len(caught) == 1
+        assert torch.equal(found, expected)
+        graphs = len(made.plans)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.equal(made.generate(**inputs, max_new_tokens=5, do_sample=False), expected)
+        assert len(made.plans) == graphs
+        del made
+        gc.collect()

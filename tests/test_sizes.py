@@ -1,0 +1,107 @@
+"""Sizes that the data decides: what a plan counts for them."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from builders import largest_difference, run_placed
+from torch import nn
+
+import graphplan
+
+LARGE = {0: "64MiB", "cpu": "1GiB"}
+
+
+class Experts(nn.Module):
+    """Each token goes to one of them: how many tokens each is given, the weights decide."""
+
+    def __init__(self, skewed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = nn.Linear(16, 3)
+        if skewed:
+            nn.init.constant_(self.router.bias[:1], 100.0)
+        self.experts = nn.ModuleList(nn.Linear(16, 512) for _ in range(3))
+        self.down = nn.Linear(512, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        choice = self.router(x).argmax(-1)
+        counts = (choice[:, None] == torch.arange(3)).sum(0).tolist()
+        parts = x[choice.argsort()].split(counts)
+        made = [expert(part) for expert, part in zip(self.experts, parts, strict=True)]
+        return self.down(torch.cat(made))
+
+
+@pytest.mark.parametrize("skewed", [True, False])
+def test_what_is_split_is_no_larger_than_the_whole(skewed: bool) -> None:
+    model = Experts(skewed).eval()
+    x = torch.randn(64, 16)
+    with graphplan.simulate(LARGE) as machine, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        placed = graphplan.partition(model, machine.max_memory, (x,))
+        gc.collect()
+        machine.reset_peaks()
+        with torch.no_grad():
+            assert largest_difference(placed(x), model(x)) < 1e-5
+        assert 64 * 512 * 4 < machine.peak_bytes(0) <= placed.plan.peak_bytes[0]
+
+
+class Drawn(nn.Module):
+    """Draws as many rows as its input says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(16, 256)
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        count = rows[0].item() * rows[1].item()
+        return self.linear(x.mean(0).expand(count, 16) * 2)
+
+
+def test_what_inputs_decide_is_as_large_as_in_the_example() -> None:
+    model = Drawn().eval()
+    x, rows = torch.randn(4, 16), torch.tensor([9, 7])
+    with graphplan.simulate(LARGE) as machine:
+        with pytest.warns(UserWarning, match="only the data decides count in the plan as in the example"):
+            placed = graphplan.partition(model, machine.max_memory, (x, rows))
+        with torch.no_grad():
+            assert largest_difference(run_placed(machine, placed, (x, rows)), model(x, rows)) < 1e-6
+        assert placed.plan.peak_bytes[0] > 63 * 256 * 4
+
+
+class Padded(nn.Module):
+    """As far as a buffer says."""
+
+    pad: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.register_buffer("pad", torch.tensor(50))
+        self.linear = nn.Linear(16, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count: Any = self.pad.item()
+        return self.linear(torch.nn.functional.pad(x, (0, 0, count, count)))
+
+
+def test_what_buffers_decide_is_known() -> None:
+    model = Padded().eval()
+    x = torch.randn(4, 16)
+    with graphplan.simulate(LARGE) as machine, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        placed = graphplan.partition(model, machine.max_memory, (x,))
+        with torch.no_grad():
+            assert largest_difference(run_placed(machine, placed, (x,)), model(x)) < 1e-6
+        assert placed.plan.peak_bytes[0] > 104 * 256 * 4
+
+
+def test_the_text_of_a_simulated_tensor_of_one_value_is_the_value() -> None:
+    with graphplan.simulate({0: "1MiB"}):
+        assert f"expert_{torch.tensor(3, device='sim:0')}" == "expert_3"
+        assert f"{torch.tensor(0.5, device='sim:0'):.2f}" == "0.50"
