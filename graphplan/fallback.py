@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.utils import _pytree as pytree
 
 from graphplan.device import CPU, DISK, DeviceKey, Topology
@@ -73,7 +74,13 @@ def fall_back(
 
 
 def later_refused(error: NoGraphError) -> None:
-    """Warn of a call of a placed model that no capture takes."""
+    """Warn of a call of a placed model that no capture takes.
+
+    Raises:
+        NoGraphError: the call is beyond the caller's own ``dynamic_shapes``.
+    """
+    if isinstance(error.__cause__, ConstraintViolationError):
+        raise error
     warnings.warn(
         f"{error}{where_it_failed(error)}\nThe modules of the placed model run calls of this structure one "
         "by one, where their weights are: what they compute is not planned, and must fit beside the weights. "
