@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scaling
 from baselines import baselines, contiguous, peak_activation, sequential_fill
 from builders import KIB, chain
 from instances import GIB, INSTANCES, A, B, C, Card, Instance, devices, random_chain, stack
@@ -268,6 +269,24 @@ def test_a_power_law_is_found() -> None:
     assert law.by_operations == pytest.approx(1.5)
     assert law.by_devices == pytest.approx(0.5)
     assert law.spread == pytest.approx(1.0)
+
+
+def test_a_measured_point_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
+    for size, devices, seconds in ((500, 2, 1.0), (1000, 2, 3.0), (500, 4, 1.0), (1000, 2, 2.0)):
+        rows = scaling.keep(Row("stack", size, devices, seconds, 0.0), tmp_path)
+    assert [(row.operations, row.devices, row.seconds) for row in rows] == [
+        (500, 2, 1.0),
+        (500, 4, 1.0),
+        (1000, 2, 2.0),
+    ]
+    law = scaling.law_of(rows)
+    assert law is not None
+    assert (law.by_operations, law.by_devices) == (pytest.approx(1.0), pytest.approx(0.0))
+    assert scaling.law_of(rows[:2]) is None
+    assert scaling.grid(rows).splitlines()[-1].split() == ["1000", "2.00", "(0.0", "%)", "-"]
+    data = json.loads((tmp_path / "scaling.json").read_text())
+    assert len(data["rows"]) == 3
+    assert set(data["laws"]) == {"stack"}
 
 
 def test_a_real_model_is_captured_once_and_planned_on_two_budgets() -> None:
