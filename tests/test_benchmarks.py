@@ -272,8 +272,8 @@ def test_a_power_law_is_found() -> None:
 
 
 def test_a_measured_point_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
-    for size, devices, seconds in ((500, 2, 1.0), (1000, 2, 3.0), (500, 4, 1.0), (1000, 2, 2.0)):
-        rows = scaling.keep(Row("stack", size, devices, seconds, 0.0), tmp_path)
+    for size, cards, seconds in ((500, 2, 1.0), (1000, 2, 3.0), (500, 4, 1.0), (1000, 2, 2.0)):
+        rows = scaling.keep(Row("stack", size, cards, seconds, 0.0), tmp_path)
     assert [(row.operations, row.devices, row.seconds) for row in rows] == [
         (500, 2, 1.0),
         (500, 4, 1.0),
