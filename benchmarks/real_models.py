@@ -35,6 +35,7 @@ from torch import nn
 from graphplan.comparison import Baseline, allocated_weights, device_maps, offloaded_weights
 from graphplan.device import CPU, DeviceKey, Topology
 from graphplan.errors import GraphplanError, InfeasibleError
+from graphplan.graph import Graph
 from graphplan.passes.evaluate import Problem
 from graphplan.placement import Plan
 from graphplan.planner import Compiler, Options
@@ -65,11 +66,12 @@ class Row:
     """A model on one set of budgets. Sizes are bytes, times seconds.
 
     Attributes:
-        packing: what the budgets allow, less the activations of one card that runs everything.
+        packing: what the budgets allow of whole weights, less activations of one card that runs everything.
         offloaded: weights that live on no accelerator, of those that are read.
         used: what those that do take there.
         ring: what accelerators keep for weights that are streamed.
-        most: weights that no packing passes in what the plan's rings and activations leave.
+        allowed: as ``packing.most``, of the weights of the plan, of which some may be parts of whole ones.
+        most: weights of the plan that no packing passes in what its rings and activations leave.
         within: whether every peak is within its budget.
         planning: seconds of planning, without the capture.
         others: accelerate's and transformers' maps.
@@ -84,6 +86,7 @@ class Row:
     offloaded: int = 0
     used: int = 0
     ring: int = 0
+    allowed: int = 0
     most: int = 0
     within: bool = False
     makespan: float = 0.0
@@ -93,9 +96,14 @@ class Row:
     others: list[Baseline] = field(default_factory=list)
     error: str = ""
 
-    def use(self, used: int) -> float:
-        """``used`` bytes on accelerators as a share of what a packing allows."""
-        return used / self.packing.most if self.packing.most else 1.0
+    @property
+    def use(self) -> float:
+        """What the plan keeps on accelerators, as a share of what a packing of its weights allows."""
+        return self.used / self.allowed if self.allowed else 1.0
+
+    def use_of(self, other: Baseline) -> float:
+        """The same of a map, whose weights are whole."""
+        return other.used / self.packing.most if self.packing.most else 1.0
 
     @property
     def use_beside_ring(self) -> float:
@@ -149,9 +157,9 @@ class Measured:
         """Our plan beside the others', on one set of budgets."""
         topology = self.topology(CASES[case])
         capacities = [spec.room - self.activations for spec in accelerators(topology)]
-        kept = sizes_of(self.graph, accelerators(topology)[0])
-        singly = pack(sorted(kept.values(), reverse=True), capacities)
-        packing = Packing(singly.most, pack(items(self.graph, kept), capacities).everything)
+        together = items(self.graph, sizes_of(self.graph, accelerators(topology)[0]))
+        most = most_kept(self.graph, topology, capacities)
+        packing = Packing(most, pack(together, capacities).everything)
         row = Row(self.name, case, self.graph.weight_bytes, self.activations, packing)
         start = time.perf_counter()
         try:
@@ -174,19 +182,25 @@ def _fill(row: Row, found: Plan) -> None:
     row.offloaded = offloaded_weights(problem, assignment)
     rings = {ring.device: ring.nbytes for ring in found.schedule.rings}
     row.ring = sum(rings.values())
-    row.most = _most(row, found, rings)
+    row.allowed, row.most = _allowed(row, found, {}), _allowed(row, found, rings)
     row.within = all(found.peak_bytes[spec.key] <= spec.room for spec in found.topology.devices)
     row.makespan, row.gap, row.proof = found.makespan, found.gap, found.proof
 
 
-def _most(row: Row, found: Plan, rings: Mapping[DeviceKey, int]) -> int:
+def most_kept(graph: Graph, topology: Topology, capacities: Sequence[int]) -> int:
+    """Bytes of weights, each kept or not, that no packing passes."""
+    sizes = sizes_of(graph, accelerators(topology)[0])
+    return pack(sorted(sizes.values(), reverse=True), capacities).most
+
+
+def _allowed(row: Row, found: Plan, rings: Mapping[DeviceKey, int]) -> int:
     """A card that runs a part only may need less for activations than one that runs everything."""
     cards = accelerators(found.topology)
     peaks = [found.peaks[spec.key] for spec in cards]
     activations = [min(row.activations, peak.nbytes - peak.weights) for peak in peaks]
     taken = [nbytes + rings.get(spec.key, 0) for nbytes, spec in zip(activations, cards, strict=True)]
     capacities = [spec.room - nbytes for spec, nbytes in zip(cards, taken, strict=True)]
-    return pack(sorted(sizes_of(found.graph, cards[0]).values(), reverse=True), capacities).most
+    return most_kept(found.graph, found.topology, capacities)
 
 
 def cells(row: Row) -> list[str]:
@@ -199,7 +213,7 @@ def cells(row: Row) -> list[str]:
         line += [
             f"{row.offloaded / 1e9:.3f}",
             f"{row.ring / 1e9:.3f}",
-            f"{100 * row.use(row.used):.1f} %",
+            f"{100 * row.use:.1f} %",
             f"{100 * row.use_beside_ring:.1f} %",
             "yes" if row.within else "NO",
         ]
@@ -216,7 +230,7 @@ def _other_cells(row: Row, other: Baseline) -> list[str]:
     first = f"{other.first_over / 1e6:.0f}" if other.first_over else "-"
     over = f" over {other.over / 1e6:.0f} MB" if other.over else ""
     mark = "  !" if other.name in row.beaten_by() else ""
-    return [f"{other.offloaded / 1e9:.3f}", f"{100 * row.use(other.used):.1f} %", ms + over + mark, first]
+    return [f"{other.offloaded / 1e9:.3f}", f"{100 * row.use_of(other):.1f} %", ms + over + mark, first]
 
 
 def header(rows: Sequence[Row]) -> list[str]:
@@ -230,8 +244,11 @@ def header(rows: Sequence[Row]) -> list[str]:
 
 def as_data(row: Row) -> dict[str, Any]:
     """For JSON."""
-    others = [{**asdict(other), "excess": None, "feasible": other.feasible} for other in row.others]
-    shares = {"use": row.use(row.used), "use_beside_ring": row.use_beside_ring}
+    others = [
+        {**asdict(other), "excess": None, "feasible": other.feasible, "use": row.use_of(other)}
+        for other in row.others
+    ]
+    shares = {"use": row.use, "use_beside_ring": row.use_beside_ring}
     return {**asdict(row), **shares, "met": row.met, "beaten_by": row.beaten_by(), "others": others}
 
 

@@ -300,7 +300,7 @@ def test_a_real_model_is_captured_once_and_planned_on_two_budgets() -> None:
     assert forced.packing.everything is False
     assert forced.met
     assert forced.within
-    assert forced.use(forced.used) <= forced.use_beside_ring <= 1.001
+    assert forced.use <= forced.use_beside_ring <= 1.001
     assert 0 < forced.ring <= 0.05 * forced.used
     text = table(header(rows), [cells(row) for row in rows])
     assert "resnet-152 2x0.55" in text
