@@ -102,9 +102,9 @@ def _said_of(data: Data) -> str:
     beaten = [f"{row['model']} {row['case']}" for row in rows if row["beaten_by"]]
     return (
         f"Every peak is within its budget in {within} of {len(rows)} plans. Of {len(fit)} models that fit "
-        f"whole, {kept} offload nothing. Of {len(forced)} plans that offload, {full} use 98 % or more of what "
-        "an exact packing of the weights allows beside the ring. A map that keeps the budgets is faster than "
-        f"ours on: {', '.join(beaten) or 'none'}."
+        f"whole, {kept} offload nothing. Of {len(forced)} plans that offload, {full} use 98 % or more of "
+        "what an exact packing of the weights allows beside the ring. A map that keeps the budgets is faster "
+        f"than ours on: {', '.join(beaten) or 'none'}."
     )
 
 
