@@ -28,8 +28,8 @@ _ROUNDS = 5  # times that it is done again with less room, when the evaluator fi
 def fill(problem: Problem) -> Iterator[Evaluation]:
     """Placements within the budgets on the accelerators alone: as they are listed, and the fastest first.
 
-    Operations without weights run where the last of what they read was made. Only where that finds nothing,
-    those whose values take more than is left there run where most room is: to join the parts of a large
+    Operations without weights run where the last one with weights does. Only where that finds nothing, those
+    whose values take more than is left there run where most room is: to join the parts of a large
     result, say.
     """
     accelerators = [spec for spec in problem.topology.devices if spec.is_accelerator]
@@ -67,7 +67,7 @@ class _Filling:
         self.graph, self.order, self.roomy = problem.graph, order, roomy
         self.left = {spec.key: spec.room - taken.get(spec.key, 0) for spec in order}
         self.waiting = [spec.key for spec in order]  # the first is being filled
-        self.index = {name: i for i, name in enumerate(problem.graph.operations)}
+        self.latest: DeviceKey = order[0].key  # where weights were read last
         self.homes: dict[str, DeviceKey] = {}
         self.placed: dict[str, DeviceKey] = {}
 
@@ -100,17 +100,13 @@ class _Filling:
             key = self.waiting[0] if self.waiting else None
         if key is not None:
             self.left[key] -= need
+            self.latest = key if read else self.latest
             self.homes.update(dict.fromkeys(fresh, key))
         return key
 
     def _without_weights(self, operation: Operation) -> DeviceKey:
         graph = self.graph
-        makers = [graph.producer[name] for name in operation.inputs if name in graph.producer]
-        placed = [maker for maker in makers if maker in self.placed]  # all, but for those of its own group
-        key = self.waiting[0] if self.waiting else self.order[-1].key
-        if placed:
-            key = self.placed[max(placed, key=self.index.__getitem__)]
         read = sum(graph.values[name].copy_bytes for name in operation.inputs if name in graph.values)
         made = sum(graph.values[name].nbytes for name in operation.outputs)
-        full = self.roomy and read + made > self.left[key]
-        return max(self.left, key=self.left.__getitem__) if full else key
+        full = self.roomy and read + made > self.left[self.latest]
+        return max(self.left, key=self.left.__getitem__) if full else self.latest
