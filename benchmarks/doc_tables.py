@@ -70,27 +70,64 @@ def _placement(data: Data) -> str:
 
 def _real_models(data: Data) -> str:
     names = [other["name"] for other in data["rows"][0]["others"]]
-    header = ["model and cards", "weights GB", "our ms", "offloaded GB", "gap"]
+    header = ["model and cards", "weights GB", "our ms", "gap", "offloaded GB", "use", "beside ring"]
     for name in names:
-        header += [f"{name} ms", "offloaded GB"]
-    rows = []
-    for row in data["rows"]:
-        own = (
-            ["-"] * 3
-            if row["error"]
-            else [_ms(row["makespan"]), _gb(row["offloaded"]), f"{100 * row['gap']:.1f} %"]
-        )
-        line = [f"{row['model']} {row['case']}", f"{row['weights'] / 1e9:.2f}", *own]
-        for other in row["others"]:
-            over = f" (over by {other['over'] / 1e6:.0f} MB)" if other["over"] else ""
-            line += [
-                _ms(other["seconds"]) + over,
-                "-" if other["seconds"] is None else _gb(other["offloaded"]),
-            ]
-        rows.append(line)
-    beaten = [f"{row['model']} {row['case']}" for row in data["rows"] if row["beaten_by"]]
-    said = f"A map that keeps the budgets is faster than ours on: {', '.join(beaten) or 'none'}."
-    return f"{markdown(header, rows)}\n\n{said}"
+        header += [f"{name} ms", "offloaded GB", "use"]
+    rows = [_real_model(row) for row in data["rows"]]
+    return f"{markdown(header, rows)}\n\n{_said_of(data)}"
+
+
+def _real_model(row: Data) -> list[str]:
+    line = [f"{row['model']} {row['case']}", f"{row['weights'] / 1e9:.2f}"]
+    if row["error"]:
+        line += ["-"] * 5
+    else:
+        line += [_ms(row["makespan"]), f"{100 * row['gap']:.1f} %", _gb(row["offloaded"])]
+        line += [f"{100 * row['use']:.1f} %", f"{100 * row['use_beside_ring']:.1f} %"]
+    for other in row["others"]:
+        over = f" (over by {other['over'] / 1e6:.0f} MB)" if other["over"] else ""
+        use = other["used"] / row["packing"]["most"]
+        line.append(_ms(other["seconds"]) + over)
+        line += ["-"] * 2 if other["seconds"] is None else [_gb(other["offloaded"]), f"{100 * use:.1f} %"]
+    return line
+
+
+def _said_of(data: Data) -> str:
+    rows = data["rows"]
+    within = sum(1 for row in rows if row["within"])
+    fit = [row for row in rows if row["packing"]["everything"]]
+    kept = sum(1 for row in fit if not row["offloaded"])
+    forced = [row for row in rows if row["offloaded"] and not row["packing"]["everything"]]
+    full = sum(1 for row in forced if row["use_beside_ring"] >= 0.98)
+    beaten = [f"{row['model']} {row['case']}" for row in rows if row["beaten_by"]]
+    return (
+        f"Every peak is within its budget in {within} of {len(rows)} plans. Of {len(fit)} models that fit "
+        f"whole, {kept} offload nothing. Of {len(forced)} plans that offload, {full} use 98 % or more of "
+        "what an exact packing of the weights allows beside the ring. A map that keeps the budgets is faster "
+        f"than ours on: {', '.join(beaten) or 'none'}."
+    )
+
+
+def _scaling(data: Data) -> str:
+    parts = []
+    for kind, said in {"stack": "Layers of a Llama on like cards", "random": "Random operations"}.items():
+        rows = [row for row in data["rows"] if row["kind"] == kind]
+        devices = sorted({row["devices"] for row in rows})
+        known = {(row["operations"], row["devices"]): row for row in rows}
+        lines = [
+            [str(size), *(_point(known.get((size, cards))) for cards in devices)]
+            for size in sorted({row["operations"] for row in rows})
+        ]
+        table = markdown(["operations", *(f"{cards} devices" for cards in devices)], lines)
+        law = data["laws"][kind]
+        power = f"operations<sup>{law['by_operations']:.2f}</sup> × devices<sup>{law['by_devices']:.2f}</sup>"
+        fitted = f"{law['scale']:.3g} s × {power}, within a factor of {law['spread']:.2f}"
+        parts.append(f"{said}; seconds of the processor, and the proven gap:\n\n{table}\n\nFitted: {fitted}.")
+    return "\n\n".join(parts)
+
+
+def _point(row: Data | None) -> str:
+    return "-" if row is None else f"{row['seconds']:.1f} s ({100 * row['gap']:.1f} %)"
 
 
 def _gb(nbytes: float) -> str:
@@ -161,6 +198,7 @@ _RENDERERS: dict[str, Callable[[Data], str]] = {
     "overhead": _overhead,
     "loading": _loading,
     "planning_time": _planning_time,
+    "scaling": _scaling,
     "sweep": _sweep,
     "dnn_partitioning": lambda data: (
         f"Latency of one call:\n\n{_dnn(data, 'latency', 'best of others')}\n\n"

@@ -1,8 +1,8 @@
 """How many bytes of weights accelerators can hold at most: the yardstick for their use.
 
-Only weights that a call reads count. Those that one operation reads together are one item, which must
-lie on one accelerator. A weight counts with what the allocator takes for it among others (see
-``DeviceSpec.resident``).
+Only weights that a call reads count, with what they take of an accelerator's one allocation of weights.
+Whether all fits is asked of items: weights that one operation reads together, which must lie on one
+accelerator. Where weights are streamed, each may be kept or not, so that the most is asked of weights.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from graphplan.comparison import kept_bytes
 from graphplan.device import DeviceSpec
 from graphplan.graph import Graph
 
@@ -32,9 +31,9 @@ class Packing:
 
 
 def sizes_of(graph: Graph, spec: DeviceSpec) -> dict[str, int]:
-    """Bytes that each weight that is read takes on a device where many others are."""
+    """Bytes that each weight that is read takes of a device's allocation."""
     read = [weight for weight in graph.weights.values() if weight.name in graph.consumers]
-    return {weight.name: kept_bytes(spec, weight.nbytes) for weight in read}
+    return {weight.name: spec.rounded(weight.nbytes) for weight in read}
 
 
 def items(graph: Graph, kept: Mapping[str, int]) -> list[int]:

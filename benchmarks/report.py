@@ -54,9 +54,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join(lines)
 
 
-def write(name: str, data: Mapping[str, Any]) -> Path:
+def write(name: str, data: Mapping[str, Any], results: Path = RESULTS) -> Path:
     """Write ``results/name.json``, machine and versions first."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    results.mkdir(exist_ok=True)
+    path = results / f"{name}.json"
     path.write_text(json.dumps({"machine": machine(), **data}, indent=1) + "\n", encoding="utf-8")
     return path

@@ -4,18 +4,22 @@ python benchmarks/scaling.py [--operations 500,1000,2000,4000,8000] [--devices 2
 
 Two kinds of graph: layers of a Llama on like cards, and random operations on cards of two speeds.
 A power law, seconds = a * operations^p * devices^q, is fitted to each by least squares on logarithms.
+Seconds are those of the processor, so that what else a machine does is not in them. Results are written
+after each plan, in place of older ones of the same size.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 from instances import Instance, random_chain, stack
-from report import table, write
+from report import RESULTS, table, write
 
 from graphplan.passes.place import place
 
@@ -24,7 +28,7 @@ LAYER = 15  # operations of a layer of ``stack``
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One plan: its size, its seconds of planning, its proven gap as a share."""
+    """One plan: its size, the processor's seconds of planning, its proven gap as a share."""
 
     kind: str
     operations: int
@@ -61,9 +65,9 @@ def measure(kind: str, operations: int, devices: int) -> Row:
     """Plan one instance."""
     instance = KINDS[kind](operations, devices)
     problem = instance.problem
-    start = time.perf_counter()
+    start = time.process_time()
     found = place(problem)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     gap = 1 - found.lower_bound / found.evaluation.seconds
     return Row(kind, len(instance.graph.operations), devices, seconds, gap)
 
@@ -88,33 +92,47 @@ def main() -> None:
     operations = [int(n) for n in options.operations.split(",")]
     devices = [int(n) for n in options.devices.split(",")]
     kinds = options.kinds.split(",")
-    laws: dict[str, Law] = {}
     rows: list[Row] = []
     for kind in kinds:
         measure(kind, operations[0], devices[0])  # imports and first-use caches
-        mine = []
         for count in operations:
             for cards in devices:
-                mine.append(measure(kind, count, cards))
-                print(f"{kind} {count} x {cards}: {mine[-1].seconds:.2f} s", flush=True)
-        rows += mine
-        if len(operations) > 1 and len(devices) > 1:
-            laws[kind] = fit(mine)
+                row = measure(kind, count, cards)
+                print(f"{kind} {count} x {cards}: {row.seconds:.2f} s", flush=True)
+                rows = keep(row)
     for kind in kinds:
-        print(f"\n{kind}: seconds of planning (proven gap)")
-        print(_grid([row for row in rows if row.kind == kind], devices))
-        if kind in laws:
-            print(f"planning takes {laws[kind]}")
-    if len(rows) == len(KINDS) * 20:
-        data = {"rows": [asdict(row) for row in rows], "laws": {k: asdict(law) for k, law in laws.items()}}
-        print(f"wrote {write('scaling', data)}")
+        mine = [row for row in rows if row.kind == kind]
+        print(f"\n{kind}: the processor's seconds of planning (proven gap)")
+        print(grid(mine))
+        if law := law_of(mine):
+            print(f"planning takes {law}")
 
 
-def _grid(rows: Sequence[Row], devices: Sequence[int]) -> str:
+def keep(row: Row, results: Path = RESULTS) -> list[Row]:
+    """Write a row beside those that are known, in place of an older one; returns all."""
+    path = results / "scaling.json"
+    before = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+    known = {(old["kind"], old["operations"], old["devices"]): Row(**old) for old in before}
+    known[row.kind, row.operations, row.devices] = row
+    rows = [known[key] for key in sorted(known)]
+    laws = {kind: law_of([r for r in rows if r.kind == kind]) for kind in KINDS}
+    kept = {kind: asdict(law) for kind, law in laws.items() if law is not None}
+    write("scaling", {"rows": [asdict(r) for r in rows], "laws": kept}, results)
+    return rows
+
+
+def law_of(rows: Sequence[Row]) -> Law | None:
+    """The law of what was measured; None for less than two sizes, or two numbers of devices."""
+    varied = len({row.operations for row in rows}) > 1 and len({row.devices for row in rows}) > 1
+    return fit(rows) if varied else None
+
+
+def grid(rows: Sequence[Row]) -> str:
+    """A table with a line for each number of operations."""
     cells = {(row.operations, row.devices): f"{row.seconds:.2f} ({100 * row.gap:.1f} %)" for row in rows}
-    sizes = sorted({row.operations for row in rows})
+    sizes, devices = sorted({row.operations for row in rows}), sorted({row.devices for row in rows})
     header = ["operations", *(f"{cards} devices" for cards in devices)]
-    return table(header, [[size, *(cells[size, cards] for cards in devices)] for size in sizes])
+    return table(header, [[size, *(cells.get((size, cards), "-") for cards in devices)] for size in sizes])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from graphplan.device import CPU, DeviceKey, DeviceSpec, read_max_memory
+from graphplan.device import CPU, DeviceKey, read_max_memory
 from graphplan.graph import Weight
 from graphplan.incumbents import Mapper, accelerate_maps, assignment_of, transformers_maps
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
@@ -28,7 +28,6 @@ __all__ = [
     "best",
     "device_maps",
     "judged",
-    "kept_bytes",
     "offloaded_weights",
     "ours",
     "read_weights",
@@ -36,7 +35,6 @@ __all__ = [
 
 LESS = "given less"  # the mark of a map that was made after another had passed a budget
 REPAIRS = 12  # times that one is asked again with less room, when the evaluator finds it over a budget
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class Baseline:
         seconds: modelled seconds of a call; None where it placed nothing.
         over: bytes by which the fullest device is over its budget; 0 where all are kept.
         offloaded: bytes of weights that live on no accelerator, of those that are read.
-        used: bytes that weights take on accelerators, as the allocator keeps them.
+        used: bytes that weights take in the allocations of the accelerators where they live.
         planning: seconds that it took.
         error: what it raised instead.
         excess: device -> bytes by which it is over its budget.
@@ -207,15 +205,11 @@ def offloaded_weights(problem: Problem, assignment: Assignment) -> int:
 
 
 def allocated_weights(problem: Problem, assignment: Assignment) -> int:
-    """Bytes that weights take on the accelerators where they live."""
+    """Bytes that weights take of the one allocation on each accelerator where they live.
+
+    That is what the evaluator counts for them (see :mod:`graphplan.liveness`), but for what the allocator
+    keeps of each device's allocation as a whole.
+    """
     specs = {spec.key: spec for spec in problem.topology.devices if spec.is_accelerator}
     placed = ((w.nbytes, specs.get(assignment.weights[w.name])) for w in read_weights(problem))
-    return sum(kept_bytes(spec, nbytes) for nbytes, spec in placed if spec is not None)
-
-
-def kept_bytes(spec: DeviceSpec, nbytes: int) -> int:
-    """Bytes that a weight takes on a device where many others are."""
-    alone = spec.resident([nbytes])
-    if alone == spec.rounded(nbytes) or nbytes >= 10 * _MIB:
-        return alone
-    return int(spec.rounded(nbytes) * 20 / 19)  # its share of the segment that it is cut from
+    return sum(spec.rounded(nbytes) for nbytes, spec in placed if spec is not None)

@@ -225,14 +225,24 @@ class _Search:
         return self.problem.host if made is None else self.state.device[made]
 
     def _alive_at_home(self, index: int, key: DeviceKey) -> int:
-        """Bytes that earlier operations on this device made and that are still to be read."""
+        """Bytes that earlier operations on this device made and that are certainly to be read from there.
+
+        Where there is a copy already, later readers may all be with it.
+        """
         spec, total = self.by_key[key], 0
         for operation in self.order[:index]:
             if self.state.device[operation.name] == key:
                 for name in operation.outputs:
-                    if self.last.get(name, -1) >= index:
+                    if name in self.order[index].inputs or (
+                        self.last.get(name, -1) >= index and not self._copied(name, key)
+                    ):
                         total += spec.allocated(self.graph.values[name].nbytes)
         return total
+
+    def _copied(self, name: str, home: DeviceKey) -> bool:
+        return any(
+            (name, key) in self.state.present for key in (*self.by_key, self.problem.host) if key != home
+        )
 
     def _leaf(self) -> None:
         self.left -= _LEAF

@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint
 from scipy.sparse import eye as identity
 from scipy.sparse import kron, vstack
+
+from graphplan.passes.quiet import milp
 
 __all__ = ["Block", "Packing", "pack", "spill"]
 

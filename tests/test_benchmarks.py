@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import scaling
 from baselines import baselines, contiguous, peak_activation, sequential_fill
 from builders import KIB, chain
 from instances import GIB, INSTANCES, A, B, C, Card, Instance, devices, random_chain, stack
-from packing import items, pack, sizes_of
+from packing import Packing, items, pack, sizes_of
 from placement import Result, Solved, gap_table, measure, ratio_table
-from real_models import Measured, cells, header
+from real_models import Measured, cells, header, keep
+from real_models import Row as RealRow
 from report import table
 from scaling import Row, fit
 from skeletons import skeleton
@@ -217,8 +221,10 @@ def test_use_counts_what_is_read_and_lives_on_accelerators(instances: dict[str, 
     kept = sizes_of(problem.graph, spec)
     assert allocated_weights(problem, on_card) == sum(items(problem.graph, kept)) == sum(kept.values())
     assert offloaded_weights(problem, on_card) == 0
-    exact = spec.resident([weight.nbytes for weight in problem.graph.weights.values()])
-    assert abs(sum(kept.values()) - exact) <= 1 << 20
+    # the evaluator's figure has one segment of the allocator more, not one for each weight of 1 to 10 MiB
+    assert sum((1 << 20) < weight.nbytes < (10 << 20) for weight in problem.graph.weights.values()) > 10
+    counted = evaluate(problem, on_card).peak(spec.key).weights
+    assert counted - (2 << 20) <= allocated_weights(problem, on_card) <= counted
     off = reside(problem, dict.fromkeys(problem.graph.operations, CPU))
     assert allocated_weights(problem, off) == 0
     assert offloaded_weights(problem, off) == problem.graph.weight_bytes
@@ -265,6 +271,24 @@ def test_a_power_law_is_found() -> None:
     assert law.spread == pytest.approx(1.0)
 
 
+def test_a_measured_point_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
+    for size, cards, seconds in ((500, 2, 1.0), (1000, 2, 3.0), (500, 4, 1.0), (1000, 2, 2.0)):
+        rows = scaling.keep(Row("stack", size, cards, seconds, 0.0), tmp_path)
+    assert [(row.operations, row.devices, row.seconds) for row in rows] == [
+        (500, 2, 1.0),
+        (500, 4, 1.0),
+        (1000, 2, 2.0),
+    ]
+    law = scaling.law_of(rows)
+    assert law is not None
+    assert (law.by_operations, law.by_devices) == (pytest.approx(1.0), pytest.approx(0.0))
+    assert scaling.law_of(rows[:2]) is None
+    assert scaling.grid(rows).splitlines()[-1].split() == ["1000", "2.00", "(0.0", "%)", "-"]
+    data = json.loads((tmp_path / "scaling.json").read_text())
+    assert len(data["rows"]) == 3
+    assert set(data["laws"]) == {"stack"}
+
+
 def test_a_real_model_is_captured_once_and_planned_on_two_budgets() -> None:
     measured = Measured("resnet-152")
     captures = len(measured.compiler.captures)
@@ -274,8 +298,26 @@ def test_a_real_model_is_captured_once_and_planned_on_two_budgets() -> None:
     assert fits.met
     assert fits.offloaded == 0
     assert forced.packing.everything is False
-    # FIXME: use is 1.01 here, where the packing should allow 1 at most: one of them counts wrongly
     assert forced.met
     assert forced.within
+    assert forced.use <= forced.use_beside_ring <= 1.001
+    assert 0 < forced.ring <= 0.05 * forced.used
     text = table(header(rows), [cells(row) for row in rows])
     assert "resnet-152 2x0.55" in text
+
+
+def test_results_of_a_model_take_the_place_of_older_ones(tmp_path: Path) -> None:
+    def row(model: str, case: str, seconds: float, offloaded: int = 0) -> RealRow:
+        fits = Packing(100, True)
+        return RealRow(model, case, 100, 10, fits, offloaded, 100, within=True, makespan=seconds)
+
+    keep([row("detr", "2x0.55", 1.0), row("clip-l", "1x0.7", 1.0)], {"qwen-moe": "lacks"}, tmp_path)
+    keep([row("detr", "2x0.55", 2.0, 5), row("detr", "unlike", 3.0)], {}, tmp_path)
+    data = json.loads((tmp_path / "real_models.json").read_text())
+    found = [(row["model"], row["case"], row["makespan"], row["met"]) for row in data["rows"]]
+    assert found == [
+        ("clip-l", "1x0.7", 1.0, True),
+        ("detr", "2x0.55", 2.0, False),  # offloads what fits
+        ("detr", "unlike", 3.0, True),
+    ]
+    assert (data["met"], data["of"], data["failed"]) == (2, 3, {"qwen-moe": "lacks"})

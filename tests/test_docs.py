@@ -112,6 +112,41 @@ def test_a_table_of_placements_says_what_was_not_met(tmp_path: Path) -> None:
     assert markdown(["x"], [["y"]]) == "| x |\n| :-- |\n| y |"
 
 
+def test_a_table_of_real_models_counts_what_was_promised(tmp_path: Path) -> None:
+    other = {"name": "accelerate", "seconds": 2.0, "over": 0, "offloaded": 5e9, "used": 45}
+    fits = {
+        "model": "a",
+        "case": "2x0.55",
+        "weights": 1e9,
+        "makespan": 1.0,
+        "gap": 0.25,
+        "offloaded": 0,
+        "use": 1.0,
+        "use_beside_ring": 1.0,
+        "within": True,
+        "packing": {"most": 50, "everything": True},
+        "beaten_by": [],
+        "error": "",
+        "others": [other],
+    }
+    full = {**fits, "case": "1x0.7", "offloaded": 3e8, "use": 0.97, "use_beside_ring": 0.985}
+    full["packing"] = {"most": 50, "everything": False}
+    wasteful = {**full, "model": "b", "use_beside_ring": 0.9, "within": False, "beaten_by": ["accelerate"]}
+    failed = {**full, "model": "c", "error": "nothing fits", "offloaded": 0, "within": False}
+    data = {"machine": {"date": "d", "processor": "p", "cores": 1, "gpus": [], "versions": {}}}
+    data |= {"rows": [fits, full, wasteful, failed]}
+    (tmp_path / "real_models.json").write_text(json.dumps(data), encoding="utf-8")
+    text = tables(tmp_path)["real_models"]
+    assert (
+        "| a 1x0.7 | 1.00 | 1000.000 | 25.0 % | 0.300 | 97.0 % | 98.5 % | 2000.000 | 5.000 | 90.0 % |" in text
+    )
+    assert "| c 1x0.7 | 1.00 | - | - | - | - | - | 2000.000 |" in text
+    assert (
+        "in 2 of 4 plans. Of 1 models that fit whole, 1 offload nothing. Of 2 plans that offload, 1 " in text
+    )
+    assert "faster than ours on: b 1x0.7." in text
+
+
 def test_pictures_show_the_plan() -> None:
     plan = example(1, {0: "3MiB", "cpu": "64MiB"})
     timed = [event for event in plan.timeline.events if event.end > event.start]

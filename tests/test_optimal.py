@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from brute import with_all_depths
 
 from graphplan import Graph, InfeasibleError, Operation, Value, Weight
 from graphplan.device import read_max_memory
 from graphplan.passes.bound import lower_bound
-from graphplan.passes.evaluate import Evaluation, Problem, evaluate
+from graphplan.passes.evaluate import Problem
 from graphplan.passes.place import place
 from graphplan.schedule import Assignment
 
@@ -71,17 +70,6 @@ def cheapest(problem: Problem, keys: list[Any], *, fetch: bool) -> float | None:
                 if found.feasible and (best is None or found.seconds < best):
                     best = found.seconds
     return best
-
-
-def with_all_depths(problem: Problem, assignment: Assignment) -> Iterator[Evaluation]:
-    """The placement with rings of any number of slots."""
-    found = evaluate(problem, assignment)
-    yield found
-    rings = {ring.device: len(ring.segments) for ring in found.schedule.rings}
-    for counts in itertools.product(*(range(1, most + 1) for most in rings.values())):
-        if any(count > 2 for count in counts) or found.excess:
-            slots = dict(zip(rings, counts, strict=True))
-            yield evaluate(problem, replace(assignment, slots=slots))
 
 
 @pytest.mark.parametrize("kind", KINDS)
