@@ -19,6 +19,7 @@ from graphplan.passes.contiguous import Piece, split
 from graphplan.passes.depth import deepen
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.exhaustive import search_all
+from graphplan.passes.fill import fill
 from graphplan.passes.interleave import interleavings
 from graphplan.passes.limits import Limits
 from graphplan.passes.refine import refine, repair
@@ -200,6 +201,7 @@ def _without_offload(problem: Problem, chain: Chain) -> Iterator[Evaluation | No
                 yield evaluate(problem, reside(problem, operations))
         if problem.graph.together:
             yield _split(problem, chain, use_cpu=False, fetch=False, part_groups=True)
+        yield from fill(problem)
 
 
 def _with_offload(problem: Problem, chain: Chain) -> Iterator[Evaluation | None]:

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint
 from scipy.sparse import csr_array
 
 from graphplan.device import DeviceKey
 from graphplan.passes.occupancy import Held, Occupancy
+from graphplan.passes.quiet import milp
 from graphplan.passes.shares import Shares
 
 __all__ = ["Program", "Solved"]
