@@ -30,6 +30,7 @@ Bools = npt.NDArray[np.bool_]
 
 _SMOOTHING = 0.6
 _MASTER = 60_000  # numbers that a knapsack could touch while the master problem prices one column
+_GROUPS = 50  # from which the master problem takes longer
 _TOLERANCE = 1e-6
 _CLOSE = 3e-4  # share by which further rounds may raise the bound, for which none are worth it
 _ROUGH = 0.01  # share of the bound that coarse units may leave for the exact ones
@@ -146,7 +147,7 @@ class ColumnGeneration:
         while (done < work or not done) and self._guess < enough and not self.converged:
             if deadline is not None and time.monotonic() > deadline:
                 break
-            done += each + _MASTER * len(self.columns)
+            done += each + _MASTER * len(self.columns) * max(1.0, len(self.counts) / _GROUPS)
             mixture = self.mix()
             if mixture is None:
                 break

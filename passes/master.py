@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import linprog
-from scipy.sparse import coo_array
+from scipy.sparse import coo_array, csr_array, eye_array, hstack
 
 from graphplan.passes.pricing import Prices
 from graphplan.passes.shares import Shares
@@ -136,7 +136,7 @@ def mix_columns(
         objective,
         A_ub=coo_array(np.array(lines.lines)),
         b_ub=np.array(lines.right),
-        A_eq=coo_array(np.hstack([cover.T, np.eye(groups), np.zeros((groups, 1))])),
+        A_eq=hstack([csr_array(cover.T), eye_array(groups), csr_array((groups, 1))]),
         b_eq=counts.astype(float),
         method="highs",
     )
