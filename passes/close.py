@@ -40,7 +40,7 @@ _BINARIES = 450  # decisions of a program that is solved without being asked for
 _MANY_BINARIES = 6000
 _NODES = 60  # of a branch and bound that is not asked for time
 _POLISH_WORK = 60_000  # of the local search, likewise
-_COLUMN_WORK = 3e9  # numbers that knapsacks may touch, some seconds
+_COLUMN_WORK = 6e9  # numbers that knapsacks may touch, some seconds
 _LARGE = 300  # operations from which all of this work is done
 _BRANCH_WORK = 2e8  # the same for parts of the problem
 _STREAMED_UNITS = 500  # with streaming, columns prove little more than fractions do: not asked for time
@@ -50,7 +50,7 @@ _WIDER = 20_000
 _WIDEST = 200_000
 _LABEL_WORK = 4_000_000  # labels that may be made without being asked for time
 _ROOM_TRIES = 3
-_PROGRESS = 0.25  # of the way to the end that a search must have come to be made wider
+_PROGRESS = 0.5  # of the way to the end that a search must have come to be made wider
 _TURN = 60  # rounds of column generation between dives
 _PROMISING = 1.1  # times the best seconds, up to which a placement is refined
 _TRIES = 6  # programs, each with more of memory counted
@@ -93,7 +93,7 @@ class _Closing:
         if timed and _BINARIES < binaries <= _MANY_BINARIES and not stacked:
             self._solve_program(shares, self.limits.until(0.6))
         if timed or not self.problem.offload or shares.units <= _STREAMED_UNITS:
-            self._generate_columns(shares, parts, self.limits.until(0.9))
+            self._generate_columns(shares, parts, self.limits.until(0.98))
         if timed and not self.done and binaries <= _MANY_BINARIES:
             self._solve_program(shares, self.limits)
         width = _LABELS
@@ -125,16 +125,15 @@ class _Closing:
             (len(p.labels.frontier.steps) * p.labels.frontier.count for p in parts if p.labels), default=1
         )
         self._widen(parts, _LABELS, limits)
-        self._widen(parts, max(_LABELS, min(_WIDER, _LABEL_WORK // steps)), limits, promising=True)
+        alive = [part.progress(self._enough) for part in parts if part.bound < self._enough]
+        if min(alive, default=1.0) >= _PROGRESS:  # else a part would hold back the bound of all
+            self._widen(parts, max(_LABELS, min(_WIDER, _LABEL_WORK // steps)), limits)
         return parts
 
-    def _widen(self, parts: list[Part], width: int, limits: Limits, *, promising: bool = False) -> None:
-        """Search the parts; only those that the last search has brought forward if ``promising``."""
+    def _widen(self, parts: list[Part], width: int, limits: Limits) -> None:
         for part in sorted(parts, key=lambda part: part.bound):
             if self.done or limits.over:
                 return
-            if promising and part.progress < _PROGRESS:
-                continue
             found = part.search(below=self._enough, width=width, deadline=limits.deadline)
             if found is not None and found.devices:
                 self._take_labels(part, found, width, limits)
@@ -158,7 +157,8 @@ class _Closing:
             if again is None or not again.devices:
                 break
             found = again
-        self._polish(evaluation, _POLISH_WORK)
+        if not evaluation.feasible or evaluation.seconds < self.best.seconds:
+            self._polish(evaluation, _POLISH_WORK)
 
     def _adopt(self, found: Evaluation) -> None:
         if found.feasible and found.seconds < self.best.seconds:
@@ -233,14 +233,19 @@ class _Closing:
         if self.done or not parts:
             return
         alive = sorted((part for part in parts if part.bound < self._enough), key=lambda part: part.bound)
-        worth = next((part.worth for part in alive if part.worth is not None), None)
         whole: Part | None = None
-        if len(parts) == 1 or len(alive) == len(parts):  # the home has told little so far
-            whole = parts[0] if len(parts) == 1 else Part(self.problem, shares)
-            self._run_columns(whole, worth, limits.until(0.9), dives=worth is None)
+        if len(parts) == 1:
+            whole = parts[0]
+            self._run_columns(whole, whole.worth, limits.until(0.9), dives=whole.labels is None)
+        elif len(alive) == len(parts):  # the home has told little so far
+            whole = Part(self.problem, shares)
+            self._run_columns(whole, None, limits.until(0.9), dives=False)
             for part in parts:
                 part.bound = max(part.bound, whole.bound)
+        if whole is not None:
             self._raise_by(parts, self._proof())
+            if whole.generation is not None and not whole.generation.converged:
+                alive = []
         for left, part in zip(range(len(alive), 0, -1), alive, strict=True):
             if self.done or limits.over:
                 return

@@ -25,7 +25,7 @@ Floats = npt.NDArray[np.float64]
 
 _STATES = 10_000  # between two steps at most, times devices
 _ROUNDS = 40  # of looking for better prices
-_ACCURACY = 2e-4  # share of the bound that better prices could add, for which none are looked for
+_ACCURACY = 5e-4  # share of the bound that better prices could add, for which none are looked for
 _DEAREST = 100.0  # price of a whole device, in calls
 
 

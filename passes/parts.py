@@ -38,7 +38,6 @@ class Part:
         problem: with that home.
         shares: its costs and sizes.
         bound: seconds that none of them can go below.
-        progress: share of the gap that the last search by labels has closed.
         labels: a search of its placements, once prepared; None where labels do not suit it.
         generation: of columns, once begun.
         tree: of the parts of this part, once begun.
@@ -47,7 +46,7 @@ class Part:
     def __init__(self, problem: Problem, shares: Shares) -> None:
         self.problem, self.shares = problem, shares
         self.bound = 0.0
-        self.progress = 0.0
+        self._before = 0.0
         self.labels: Labels | None = None
         self.generation: ColumnGeneration | None = None
         self.tree: Tree | None = None
@@ -73,10 +72,13 @@ class Part:
             return None
         found = self.labels.search(below=below, width=width, deadline=deadline)
         if found is not None:
-            raised = max(0.0, found.bound - self.bound)
-            self.progress = raised / (below - self.bound)
+            self._before = self.bound
             self.bound = max(self.bound, found.bound * (1 - _ROUNDING))
         return found
+
+    def progress(self, goal: float) -> float:
+        """Share of the way to a bound of ``goal`` seconds that the last search by labels has come."""
+        return (self.bound - self._before) / max(goal - self._before, 1e-12) if self._before else 0.0
 
     @property
     def worth(self) -> Floats | None:

@@ -105,9 +105,10 @@ def _search(
     plain = _accelerators_alone(problem)
     if plain is not None:
         best = _best(plain, chain, [*_known(plain, near), *_without_offload(plain, chain)])
-        best, complete = _exhaust(plain, best, limits, fetch=False)
+        filled = min(fill(plain), key=lambda found: found.seconds, default=None)
+        best, complete = _exhaust(plain, best or filled, limits, fetch=False)
         if best is not None:
-            return _finish(plain, problem, chain, best, complete, limits)
+            return _finish(plain, problem, chain, best, complete, limits, filled)
     best = _best(problem, chain, [*_known(problem, near), *_with_offload(problem, chain)])
     if limits is not None and limits.exhaustive:
         turns = interleavings(problem, chain, limits.until(0.3))
@@ -123,14 +124,20 @@ def _finish(
     best: Evaluation,
     complete: bool,
     limits: Limits | None,
+    beside: Evaluation | None = None,
 ) -> Solution:
-    """Refine what is not proven best, and bound it; without limits only feasibility was asked."""
+    """Refine what is not proven best, and bound it; without limits only feasibility was asked.
+
+    ``beside`` is refined too: a better start can lead to a worse end.
+    """
     where = "" if among is problem else " on the accelerators"
     if complete:
         return Solution(best, best.seconds, f"every placement{where} tried")
     if limits is None:
         return Solution(best, 0.0, "")
-    best = deepen(among, refine(among, chain, best, _FIRST_WORK, limits.until(0.15).deadline), most=_DEPTH)
+    starts = [best] if beside is None or beside is best else [best, beside]
+    ends = [refine(among, chain, start, _FIRST_WORK, limits.until(0.15).deadline) for start in starts]
+    best = deepen(among, min(ends, key=lambda end: end.seconds), most=_DEPTH)
     if not limits.exhaustive:
         bound = lower_bound(among)
         return Solution(best, min(bound.seconds, best.seconds), bound.proof + where)
@@ -201,7 +208,6 @@ def _without_offload(problem: Problem, chain: Chain) -> Iterator[Evaluation | No
                 yield evaluate(problem, reside(problem, operations))
         if problem.graph.together:
             yield _split(problem, chain, use_cpu=False, fetch=False, part_groups=True)
-        yield from fill(problem)
 
 
 def _with_offload(problem: Problem, chain: Chain) -> Iterator[Evaluation | None]:
