@@ -1,0 +1,81 @@
+"""Close the gap by labels: a search of every part, made wider where that promises to end it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from graphplan.passes.incumbent import Incumbent
+from graphplan.passes.labels import Found, Labels
+from graphplan.passes.limits import Limits
+from graphplan.passes.parts import Part, part_by_home
+from graphplan.passes.shares import Shares
+
+__all__ = ["search_labels", "search_wider"]
+
+_PROOF = "labels over the fine graph"
+_FIRST = 300  # labels kept between two steps, at first
+_SECOND = 20_000
+_WIDEST = 200_000
+_WORK = 4_000_000  # labels that a search may make without being asked for time
+_PROGRESS = 0.5  # of the way to the end that a search must have come to be made wider
+_ROOM_TRIES = 3  # searches with more room left free
+
+
+def search_labels(incumbent: Incumbent, shares: Shares) -> list[Part]:
+    """Look for placements, few labels at a time and then more; the parts of the problem."""
+    if incumbent.done:
+        return []
+    parts = list(part_by_home(incumbent.problem, shares))
+    limits = incumbent.limits.until(0.5)
+    if not all(part.suits_labels for part in parts):
+        return parts
+    for part in parts:
+        part.prepare_labels(incumbent.enough, limits.deadline)
+        if limits.over:
+            return parts
+    incumbent.raise_bound(min(part.bound for part in parts), _PROOF)
+    frontiers = [part.labels.frontier for part in parts if part.labels is not None]
+    choices = max((len(frontier.steps) * frontier.count for frontier in frontiers), default=1)
+    _search(incumbent, parts, _FIRST, limits)
+    progress = [part.progress(incumbent.enough) for part in parts if part.bound < incumbent.enough]
+    if min(progress, default=1.0) >= _PROGRESS:  # else a part would hold back the bound of all
+        _search(incumbent, parts, max(_FIRST, min(_SECOND, _WORK // choices)), limits)
+    return parts
+
+
+def search_wider(incumbent: Incumbent, parts: list[Part]) -> None:
+    """Search with ever more labels, as long as there is time."""
+    width = _FIRST
+    while width < _WIDEST and not incumbent.done:
+        width *= 4
+        _search(incumbent, parts, width, incumbent.limits)
+
+
+def _search(incumbent: Incumbent, parts: list[Part], width: int, limits: Limits) -> None:
+    """Those with the lowest bound first."""
+    for part in sorted(parts, key=lambda part: part.bound):
+        if incumbent.done or limits.over:
+            return
+        found = part.search(below=incumbent.enough, width=width, deadline=limits.deadline)
+        if found is not None and found.devices:
+            _take(incumbent, part, found, width, limits)
+        incumbent.raise_bound(min(part.bound for part in parts), _PROOF)
+
+
+def _take(incumbent: Incumbent, part: Part, found: Found, width: int, limits: Limits) -> None:
+    """Judge what labels have found; where a device is too full, look again with so much more free."""
+    assert part.labels is not None
+    onward, frontier = part.labels.onward, part.labels.frontier
+    margin = np.zeros(frontier.count)
+    for _ in range(_ROOM_TRIES):
+        evaluation = incumbent.evaluate(part.shares, found.devices, within=part.problem)
+        if evaluation.feasible:
+            break
+        margin += [1.05 * evaluation.excess.get(key, 0) for key in frontier.devices]
+        careful = Labels(onward, frontier.evenly(margin))
+        again = careful.search(below=incumbent.enough, width=width, deadline=limits.deadline)
+        if again is None or not again.devices:
+            break
+        found = again
+    if not evaluation.feasible or evaluation.seconds < incumbent.best.seconds:
+        incumbent.polish(evaluation, briefly=True)
