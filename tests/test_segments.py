@@ -28,7 +28,7 @@ LINK = Link(1e9, LATENCY)
 
 def topology(link: Link = LINK, **memory: int) -> Topology:
     budgets: dict[Any, int] = {int(k[1:]) if k[0] == "d" else k: v for k, v in memory.items()}
-    return read_max_memory(budgets, {("cpu", 0): link, ("cpu", 1): link})
+    return read_max_memory(budgets, {("cpu", key): link for key in budgets if key != "cpu"})
 
 
 BIG = topology(d0=1 << 30, d1=1 << 30, cpu=1 << 30)
