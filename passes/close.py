@@ -25,6 +25,7 @@ _LP_TOLERANCE = 1e-6
 _STACKED = 5  # a graph is a stack if it has so many times more units than kinds of them
 _BINARIES = 450  # decisions of a program that is solved without being asked for time
 _MANY_BINARIES = 6000
+_PROGRAM_SECONDS = 2.0  # below which HiGHS would rather overrun than find anything
 _STREAMED_UNITS = 500  # with streaming, columns prove little more than fractions do: not asked for time
 
 
@@ -56,7 +57,7 @@ def _close(incumbent: Incumbent) -> None:
     if timed or not incumbent.problem.offload or shares.units <= _STREAMED_UNITS:
         generate_columns(incumbent, shares, parts, limits.until(0.98))
     if timed:
-        if binaries <= _MANY_BINARIES:
+        if binaries <= _MANY_BINARIES and (limits.left or 0.0) > _PROGRAM_SECONDS:
             solve_program(incumbent, shares, limits)
         search_wider(incumbent, parts)
         incumbent.refine_to_the_end()

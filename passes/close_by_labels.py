@@ -17,6 +17,7 @@ _FIRST = 300  # labels kept between two steps, at first
 _SECOND = 20_000
 _WIDEST = 200_000
 _WORK = 4_000_000  # labels that a search may make without being asked for time
+_PREPARED = 4000  # operations times devices that a second prepares for a search, about
 _PROGRESS = 0.5  # of the way to the end that a search must have come to be made wider
 _ROOM_TRIES = 3  # searches with more room left free
 
@@ -27,7 +28,9 @@ def search_labels(incumbent: Incumbent, shares: Shares) -> list[Part]:
         return []
     parts = list(part_by_home(incumbent.problem, shares))
     limits = incumbent.limits.until(0.5)
-    if not all(part.suits_labels for part in parts):
+    devices = sum(len(kind.keys) for kind in shares.kinds)
+    hurried = limits.left is not None and shares.units * devices * len(parts) > _PREPARED * limits.left
+    if hurried or not all(part.suits_labels for part in parts):
         return parts
     for part in parts:
         part.prepare_labels(incumbent.enough, limits.deadline)

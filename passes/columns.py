@@ -143,9 +143,11 @@ class ColumnGeneration:
     def _go_on(self, enough: float, work: float, deadline: float | None, *, rough: bool) -> float:
         """Round by round; the work that was done."""
         each = self.pricing.work(rough=rough)
-        done, smoothing = 0.0, _SMOOTHING
+        done, smoothing, took = 0.0, _SMOOTHING, 0.0
         while (done < work or not done) and self._guess < enough and not self.converged:
-            if deadline is not None and time.monotonic() > deadline:
+            begun = time.monotonic()
+            # a round, and its proof in double precision, which takes twice as long
+            if deadline is not None and begun + (took if rough else 3 * took) > deadline:
                 break
             done += each + _MASTER * len(self.columns) * max(1.0, len(self.counts) / _GROUPS)
             mixture = self.mix()
@@ -159,6 +161,7 @@ class ColumnGeneration:
             close = mixture.seconds - self._guess < (_ROUGH if rough else _CLOSE) * mixture.seconds
             self.converged = close or (not fresh and not smoothing)
             smoothing = _SMOOTHING if fresh else 0.0
+            took = time.monotonic() - begun
         return done
 
     def mix(self) -> Mixture | None:

@@ -34,6 +34,7 @@ _TINY = 12  # operations up to which that is done at length
 _NODES = 60_000  # branches of that, about a second
 _FEW_NODES = 3_000  # while looking for the smallest budgets, where there are many searches
 _FIRST_WORK = 100_000  # of the local search before the gap is closed
+_START_SECONDS = 2e-3  # per operation, from which there is time for a second start
 _DEPTH = 6  # most slots of a ring in a large graph
 _REPAIRS = 4  # times that a split is made again with less room, when the evaluator finds it too large
 
@@ -105,7 +106,9 @@ def _search(
     plain = _accelerators_alone(problem)
     if plain is not None:
         best = _best(plain, chain, [*_known(plain, near), *_without_offload(plain, chain)])
-        filled = min(fill(plain), key=lambda found: found.seconds, default=None)
+        filled = None
+        if best is None or not _hurried(plain, limits):
+            filled = min(fill(plain), key=lambda found: found.seconds, default=None)
         best, complete = _exhaust(plain, best or filled, limits, fetch=False)
         if best is not None:
             return _finish(plain, problem, chain, best, complete, limits, filled)
@@ -115,6 +118,12 @@ def _search(
         best = min([*([] if best is None else [best]), *turns], key=lambda found: found.seconds, default=None)
     best, complete = _exhaust(problem, best, limits, fetch=True)
     return None if best is None else _finish(problem, problem, chain, best, complete, limits)
+
+
+def _hurried(problem: Problem, limits: Limits | None) -> bool:
+    """Whether the time that is left is better spent on one start than on two."""
+    left = None if limits is None else limits.left
+    return left is not None and left < _START_SECONDS * len(problem.graph.operations)
 
 
 def _finish(
