@@ -20,6 +20,7 @@ Floats = npt.NDArray[np.float64]
 
 _WORK = 6e9  # numbers that knapsacks may touch, some seconds
 _LARGE = 300  # operations from which all of this work is done
+_HUGE = 1500  # from which less is done: rounds take long, and bounds without them are good
 _BRANCH_WORK = 2e8  # the same for branches
 _TURN = 60  # rounds of column generation between dives
 
@@ -114,7 +115,7 @@ class _Columns:
         return turn
 
     def _run(self, part: Part, worth: Floats | None, limits: Limits, *, dives: bool) -> None:
-        effort = min(1.0, part.shares.units / _LARGE)
+        effort = min(1.0, part.shares.units / _LARGE, _HUGE / part.shares.units)
         work = effort * _WORK if limits.deadline is None else np.inf
         generation = part.begin_columns(self.incumbent.best, worth)
         self.ran.append(part)
