@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from tqdm.auto import tqdm
@@ -159,7 +160,7 @@ class _Search:
         for members in kinds.values():
             if members[0].computes:
                 like = tuple(spec.key for spec in members[1:])
-                yield lambda spec=members[0], like=like: self._memory(spec, like)  # type: ignore[misc]
+                yield partial(self._memory, members[0], like)
 
     def _memory(self, spec: DeviceSpec, like: tuple[DeviceKey, ...]) -> Growth:
         """What is saved where it holds everything that may run on it."""
@@ -215,7 +216,7 @@ class _Search:
                 if (copy.destination, copy.source) not in used:
                     used[pair] = None
         for pair in used:
-            yield lambda pair=pair: self._link(pair)  # type: ignore[misc]
+            yield partial(self._link, pair)
 
     def _link(self, pair: tuple[DeviceKey, DeviceKey]) -> Growth:
         a, b = pair
@@ -228,7 +229,7 @@ class _Search:
         used = {run.device for one in self.plan.calls for run in one.schedule.runs()}
         for spec in self.topology.devices:
             if spec.key in used:
-                yield lambda spec=spec: self._speed(spec)  # type: ignore[misc]
+                yield partial(self._speed, spec)
 
     def _speed(self, spec: DeviceSpec) -> Growth:
         faster = replace(

@@ -15,7 +15,7 @@ __all__ = ["search_labels", "search_wider"]
 _PROOF = "labels over the fine graph"
 _FIRST = 300  # labels kept between two steps, at first
 _SECOND = 20_000
-_WIDEST = 200_000
+_TRAIL = 100_000_000  # labels that a search may remember, 5 bytes each
 _WORK = 4_000_000  # labels that a search may make without being asked for time
 _PREPARED = 4000  # operations times devices that a second prepares for a search, about
 _PROGRESS = 0.5  # of the way to the end that a search must have come to be made wider
@@ -48,10 +48,11 @@ def search_labels(incumbent: Incumbent, shares: Shares) -> list[Part]:
 
 def search_wider(incumbent: Incumbent, parts: list[Part]) -> None:
     """Search with ever more labels, as long as there is time."""
-    width = _FIRST
-    while width < _WIDEST and not incumbent.done:
-        width *= 4
+    steps = max((len(part.labels.frontier.steps) for part in parts if part.labels is not None), default=1)
+    width = 4 * _FIRST
+    while parts and width * steps <= _TRAIL and not incumbent.done:
         _search(incumbent, parts, width, incumbent.limits)
+        width *= 4
 
 
 def _search(incumbent: Incumbent, parts: list[Part], width: int, limits: Limits) -> None:

@@ -130,7 +130,7 @@ class Frontier:
         devices: that can run anything.
         count: of devices.
         room: (devices,) bytes for weights and activations.
-        least: (devices,) bytes that any operation leaves free for activations.
+        least: (devices,) bytes that any step leaves free for activations.
         heavy: (devices,) bytes that heavy use needs beyond these.
         alike: (devices,) devices with one number are of one kind.
         bits: (devices,) of a device in use.
@@ -149,8 +149,8 @@ class Frontier:
         self._all = (1 << self.count) - 1
         self.bits = np.left_shift(np.int64(1), np.arange(self.count, dtype=np.int64))
         self.steps = self._make_steps()
-        needs = np.array([step.needs for step in self.steps if step.variable < shares.units])
-        self.least = needs.min(axis=0)
+        # a device that only keeps a shared weight needs nothing beside it
+        self.least = np.array([step.needs for step in self.steps]).min(axis=0)
         self.heavy = self._mark_heavy()
 
     def _make_steps(self) -> list[Step]:
@@ -263,9 +263,8 @@ class Frontier:
             return Touch(shift, None, None)
         there = np.arange(self._all + 1)[None, :] >> np.arange(self.count)[:, None] & 1
         each = np.where(there > 0, value.seconds[:, None], 0.0)
-        with np.errstate(invalid="ignore"):
-            others = each.sum(axis=0)[None, :] - each
-        return Touch(shift, np.where(np.isnan(others), np.inf, others), None)
+        others = [np.delete(each, device, axis=0).sum(axis=0) for device in range(self.count)]
+        return Touch(shift, np.array(others), None)
 
     def _mark_heavy(self) -> Ints:
         """(devices,) bytes that every piece of the order needs somewhere, beyond the least."""

@@ -24,6 +24,7 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 _STATES = 10_000  # between two steps at most, times devices
+_ALL_STATES = 20_000_000  # of all steps: some 240 MB
 _ROUNDS = 40  # of looking for better prices
 _ACCURACY = 5e-4  # share of the bound that better prices could add, for which none are looked for
 _DEAREST = 100.0  # price of a whole device, in calls
@@ -42,7 +43,7 @@ class Stage:
 
     states: Ints
     forgotten: int
-    onward: Ints
+    onward: npt.NDArray[np.int32]
     seconds: Floats
 
 
@@ -140,6 +141,7 @@ class Onward:
 
 def _make_stages(frontier: Frontier) -> list[Stage]:
     stages = []
+    most = min(_STATES, _ALL_STATES // len(frontier.steps))
     states, forgotten = np.zeros(1, dtype=np.int64), 0
     for step in frontier.steps:
         after, seconds = frontier.extend(step.without(forgotten), states)
@@ -147,13 +149,13 @@ def _make_stages(frontier: Frontier) -> list[Stage]:
         after &= ~np.int64(forgotten)
         known = _unique(after[np.isfinite(seconds)])
         for shift in step.open:
-            if len(known) * frontier.count <= _STATES:
+            if len(known) * frontier.count <= most:
                 break
             forgotten |= (1 << frontier.count) - 1 << shift
             after &= ~np.int64(forgotten)
             known = _unique(known & ~np.int64(forgotten))
         onward = np.minimum(np.searchsorted(known, after), max(0, len(known) - 1))
-        stages.append(Stage(known, forgotten, onward, seconds))
+        stages.append(Stage(known, forgotten, onward.astype(np.int32), seconds))
         states = known
     return stages
 

@@ -54,9 +54,10 @@ class Part:
     @property
     def suits_labels(self) -> bool:
         """Whether there are few enough devices, and no streaming, which labels do not know."""
-        kinds = zip(self.shares.kinds, self.shares.runs, strict=True)
-        devices = sum(len(kind.keys) for kind, runs in kinds if runs)
-        return 2 <= devices <= _LABELLED_DEVICES and not self.problem.offload
+        shares = self.shares
+        devices = sum(len(kind.keys) for kind, runs in zip(shares.kinds, shares.runs, strict=True) if runs)
+        few = 2 <= devices <= _LABELLED_DEVICES
+        return few and not self.problem.offload and not (len(shares.ties) and _keeps_only(shares))
 
     def prepare_labels(self, best: float, deadline: float | None) -> None:
         """Find prices of bytes for the search; ``best`` are the seconds of a known placement."""
@@ -110,13 +111,19 @@ class Part:
         )
 
 
+def _keeps_only(shares: Shares) -> bool:
+    """Whether an accelerator may run nothing, and could still keep a weight that others read."""
+    kinds = zip(shares.kinds, shares.runs, strict=True)
+    return any(kind.spec.is_accelerator and not runs for kind, runs in kinds)
+
+
 def part_by_home(problem: Problem, shares: Shares) -> Iterator[Part]:
     """The parts; the problem itself where no weight is worth it."""
     ties = shares.ties
     largest = int(ties[shares.nbytes[ties].argmax()]) if len(ties) else -1
     devices = sum(len(kind.keys) for kind, runs in zip(shares.kinds, shares.runs, strict=True) if runs)
     telling = largest >= 0 and shares.nbytes[largest] >= _TELLING * shares.nbytes.sum()
-    if not telling or problem.offload or devices > _PARTED_DEVICES:
+    if not telling or problem.offload or devices > _PARTED_DEVICES or _keeps_only(shares):
         yield Part(problem, shares)
         return
     name = shares.items[largest].weight

@@ -96,7 +96,8 @@ class _Search:
         self.seconds = {
             spec.key: [problem.seconds(op, spec) for op in chain.operations] for spec in self.devices
         }
-        self.together = {name: group for group in self.graph.together for name in group}
+        groups = [sorted(group, key=chain.index.__getitem__) for group in self.graph.together]
+        self.together = {name: group for group in groups for name in group}
         self._adopt(start)
 
     @property
@@ -280,8 +281,8 @@ class _Search:
         That is worth it even where their copies are hidden: nothing is offloaded that fits.
         """
         improved = False
-        by_size = sorted(self.fetched, key=lambda name: -self.graph.weights[name].nbytes)
-        for name in by_size:
+        fetched = [weight for weight in self.graph.weights.values() if weight.name in self.fetched]
+        for name in (weight.name for weight in sorted(fetched, key=lambda weight: -weight.nbytes)):
             if self.over:
                 break
             improved |= self._judge(self.device, self.fetched - {name}, tie=True)
@@ -333,7 +334,7 @@ class _Search:
             if name in graph.outputs and self.problem.returns_to_host:
                 readers.add(self.problem.host)
         assert home is not None
-        return sum(topology.link(home, key).seconds(nbytes) for key in readers if key != home)
+        return math.fsum(topology.link(home, key).seconds(nbytes) for key in readers if key != home)
 
 
 def _copied(evaluation: Evaluation) -> int:

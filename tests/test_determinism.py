@@ -1,0 +1,51 @@
+"""The same plan for the same input, whatever order the interpreter gives to sets."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+_SCRIPT = """
+import hashlib
+import torch
+import graphplan
+
+class Block(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(width, 2 * width), torch.nn.Linear(2 * width, width)
+        self.norm = torch.nn.LayerNorm(width)
+
+    def forward(self, x):
+        return self.norm(x + self.down(torch.relu(self.up(x))))
+
+with torch.device("meta"):
+    model = torch.nn.Sequential(*(Block(64) for _ in range(12)))
+    example = torch.empty(16, 64)
+size = sum(weight.nbytes for weight in model.parameters())
+for max_memory in (
+    {0: int(0.75 * size), "cpu": "1GiB"},
+    {0: int(0.4 * size), 1: int(0.35 * size), "cpu": "1GiB"},
+    {0: int(0.6 * size), 1: int(0.5 * size)},
+):
+    plan = graphplan.plan(model, max_memory, (example,))
+    print(hashlib.sha256(plan.to_json().encode()).hexdigest())
+"""
+
+
+def _plan(seed: int) -> list[str]:
+    environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
+    command = [sys.executable, "-c", _SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.timeout(600)
+def test_plans_do_not_depend_on_the_order_of_sets():
+    with ThreadPoolExecutor(2) as pool:
+        first, *others = pool.map(_plan, range(4))
+    assert len(first) == 3
+    assert all(other == first for other in others)
