@@ -13,8 +13,9 @@ from graphplan.passes.chain import Chain
 from graphplan.passes.close_by_columns import generate_columns
 from graphplan.passes.close_by_labels import search_labels, search_wider
 from graphplan.passes.close_by_program import solve_program
+from graphplan.passes.counts import count_units
 from graphplan.passes.evaluate import Evaluation, Problem
-from graphplan.passes.incumbent import Incumbent
+from graphplan.passes.incumbent import ENOUGH, Incumbent
 from graphplan.passes.limits import Limits
 from graphplan.passes.master import mix_fractions
 from graphplan.passes.shares import Shares
@@ -26,6 +27,7 @@ _STACKED = 5  # a graph is a stack if it has so many times more units than kinds
 _BINARIES = 450  # decisions of a program that is solved without being asked for time
 _MANY_BINARIES = 6000
 _PROGRAM_SECONDS = 2.0  # below which HiGHS would rather overrun than find anything
+_COUNTING_NODES = 200  # of the program of counts, where nobody asked for time
 _STREAMED_UNITS = 500  # with streaming, columns prove little more than fractions do: not asked for time
 
 
@@ -47,6 +49,8 @@ def _close(incumbent: Incumbent) -> None:
     if fractions is not None:
         seconds = fractions.seconds * (1 - _LP_TOLERANCE)
         incumbent.raise_bound(seconds, "operations in fractions, without moves")
+    if incumbent.problem.offload and not incumbent.done:
+        _count(incumbent, shares)
     binaries = shares.units * sum(len(kind.keys) for kind in shares.kinds)
     stacked = _STACKED * len(shares.counts) <= shares.units
     if binaries <= _BINARIES and not stacked:
@@ -61,3 +65,17 @@ def _close(incumbent: Incumbent) -> None:
             solve_program(incumbent, shares, limits)
         search_wider(incumbent, parts)
         incumbent.refine_to_the_end()
+
+
+def _count(incumbent: Incumbent, shares: Shares) -> None:
+    """Bound what is streamed by how much there is of each sort."""
+    left = incumbent.limits.left
+    seconds, sorts = count_units(
+        shares,
+        upper=incumbent.best.seconds,
+        gap=ENOUGH / 2,
+        nodes=_COUNTING_NODES if left is None else 10**9,
+        seconds=None if left is None else max(0.1, left * 0.3),
+    )
+    proof = f"program of the counts of {sorts} sorts of operations"
+    incumbent.raise_bound(seconds * (1 - _LP_TOLERANCE), proof)

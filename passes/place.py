@@ -25,6 +25,7 @@ from graphplan.passes.limits import Limits
 from graphplan.passes.refine import refine, repair
 from graphplan.passes.residence import cpu_key, reside
 from graphplan.passes.spread import fetch_excess
+from graphplan.passes.streaming import stream
 from graphplan.schedule import Assignment
 
 __all__ = ["Solution", "place", "sketch"]
@@ -114,10 +115,17 @@ def _search(
             return _finish(plain, problem, chain, best, complete, limits, filled)
     best = _best(problem, chain, [*_known(problem, near), *_with_offload(problem, chain)])
     if limits is not None and limits.exhaustive:
-        turns = interleavings(problem, chain, limits.until(0.3))
-        best = min([*([] if best is None else [best]), *turns], key=lambda found: found.seconds, default=None)
+        best = _streamed(problem, chain, best, limits)
     best, complete = _exhaust(problem, best, limits, fetch=True)
     return None if best is None else _finish(problem, problem, chain, best, complete, limits)
+
+
+def _streamed(problem: Problem, chain: Chain, best: Evaluation | None, limits: Limits) -> Evaluation | None:
+    """A better placement with streamed weights, if one is found."""
+    found = list(stream(problem, best, limits.until(0.4)))
+    if not found:
+        found = list(interleavings(problem, chain, limits.until(0.3)))
+    return min([*([] if best is None else [best]), *found], key=lambda each: each.seconds, default=None)
 
 
 def _hurried(problem: Problem, limits: Limits | None) -> bool:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds, LinearConstraint
-from scipy.sparse import csr_array
+from scipy.optimize import Bounds
 
 from graphplan.device import DeviceKey
 from graphplan.passes.occupancy import Held, Occupancy
 from graphplan.passes.quiet import milp
+from graphplan.passes.rows import Rows
 from graphplan.passes.shares import Shares
 
 __all__ = ["Program", "Solved"]
@@ -43,31 +43,6 @@ class Solved:
     devices: dict[int, DeviceKey]
     brought: frozenset[str]
     optimal: bool
-
-
-class _Rows:
-    """Rows of a sparse matrix with their limits."""
-
-    def __init__(self) -> None:
-        self.data: list[float] = []
-        self.columns: list[int] = []
-        self.rows: list[int] = []
-        self.low: list[float] = []
-        self.high: list[float] = []
-
-    def add(self, terms: list[tuple[int, float]], low: float, high: float) -> None:
-        row = len(self.low)
-        for column, value in terms:
-            self.rows.append(row)
-            self.columns.append(column)
-            self.data.append(value)
-        self.low.append(low)
-        self.high.append(high)
-
-    def constraint(self, variables: int) -> LinearConstraint:
-        shape = (len(self.low), variables)
-        matrix = csr_array((self.data, (self.rows, self.columns)), shape=shape)
-        return LinearConstraint(matrix, np.array(self.low), np.array(self.high))
 
 
 def _held_at(shares: Shares, watched: Iterable[tuple[int, str]]) -> list[tuple[int, list[Held]]]:
@@ -97,7 +72,7 @@ class Program:
         self.count = 0
         self.integer: list[int] = []
         self.fixed_to_zero: list[int] = []
-        self.rows = _Rows()
+        self.rows = Rows()
         self.clock: list[tuple[int, float]] = []
         self.scale = float(np.nanmin(np.where(np.isfinite(shares.clock), shares.clock, np.nan), axis=0).sum())
         self.scale = max(self.scale, 1e-9)

@@ -27,10 +27,10 @@ from graphplan.device import CPU, DISK, DeviceKey, DeviceSpec, Topology
 from graphplan.graph import Graph
 from graphplan.schedule import Assignment, Load, Move, Release, Ring, Run, Segment, Step, Wait
 
-__all__ = ["Streamed", "add_streams"]
+__all__ = ["SMALL", "Streamed", "add_streams"]
 
 _SLOTS = 2
-_SMALL = 4  # a copy is small while it takes less than so many times its latency
+SMALL = 4  # a copy is small while it takes less than so many times its latency
 
 
 class Streamed:
@@ -181,7 +181,7 @@ def _merge_small(
         return []
     link = topology.link(_source(topology, assignment, spans), spec.key)
     largest = max(_bytes(graph, span.weights) for span in spans)
-    limit = min(_SMALL * link.latency * link.bandwidth, largest)
+    limit = min(SMALL * link.latency * link.bandwidth, largest)
     merged = [spans[0]]
     for span in spans[1:]:
         last = merged[-1]

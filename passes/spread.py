@@ -17,7 +17,7 @@ from graphplan.graph import Graph, Weight
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.residence import cpu_key, reside
 
-__all__ = ["fetch_excess"]
+__all__ = ["fetch_excess", "may_stream"]
 
 _LARGE_BUFFER = 1 << 20  # a smaller one is not worth fetching, and another call may write to it
 _PARTS = (2, 8)  # of a typical weight's bytes: what has less than one of them is of the next level
@@ -164,7 +164,7 @@ def _candidates(problem: Problem, found: Evaluation) -> dict[DeviceKey, list[_Ca
     seen: set[str] = set()
     sizes: dict[DeviceKey, list[int]] = defaultdict(list)
     for name, key in homes.items():
-        if _may_stream(problem, graph.weights[name]):
+        if may_stream(problem, graph.weights[name]):
             sizes[key].append(graph.weights[name].nbytes)
     typical = {key: _typical(listed) for key, listed in sizes.items()}
     for operation in graph.operations.values():
@@ -175,7 +175,7 @@ def _candidates(problem: Problem, found: Evaluation) -> dict[DeviceKey, list[_Ca
         weights = [
             graph.weights[name]
             for name in operation.inputs
-            if homes.get(name) == key and name not in seen and _may_stream(problem, graph.weights[name])
+            if homes.get(name) == key and name not in seen and may_stream(problem, graph.weights[name])
         ]
         if weights:
             names = tuple(weight.name for weight in weights)
@@ -199,7 +199,8 @@ def _typical(sizes: list[int]) -> int:
     return 0
 
 
-def _may_stream(problem: Problem, weight: Weight) -> bool:
+def may_stream(problem: Problem, weight: Weight) -> bool:
+    """Whether a weight may live on the CPU and be copied to where it is read at every call."""
     small_buffer = weight.kind == "buffer" and weight.nbytes < _LARGE_BUFFER
     return (
         weight.fetchable

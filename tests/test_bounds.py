@@ -20,6 +20,7 @@ from graphplan.passes.branch import Tree
 from graphplan.passes.chain import Chain
 from graphplan.passes.close import close_gap
 from graphplan.passes.columns import ColumnGeneration
+from graphplan.passes.counts import count_units
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.exhaustive import search_all
 from graphplan.passes.intervals import intervals
@@ -129,10 +130,13 @@ def test_no_bound_exceeds_the_best_placement(seed: int, kind: str) -> None:
     assert generation.run(enough=np.inf, work=1e8) <= best.seconds * TIGHT
     tree = Tree(generation)
     assert tree.grow(enough=np.inf, work=1e8) <= best.seconds * TIGHT
+    # twice the best, so that a bound beyond it would show
     program = Program(shares, np.zeros(len(shares.kinds)), []).solve(
-        upper=best.seconds, gap=1e-6, nodes=1000, seconds=None
+        upper=2 * best.seconds, gap=1e-6, nodes=1000, seconds=None
     )
     assert program.bound <= best.seconds * TIGHT
+    counted, _ = count_units(shares, upper=2 * best.seconds, gap=1e-6, nodes=1000, seconds=None)
+    assert counted * (1 - 1e-6) <= best.seconds
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,6 +19,7 @@ from graphplan.device import CPU, Topology, read_max_memory
 from graphplan.passes.bound import lower_bound
 from graphplan.passes.branch import Tree
 from graphplan.passes.columns import ColumnGeneration
+from graphplan.passes.counts import count_units
 from graphplan.passes.evaluate import Evaluation, Problem
 from graphplan.passes.master import mix_fractions
 from graphplan.passes.place import Solution, place
@@ -152,3 +153,5 @@ def test_no_bound_exceeds_the_best(kind: str, ties: bool, seed: int) -> None:
     assert Tree(generation).grow(enough=np.inf, work=1e7) <= best.seconds * TIGHT
     program = Program(shares, np.zeros(len(shares.kinds)), [])
     assert program.solve(upper=upper, gap=1e-6, nodes=300).bound <= best.seconds * TIGHT
+    counted, _ = count_units(shares, upper=2 * upper, gap=1e-6, nodes=300, seconds=None)
+    assert counted * (1 - 1e-6) <= best.seconds

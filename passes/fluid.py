@@ -1,0 +1,180 @@
+"""What is left of a call, as if operations could be divided: seconds from any moment to the end, from below.
+
+At a moment, devices have so many bytes left and their clocks and copy queues stand where they stand. How the
+operations that remain are best divided is a linear program, and each solution of its dual is a plane below
+the seconds of all such moments (Benders, "Partitioning procedures for solving mixed-variables programming
+problems", 1962). A few moments, full and empty, fast and late, give planes enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import linprog
+
+__all__ = ["Fluid", "Planes", "Work"]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+_MOMENTS = (0.0, 0.25, 0.5, 0.75, 0.9)  # of the order
+_SWINGS = (0.02, 0.1)  # shares of a device by which a moment is fuller or emptier than even
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The steps of an order.
+
+    Attributes:
+        seconds: (devices, steps) of running, infinite where a step may not run.
+        copying: (devices, steps) of its weights' copy, infinite where they cannot be brought.
+        fixed: (devices, steps) of a copy that is made in any case.
+        nbytes: (devices, steps) of weights that are not there yet.
+        movable: (steps,) of those that can be brought.
+        room: (devices,) bytes for them.
+    """
+
+    seconds: Floats
+    copying: Floats
+    fixed: Floats
+    nbytes: Floats
+    movable: Floats
+    room: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Planes:
+    """Planes below the seconds at the end: ``clock * now + queue @ queues - room @ left + rest[step]``.
+
+    Attributes:
+        clock: (planes,) per second that the clock shows.
+        queue: (planes, devices) per second that the copy queues show.
+        room: (planes, devices) seconds per byte that is left.
+        rest: (planes, steps + 1) what the steps from one on add.
+    """
+
+    clock: Floats
+    queue: Floats
+    room: Floats
+    rest: Floats
+
+
+class Fluid:
+    """The linear programs of one order."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.devices, self.steps = work.seconds.shape
+        copied = np.nonzero(np.isfinite(work.copying).any(axis=0) | (work.fixed > 0).any(axis=0))[0]
+        # what comes after the last copy is not beside any
+        after = np.arange(self.steps) > copied.max(initial=-1)
+        rows = (work.seconds, work.copying, work.fixed, work.nbytes, work.movable[None, :], after[None, :])
+        columns = np.concatenate(rows).round(12)
+        _, first, self.sort = np.unique(columns, axis=1, return_index=True, return_inverse=True)
+        self.sort = self.sort.reshape(-1)
+        self.first, self.after = first, after[first]
+        # (sorts, steps + 1) how many of each sort are left before each step
+        counts = np.zeros((len(first), self.steps + 1))
+        each = np.zeros((len(first), self.steps))
+        each[self.sort, np.arange(self.steps)] = 1.0
+        counts[:, :-1] = each[:, ::-1].cumsum(axis=1)[:, ::-1]
+        self.counts = counts
+        seconds = work.seconds[:, first]
+        self.scale = max(
+            float((np.where(np.isfinite(seconds), seconds, np.inf).min(axis=0) * counts[:, 0]).sum()), 1e-9
+        )
+
+    def single(self) -> Floats:
+        """(devices, steps) part that is kept of each step with a sort of its own, in the last solution."""
+        alone = self.counts[:, 0] == 1
+        return np.where(alone, self.kept, 0.0)[:, self.sort]
+
+    def planes(self) -> Planes:
+        """Planes at even moments, and at moments that are less even."""
+        found: dict[bytes, tuple[float, Floats, Floats, Floats]] = {}
+        for step, now, queues, left in self._moments():
+            plane = self._solve(step, now, queues, left)
+            if plane is not None:
+                key = np.concatenate([[plane[0]], plane[1], plane[2] * self.work.room, plane[3]]).round(9)
+                found.setdefault(key.tobytes(), plane)
+        planes = list(found.values())
+        clock = np.array([plane[0] for plane in planes])
+        queue = np.array([plane[1] for plane in planes]).reshape(-1, self.devices)
+        room = np.array([plane[2] for plane in planes]).reshape(-1, self.devices)
+        worth = np.array([plane[3] for plane in planes]).reshape(-1, len(self.first))
+        return Planes(clock, queue, room, worth @ self.counts)
+
+    def _moments(self) -> Iterator[tuple[int, float, Floats, Floats]]:
+        total = self.seconds(0, 0.0, np.zeros(self.devices), self.work.room)
+        if total is None:
+            return
+        for part in _MOMENTS:
+            step, now = int(part * self.steps), part * total
+            queues, left = np.full(self.devices, now), (1 - part) * self.work.room
+            yield step, now, queues, left
+            for swing in _SWINGS:
+                for device in range(self.devices):
+                    for sign in (-1.0, 1.0):
+                        other = queues.copy()
+                        other[device] += sign * swing * total
+                        yield step, now, other, left
+                        fuller = left.copy()
+                        fuller[device] = max(0.0, left[device] + sign * swing * self.work.room[device])
+                        yield step, now, queues, fuller
+                yield step, now + swing * total, queues, left
+                yield step, now - swing * total, queues, left
+
+    def seconds(self, step: int, now: float, queues: Floats, left: Floats) -> float | None:
+        """Seconds at the end at least; None where there is no way to it."""
+        plane = self._solve(step, now, queues, left)
+        if plane is None:
+            return None
+        return float(plane[0] * now + plane[1] @ queues - plane[2] @ left + plane[3] @ self.counts[:, step])
+
+    def _solve(
+        self, step: int, now: float, queues: Floats, left: Floats
+    ) -> tuple[float, Floats, Floats, Floats] | None:
+        work, devices, sorts = self.work, self.devices, len(self.first)
+        seconds, copying, fixed = (a[:, self.first] for a in (work.seconds, work.copying, work.fixed))
+        nbytes, size = work.nbytes[:, self.first], max(1.0, float(work.room.max()))
+        stays = np.maximum(nbytes - work.movable[self.first], 0.0)
+        # variables: per device the units that are kept and those that are brought; the seconds at the end
+        count = 2 * devices * sorts + 1
+        rows, right = np.zeros((1 + 2 * devices, count)), np.zeros(1 + 2 * devices)
+        high = np.full(count, np.inf)
+        for d in range(devices):
+            kept = slice(2 * d * sorts, (2 * d + 1) * sorts)
+            brought = slice((2 * d + 1) * sorts, (2 * d + 2) * sorts)
+            runs = np.isfinite(seconds[d]) & np.isfinite(fixed[d])
+            brings = runs & np.isfinite(copying[d])
+            high[kept], high[brought] = np.where(runs, np.inf, 0.0), np.where(brings, np.inf, 0.0)
+            rows[0, kept] = rows[0, brought] = np.where(runs, seconds[d], 0.0) / self.scale
+            rows[1 + d, kept] = np.where(runs, fixed[d], 0.0) / self.scale
+            rows[1 + d, brought] = np.where(brings, fixed[d] + copying[d], 0.0) / self.scale
+            rows[1 + devices + d, kept] = nbytes[d] / size
+            rows[1 + devices + d, brought] = np.where(brings, stays[d], 0.0) / size
+            right[1 + d], right[1 + devices + d] = -queues[d] / self.scale, left[d] / size
+            rows[1 : 1 + devices, kept] += np.where(self.after, rows[0, kept], 0.0)
+        rows[: 1 + devices, -1] = -1.0
+        right[0] = -now / self.scale
+        cover = np.hstack([np.tile(np.eye(sorts), 2 * devices), np.zeros((sorts, 1))])
+        objective = np.zeros(count)
+        objective[-1] = 1.0
+        found = linprog(
+            objective,
+            A_ub=rows,
+            b_ub=right,
+            A_eq=cover,
+            b_eq=self.counts[:, step],
+            bounds=np.stack([np.zeros(count), high], axis=1),
+            method="highs",
+        )
+        if found.status != 0:
+            return None
+        self.kept = found.x[:-1].reshape(devices, 2, sorts)[:, 0]
+        dual = np.maximum(-found.ineqlin.marginals, 0.0)
+        room = dual[1 + devices :] * self.scale / size
+        return float(dual[0]), dual[1 : 1 + devices], room, found.eqlin.marginals * self.scale

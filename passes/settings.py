@@ -1,0 +1,233 @@
+"""What is settled before a search: where the largest weights live, how accelerators divide their memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+
+from graphplan.device import DeviceKey
+from graphplan.passes.beam import Beam, StreamRing
+from graphplan.passes.evaluate import Problem
+from graphplan.passes.frontier import Frontier
+from graphplan.passes.limits import Limits
+from graphplan.passes.residence import cpu_key
+from graphplan.passes.shares import Shares
+from graphplan.passes.spread import may_stream
+
+__all__ = ["Setting", "make_settings", "movable_weights"]
+
+Floats = npt.NDArray[np.float64]
+
+_ANCHOR = 0.08  # of the largest room: a weight from which on its home is chosen first
+_ANCHORS = 3  # whose homes are chosen, at most
+_HOMES = 9  # choices of these, at most
+_ALIKE = 2  # settings with the same homes, and the same rings everywhere
+_SIZES = 4  # of slots that are tried
+_SLOTS = (2, 1)
+_LEVELS = 6  # of activations that are tried
+_APART = 1.5  # times a size is the next smaller one
+_WIDE_SLOT = 0.25  # of the smallest room: slots are not larger
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is settled before a search.
+
+    Attributes:
+        problem: with the homes of the largest weights.
+        frontier: of its shares.
+        movable: (items,) bytes of weights that may be brought.
+        needs: (devices, steps) bytes beside the weights while a step runs, as far as is known.
+        rings: for each device of the frontier.
+        levels: (devices,) bytes beside the weights that each may need.
+        bound: seconds that no placement of this setting goes below.
+    """
+
+    problem: Problem
+    frontier: Frontier
+    movable: Floats
+    needs: Floats
+    rings: tuple[StreamRing | None, ...]
+    levels: tuple[float, ...]
+    bound: float
+
+    def need(self, device: int, operation: str) -> float:
+        """Bytes beside the weights while an operation runs, as far as is known."""
+        items = self.frontier.shares.items
+        steps = (i for i, s in enumerate(self.frontier.steps) if operation in items[s.variable].members)
+        return max((float(self.needs[device, i]) for i in steps), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """How a device divides its memory: slots of a ring, and what activations may need."""
+
+    slots: int
+    nbytes: int
+    level: float
+
+
+_Shapes = tuple[_Shape, ...]
+
+
+def make_settings(problem: Problem, limits: Limits) -> list[Setting]:
+    """The most promising first; for each choice of homes, a few."""
+    accelerators = [spec for spec in problem.topology.devices if spec.is_accelerator]
+    shares = Shares(replace(problem, offload=False))
+    movable = _movable(problem, shares)
+    sizes = _slot_sizes(movable, _WIDE_SLOT * min(spec.room for spec in accelerators))
+    if not sizes:
+        return []
+    found: list[Setting] = []
+    for homes in _homes(problem, _anchors(problem, shares, max(sizes))):
+        settled = _settle(problem, homes)
+        if settled is not None and not limits.over:
+            found += _divisions(settled, Frontier(Shares(settled)), sizes)
+    return sorted(found, key=lambda setting: setting.bound)
+
+
+# -- homes ----------------------------------------------------------------------------------------
+
+
+def _anchors(problem: Problem, shares: Shares, slot: int) -> list[str]:
+    """Weights too large for a slot that fill much of an accelerator, the largest first."""
+    graph = problem.graph
+    rooms = [spec.room for spec in problem.topology.devices if spec.is_accelerator]
+    least = max(slot, _ANCHOR * max(rooms))
+    members = (member for item in shares.items for member in item.members)
+    read = dict.fromkeys(name for member in members for name in graph.operations[member].inputs)
+    weights = (graph.weights[name] for name in read if name in graph.weights)
+    large = [w for w in weights if w.nbytes > least and w.name not in problem.fixed_weights]
+    return [w.name for w in sorted(large, key=lambda w: -w.nbytes)[:_ANCHORS]]
+
+
+def _homes(problem: Problem, anchors: list[str]) -> Iterator[dict[str, DeviceKey]]:
+    """Ways to give each of these a home that has room for it."""
+    devices = [spec for spec in problem.topology.devices if spec.computes]
+    while anchors and len(devices) ** len(anchors) > _HOMES:
+        anchors = anchors[:-1]
+    for chosen in product([spec.key for spec in devices], repeat=len(anchors)):
+        taken: dict[DeviceKey, int] = defaultdict(int)
+        for name, key in zip(anchors, chosen, strict=True):
+            taken[key] += problem.graph.weights[name].nbytes
+        if all(taken[spec.key] <= spec.room for spec in devices):
+            yield dict(zip(anchors, chosen, strict=True))
+
+
+def _settle(problem: Problem, homes: dict[str, DeviceKey]) -> Problem | None:
+    """The problem with these homes, which are where these weights are read; None where that may not be."""
+    graph, allowed = problem.graph, dict(problem.allowed)
+    for name, home in homes.items():
+        for reader in graph.consumers.get(name, ()):
+            if not graph.operations[reader].host_only:
+                allowed[reader] = allowed.get(reader, frozenset({home})) & {home}
+                if not allowed[reader]:
+                    return None
+    fixed = {**problem.fixed_weights, **homes}
+    return replace(problem, offload=False, fixed_weights=fixed, allowed=allowed)
+
+
+# -- weights that may be brought ------------------------------------------------------------------
+
+
+def movable_weights(problem: Problem, shares: Shares, item: int) -> list[str]:
+    """The weights of a unit that only it reads and that may be streamed."""
+    graph = problem.graph
+    inputs = dict.fromkeys(
+        n for member in shares.items[item].members for n in graph.operations[member].inputs
+    )
+    weights = (graph.weights[name] for name in inputs if name in graph.weights)
+    return [w.name for w in weights if may_stream(problem, w) and _read_once(problem, w.name)]
+
+
+def _read_once(problem: Problem, name: str) -> bool:
+    graph = problem.graph
+    readers = (r for r in graph.consumers.get(name, ()) if not graph.operations[r].host_only)
+    return len(list(readers)) == 1
+
+
+def _movable(problem: Problem, shares: Shares) -> Floats:
+    """(items,) bytes of the weights of each unit that may be brought."""
+    found = np.zeros(len(shares.items))
+    weights = problem.graph.weights
+    for unit in range(shares.units):
+        sizes = [weights[name].nbytes for name in movable_weights(problem, shares, unit)]
+        found[unit] = min(float(sum(-(-size // 512) * 512 for size in sizes)), float(shares.nbytes[unit]))
+    return found
+
+
+# -- how memory is divided ------------------------------------------------------------------------
+
+
+def _divisions(problem: Problem, frontier: Frontier, sizes: list[int]) -> list[Setting]:
+    """Settings with the same ring everywhere, and the best of them changed device by device."""
+    movable = _movable(problem, frontier.shares)
+    needs = np.array([step.needs for step in frontier.steps], dtype=float).T
+    known: dict[_Shapes, Setting] = {}
+
+    def bound(chosen: _Shapes) -> float:
+        if chosen not in known:
+            pairs = zip(frontier.devices, chosen, strict=True)
+            rings = tuple(_ring(problem, key, shape) for key, shape in pairs)
+            levels = tuple(shape.level for shape in chosen)
+            least = Beam(frontier, rings, movable, needs, np.array(levels)).bound
+            known[chosen] = Setting(problem, frontier, movable, needs, rings, levels, least)
+        return known[chosen].bound
+
+    def change(shapes: _Shapes, devices: Sequence[int], new: Callable[[_Shape], _Shape]) -> _Shapes:
+        return tuple(new(shape) if d in devices else shape for d, shape in enumerate(shapes))
+
+    best: _Shapes = tuple(_Shape(_SLOTS[0], sizes[0], np.inf) for _ in frontier.devices)
+    accelerators = [d for d, key in enumerate(frontier.devices) if problem.topology[key].is_accelerator]
+    for d in accelerators:
+        levels = [partial(_with_level, level=level) for level in _levels(frontier, d)]
+        best = min((change(best, [d], level) for level in levels), key=bound)
+    rings = [partial(_with_ring, slots=slots, nbytes=nbytes) for nbytes in sizes for slots in _SLOTS]
+    alike = sorted((change(best, accelerators, ring) for ring in rings), key=bound)
+    best = alike[0]
+    for d in accelerators:
+        best = min((change(best, [d], ring) for ring in rings), key=bound)
+    found = [known[shapes] for shapes in dict.fromkeys([*alike[:_ALIKE], best])]
+    return [setting for setting in found if np.isfinite(setting.bound)]
+
+
+def _with_level(shape: _Shape, level: float) -> _Shape:
+    return replace(shape, level=level)
+
+
+def _with_ring(shape: _Shape, slots: int, nbytes: int) -> _Shape:
+    return replace(shape, slots=slots, nbytes=nbytes)
+
+
+def _levels(frontier: Frontier, device: int) -> list[float]:
+    """Bytes beside the weights that an accelerator may need, the most first."""
+    return _apart(np.array([float(step.needs[device]) for step in frontier.steps]), _LEVELS)
+
+
+def _slot_sizes(movable: Floats, most: float) -> list[int]:
+    """A few sizes of slots: that of the largest weight, and some that are clearly smaller."""
+    return [int(size) for size in _apart(movable[(movable > 0) & (movable <= most)], _SIZES)]
+
+
+def _apart(values: Floats, count: int) -> list[float]:
+    """The largest value, the next that is clearly smaller, and so on."""
+    left, chosen = np.unique(values), list[float]()
+    while len(left) and len(chosen) < count:
+        chosen.append(float(left[-1]))
+        left = left[left * _APART <= left[-1]]
+    return chosen
+
+
+def _ring(problem: Problem, key: DeviceKey, shape: _Shape) -> StreamRing | None:
+    spec, cpu = problem.topology[key], cpu_key(problem.topology)
+    if not spec.is_accelerator or shape.slots * shape.nbytes > problem.growth.get(key, np.inf):
+        return None
+    assert cpu is not None
+    link = problem.topology.link(cpu, key)
+    return StreamRing(shape.slots, shape.nbytes, link.bandwidth, link.latency)

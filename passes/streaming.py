@@ -1,0 +1,139 @@
+"""Placements of models that do not fit: what accelerators stream, and what the CPU computes.
+
+Where the largest weights live decides most of the rest, and so does how the memory of accelerators is
+divided: among weights, a ring, and activations. Each such setting is bounded by ``fluid``; the most promising
+are searched by ``beam`` and judged by the evaluator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from graphplan.cost import move_seconds
+from graphplan.passes.beam import Beam, Way
+from graphplan.passes.evaluate import Evaluation, Problem, evaluate
+from graphplan.passes.limits import Limits
+from graphplan.passes.residence import cpu_key, follow, reside
+from graphplan.passes.settings import Setting, make_settings, movable_weights
+from graphplan.schedule import Move
+
+__all__ = ["stream"]
+
+_SEARCHED = 4  # settings that are searched
+_WIDTH = 300  # labels between two steps
+_PACE = 0.05  # see ``Beam.search``
+_AGAIN = ((300, 0.02), (300, 0.0), (1500, 0.05))  # width and pace of further searches of the best setting
+_WORK = 2_500_000  # labels that all searches may keep where time is not limited
+_CLOSE = 2e-3  # share of the seconds that is not worth a search
+_ATTEMPTS = 5  # searches of a setting, each with more room left free
+_PRECISE = 2  # of these, in which that is asked for single operations only
+
+
+def stream(problem: Problem, best: Evaluation | None, limits: Limits) -> Iterator[Evaluation]:
+    """Placements within the budgets that are faster than ``best``, each faster than the one before."""
+    accelerators = any(spec.is_accelerator for spec in problem.topology.devices)
+    if not accelerators or cpu_key(problem.topology) is None or not (problem.offload and problem.streams):
+        return
+    search = _Search(problem, best, limits)
+    settings = make_settings(problem, limits)
+    for setting in settings[:_SEARCHED]:
+        yield from search.run(setting, _WIDTH, _PACE)
+    for width, pace in _AGAIN:
+        if search.setting is not None:
+            yield from search.run(search.setting, width, pace)
+    if limits.deadline is not None:  # somebody asked for more
+        for setting in settings[_SEARCHED:]:
+            yield from search.run(setting, _WIDTH, _PACE)
+
+
+class _Search:
+    """What searches of one problem learn, one from the other.
+
+    Attributes:
+        setting: of the best placement; None until one is found.
+        moves: seconds that values are moved in it, which is what other placements are expected to take.
+    """
+
+    def __init__(self, problem: Problem, best: Evaluation | None, limits: Limits) -> None:
+        self.problem, self.limits = problem, limits
+        self.below = np.inf if best is None else best.seconds
+        self.setting: Setting | None = None
+        self.moves = 0.0
+        self.left = _WORK
+        # device and operation -> bytes beside the weights while it runs; device -> bytes to leave free
+        self.needs: dict[tuple[object, str], float] = {}
+        self.margin: dict[object, float] = {}
+
+    @property
+    def over(self) -> bool:
+        """Whether time is up, or the work done."""
+        return self.limits.over or (self.limits.deadline is None and self.left <= 0)
+
+    def run(self, setting: Setting, width: int, pace: float) -> Iterator[Evaluation]:
+        """The placement that a beam finds, if it is the fastest so far."""
+        self.margin.clear()
+        if setting.bound >= self.below * (1 - _CLOSE):
+            return
+        for attempt in range(_ATTEMPTS):
+            if self.over:
+                return
+            beam = self._beam(setting)
+            self.left -= width * len(setting.frontier.steps)
+            way = beam.search(
+                below=self.below, width=width, pace=pace, moves=self.moves, deadline=self.limits.deadline
+            )
+            if way is None:
+                return
+            found = self._evaluate(setting, way)
+            if found.feasible:
+                if found.seconds < self.below:
+                    self.below, self.setting = found.seconds, setting
+                    self.moves = self._move_seconds(found)
+                    yield found
+                return
+            self._learn(setting, way, found, precisely=attempt < _PRECISE)
+
+    def _beam(self, setting: Setting) -> Beam:
+        frontier = setting.frontier
+        needs, levels = setting.needs.copy(), np.array(setting.levels)
+        for d, key in enumerate(frontier.devices):
+            for i, step in enumerate(frontier.steps):
+                for name in frontier.shares.items[step.variable].members:
+                    known = self.needs.get((key, name), 0.0)
+                    if known > needs[d, i]:
+                        if needs[d, i] <= levels[d] < known:
+                            levels[d] = known
+                        needs[d, i] = known
+        margin = np.array([self.margin.get(key, 0.0) for key in frontier.devices])
+        return Beam(frontier, setting.rings, setting.movable, needs, levels, margin)
+
+    def _evaluate(self, setting: Setting, way: Way) -> Evaluation:
+        frontier = setting.frontier
+        shares = frontier.shares
+        placed = {name: key for item, key in way.devices.items() for name in shares.items[item].members}
+        operations = self.problem.obey(follow(self.problem.graph, placed))
+        brought = [name for item in way.brought for name in movable_weights(setting.problem, shares, item)]
+        slots = {k: r.slots for k, r in zip(frontier.devices, setting.rings, strict=True) if r is not None}
+        assignment = reside(setting.problem, operations, brought)
+        return evaluate(self.problem, replace(assignment, slots=slots))
+
+    def _move_seconds(self, found: Evaluation) -> float:
+        moves = (step for step in found.schedule.steps if isinstance(step, Move))
+        return sum(move_seconds(move, self.problem.topology) for move in moves)
+
+    def _learn(self, setting: Setting, way: Way, found: Evaluation, *, precisely: bool) -> None:
+        """Count what the evaluator found a device to need: while that operation runs, or at any time."""
+        graph = self.problem.graph
+        for d, key in enumerate(setting.frontier.devices):
+            if key not in found.excess:
+                continue
+            peak = found.peak(key)
+            need, known = float(peak.nbytes - peak.weights), self.needs.get((key, peak.operation), 0.0)
+            more = peak.operation in graph.operations and need > max(known, setting.need(d, peak.operation))
+            if precisely and more:
+                self.needs[key, peak.operation] = need  # what waits meanwhile is known only now
+            else:  # of allocations, which take more than what is in them
+                self.margin[key] = self.margin.get(key, 0.0) + found.excess[key] + float(way.left[d])
