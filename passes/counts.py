@@ -371,7 +371,7 @@ def _look(shares: Shares, item: int) -> tuple[float | bytes, ...]:
 
 
 def _ring_sizes(shares: Shares) -> list[int]:
-    """Sizes of weights, the largest first to be told apart, in growing order."""
+    """Sizes that a ring may have, in growing order; where weights have many, some that are far apart."""
     able = np.isfinite(shares.aside.queue) & (shares.aside.queue > 0)
     sizes = np.unique(shares.nbytes[able.any(axis=0)])
     if len(sizes) > _RINGS:

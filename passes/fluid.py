@@ -62,6 +62,25 @@ class Planes:
     rest: Floats
 
 
+@dataclass(frozen=True, slots=True)
+class _Solved:
+    """The best division of what remains at a moment.
+
+    Attributes:
+        clock: as in ``Planes``.
+        queue: (devices,)
+        room: (devices,)
+        worth: (sorts,) seconds that each step of a sort adds.
+        kept: (devices, sorts) steps that run there and whose weights stay.
+    """
+
+    clock: float
+    queue: Floats
+    room: Floats
+    worth: Floats
+    kept: Floats
+
+
 class Fluid:
     """The linear programs of one order."""
 
@@ -82,29 +101,28 @@ class Fluid:
         each[self.sort, np.arange(self.steps)] = 1.0
         counts[:, :-1] = each[:, ::-1].cumsum(axis=1)[:, ::-1]
         self.counts = counts
-        seconds = work.seconds[:, first]
-        self.scale = max(
-            float((np.where(np.isfinite(seconds), seconds, np.inf).min(axis=0) * counts[:, 0]).sum()), 1e-9
-        )
+        fastest = work.seconds[:, first].min(axis=0)
+        self.scale = max(float((fastest * counts[:, 0]).sum()), 1e-9)
 
     def single(self) -> Floats:
-        """(devices, steps) part that is kept of each step with a sort of its own, in the last solution."""
+        """(devices, steps) part that is kept of each step with a sort of its own, at the beginning."""
+        solved = self._solve(0, 0.0, np.zeros(self.devices), self.work.room)
         alone = self.counts[:, 0] == 1
-        return np.where(alone, self.kept, 0.0)[:, self.sort]
+        kept = np.zeros((self.devices, len(alone))) if solved is None else np.where(alone, solved.kept, 0.0)
+        return kept[:, self.sort]
 
     def planes(self) -> Planes:
         """Planes at even moments, and at moments that are less even."""
-        found: dict[bytes, tuple[float, Floats, Floats, Floats]] = {}
+        found: dict[bytes, _Solved] = {}
         for step, now, queues, left in self._moments():
-            plane = self._solve(step, now, queues, left)
-            if plane is not None:
-                key = np.concatenate([[plane[0]], plane[1], plane[2] * self.work.room, plane[3]]).round(9)
-                found.setdefault(key.tobytes(), plane)
-        planes = list(found.values())
-        clock = np.array([plane[0] for plane in planes])
-        queue = np.array([plane[1] for plane in planes]).reshape(-1, self.devices)
-        room = np.array([plane[2] for plane in planes]).reshape(-1, self.devices)
-        worth = np.array([plane[3] for plane in planes]).reshape(-1, len(self.first))
+            solved = self._solve(step, now, queues, left)
+            if solved is not None:
+                parts = [np.array([solved.clock]), solved.queue, solved.room * self.work.room, solved.worth]
+                found.setdefault(np.concatenate(parts).round(9).tobytes(), solved)
+        clock = np.array([solved.clock for solved in found.values()])
+        queue = np.array([solved.queue for solved in found.values()]).reshape(-1, self.devices)
+        room = np.array([solved.room for solved in found.values()]).reshape(-1, self.devices)
+        worth = np.array([solved.worth for solved in found.values()]).reshape(-1, len(self.first))
         return Planes(clock, queue, room, worth @ self.counts)
 
     def _moments(self) -> Iterator[tuple[int, float, Floats, Floats]]:
@@ -129,14 +147,13 @@ class Fluid:
 
     def seconds(self, step: int, now: float, queues: Floats, left: Floats) -> float | None:
         """Seconds at the end at least; None where there is no way to it."""
-        plane = self._solve(step, now, queues, left)
-        if plane is None:
+        solved = self._solve(step, now, queues, left)
+        if solved is None:
             return None
-        return float(plane[0] * now + plane[1] @ queues - plane[2] @ left + plane[3] @ self.counts[:, step])
+        here = solved.clock * now + solved.queue @ queues - solved.room @ left
+        return float(here + solved.worth @ self.counts[:, step])
 
-    def _solve(
-        self, step: int, now: float, queues: Floats, left: Floats
-    ) -> tuple[float, Floats, Floats, Floats] | None:
+    def _solve(self, step: int, now: float, queues: Floats, left: Floats) -> _Solved | None:
         work, devices, sorts = self.work, self.devices, len(self.first)
         seconds, copying, fixed = (a[:, self.first] for a in (work.seconds, work.copying, work.fixed))
         nbytes, size = work.nbytes[:, self.first], max(1.0, float(work.room.max()))
@@ -174,7 +191,7 @@ class Fluid:
         )
         if found.status != 0:
             return None
-        self.kept = found.x[:-1].reshape(devices, 2, sorts)[:, 0]
         dual = np.maximum(-found.ineqlin.marginals, 0.0)
-        room = dual[1 + devices :] * self.scale / size
-        return float(dual[0]), dual[1 : 1 + devices], room, found.eqlin.marginals * self.scale
+        room, worth = dual[1 + devices :] * self.scale / size, found.eqlin.marginals * self.scale
+        kept = found.x[:-1].reshape(devices, 2, sorts)[:, 0]
+        return _Solved(float(dual[0]), dual[1 : 1 + devices], room, worth, kept)

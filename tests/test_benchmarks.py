@@ -301,7 +301,8 @@ def test_a_real_model_is_captured_once_and_planned_on_two_budgets() -> None:
     assert forced.met
     assert forced.within
     assert forced.use <= forced.use_beside_ring <= 1.001
-    assert 0 < forced.ring <= 0.05 * forced.used
+    largest = max(weight.nbytes for weight in measured.graph.weights.values())
+    assert 0 < forced.ring <= 2 * largest
     text = table(header(rows), [cells(row) for row in rows])
     assert "resnet-152 2x0.55" in text
 
