@@ -35,7 +35,7 @@ from graphplan.runtime.storage import place_model, require_data
 from graphplan.runtime.warming import warm_activations
 from graphplan.signature import BoundCall
 from graphplan.speeds import Measurements, Speed, with_speeds
-from graphplan.twin import Twin, method_of
+from graphplan.twin import Twin, method_of, tensor_bytes
 from graphplan.warn import warn
 
 __all__ = ["partition", "plan"]
@@ -282,10 +282,23 @@ class _Start:
             raise NoGraphError(f"the {what} of {type(model).__name__} differs on the example inputs: {apart}")
 
     def place_together(self, model: nn.Module, twin: Twin, examples: Examples) -> nn.Module:
-        """A placed copy of ``model``, for several calls."""
-        compiler = self._compiler(twin)
-        programs = compiler.first_together(examples.calls, examples.weights)
-        return self._attached(model, twin, compiler, programs)
+        """A placed copy of ``model``, for several calls; hooks keep room for that with the largest inputs."""
+        try:
+            compiler = self._compiler(twin)
+            programs = compiler.first_together(examples.calls, examples.weights)
+            placed = self._attached(model, twin, compiler, programs)
+            self._compare_all(model, placed, examples)
+        except NoGraphError as error:
+            if self.strict:
+                raise
+            call = max(examples.calls, key=lambda call: sum(map(tensor_bytes, call.tensors)))
+            placed = fall_back(model, twin, call, self.topology, self.options, self.source, error)
+            self._compare_all(model, placed, examples)
+        return placed
+
+    def _compare_all(self, model: nn.Module, placed: nn.Module, examples: Examples) -> None:
+        for call in examples.calls if self.check else ():
+            self._compare(model, placed, call, "")
 
     def _compiler(self, twin: Twin) -> Compiler:
         mappable = frozenset[str]() if self.source is None else self.source.mappable()

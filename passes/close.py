@@ -28,6 +28,7 @@ _BINARIES = 450  # decisions of a program that is solved without being asked for
 _MANY_BINARIES = 6000
 _PROGRAM_SECONDS = 2.0  # below which HiGHS would rather overrun than find anything
 _COUNTING_NODES = 200  # of the program of counts, where nobody asked for time
+_PROVEN = 2.5e-3  # gap from which columns are not worth the wait, where nobody asked for time
 _STREAMED_UNITS = 500  # with streaming, columns prove little more than fractions do: not asked for time
 
 
@@ -58,7 +59,8 @@ def _close(incumbent: Incumbent) -> None:
     parts = search_labels(incumbent, shares)
     if timed and _BINARIES < binaries <= _MANY_BINARIES and not stacked:
         solve_program(incumbent, shares, limits.until(0.6))
-    if timed or not incumbent.problem.offload or shares.units <= _STREAMED_UNITS:
+    proven = not timed and incumbent.bound.seconds >= incumbent.best.seconds * (1 - _PROVEN)
+    if timed or (not proven and (not incumbent.problem.offload or shares.units <= _STREAMED_UNITS)):
         generate_columns(incumbent, shares, parts, limits.until(0.98))
     if timed:
         if binaries <= _MANY_BINARIES and (limits.left or 0.0) > _PROGRAM_SECONDS:

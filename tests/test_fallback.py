@@ -90,6 +90,27 @@ def test_what_cannot_be_captured_runs_with_hooks(shares: tuple[float, ...]) -> N
     assert torch.equal(model(X), expected)
 
 
+def test_several_calls_fall_back_too() -> None:
+    model = Undecided().eval()
+    wide = torch.randn(32, 16, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        activations = profile_call(model, model, (wide,), {}).peak
+        expected = [model(X), model(wide)]
+    budget = int(0.8 * bytes_of(model)) + activations
+    with graphplan.simulate({0: budget, "cpu": 1 << 24}) as machine:
+        with pytest.warns(UserWarning, match=REASON) as caught:
+            placed = graphplan.partition(
+                model, machine.max_memory, calls=[((X,), {}), ((wide,), {})], weights=[9, 1], check=True
+            )
+        assert len(caught) == 1
+        machine.reset_peaks()
+        for x, result in zip((X, wide), expected, strict=True):
+            assert largest_difference(placed(x), result) < 1e-6
+        assert machine.peak_bytes(0) <= budget
+        with pytest.raises(graphplan.NoGraphError):
+            graphplan.partition(model, machine.max_memory, calls=[((X,), {}), ((wide,), {})], strict=True)
+
+
 def test_strict_raises_instead() -> None:
     refused = pytest.raises(graphplan.NoGraphError, match=r"could not be captured:\s+torch\.export")
     with graphplan.simulate({0: "1MiB"}) as machine, refused:
