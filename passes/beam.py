@@ -89,6 +89,7 @@ class Beam:
         frontier: of shares whose units carry all weights that they alone read.
         rings: one for each device of the frontier, or None where nothing is streamed to it.
         movable: (items,) bytes of the weights of each item that may be brought.
+        settled: (items,) bytes of those that are brought to any accelerator in any case.
         needs: (devices, steps) bytes beside the weights while a step runs.
         levels: (devices,) bytes beside the weights at most; a device runs nothing that needs more.
         margin: (devices,) bytes that are left free beyond that.
@@ -99,6 +100,7 @@ class Beam:
         frontier: Frontier,
         rings: Sequence[StreamRing | None],
         movable: Floats,
+        settled: Floats,
         needs: Floats,
         levels: Floats,
         margin: Floats | None = None,
@@ -108,13 +110,15 @@ class Beam:
         self.nbytes, tiny = self._weights(frontier, [ring is not None for ring in rings])
         self.capacity = np.maximum(frontier.room - taken - tiny - (0.0 if margin is None else margin), 0.0)
         self.needs = needs
+        self.variables = [step.variable for step in frontier.steps]
         seconds = np.array([step.seconds for step in frontier.steps]).T
-        self.seconds = np.where(needs <= levels[:, None], seconds, np.inf)
+        widest = np.array([np.inf if ring is None else ring.nbytes for ring in rings])
+        fits = (needs <= levels[:, None]) & (settled[self.variables] <= widest[:, None])
+        self.seconds = np.where(fits, seconds, np.inf)
         self.slots = np.array([1 if ring is None else ring.slots for ring in rings])
         # seconds that a queue may be ahead of the clock
         self.ahead = np.array([0.0 if r is None else r.slots * r.nbytes / r.bandwidth for r in rings])
         self.least_need = self._least_need()
-        self.variables = [step.variable for step in frontier.steps]
         self.movable = np.minimum(movable[self.variables], self.nbytes)
         self.fixed = frontier.shares.queue[frontier.alike][:, self.variables]
         self.copying = self._copy_seconds(rings)

@@ -43,6 +43,7 @@ class Setting:
         problem: with the homes of the largest weights.
         frontier: of its shares.
         movable: (items,) bytes of weights that may be brought.
+        settled: (items,) bytes of those that are brought in any case: the CPU keeps them.
         needs: (devices, steps) bytes beside the weights while a step runs, as far as is known.
         rings: for each device of the frontier.
         levels: (devices,) bytes beside the weights that each may need.
@@ -52,6 +53,7 @@ class Setting:
     problem: Problem
     frontier: Frontier
     movable: Floats
+    settled: Floats
     needs: Floats
     rings: tuple[StreamRing | None, ...]
     levels: tuple[float, ...]
@@ -80,8 +82,8 @@ def make_settings(problem: Problem, limits: Limits) -> list[Setting]:
     """The most promising first; for each choice of homes, a few."""
     accelerators = [spec for spec in problem.topology.devices if spec.is_accelerator]
     shares = Shares(replace(problem, offload=False))
-    movable = _movable(problem, shares)
-    sizes = _slot_sizes(movable, _WIDE_SLOT * min(spec.room for spec in accelerators))
+    brought = np.maximum(_movable(problem, shares), _settled_bytes(problem, shares))
+    sizes = _slot_sizes(brought, _WIDE_SLOT * min(spec.room for spec in accelerators))
     if not sizes:
         return []
     found: list[Setting] = []
@@ -162,12 +164,24 @@ def _movable(problem: Problem, shares: Shares) -> Floats:
     return found
 
 
+def _settled_bytes(problem: Problem, shares: Shares) -> Floats:
+    """(items,) bytes of the streamed weights of each unit that the CPU keeps in any case."""
+    graph, cpu = problem.graph, cpu_key(problem.topology)
+    found = np.zeros(len(shares.items))
+    for unit in range(shares.units):
+        members = shares.items[unit].members
+        names = dict.fromkeys(name for member in members for name in graph.operations[member].inputs)
+        kept = (n for n in names if n in graph.streamable and problem.fixed_weights.get(n) == cpu)
+        found[unit] = sum(graph.weights[name].nbytes for name in kept)
+    return found
+
+
 # -- how memory is divided ------------------------------------------------------------------------
 
 
 def _divisions(problem: Problem, frontier: Frontier, sizes: list[int]) -> list[Setting]:
     """Settings with the same ring everywhere, and the best of them changed device by device."""
-    movable = _movable(problem, frontier.shares)
+    movable, settled = _movable(problem, frontier.shares), _settled_bytes(problem, frontier.shares)
     needs = np.array([step.needs for step in frontier.steps], dtype=float).T
     known: dict[_Shapes, Setting] = {}
 
@@ -176,8 +190,8 @@ def _divisions(problem: Problem, frontier: Frontier, sizes: list[int]) -> list[S
             pairs = zip(frontier.devices, chosen, strict=True)
             rings = tuple(_ring(problem, key, shape) for key, shape in pairs)
             levels = tuple(shape.level for shape in chosen)
-            least = Beam(frontier, rings, movable, needs, np.array(levels)).bound
-            known[chosen] = Setting(problem, frontier, movable, needs, rings, levels, least)
+            least = Beam(frontier, rings, movable, settled, needs, np.array(levels)).bound
+            known[chosen] = Setting(problem, frontier, movable, settled, needs, rings, levels, least)
         return known[chosen].bound
 
     def change(shapes: _Shapes, devices: Sequence[int], new: Callable[[_Shape], _Shape]) -> _Shapes:

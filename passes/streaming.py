@@ -108,7 +108,7 @@ class _Search:
                             levels[d] = known
                         needs[d, i] = known
         margin = np.array([self.margin.get(key, 0.0) for key in frontier.devices])
-        return Beam(frontier, setting.rings, setting.movable, needs, levels, margin)
+        return Beam(frontier, setting.rings, setting.movable, setting.settled, needs, levels, margin)
 
     def _evaluate(self, setting: Setting, way: Way) -> Evaluation:
         frontier = setting.frontier

@@ -53,7 +53,9 @@ def test_what_a_beam_counts_is_what_the_evaluator_counts(shares: tuple[float, ..
     assert settings
     for setting in settings:
         frontier = setting.frontier
-        beam = Beam(frontier, setting.rings, setting.movable, setting.needs, np.array(setting.levels))
+        beam = Beam(
+            frontier, setting.rings, setting.movable, setting.settled, setting.needs, np.array(setting.levels)
+        )
         way = beam.search(below=np.inf, width=50)
         assert way is not None
         items = frontier.shares.items
@@ -102,6 +104,21 @@ def test_streaming_beats_pieces_and_turns() -> None:
     best = min(stream(problem, None, Limits()), key=lambda found: found.seconds)
     assert best.feasible
     assert best.seconds < min(known)
+
+
+def test_weights_that_have_homes_are_streamed_or_computed_with_there() -> None:
+    """As in a call of another structure: what the CPU keeps is settled, and where operations run is not."""
+    problem = problem_of(tower(40, 8 * MIB), 0.7)
+    homes = {f"w{i}": CPU if i % 3 == 1 else 0 for i in range(40)}
+    settled = replace(problem, fixed_weights=homes)
+    found = list(stream(settled, None, Limits()))
+    assert found
+    assert set(found[-1].schedule.assignment.operations.values()) <= {0, CPU}
+    assert dict(found[-1].schedule.assignment.weights) == homes
+    natural = evaluate(settled, reside(settled, {f"op{i}": homes[f"w{i}"] for i in range(40)}))
+    streamed = evaluate(settled, reside(settled, dict.fromkeys(problem.graph.operations, 0)))
+    others = [one.seconds for one in (natural, streamed) if one.feasible]
+    assert found[-1].seconds <= min(others) * (1 + 1e-9)
 
 
 def test_only_what_is_faster_is_proposed() -> None:
