@@ -20,6 +20,7 @@ from graphplan.passes.depth import deepen
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.exhaustive import search_all
 from graphplan.passes.fill import fill
+from graphplan.passes.incumbent import ENOUGH
 from graphplan.passes.interleave import interleavings
 from graphplan.passes.limits import Limits
 from graphplan.passes.refine import refine, repair
@@ -152,11 +153,13 @@ def _finish(
         return Solution(best, best.seconds, f"every placement{where} tried")
     if limits is None:
         return Solution(best, 0.0, "")
+    bound = lower_bound(among)
+    if bound.seconds >= best.seconds * (1 - ENOUGH):
+        return Solution(best, min(bound.seconds, best.seconds), bound.proof + where)
     starts = [best] if beside is None or beside is best else [best, beside]
     ends = [refine(among, chain, start, _FIRST_WORK, limits.until(0.15).deadline) for start in starts]
     best = deepen(among, min(ends, key=lambda end: end.seconds), most=_DEPTH)
     if not limits.exhaustive:
-        bound = lower_bound(among)
         return Solution(best, min(bound.seconds, best.seconds), bound.proof + where)
     best, bound = close_gap(among, chain, best, limits)
     best = deepen(among, best, most=_DEPTH)

@@ -223,10 +223,12 @@ class _Search:
             length *= 2
 
     def _closure(self, start: int, end: int) -> list[str]:
-        names = [operation.name for operation in self.chain.operations[start:end]]
-        for name in list(names):
-            names.extend(self.together.get(name, ()))
-        return list(dict.fromkeys(names))
+        names: dict[str, None] = {}
+        for operation in self.chain.operations[start:end]:
+            if operation.name not in names:
+                names[operation.name] = None
+                names.update(dict.fromkeys(self.together.get(operation.name, ())))
+        return list(names)
 
     def _targets(self, start: int, end: int) -> list[DeviceKey]:
         """Devices worth trying: the neighbours', and any accelerator for what the CPU computes."""

@@ -30,6 +30,7 @@ _HOMES = 9  # choices of these, at most
 _ALIKE = 2  # settings with the same homes, and the same rings everywhere
 _SIZES = 4  # of slots that are tried
 _SLOTS = (2, 1)
+_SINGLE = 3  # accelerators up to which each has settings of its own
 _LEVELS = 6  # of activations that are tried
 _APART = 1.5  # times a size is the next smaller one
 _WIDE_SLOT = 0.25  # of the smallest room: slots are not larger
@@ -199,16 +200,25 @@ def _divisions(problem: Problem, frontier: Frontier, sizes: list[int]) -> list[S
 
     best: _Shapes = tuple(_Shape(_SLOTS[0], sizes[0], np.inf) for _ in frontier.devices)
     accelerators = [d for d, key in enumerate(frontier.devices) if problem.topology[key].is_accelerator]
-    for d in accelerators:
-        levels = [partial(_with_level, level=level) for level in _levels(frontier, d)]
-        best = min((change(best, [d], level) for level in levels), key=bound)
+    groups = [[d] for d in accelerators] if len(accelerators) <= _SINGLE else _alike(frontier, accelerators)
+    for group in groups:
+        levels = [partial(_with_level, level=level) for level in _levels(frontier, group[0])]
+        best = min((change(best, group, level) for level in levels), key=bound)
     rings = [partial(_with_ring, slots=slots, nbytes=nbytes) for nbytes in sizes for slots in _SLOTS]
     alike = sorted((change(best, accelerators, ring) for ring in rings), key=bound)
     best = alike[0]
-    for d in accelerators:
-        best = min((change(best, [d], ring) for ring in rings), key=bound)
+    for group in groups:
+        best = min((change(best, group, ring) for ring in rings), key=bound)
     found = [known[shapes] for shapes in dict.fromkeys([*alike[:_ALIKE], best])]
     return [setting for setting in found if np.isfinite(setting.bound)]
+
+
+def _alike(frontier: Frontier, devices: list[int]) -> list[list[int]]:
+    """The devices, those together that nothing tells apart."""
+    kinds: dict[int, list[int]] = defaultdict(list)
+    for d in devices:
+        kinds[int(frontier.alike[d])].append(d)
+    return list(kinds.values())
 
 
 def _with_level(shape: _Shape, level: float) -> _Shape:
