@@ -37,6 +37,7 @@ _NODES = 60_000  # branches of that, about a second
 _FEW_NODES = 3_000  # while looking for the smallest budgets, where there are many searches
 _FIRST_WORK = 100_000  # of the local search before the gap is closed
 _START_SECONDS = 2e-3  # per operation, from which there is time for a second start
+_NEAR = 1.2  # times the best seconds up to which a plainer start is refined too
 _DEPTH = 6  # most slots of a ring in a large graph
 _REPAIRS = 4  # times that a split is made again with less room, when the evaluator finds it too large
 
@@ -114,11 +115,16 @@ def _search(
         best, complete = _exhaust(plain, best or filled, limits, fetch=False)
         if best is not None:
             return _finish(plain, problem, chain, best, complete, limits, filled)
-    best = _best(problem, chain, [*_known(problem, near), *_with_offload(problem, chain)])
+    best = plainer = _best(problem, chain, [*_known(problem, near), *_with_offload(problem, chain)])
     if limits is not None and limits.exhaustive:
         best = _streamed(problem, chain, best, limits)
     best, complete = _exhaust(problem, best, limits, fetch=True)
-    return None if best is None else _finish(problem, problem, chain, best, complete, limits)
+    if best is None:
+        return None
+    beside = plainer if plainer is not None and plainer.seconds < best.seconds * _NEAR else None
+    if _hurried(problem, limits):
+        beside = None
+    return _finish(problem, problem, chain, best, complete, limits, beside)
 
 
 def _streamed(problem: Problem, chain: Chain, best: Evaluation | None, limits: Limits) -> Evaluation | None:

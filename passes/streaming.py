@@ -28,6 +28,8 @@ _PACE = 0.05  # see ``Beam.search``
 _AGAIN = ((300, 0.02), (300, 0.0), (1500, 0.05))  # width and pace of further searches of the best setting
 _WORK = 2_500_000  # labels that all searches may keep where time is not limited
 _CLOSE = 2e-3  # share of the seconds that is not worth a search
+_LOOSE = 1.5  # times the seconds to be beaten, up to which a placement is worth a look
+_FORESEEN = 1.1  # times the seconds of moves that were expected
 _ATTEMPTS = 5  # searches of a setting, each with more room left free
 _PRECISE = 2  # of these, in which that is asked for single operations only
 
@@ -54,7 +56,8 @@ class _Search:
 
     Attributes:
         setting: of the best placement; None until one is found.
-        moves: seconds that values are moved in it, which is what other placements are expected to take.
+        moves: seconds for which values are moved at most, in the placements so far: what others are expected
+            to take.
     """
 
     def __init__(self, problem: Problem, best: Evaluation | None, limits: Limits) -> None:
@@ -73,28 +76,35 @@ class _Search:
         return self.limits.over or (self.limits.deadline is None and self.left <= 0)
 
     def run(self, setting: Setting, width: int, pace: float) -> Iterator[Evaluation]:
-        """The placement that a beam finds, if it is the fastest so far."""
+        """The placements that a beam finds, as far as each is the fastest so far."""
         self.margin.clear()
         if setting.bound >= self.below * (1 - _CLOSE):
             return
         for attempt in range(_ATTEMPTS):
             if self.over:
                 return
-            beam = self._beam(setting)
+            beam, expected = self._beam(setting), self.moves
             self.left -= width * len(setting.frontier.steps)
             way = beam.search(
-                below=self.below, width=width, pace=pace, moves=self.moves, deadline=self.limits.deadline
+                # what is slower says how much time moves take, and what devices need
+                below=_LOOSE * self.below,
+                width=width,
+                pace=pace,
+                moves=expected,
+                deadline=self.limits.deadline,
             )
             if way is None:
                 return
             found = self._evaluate(setting, way)
-            if found.feasible:
-                if found.seconds < self.below:
-                    self.below, self.setting = found.seconds, setting
-                    self.moves = self._move_seconds(found)
-                    yield found
+            self.moves = max(expected, self._move_seconds(found))
+            if not found.feasible:
+                self._learn(setting, way, found, precisely=attempt < _PRECISE)
+                continue
+            if found.seconds < self.below:
+                self.below, self.setting = found.seconds, setting
+                yield found
+            if self.moves <= _FORESEEN * expected:
                 return
-            self._learn(setting, way, found, precisely=attempt < _PRECISE)
 
     def _beam(self, setting: Setting) -> Beam:
         frontier = setting.frontier
