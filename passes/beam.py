@@ -208,7 +208,7 @@ class Beam:
             deadline: ``time.monotonic()`` at which to stop, or None.
         """
         if self.planes is None:
-            self.planes = self.fluid.planes()
+            self.planes = self.fluid.planes(deadline)
         if not len(self.planes.clock):
             return None
         expected = moves * self.planes.clock[:, None] * (1.0 - self.passed)[None, :]

@@ -25,6 +25,7 @@ __all__ = ["close_gap"]
 _LP_TOLERANCE = 1e-6
 _STACKED = 5  # a graph is a stack if it has so many times more units than kinds of them
 _BINARIES = 450  # decisions of a program that is solved without being asked for time
+_STREAMED_BINARIES = 150
 _MANY_BINARIES = 6000
 _PROGRAM_SECONDS = 2.0  # below which HiGHS would rather overrun than find anything
 _COUNTING_NODES = 200  # of the program of counts, where nobody asked for time
@@ -54,7 +55,8 @@ def _close(incumbent: Incumbent) -> None:
         _count(incumbent, shares)
     binaries = shares.units * sum(len(kind.keys) for kind in shares.kinds)
     stacked = _STACKED * len(shares.counts) <= shares.units
-    if binaries <= _BINARIES and not stacked:
+    # the program knows no rings: with streaming it is worth a try where it is small
+    if binaries <= (_STREAMED_BINARIES if incumbent.problem.offload else _BINARIES) and not stacked:
         solve_program(incumbent, shares, limits.until(0.6))
     parts = search_labels(incumbent, shares)
     if timed and _BINARIES < binaries <= _MANY_BINARIES and not stacked:

@@ -134,6 +134,8 @@ class _Columns:
             self.incumbent.polish(evaluate(self.incumbent.problem, evaluation.schedule.assignment))
 
     def _tell(self) -> None:
+        if self.ran and self.ran[0].shares.ties_travel:
+            return
         self.incumbent.raise_bound(min(part.bound for part in self.parts), self._proof())
 
     def _proof(self) -> str:

@@ -32,7 +32,7 @@ def solve_program(incumbent: Incumbent, shares: Shares, limits: Limits) -> None:
             nodes=_NODES if left is None else 10**9,
             seconds=None if left is None else max(0.1, left / (2 if attempt == 0 else 1.5)),
         )
-        if not margin.any():
+        if not margin.any() and not shares.ties_travel:
             how = "solved" if solved.optimal else "bounded"
             incumbent.raise_bound(solved.bound, f"mixed-integer program of {shares.units} operations, {how}")
         if not solved.devices:

@@ -137,7 +137,7 @@ def _tables(chain: Chain, cuts: Ints) -> _Tables:
         again = (weights.previous >= 0) & (weights.previous < start) & (weights.reader >= start)
         fresh = (weights.previous < start) & (weights.reader >= start)
         bytes_in = np.bincount(values.reader[first], values.nbytes[first], minlength=n)
-        bytes_in += np.bincount(weights.reader[again], weights.nbytes[again], minlength=n)
+        bytes_in = bytes_in + np.bincount(weights.reader[again], weights.nbytes[again], minlength=n)
         count_in = np.bincount(values.reader[first], minlength=n)
         count_in = count_in + np.bincount(weights.reader[again], minlength=n)
         weight = np.bincount(weights.reader[fresh], weights.nbytes[fresh], minlength=n)

@@ -33,10 +33,12 @@ _Terms = dict[int, list[tuple[int, float]]]  # window -> variables and their sec
 _STACKED = 5  # times more units than sorts, from which the order hardly counts
 _SINGLE_DEVICES = 6  # up to which devices that nothing tells apart are counted one by one
 _RINGS = 16  # sizes of rings that are told apart
-_LARGEST = 3  # operations at which the order is cut in any case
+_LARGEST = 4  # operations at which the order is cut in any case, if there are no more of these
 _LARGE = 0.02  # of all weights that such an operation reads at least
 _WINDOWS = 12  # of the order, in which copies have to be done
 _NEEDY = 12  # sorts whose working set is counted on each device
+_MOST = 400  # counts of a program that are whole
+_EFFORT = 20_000  # counts times branches, where nobody asked for time
 _TELLING = 0.002  # share of all weights from which one that several operations read is followed
 
 
@@ -104,23 +106,24 @@ def count_units(
         nodes: branches to look at.
         seconds: of clock, or None.
     """
-    program = _Program(shares)
-    return program.solve(upper, gap, nodes, seconds), len(program.sorts)
+    program = _Program(shares, upper)
+    return program.solve(gap, nodes, seconds), len(program.sorts)
 
 
 class _Program:
-    """The variables and rows of one problem."""
+    """The variables and rows of one problem; ``upper`` are the seconds of a known placement."""
 
-    def __init__(self, shares: Shares) -> None:
-        self.shares = shares
+    def __init__(self, shares: Shares, upper: float) -> None:
+        self.shares, self.upper, self.scale = shares, upper, max(upper, 1e-12)
+        self.read = _bytes_read(shares)
         self.sorts = _sort(shares, _windows(shares, 1))
         if len(self.sorts) * _STACKED > shares.units:
             self.sorts = _sort(shares, _windows(shares, _WINDOWS))
         self.windows = max(sort.window for sort in self.sorts) + 1
         self.places = _places(shares)
-        self.memory_scale = max(1.0, float(shares.nbytes.max(initial=1)))
-        fastest = np.where(np.isfinite(shares.clock), shares.clock, np.inf).min(axis=0)
-        self.scale = max(float(fastest[: shares.units].sum()), 1e-9)
+        # so that neither a weight nor the seconds that a ring's bytes take are lost beside the others
+        rooms = [kind.spec.room for kind in shares.kinds if kind.spec.is_accelerator]
+        self.memory_scale = max(1.0, float(shares.nbytes.max(initial=1)), 0.01 * max(rooms, default=0))
         self.high: list[float] = []
         self.integer: list[bool] = []
         self.makespan = self._new(np.inf, integer=False)
@@ -136,10 +139,15 @@ class _Program:
             self.rows.add([(x[index], 1.0) for x in self.x], len(sort.units), len(sort.units))
         for terms in self.kept_ties.values():
             self.rows.add(terms, -np.inf, 1.0)
+        for arrival in _arrivals(shares, self.sorts):
+            self._move(arrival)
         for window, elapsed in enumerate(self.elapsed):
             self.rows.add([*self.clock[window], (elapsed, -1.0)], -np.inf, 0.0)
+        # what belongs to no single window is in any of them
+        everything = [term for terms in self.clock.values() for term in terms]
+        self.rows.add([*everything, *((elapsed, -1.0) for elapsed in self.elapsed)], -np.inf, 0.0)
         elapsed_terms = [(elapsed, 1.0) for elapsed in self.elapsed]
-        self.rows.add([*self.clock[-1], *elapsed_terms, (self.makespan, -1.0)], -np.inf, 0.0)
+        self.rows.add([*elapsed_terms, (self.makespan, -1.0)], -np.inf, 0.0)
 
     def _new(self, high: float, *, integer: bool = True) -> int:
         self.high.append(high)
@@ -163,7 +171,7 @@ class _Program:
             for item in sort.own:
                 size = float(shares.nbytes[item]) / self.memory_scale
                 kept.append((variable, size))
-                bringing = _Bringing(variable, item, count, self._bytes(sort), sort.window)
+                bringing = _Bringing(variable, item, count, float(self.read[first]), sort.window)
                 aside = self._bring(queue, place, bringing, slots)
                 if aside is not None:
                     kept.append((aside, -size))
@@ -197,7 +205,9 @@ class _Program:
         shares = self.shares
         assert shares.cpu is not None
         bandwidth = shares.topology.link(shares.cpu.key, place.key).bandwidth
-        credit = (ring, -self.memory_scale / bandwidth / self.scale)
+        # what is in the ring has paid for its latency before
+        rate = self.memory_scale / bandwidth / self.scale * (1 + 1 / SMALL)
+        credit = (ring, -rate)
         for start in range(self.windows):
             terms: list[tuple[int, float]] = [] if start == 0 else [credit]
             for window in range(start, self.windows):
@@ -205,8 +215,18 @@ class _Program:
                 if queue.get(window):
                     self.rows.add(list(terms), -np.inf, 0.0)
 
-    def _bytes(self, sort: _Sort) -> float:
-        return float(sum(self.shares.nbytes[item] for item in (*sort.own, *sort.read)))
+    def _move(self, arrival: _Arrival) -> None:
+        """Where more are read than made, so many have to arrive."""
+        for place, x in zip(self.places, self.x, strict=True):
+            seconds = float(arrival.seconds[place.row])
+            if seconds <= 0:
+                continue
+            arrived = self._new(np.inf, integer=False)
+            self.clock[-1].append((arrived, seconds / self.scale))
+            for reader in arrival.readers:
+                others = len(self.sorts[reader].units) - arrival.count  # which do not read these
+                terms = [(arrived, 1.0), (x[reader], -1.0), (x[arrival.maker], 1.0)]
+                self.rows.add(terms, -float(others), np.inf)
 
     def _pay(self, queue: _Terms, row: int, variable: int, item: int, window: int) -> None:
         """What an item costs wherever it is kept."""
@@ -260,12 +280,21 @@ class _Program:
             size = float(shares.nbytes[item]) / self.memory_scale
             kept.append((taken, size))
             self.kept_ties[item].append((taken, 1.0))
-            bringing = _Bringing(taken, item, most, float(shares.nbytes[item]), -1)
+            together = max(float(self.read[unit]) for index in sorts for unit in self.sorts[index].units)
+            bringing = _Bringing(taken, item, most, together, -1)
             aside = self._bring(queue, place, bringing, slots)
             if aside is not None:
                 self.integer[aside] = False
                 kept.append((aside, -size))
                 self.kept_ties[item].append((aside, -1.0))
+            seconds = shares.peer_seconds(item, place.row)
+            if np.isfinite(seconds):  # or it comes from another accelerator, and no ring takes it
+                peer = self._new(most, integer=False)
+                others = [] if aside is None else [(aside, 1.0)]
+                self.rows.add([(peer, 1.0), *others, (taken, -1.0)], -np.inf, 0.0)
+                self.clock[-1].append((peer, seconds / self.scale))
+                kept.append((peer, -size))
+                self.kept_ties[item].append((peer, -1.0))
         return kept
 
     def _working(self, place: _Place, kept: list[tuple[int, float]], x: list[int], room: float) -> None:
@@ -279,10 +308,16 @@ class _Program:
             self.rows.add([(there, float(count)), (x[index], -1.0)], 0.0, np.inf)
             self.rows.add([*kept, (there, extra)], -np.inf, room)
 
-    def solve(self, upper: float, gap: float, nodes: int, seconds: float | None) -> float:
+    def solve(self, gap: float, nodes: int, seconds: float | None) -> float:
         """Run HiGHS for its bound."""
         high = np.array(self.high)
-        high[self.makespan] = upper * (1 + 1e-6) / self.scale
+        high[self.makespan] = self.upper * (1 + 1e-6) / self.scale
+        integer = np.array(self.integer, dtype=int)
+        counts = int(integer.sum())
+        if counts > _MOST:  # fractions of counts bound, too
+            integer[:] = 0
+        if seconds is None:
+            nodes = min(nodes, max(1, _EFFORT // max(1, counts)))
         objective = np.zeros(len(high))
         objective[self.makespan] = 1.0
         options: dict[str, float | int | bool] = {"mip_rel_gap": gap, "node_limit": nodes}
@@ -292,13 +327,54 @@ class _Program:
             objective,
             constraints=self.rows.constraint(len(high)),
             bounds=Bounds(np.zeros(len(high)), high),
-            integrality=np.array(self.integer, dtype=int),
+            integrality=integer,
             options=options,
         )
         if found.status == 2:  # nothing below the known placement
-            return upper
+            return self.upper
+        if not integer.any():
+            return float(found.fun) * self.scale if found.status == 0 else 0.0
         dual = getattr(found, "mip_dual_bound", None)
         return 0.0 if dual is None or not np.isfinite(dual) else float(dual) * self.scale
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """Values that operations of one sort make, one each, and operations of others read, one each.
+
+    Attributes:
+        count: of values.
+        maker: index of the sort that makes them.
+        readers: those that read them.
+        seconds: (kinds,) of a copy, at least.
+    """
+
+    count: int
+    maker: int
+    readers: tuple[int, ...]
+    seconds: Floats
+
+
+def _arrivals(shares: Shares, sorts: list[_Sort]) -> list[_Arrival]:
+    sort_of = {unit: index for index, sort in enumerate(sorts) for unit in sort.units}
+    readers: dict[int, list[int]] = defaultdict(list)
+    for unit, item in shares.needs:
+        readers[item].append(unit)
+    alike: dict[tuple[int, ...], list[tuple[int, list[int], Floats]]] = defaultdict(list)
+    for (maker, item), table in shares.tables.items():
+        read_by = [item] if item < shares.units else readers[item]
+        if maker in sort_of:
+            key = (sort_of[maker], *sorted(sort_of[unit] for unit in read_by))
+            alike[key].append((maker, read_by, table[:, 0, 1]))
+    found = []
+    for (maker, *others), values in alike.items():
+        made = {one for one, _, _ in values}
+        read = [unit for _, units, _ in values for unit in units]
+        once = len(set(others)) == len(others) and len(set(read)) == len(read) and len(made) == len(values)
+        if once:
+            least = np.min([seconds for *_, seconds in values], axis=0)
+            found.append(_Arrival(len(values), maker, tuple(others), least))
+    return found
 
 
 def _places(shares: Shares) -> list[_Place]:
@@ -317,8 +393,8 @@ def _windows(shares: Shares, count: int) -> Ints:
     first = np.array([at[shares.items[unit].members[0]] for unit in range(shares.units)])
     last = np.array([at[shares.items[unit].members[-1]] for unit in range(shares.units)])
     parts = [part for part in np.array_split(np.sort(first[_copied(shares)]), count) if len(part)]
-    large = np.argsort(-_bytes_read(shares), kind="stable")[:_LARGEST]
-    large = large[_bytes_read(shares)[large] >= _LARGE * shares.nbytes.sum()]
+    large = np.nonzero(_bytes_read(shares) >= _LARGE * shares.nbytes.sum())[0]
+    large = large[: _LARGEST * (len(large) <= _LARGEST)]  # many are a stack of their own
     starts = np.unique([*(part[0] for part in parts), *first[large], *(last[large] + 1)])
     starts = starts[starts > first.min()]
     begun = np.searchsorted(starts, first, side="right")

@@ -94,6 +94,8 @@ def evaluate(problem: Problem, assignment: Assignment) -> Evaluation:
     """Judge an assignment. A ring of which it says nothing gets one slot where two do not fit."""
     if not problem.streams:
         assignment = replace(assignment, slots=dict.fromkeys(problem.topology.keys, 0))
+    elif not all(assignment.slots.values()):
+        assignment = replace(assignment, slots={key: max(1, n) for key, n in assignment.slots.items()})
     found = _judge(problem, assignment)
     tight = {
         ring.device: 1

@@ -8,12 +8,14 @@ problems", 1962). A few moments, full and empty, fast and late, give planes enou
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import linprog
+from scipy.sparse import csr_array, eye_array, hstack
 
 __all__ = ["Fluid", "Planes", "Work"]
 
@@ -21,6 +23,9 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 _MOMENTS = (0.0, 0.25, 0.5, 0.75, 0.9)  # of the order
+_FEWEST = 8  # moments that are looked at in any case
+_MOST = 60  # moments that are looked at
+_EFFORT = 30_000  # moments times sorts of operations and devices, up to which these are looked at
 _SWINGS = (0.02, 0.1)  # shares of a device by which a moment is fuller or emptier than even
 
 
@@ -102,7 +107,10 @@ class Fluid:
         counts[:, :-1] = each[:, ::-1].cumsum(axis=1)[:, ::-1]
         self.counts = counts
         fastest = work.seconds[:, first].min(axis=0)
-        self.scale = max(float((fastest * counts[:, 0]).sum()), 1e-9)
+        brought = np.where(np.isfinite(work.copying), work.copying, 0.0).max(axis=0)
+        self.scale = max(float((fastest * counts[:, 0]).sum()), 0.1 * float(brought.sum()), 1e-9)
+        self.size = max(1.0, float(work.room.max()))
+        self._write()
 
     def single(self) -> Floats:
         """(devices, steps) part that is kept of each step with a sort of its own, at the beginning."""
@@ -111,10 +119,14 @@ class Fluid:
         kept = np.zeros((self.devices, len(alone))) if solved is None else np.where(alone, solved.kept, 0.0)
         return kept[:, self.sort]
 
-    def planes(self) -> Planes:
-        """Planes at even moments, and at moments that are less even."""
+    def planes(self, deadline: float | None = None) -> Planes:
+        """Planes at even moments, and at moments that are less even, of as many as there is time for."""
         found: dict[bytes, _Solved] = {}
-        for step, now, queues, left in self._moments():
+        moments = list(self._moments())
+        most = min(_MOST, max(_FEWEST, _EFFORT // (len(self.first) * self.devices)))
+        for step, now, queues, left in moments[:: -(-len(moments) // most) if moments else 1]:
+            if found and deadline is not None and time.monotonic() > deadline:
+                break
             solved = self._solve(step, now, queues, left)
             if solved is not None:
                 parts = [np.array([solved.clock]), solved.queue, solved.room * self.work.room, solved.worth]
@@ -154,14 +166,36 @@ class Fluid:
         return float(here + solved.worth @ self.counts[:, step])
 
     def _solve(self, step: int, now: float, queues: Floats, left: Floats) -> _Solved | None:
+        devices, sorts = self.devices, len(self.first)
+        right = np.concatenate([[-now / self.scale], -queues / self.scale, left / self.size])
+        found = linprog(
+            self.objective,
+            A_ub=self.rows,
+            b_ub=right,
+            A_eq=self.cover,
+            b_eq=self.counts[:, step],
+            bounds=self.bounds,
+            method="highs",
+        )
+        if found.status != 0:
+            return None
+        dual = np.maximum(-found.ineqlin.marginals, 0.0)
+        room, worth = dual[1 + devices :] * self.scale / self.size, found.eqlin.marginals * self.scale
+        kept = found.x[:-1].reshape(devices, 2, sorts)[:, 0]
+        return _Solved(float(dual[0]), dual[1 : 1 + devices], room, worth, kept)
+
+    def _write(self) -> None:
+        """The rows, which are the same at every moment.
+
+        Variables: per device the units that are kept and those that are brought; the seconds at the end.
+        Rows: the clock, a queue for each device, the room of each device.
+        """
         work, devices, sorts = self.work, self.devices, len(self.first)
         seconds, copying, fixed = (a[:, self.first] for a in (work.seconds, work.copying, work.fixed))
-        nbytes, size = work.nbytes[:, self.first], max(1.0, float(work.room.max()))
+        nbytes = work.nbytes[:, self.first]
         stays = np.maximum(nbytes - work.movable[self.first], 0.0)
-        # variables: per device the units that are kept and those that are brought; the seconds at the end
         count = 2 * devices * sorts + 1
-        rows, right = np.zeros((1 + 2 * devices, count)), np.zeros(1 + 2 * devices)
-        high = np.full(count, np.inf)
+        rows, high = np.zeros((1 + 2 * devices, count)), np.full(count, np.inf)
         for d in range(devices):
             kept = slice(2 * d * sorts, (2 * d + 1) * sorts)
             brought = slice((2 * d + 1) * sorts, (2 * d + 2) * sorts)
@@ -171,27 +205,12 @@ class Fluid:
             rows[0, kept] = rows[0, brought] = np.where(runs, seconds[d], 0.0) / self.scale
             rows[1 + d, kept] = np.where(runs, fixed[d], 0.0) / self.scale
             rows[1 + d, brought] = np.where(brings, fixed[d] + copying[d], 0.0) / self.scale
-            rows[1 + devices + d, kept] = nbytes[d] / size
-            rows[1 + devices + d, brought] = np.where(brings, stays[d], 0.0) / size
-            right[1 + d], right[1 + devices + d] = -queues[d] / self.scale, left[d] / size
+            rows[1 + devices + d, kept] = nbytes[d] / self.size
+            rows[1 + devices + d, brought] = np.where(brings, stays[d], 0.0) / self.size
             rows[1 : 1 + devices, kept] += np.where(self.after, rows[0, kept], 0.0)
         rows[: 1 + devices, -1] = -1.0
-        right[0] = -now / self.scale
-        cover = np.hstack([np.tile(np.eye(sorts), 2 * devices), np.zeros((sorts, 1))])
-        objective = np.zeros(count)
-        objective[-1] = 1.0
-        found = linprog(
-            objective,
-            A_ub=rows,
-            b_ub=right,
-            A_eq=cover,
-            b_eq=self.counts[:, step],
-            bounds=np.stack([np.zeros(count), high], axis=1),
-            method="highs",
-        )
-        if found.status != 0:
-            return None
-        dual = np.maximum(-found.ineqlin.marginals, 0.0)
-        room, worth = dual[1 + devices :] * self.scale / size, found.eqlin.marginals * self.scale
-        kept = found.x[:-1].reshape(devices, 2, sorts)[:, 0]
-        return _Solved(float(dual[0]), dual[1 : 1 + devices], room, worth, kept)
+        self.rows = csr_array(rows)
+        self.cover = hstack([eye_array(sorts)] * (2 * devices) + [csr_array((sorts, 1))], format="csr")
+        self.bounds = np.stack([np.zeros(count), high], axis=1)
+        self.objective = np.zeros(count)
+        self.objective[-1] = 1.0

@@ -31,6 +31,8 @@ _ALIKE = 2  # settings with the same homes, and the same rings everywhere
 _SIZES = 4  # of slots that are tried
 _SLOTS = (2, 1)
 _SINGLE = 3  # accelerators up to which each has settings of its own
+_FEWEST = 6  # ways to divide memory that are bounded in any case
+_EFFORT = 200_000  # of these, times operations and devices
 _LEVELS = 6  # of activations that are tried
 _APART = 1.5  # times a size is the next smaller one
 _WIDE_SLOT = 0.25  # of the smallest room: slots are not larger
@@ -91,7 +93,7 @@ def make_settings(problem: Problem, limits: Limits) -> list[Setting]:
     for homes in _homes(problem, _anchors(problem, shares, max(sizes))):
         settled = _settle(problem, homes)
         if settled is not None and not limits.over:
-            found += _divisions(settled, Frontier(Shares(settled)), sizes)
+            found += _divisions(settled, Frontier(Shares(settled)), sizes, limits)
     return sorted(found, key=lambda setting: setting.bound)
 
 
@@ -180,14 +182,17 @@ def _settled_bytes(problem: Problem, shares: Shares) -> Floats:
 # -- how memory is divided ------------------------------------------------------------------------
 
 
-def _divisions(problem: Problem, frontier: Frontier, sizes: list[int]) -> list[Setting]:
+def _divisions(problem: Problem, frontier: Frontier, sizes: list[int], limits: Limits) -> list[Setting]:
     """Settings with the same ring everywhere, and the best of them changed device by device."""
     movable, settled = _movable(problem, frontier.shares), _settled_bytes(problem, frontier.shares)
     needs = np.array([step.needs for step in frontier.steps], dtype=float).T
     known: dict[_Shapes, Setting] = {}
+    most = max(_FEWEST, _EFFORT // (frontier.count * len(frontier.steps)))
 
     def bound(chosen: _Shapes) -> float:
         if chosen not in known:
+            if known and (limits.over or len(known) >= most):
+                return np.inf  # there is no time to know better
             pairs = zip(frontier.devices, chosen, strict=True)
             rings = tuple(_ring(problem, key, shape) for key, shape in pairs)
             levels = tuple(shape.level for shape in chosen)
@@ -209,7 +214,7 @@ def _divisions(problem: Problem, frontier: Frontier, sizes: list[int]) -> list[S
     best = alike[0]
     for group in groups:
         best = min((change(best, group, ring) for ring in rings), key=bound)
-    found = [known[shapes] for shapes in dict.fromkeys([*alike[:_ALIKE], best])]
+    found = [known[shapes] for shapes in dict.fromkeys([*alike[:_ALIKE], best]) if shapes in known]
     return [setting for setting in found if np.isfinite(setting.bound)]
 
 

@@ -273,6 +273,23 @@ class Shares:
                     aside.clock[row, index], aside.queue[row, index] = clock, queue
         return aside
 
+    def peer_seconds(self, index: int, row: int) -> float:
+        """Seconds on the clock of bringing a weight that several units read from another accelerator."""
+        kind, name = self.kinds[row], self.items[index].streamed
+        if not kind.spec.is_accelerator or len(self._units_reading(name)) < 2:
+            return np.inf
+        peers = [s.key for s in self.topology.devices if s.is_accelerator and s.key not in kind.keys[:1]]
+        nbytes = self.graph.weights[name].nbytes
+        links = (self.topology.link(peer, key) for key in kind.keys for peer in peers if peer != key)
+        return min((link.seconds(nbytes) for link in links), default=np.inf)
+
+    @cached_property
+    def ties_travel(self) -> bool:
+        """Whether shared weights may be brought in two ways, of which ``aside`` knows one."""
+        accelerators = sum(len(kind.keys) for kind in self.kinds if kind.spec.is_accelerator)
+        shared = any(len(self._units_reading(self.items[i].streamed)) > 1 for i in self.ties)
+        return self.problem.offload and self.cpu is not None and accelerators > 1 and shared
+
     def _working_sets(self) -> Ints:
         """(kinds, units) bytes that a unit needs at least beside the weights, while it runs."""
         found = np.zeros((len(self.kinds), self.units), dtype=np.int64)

@@ -22,6 +22,7 @@ from graphplan.schedule import Move
 
 __all__ = ["stream"]
 
+_ACCELERATORS = 9  # at most: each has its bits in a state
 _SEARCHED = 4  # settings that are searched
 _WIDTH = 300  # labels between two steps
 _PACE = 0.05  # see ``Beam.search``
@@ -36,8 +37,10 @@ _PRECISE = 2  # of these, in which that is asked for single operations only
 
 def stream(problem: Problem, best: Evaluation | None, limits: Limits) -> Iterator[Evaluation]:
     """Placements within the budgets that are faster than ``best``, each faster than the one before."""
-    accelerators = any(spec.is_accelerator for spec in problem.topology.devices)
-    if not accelerators or cpu_key(problem.topology) is None or not (problem.offload and problem.streams):
+    accelerators = sum(1 for spec in problem.topology.devices if spec.is_accelerator)
+    if not 1 <= accelerators <= _ACCELERATORS or cpu_key(problem.topology) is None:
+        return
+    if not (problem.offload and problem.streams):
         return
     search = _Search(problem, best, limits)
     settings = make_settings(problem, limits)

@@ -138,3 +138,22 @@ def test_files(plan: Plan, tmp_path: Path) -> None:
     assert dot.count("subgraph cluster_stage_") == len(plan.stages)
     assert dot.count("subgraph cluster_device_") == len({stage.device for stage in plan.stages})
     assert dot.count("{") == dot.count("}")
+
+
+def test_a_weight_that_is_read_again_where_no_value_arrives() -> None:
+    class Regularised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(90, 90) for _ in range(12))
+            self.last = nn.Parameter(torch.randn(90, 90))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            for layer in self.layers:
+                x = torch.relu(layer(x))
+            return x @ self.last, self.last.square().sum()
+
+    model, x = Regularised(), torch.randn(3, 90)
+    for budgets in ({0: 150_000, "cpu": "1GiB"}, {0: 250_000, 1: 250_000, "cpu": "1GiB"}):
+        plan = graphplan.plan(model, budgets, (x,))
+        plan.verify()
+        assert plan.lower_bound <= plan.makespan
