@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate.utils import check_device_map
 from test_partition import IDS, Tied
+from torch import nn
 
 import graphplan
 from graphplan import Plan
