@@ -64,8 +64,9 @@ class Assignment:
         operations: operation name -> device key.
         weights: weight name -> device key.
         slots: device key -> slots of its ring, as far as there are segments for them; more where more
-            segments are in use at once. 0: no ring, each weight is copied right before its first
-            reader. A device that is not named has two, or one where two do not fit.
+            segments are in use at once. 0, which is for calls of which autograd keeps the weights: no
+            ring, each weight is copied right before its first reader. A device that is not named has
+            two, or one where two do not fit.
     """
 
     operations: Mapping[str, DeviceKey]
