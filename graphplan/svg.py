@@ -41,6 +41,9 @@ def to_svg(plan: Plan, title: str = "Plan", measured: Measured | None = None) ->
     return "\n".join(_Picture(plan, title, measured).lines()) + "\n"
 
 
+_LETTER = 7.0  # width of one, in the sizes of moves
+
+
 @dataclass(slots=True)
 class _Arrow:
     """Transfers between two devices that follow one another closely."""
@@ -58,6 +61,7 @@ class _Picture:
         self.specs = plan.topology.devices
         self.lane = {spec.key: index for index, spec in enumerate(self.specs)}
         self.flows = find_flows(plan)
+        self.written: dict[int, list[tuple[float, float]]] = {}  # row -> where sizes are
         self.memory_top = _HEAD + _LANE * len(self.specs) + 56
         self.height = self.memory_top + _CHART * len(self.specs) + 12
 
@@ -158,12 +162,23 @@ class _Picture:
         start = _HEAD + source * _LANE + 18 + (_BOX if down else 0)
         end = _HEAD + target * _LANE + 18 + (0 if down else _BOX)
         x1, x2 = self._x(arrow.start), self._x(arrow.end)
+        size = size_text(arrow.nbytes)
         yield (
             f'<path d="M{x1:.1f},{start}L{x2:.1f},{end}" stroke="{_TRANSFER}" stroke-width="1.8" '
-            'fill="none" marker-end="url(#head)"/>'
+            f'fill="none" marker-end="url(#head)"><title>{size}</title></path>'
         )
         place = (x1 + x2) / 2 + 8, (start + end) / 2 + 4
-        yield _text(*place, size_text(arrow.nbytes), _TRANSFER, size=11, weight=600, halo=True)
+        if self._is_free(*place, len(size) * _LETTER):
+            yield _text(*place, size, _TRANSFER, size=11, weight=600, halo=True)
+
+    def _is_free(self, left: float, top: float, width: float) -> bool:
+        """Whether a text has room there, which it then takes; the arrow's title says it in any case."""
+        taken = self.written.setdefault(round(top), [])
+        right = left + width
+        free = right < _WIDTH and all(right < start or left > end for start, end in taken)
+        if free:
+            taken.append((left, right))
+        return free
 
     # -- memory -----------------------------------------------------------------------------------
 

@@ -357,3 +357,25 @@ def test_a_source_line_is_the_models_own() -> None:
     traced = f'File "{graphplan.__path__[0]}/tracing.py", line 7, in forward\n    return original()\n'
     assert source_line(traced + stack.splitlines(keepends=True)[2]) == "torch/nn/modules/linear.py:134"
     assert source_line("") == ""
+
+
+def test_sizes_of_moves_do_not_overlap() -> None:
+    names = [f"v{i}" for i in range(80)]
+    turns = {name: i % 2 for i, name in enumerate(names)}
+    plan = by_hand(chain(80, flops=10**8), {0: "8MiB", 1: "8MiB", "cpu": "1MiB"}, turns)
+    root = ET.fromstring(_svg(plan))
+    rows: dict[float, list[tuple[float, float]]] = {}
+    for text in root.iter("{http://www.w3.org/2000/svg}text"):
+        if (
+            text.text is not None
+            and re.fullmatch(r"[\d.]+ (B|[KMG]iB)", text.text)
+            and text.get("font-weight")
+        ):
+            start = float(text.get("x", "0"))
+            rows.setdefault(float(text.get("y", "0")), []).append((start, start + 6 * len(text.text)))
+    for row in rows.values():
+        row.sort()
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(row))
+    titles = [e for e in root.iter("{http://www.w3.org/2000/svg}path") if e.get("marker-end")]
+    assert titles
+    assert all(len(path) == 1 and path[0].text for path in titles)
