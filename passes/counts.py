@@ -15,10 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds
 
 from graphplan.device import DeviceKey
-from graphplan.passes.quiet import milp
 from graphplan.passes.rows import Rows
 from graphplan.passes.segments import SMALL
 from graphplan.passes.shares import Shares
@@ -312,30 +310,14 @@ class _Program:
         """Run HiGHS for its bound."""
         high = np.array(self.high)
         high[self.makespan] = self.upper * (1 + 1e-6) / self.scale
-        integer = np.array(self.integer, dtype=int)
+        integer = np.array(self.integer, dtype=float)
         counts = int(integer.sum())
         if counts > _MOST:  # fractions of counts bound, too
-            integer[:] = 0
+            integer[:] = 0.0
         if seconds is None:
             nodes = min(nodes, max(1, _EFFORT // max(1, counts)))
-        objective = np.zeros(len(high))
-        objective[self.makespan] = 1.0
-        options: dict[str, float | int | bool] = {"mip_rel_gap": gap, "node_limit": nodes}
-        if seconds is not None:
-            options["time_limit"] = seconds
-        found = milp(
-            objective,
-            constraints=self.rows.constraint(len(high)),
-            bounds=Bounds(np.zeros(len(high)), high),
-            integrality=integer,
-            options=options,
-        )
-        if found.status == 2:  # nothing below the known placement
-            return self.upper
-        if not integer.any():
-            return float(found.fun) * self.scale if found.status == 0 else 0.0
-        dual = getattr(found, "mip_dual_bound", None)
-        return 0.0 if dual is None or not np.isfinite(dual) else float(dual) * self.scale
+        found, least = self.rows.minimize(self.makespan, high, integer, gap=gap, nodes=nodes, seconds=seconds)
+        return self.upper if found.status == 2 else least * self.scale  # 2: nothing below the known placement
 
 
 @dataclass(frozen=True, slots=True)

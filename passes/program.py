@@ -13,11 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds
 
 from graphplan.device import DeviceKey
 from graphplan.passes.occupancy import Held, Occupancy
-from graphplan.passes.quiet import milp
 from graphplan.passes.rows import Rows
 from graphplan.passes.shares import Shares
 
@@ -199,25 +197,15 @@ class Program:
             nodes: branches to look at.
             seconds: of clock, or None.
         """
-        low, high = np.zeros(self.count), np.ones(self.count)
+        high = np.ones(self.count)
         high[self.fixed_to_zero] = 0.0
         high[self.makespan] = upper * (1 + 1e-6) / self.scale
         integrality = np.zeros(self.count)
         integrality[self.integer] = 1
-        objective = np.zeros(self.count)
-        objective[self.makespan] = 1.0
-        options: dict[str, float | int | bool] = {"mip_rel_gap": gap, "node_limit": nodes}
-        if seconds is not None:
-            options["time_limit"] = seconds
-        found = milp(
-            objective,
-            constraints=self.rows.constraint(self.count),
-            bounds=Bounds(low, high),
-            integrality=integrality,
-            options=options,
+        found, least = self.rows.minimize(
+            self.makespan, high, integrality, gap=gap, nodes=nodes, seconds=seconds
         )
-        dual = getattr(found, "mip_dual_bound", None)
-        bound = 0.0 if dual is None or not np.isfinite(dual) else float(dual) * self.scale
+        bound = least * self.scale
         if found.status == 2:  # nothing below the known placement
             return Solved(upper, {}, frozenset(), True)
         if found.x is None:

@@ -1,12 +1,19 @@
-"""Linear inequalities, gathered one by one for a sparse matrix."""
+"""Linear inequalities, gathered one by one for a sparse matrix, and the least of a variable within them."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-from scipy.optimize import LinearConstraint
+import numpy.typing as npt
+from scipy.optimize import Bounds, LinearConstraint
 from scipy.sparse import csr_array
 
+from graphplan.passes.quiet import milp
+
 __all__ = ["Rows"]
+
+Floats = npt.NDArray[np.float64]
 
 
 class Rows:
@@ -32,3 +39,33 @@ class Rows:
         shape = (len(self.low), variables)
         matrix = csr_array((self.data, (self.rows, self.columns)), shape=shape)
         return LinearConstraint(matrix, np.array(self.low), np.array(self.high))
+
+    def minimize(
+        self, variable: int, high: Floats, integer: Floats, *, gap: float, nodes: int, seconds: float | None
+    ) -> tuple[Any, float]:
+        """What HiGHS finds, and what the variable cannot go below.
+
+        Args:
+            variable: to be as small as possible.
+            high: (variables,) upper limits; the lower ones are 0.
+            integer: (variables,) 1 for those that are whole.
+            gap: relative gap at which to stop.
+            nodes: branches to look at.
+            seconds: of clock, or None.
+        """
+        objective = np.zeros(len(high))
+        objective[variable] = 1.0
+        options: dict[str, float | int | bool] = {"mip_rel_gap": gap, "node_limit": nodes}
+        if seconds is not None:
+            options["time_limit"] = seconds
+        found = milp(
+            objective,
+            constraints=self.constraint(len(high)),
+            bounds=Bounds(np.zeros(len(high)), high),
+            integrality=integer,
+            options=options,
+        )
+        dual = getattr(found, "mip_dual_bound", None)
+        if not integer.any():
+            dual = found.fun if found.status == 0 else None
+        return found, 0.0 if dual is None or not np.isfinite(dual) else float(dual)

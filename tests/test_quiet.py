@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from instances import random_chain
 
-from graphplan.passes import program, quiet
+from graphplan.passes import quiet, rows
 from graphplan.passes.place import place
 from graphplan.passes.program import Program
 from graphplan.passes.shares import Shares
@@ -74,7 +74,7 @@ def test_a_closed_stdout_is_no_obstacle() -> None:
 
 
 def test_planning_prints_nothing(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(program, "milp", quiet.milp)
+    monkeypatch.setattr(rows, "milp", quiet.milp)
     problem = random_chain(30, 2, 396329).problem  # one for which HiGHS 1.12 prints
     found = place(problem)
     shares = Shares(problem)
