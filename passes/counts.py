@@ -1,11 +1,10 @@
 """How many operations of each sort each device computes with, and how many it streams the weights of.
 
 A stack of equal layers has few sorts of operations, so a small mixed-integer program settles what the best
-division of the work is when nothing is asked about order and moves: what each device keeps, what its copy
+division of the work is when little is asked about order and moves: what each device keeps, what its copy
 queue brings meanwhile and through how large a ring, and what the CPU computes. Its dual bound is a lower
-bound of every placement. Where most operations are of a sort of their
-own, the order counts too: what is read in one window of it must have been copied by then, and before the
-window no more than the ring holds.
+bound of every placement. Where most operations are of a sort of their own, the order counts too: what is
+read in one window of it must have been copied by then, and before the window no more than the ring holds.
 """
 
 from __future__ import annotations
@@ -20,41 +19,20 @@ from graphplan.device import DeviceKey
 from graphplan.passes.rows import Rows
 from graphplan.passes.segments import SMALL
 from graphplan.passes.shares import Shares
+from graphplan.passes.sorts import Arrival, bytes_read, find_arrivals, make_windows, sort_units
 
 __all__ = ["count_units"]
 
-Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
 _Terms = dict[int, list[tuple[int, float]]]  # window -> variables and their seconds
 
 _STACKED = 5  # times more units than sorts, from which the order hardly counts
 _SINGLE_DEVICES = 6  # up to which devices that nothing tells apart are counted one by one
 _RINGS = 16  # sizes of rings that are told apart
-_LARGEST = 4  # operations at which the order is cut in any case, if there are no more of these
-_LARGE = 0.02  # of all weights that such an operation reads at least
 _WINDOWS = 12  # of the order, in which copies have to be done
 _NEEDY = 12  # sorts whose working set is counted on each device
 _MOST = 400  # counts of a program that are whole
 _EFFORT = 20_000  # counts times branches, where nobody asked for time
-_TELLING = 0.002  # share of all weights from which one that several operations read is followed
-
-
-@dataclass(frozen=True, slots=True)
-class _Sort:
-    """Operations that nothing tells apart.
-
-    Attributes:
-        window: of the order; -1 for one that belongs to no single window.
-        units: of ``shares``, in their order.
-        own: items that are weights which only the first of them reads; the others have the like.
-        read: items that are weights which others read too.
-    """
-
-    window: int
-    units: tuple[int, ...]
-    own: tuple[int, ...]
-    read: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +91,10 @@ class _Program:
 
     def __init__(self, shares: Shares, upper: float) -> None:
         self.shares, self.upper, self.scale = shares, upper, max(upper, 1e-12)
-        self.read = _bytes_read(shares)
-        self.sorts = _sort(shares, _windows(shares, 1))
+        self.read = bytes_read(shares)
+        self.sorts = sort_units(shares, make_windows(shares, 1))
         if len(self.sorts) * _STACKED > shares.units:
-            self.sorts = _sort(shares, _windows(shares, _WINDOWS))
+            self.sorts = sort_units(shares, make_windows(shares, _WINDOWS))
         self.windows = max(sort.window for sort in self.sorts) + 1
         self.places = _places(shares)
         # so that neither a weight nor the seconds that a ring's bytes take are lost beside the others
@@ -137,7 +115,7 @@ class _Program:
             self.rows.add([(x[index], 1.0) for x in self.x], len(sort.units), len(sort.units))
         for terms in self.kept_ties.values():
             self.rows.add(terms, -np.inf, 1.0)
-        for arrival in _arrivals(shares, self.sorts):
+        for arrival in find_arrivals(shares, self.sorts):
             self._move(arrival)
         for window, elapsed in enumerate(self.elapsed):
             self.rows.add([*self.clock[window], (elapsed, -1.0)], -np.inf, 0.0)
@@ -213,7 +191,7 @@ class _Program:
                 if queue.get(window):
                     self.rows.add(list(terms), -np.inf, 0.0)
 
-    def _move(self, arrival: _Arrival) -> None:
+    def _move(self, arrival: Arrival) -> None:
         """Where more are read than made, so many have to arrive."""
         for place, x in zip(self.places, self.x, strict=True):
             seconds = float(arrival.seconds[place.row])
@@ -320,112 +298,11 @@ class _Program:
         return self.upper if found.status == 2 else least * self.scale  # 2: nothing below the known placement
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    """Values that operations of one sort make, one each, and operations of others read, one each.
-
-    Attributes:
-        count: of values.
-        maker: index of the sort that makes them.
-        readers: those that read them.
-        seconds: (kinds,) of a copy, at least.
-    """
-
-    count: int
-    maker: int
-    readers: tuple[int, ...]
-    seconds: Floats
-
-
-def _arrivals(shares: Shares, sorts: list[_Sort]) -> list[_Arrival]:
-    sort_of = {unit: index for index, sort in enumerate(sorts) for unit in sort.units}
-    readers: dict[int, list[int]] = defaultdict(list)
-    for unit, item in shares.needs:
-        readers[item].append(unit)
-    alike: dict[tuple[int, ...], list[tuple[int, list[int], Floats]]] = defaultdict(list)
-    for (maker, item), table in shares.tables.items():
-        read_by = [item] if item < shares.units else readers[item]
-        if maker in sort_of:
-            key = (sort_of[maker], *sorted(sort_of[unit] for unit in read_by))
-            alike[key].append((maker, read_by, table[:, 0, 1]))
-    found = []
-    for (maker, *others), values in alike.items():
-        made = {one for one, _, _ in values}
-        read = [unit for _, units, _ in values for unit in units]
-        once = len(set(others)) == len(others) and len(set(read)) == len(read) and len(made) == len(values)
-        if once:
-            least = np.min([seconds for *_, seconds in values], axis=0)
-            found.append(_Arrival(len(values), maker, tuple(others), least))
-    return found
-
-
 def _places(shares: Shares) -> list[_Place]:
     devices = [(row, key) for row, kind in enumerate(shares.kinds) for key in kind.keys]
     if len(devices) <= _SINGLE_DEVICES:
         return [_Place(row, (key,)) for row, key in devices]
     return [_Place(row, kind.keys) for row, kind in enumerate(shares.kinds)]
-
-
-def _windows(shares: Shares, count: int) -> Ints:
-    """(units,) windows with as many units that may be streamed, cut at the largest weights as well.
-
-    -1 for a unit of more than one window.
-    """
-    at = {name: index for index, name in enumerate(shares.graph.operations)}
-    first = np.array([at[shares.items[unit].members[0]] for unit in range(shares.units)])
-    last = np.array([at[shares.items[unit].members[-1]] for unit in range(shares.units)])
-    parts = [part for part in np.array_split(np.sort(first[_copied(shares)]), count) if len(part)]
-    large = np.nonzero(_bytes_read(shares) >= _LARGE * shares.nbytes.sum())[0]
-    large = large[: _LARGEST * (len(large) <= _LARGEST)]  # many are a stack of their own
-    starts = np.unique([*(part[0] for part in parts), *first[large], *(last[large] + 1)])
-    starts = starts[starts > first.min()]
-    begun = np.searchsorted(starts, first, side="right")
-    return np.where(begun == np.searchsorted(starts, last, side="right"), begun, -1)
-
-
-def _bytes_read(shares: Shares) -> Ints:
-    """(units,) bytes of the weights that each reads."""
-    found = shares.nbytes[: shares.units].copy()
-    for unit, item in shares.needs:
-        found[unit] += shares.nbytes[item]
-    return found
-
-
-def _copied(shares: Shares) -> Bools:
-    """(units,) whether weights may be copied for it beside other operations."""
-    brought = np.isfinite(shares.aside.queue) & (shares.aside.queue > 0)
-    able: Bools = np.any(brought | (shares.queue > 0), axis=0)
-    found = able[: shares.units].copy()
-    for unit, item in shares.needs:
-        found[unit] |= able[item]
-    return found
-
-
-def _sort(shares: Shares, window: Ints) -> list[_Sort]:
-    """Units by their window, and by what they cost, need and read."""
-    readers: dict[int, int] = defaultdict(int)
-    items: dict[int, list[int]] = defaultdict(list)
-    for unit, item in shares.needs:
-        readers[item] += 1
-        items[unit].append(item)
-    least = _TELLING * float(shares.nbytes.sum())
-    sorts: dict[object, list[int]] = defaultdict(list)
-    parts: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-    for unit in range(shares.units):
-        own = [item for item in items[unit] if readers[item] == 1]
-        own = [item for item in [unit, *own] if shares.nbytes[item]]
-        read = tuple(i for i in items[unit] if readers[i] > 1 and shares.nbytes[i] >= least)
-        parts[unit] = tuple(own), read
-        looks = sorted(_look(shares, item) for item in own)
-        working = shares.working[:, unit].tobytes()
-        sorts[int(window[unit]), int(shares.group[unit]), tuple(looks), read, working].append(unit)
-    return [_Sort(int(window[units[0]]), tuple(units), *parts[units[0]]) for units in sorts.values()]
-
-
-def _look(shares: Shares, item: int) -> tuple[float | bytes, ...]:
-    arrays = (shares.clock, shares.queue, shares.aside.clock, shares.aside.queue)
-    columns = (np.ascontiguousarray(array[:, item].round(12)).tobytes() for array in arrays)
-    return (float(shares.nbytes[item]), *columns)
 
 
 def _ring_sizes(shares: Shares) -> list[int]:
