@@ -70,6 +70,21 @@ class _Bringing:
     window: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Tie:
+    """A weight that several sorts read, on one place.
+
+    Attributes:
+        place: where it is.
+        kept: variables and their signs; their sum is how many are kept there.
+        peer: how many are brought from another accelerator; None where that cannot be.
+    """
+
+    place: _Place
+    kept: list[tuple[int, float]]
+    peer: int | None
+
+
 def count_units(
     shares: Shares, *, upper: float, gap: float, nodes: int, seconds: float | None
 ) -> tuple[float, int]:
@@ -106,15 +121,15 @@ class _Program:
         self.rows = Rows()
         self.elapsed = [self._new(np.inf, integer=False) for _ in range(self.windows)]
         self.clock: dict[int, list[tuple[int, float]]] = defaultdict(list)
-        self.kept_ties: dict[int, list[tuple[int, float]]] = defaultdict(list)
+        self.ties: dict[int, list[_Tie]] = defaultdict(list)
         self.rings = _ring_sizes(shares)
         self.x: list[list[int]] = []
         for place in self.places:
             self._add_place(place)
         for index, sort in enumerate(self.sorts):
             self.rows.add([(x[index], 1.0) for x in self.x], len(sort.units), len(sort.units))
-        for terms in self.kept_ties.values():
-            self.rows.add(terms, -np.inf, 1.0)
+        for ties in self.ties.values():
+            self._keep_once(ties)
         for arrival in find_arrivals(shares, self.sorts):
             self._move(arrival)
         for window, elapsed in enumerate(self.elapsed):
@@ -253,25 +268,45 @@ class _Program:
                 part = min(1.0, most) / len(self.sorts[index].units)
                 self.rows.add([(taken, 1.0), (x[index], -part)], 0.0, np.inf)
             self._pay(queue, place.row, taken, item, -1)
-            size = float(shares.nbytes[item]) / self.memory_scale
-            kept.append((taken, size))
-            self.kept_ties[item].append((taken, 1.0))
             together = max(float(self.read[unit]) for index in sorts for unit in self.sorts[index].units)
-            bringing = _Bringing(taken, item, most, together, -1)
-            aside = self._bring(queue, place, bringing, slots)
+            aside = self._bring(queue, place, _Bringing(taken, item, most, together, -1), slots)
             if aside is not None:
                 self.integer[aside] = False
-                kept.append((aside, -size))
-                self.kept_ties[item].append((aside, -1.0))
-            seconds = shares.peer_seconds(item, place.row)
-            if np.isfinite(seconds):  # or it comes from another accelerator, and no ring takes it
-                peer = self._new(most, integer=False)
-                others = [] if aside is None else [(aside, 1.0)]
-                self.rows.add([(peer, 1.0), *others, (taken, -1.0)], -np.inf, 0.0)
-                self.clock[-1].append((peer, seconds / self.scale))
-                kept.append((peer, -size))
-                self.kept_ties[item].append((peer, -1.0))
+            peer = self._from_peer(place, item, most)
+            brought = [variable for variable in (aside, peer) if variable is not None]
+            if peer is not None:  # ``aside`` alone is below what is taken already
+                self.rows.add([*((v, 1.0) for v in brought), (taken, -1.0)], -np.inf, 0.0)
+            here = [(taken, 1.0), *((variable, -1.0) for variable in brought)]
+            self.ties[item].append(_Tie(place, here, peer))
+            size = float(shares.nbytes[item]) / self.memory_scale
+            kept += [(variable, sign * size) for variable, sign in here]
         return kept
+
+    def _from_peer(self, place: _Place, item: int, most: float) -> int | None:
+        """A count of those that another accelerator has, and no ring takes."""
+        seconds = self.shares.peer_seconds(item, place.row)
+        if not np.isfinite(seconds):
+            return None
+        peer = self._new(most, integer=False)
+        self.clock[-1].append((peer, seconds / self.scale))
+        return peer
+
+    def _keep_once(self, ties: list[_Tie]) -> None:
+        """One device keeps it, and what comes from another accelerator is kept by one."""
+        self.rows.add([term for tie in ties for term in tie.kept], -np.inf, 1.0)
+        for tie in ties:
+            if tie.peer is None:
+                continue
+            others = [
+                (variable, -sign * tie.place.count)
+                for other in ties
+                if self._is_accelerator(other.place) and (other is not tie or tie.place.count > 1)
+                for variable, sign in other.kept
+            ]
+            self.rows.add([(tie.peer, 1.0), *others], -np.inf, 0.0)
+
+    def _is_accelerator(self, place: _Place) -> bool:
+        return self.shares.kinds[place.row].spec.is_accelerator
 
     def _working(self, place: _Place, kept: list[tuple[int, float]], x: list[int], room: float) -> None:
         """Weights leave room for what the neediest operations use while they run."""

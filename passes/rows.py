@@ -9,7 +9,7 @@ import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint
 from scipy.sparse import csr_array
 
-from graphplan.passes.quiet import milp
+from graphplan.passes.highs import milp
 
 __all__ = ["Rows"]
 
