@@ -28,7 +28,7 @@ _BINARIES = 450  # decisions of a program that is solved without being asked for
 _STREAMED_BINARIES = 150
 _MANY_BINARIES = 6000
 _PROGRAM_SECONDS = 2.0  # below which HiGHS would rather overrun than find anything
-_COUNTING_NODES = 200  # of the program of counts, where nobody asked for time
+_COUNTING_PROGRAMS = 400  # linear ones, where nobody asked for time
 _PROVEN = 2.5e-3  # gap from which columns are not worth the wait, where nobody asked for time
 _STREAMED_UNITS = 500  # with streaming, columns prove little more than fractions do: not asked for time
 
@@ -73,13 +73,13 @@ def _close(incumbent: Incumbent) -> None:
 
 def _count(incumbent: Incumbent, shares: Shares) -> None:
     """Bound what is streamed by how much there is of each sort."""
-    left = incumbent.limits.left
+    limits = incumbent.limits.until(0.3)
     seconds, sorts = count_units(
         shares,
         upper=incumbent.best.seconds,
         gap=ENOUGH / 2,
-        nodes=_COUNTING_NODES if left is None else 10**9,
-        seconds=None if left is None else max(0.1, left * 0.3),
+        programs=10**9 if incumbent.timed else _COUNTING_PROGRAMS,
+        deadline=limits.deadline,
     )
     proof = f"program of the counts of {sorts} sorts of operations"
     incumbent.raise_bound(seconds * (1 - _LP_TOLERANCE), proof)

@@ -16,6 +16,7 @@ __all__ = ["solve_program"]
 Floats = npt.NDArray[np.float64]
 
 _NODES = 60  # of a branch and bound that is not asked for time
+_EFFORT = 48_000  # linear programs for the bound times the decisions of each
 _TRIES = 6  # programs, each with more of memory counted
 
 
@@ -26,10 +27,12 @@ def solve_program(incumbent: Incumbent, shares: Shares, limits: Limits) -> None:
         if incumbent.done or limits.over:
             return
         left = limits.left
-        solved = Program(shares, margin, watched).solve(
+        program = Program(shares, margin, watched)
+        solved = program.solve(
             upper=incumbent.best.seconds,
             gap=ENOUGH / 2,
             nodes=_NODES if left is None else 10**9,
+            programs=_EFFORT // program.binaries if left is None else 10**9,
             seconds=None if left is None else max(0.1, left / (2 if attempt == 0 else 1.5)),
         )
         if not margin.any() and not shares.ties_travel:

@@ -2,9 +2,9 @@
 
 A stack of equal layers has few sorts of operations, so a small mixed-integer program settles what the best
 division of the work is when little is asked about order and moves: what each device keeps, what its copy
-queue brings meanwhile and through how large a ring, and what the CPU computes. Its dual bound is a lower
-bound of every placement. Where most operations are of a sort of their own, the order counts too: what is
-read in one window of it must have been copied by then, and before the window no more than the ring holds.
+queue brings meanwhile and through how large a ring, and what the CPU computes. What it cannot go below no
+placement goes below. Where most operations are of a sort of their own, the order counts too: what is read
+in one window of it must have been copied by then, and before the window no more than the ring holds.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphplan.device import DeviceKey
+from graphplan.passes.branch_and_bound import least
 from graphplan.passes.rows import Rows
 from graphplan.passes.segments import SMALL
 from graphplan.passes.shares import Shares
@@ -31,8 +32,7 @@ _SINGLE_DEVICES = 6  # up to which devices that nothing tells apart are counted 
 _RINGS = 16  # sizes of rings that are told apart
 _WINDOWS = 12  # of the order, in which copies have to be done
 _NEEDY = 12  # sorts whose working set is counted on each device
-_MOST = 400  # counts of a program that are whole
-_EFFORT = 20_000  # counts times branches, where nobody asked for time
+_LATEST = 10.0  # times the seconds of a known placement, which no window of a better one reaches
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class _Tie:
 
 
 def count_units(
-    shares: Shares, *, upper: float, gap: float, nodes: int, seconds: float | None
+    shares: Shares, *, upper: float, gap: float, programs: int, deadline: float | None = None
 ) -> tuple[float, int]:
     """Seconds that no placement goes below, and how many sorts of operations there are.
 
@@ -94,11 +94,11 @@ def count_units(
         shares: costs and sizes.
         upper: seconds of a known placement.
         gap: relative gap at which to stop.
-        nodes: branches to look at.
-        seconds: of clock, or None.
+        programs: linear programs to solve at most.
+        deadline: ``time.monotonic()`` at which to stop, or None.
     """
     program = _Program(shares, upper)
-    return program.solve(gap, nodes, seconds), len(program.sorts)
+    return program.solve(gap, programs, deadline), len(program.sorts)
 
 
 class _Program:
@@ -117,9 +117,9 @@ class _Program:
         self.memory_scale = max(1.0, float(shares.nbytes.max(initial=1)), 0.01 * max(rooms, default=0))
         self.high: list[float] = []
         self.integer: list[bool] = []
-        self.makespan = self._new(np.inf, integer=False)
+        self.makespan = self._new(_LATEST, integer=False)
         self.rows = Rows()
-        self.elapsed = [self._new(np.inf, integer=False) for _ in range(self.windows)]
+        self.elapsed = [self._new(_LATEST, integer=False) for _ in range(self.windows)]
         self.clock: dict[int, list[tuple[int, float]]] = defaultdict(list)
         self.ties: dict[int, list[_Tie]] = defaultdict(list)
         self.rings = _ring_sizes(shares)
@@ -180,13 +180,14 @@ class _Program:
     def _ring(self, place: _Place, slots: list[int]) -> int:
         """Its bytes: no less than the largest weight that it brings."""
         problem = self.shares.problem
-        most = max((problem.growth.get(key, np.inf) for key in place.keys), default=np.inf)
-        ring = self._new(place.count * most / self.memory_scale, integer=False)
+        room = float(self.shares.room[place.row])
+        there = sum(problem.rings.get(key, 0) for key in place.keys)
+        most = place.count * min(room, max(problem.growth.get(key, room) for key in place.keys))
+        ring = self._new(max(most, there) / self.memory_scale, integer=False)
         sizes = np.diff([0, *self.rings]) / self.memory_scale
         terms = [(slot, -size) for slot, size in zip(slots, sizes.tolist(), strict=True)]
         self.rows.add([(ring, 1.0), *terms], 0.0, np.inf)
-        there = sum(problem.rings.get(key, 0) for key in place.keys) / self.memory_scale
-        self.rows.add([(ring, 1.0)], there, np.inf)
+        self.rows.add([(ring, 1.0)], there / self.memory_scale, np.inf)
         return ring
 
     def _in_time(self, place: _Place, queue: _Terms, ring: int) -> None:
@@ -212,7 +213,7 @@ class _Program:
             seconds = float(arrival.seconds[place.row])
             if seconds <= 0:
                 continue
-            arrived = self._new(np.inf, integer=False)
+            arrived = self._new(arrival.count, integer=False)
             self.clock[-1].append((arrived, seconds / self.scale))
             for reader in arrival.readers:
                 others = len(self.sorts[reader].units) - arrival.count  # which do not read these
@@ -319,18 +320,19 @@ class _Program:
             self.rows.add([(there, float(count)), (x[index], -1.0)], 0.0, np.inf)
             self.rows.add([*kept, (there, extra)], -np.inf, room)
 
-    def solve(self, gap: float, nodes: int, seconds: float | None) -> float:
-        """Run HiGHS for its bound."""
-        high = np.array(self.high)
-        high[self.makespan] = self.upper * (1 + 1e-6) / self.scale
-        integer = np.array(self.integer, dtype=float)
-        counts = int(integer.sum())
-        if counts > _MOST:  # fractions of counts bound, too
-            integer[:] = 0.0
-        if seconds is None:
-            nodes = min(nodes, max(1, _EFFORT // max(1, counts)))
-        found, least = self.rows.minimize(self.makespan, high, integer, gap=gap, nodes=nodes, seconds=seconds)
-        return self.upper if found.status == 2 else least * self.scale  # 2: nothing below the known placement
+    def solve(self, gap: float, programs: int, deadline: float | None) -> float:
+        """Seconds that no placement goes below."""
+        whole = np.array(self.integer)
+        found = least(
+            self.rows,
+            self.makespan,
+            np.array(self.high),
+            whole,
+            enough=self.upper * (1 - gap) / self.scale,
+            programs=programs,
+            deadline=deadline,
+        )
+        return min(self.upper, found * self.scale)
 
 
 def _places(shares: Shares) -> list[_Place]:

@@ -15,7 +15,7 @@ from scipy.optimize import Bounds, LinearConstraint
 from scipy.sparse import eye as identity
 from scipy.sparse import kron, vstack
 
-from graphplan.passes.highs import milp
+from graphplan.passes.quiet import milp
 
 __all__ = ["Block", "Packing", "pack", "spill"]
 

@@ -2,12 +2,13 @@
 
 Binary ``x[i, d]``: unit ``i`` runs on device ``d``. Continuous: ``z`` for a value that arrives, ``a`` for
 one that several units read, ``r`` for a weight that is kept, ``s`` for one that is brought at every call.
-The costs and sizes are those of ``shares``, so its dual bound is a lower bound of every placement.
-Solved by HiGHS (Huangfu and Hall, 2018) through scipy.
+The costs and sizes are those of ``shares``, so what it cannot go below is a lower bound of every placement.
+HiGHS (Huangfu and Hall, 2018) proposes placements, through scipy; bounds are of branch and bound.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphplan.device import DeviceKey
+from graphplan.passes.branch_and_bound import least
 from graphplan.passes.occupancy import Held, Occupancy
 from graphplan.passes.rows import Rows
 from graphplan.passes.shares import Shares
@@ -24,11 +26,12 @@ __all__ = ["Program", "Solved"]
 Floats = npt.NDArray[np.float64]
 
 _NEEDY = 24  # units whose working set is counted on each device
+_LATEST = 10.0  # times the seconds of a known placement, which no better one reaches
 
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """What HiGHS found.
+    """What was found.
 
     Attributes:
         bound: seconds that no placement can go below.
@@ -188,29 +191,37 @@ class Program:
             if terms:
                 self.rows.add([*terms, (self.makespan, -1.0)], -np.inf, 0.0)
 
-    def solve(self, *, upper: float, gap: float, nodes: int, seconds: float | None = None) -> Solved:
-        """Run HiGHS.
+    def solve(
+        self, *, upper: float, gap: float, nodes: int, programs: int, seconds: float | None = None
+    ) -> Solved:
+        """Have HiGHS propose a placement, and bound what any takes.
 
         Args:
             upper: seconds of a known placement.
             gap: relative gap at which to stop.
-            nodes: branches to look at.
+            nodes: branches to look at for the proposal.
+            programs: linear programs to solve for the bound.
             seconds: of clock, or None.
         """
-        high = np.ones(self.count)
+        deadline = None if seconds is None else time.monotonic() + seconds
+        high, whole = np.ones(self.count), np.zeros(self.count, dtype=bool)
         high[self.fixed_to_zero] = 0.0
         high[self.makespan] = upper * (1 + 1e-6) / self.scale
-        integrality = np.zeros(self.count)
-        integrality[self.integer] = 1
-        found, least = self.rows.minimize(
-            self.makespan, high, integrality, gap=gap, nodes=nodes, seconds=seconds
+        whole[self.integer] = True
+        half = None if seconds is None else seconds / 2
+        values = self.rows.propose(
+            self.makespan, high, whole.astype(float), gap=gap, nodes=nodes, seconds=half
         )
-        bound = least * self.scale
-        if found.status == 2:  # nothing below the known placement
-            return Solved(upper, {}, frozenset(), True)
-        if found.x is None:
-            return Solved(bound, {}, frozenset(), False)
-        return self._read(found.x, bound, optimal=found.status == 0)
+        reached = upper if values is None else min(upper, values[self.makespan] * self.scale)
+        high[self.makespan] = _LATEST * upper / self.scale
+        enough = reached * (1 - gap) / self.scale
+        found = least(
+            self.rows, self.makespan, high, whole, enough=enough, programs=programs, deadline=deadline
+        )
+        bound = min(upper, found * self.scale)
+        if values is None:
+            return Solved(bound, {}, frozenset(), bound >= enough * self.scale)
+        return self._read(values, bound, optimal=bound >= enough * self.scale)
 
     def _read(self, values: Floats, bound: float, *, optimal: bool) -> Solved:
         devices: dict[int, DeviceKey] = {}

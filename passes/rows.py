@@ -1,15 +1,13 @@
-"""Linear inequalities, gathered one by one for a sparse matrix, and the least of a variable within them."""
+"""Linear inequalities, gathered one by one for a sparse matrix, and what HiGHS makes of them."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint
 from scipy.sparse import csr_array
 
-from graphplan.passes.highs import milp
+from graphplan.passes.quiet import milp
 
 __all__ = ["Rows"]
 
@@ -40,10 +38,12 @@ class Rows:
         matrix = csr_array((self.data, (self.rows, self.columns)), shape=shape)
         return LinearConstraint(matrix, np.array(self.low), np.array(self.high))
 
-    def minimize(
+    def propose(
         self, variable: int, high: Floats, integer: Floats, *, gap: float, nodes: int, seconds: float | None
-    ) -> tuple[Any, float]:
-        """What HiGHS finds, and what the variable cannot go below.
+    ) -> Floats | None:
+        """(variables,) values with which HiGHS makes one of them small; None where it finds none.
+
+        Its own bound is not to be trusted: see ``branch_and_bound``.
 
         Args:
             variable: to be as small as possible.
@@ -58,14 +58,11 @@ class Rows:
         options: dict[str, float | int | bool] = {"mip_rel_gap": gap, "node_limit": nodes}
         if seconds is not None:
             options["time_limit"] = seconds
-        found = milp(
+        found: Floats | None = milp(
             objective,
             constraints=self.constraint(len(high)),
             bounds=Bounds(np.zeros(len(high)), high),
             integrality=integer,
             options=options,
-        )
-        dual = getattr(found, "mip_dual_bound", None)
-        if not integer.any():
-            dual = found.fun if found.status == 0 else None
-        return found, 0.0 if dual is None or not np.isfinite(dual) else float(dual)
+        ).x
+        return found

@@ -134,9 +134,7 @@ def test_no_placement_is_below_the_count(case: object) -> None:
         found = evaluate(problem, assignment)
         if found.feasible:
             feasible += 1
-            bound, _ = count_units(
-                Shares(problem), upper=5 * found.seconds, gap=1e-6, nodes=200, seconds=None
-            )
+            bound, _ = count_units(Shares(problem), upper=5 * found.seconds, gap=1e-6, programs=300)
             assert bound <= found.seconds * (1 + 1e-6)
             assert place(problem).lower_bound <= found.seconds * (1 + 1e-6)
     assert feasible

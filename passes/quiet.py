@@ -1,8 +1,4 @@
-"""scipy's ``milp`` without what HiGHS prints, and without a presolve that may cut the optimum off.
-
-With presolve, HiGHS calls some points optimal that are not, so that its dual bound is none: by 0.15 % in a
-program of 54 variables (``tests/test_counts.py``, HiGHS 1.12; ERGO-Code/HiGHS issues 1725, 3043, 3073, 3094).
-What graphplan proves must hold, and without presolve these programs are solved as fast.
+"""scipy's ``milp`` without what HiGHS prints.
 
 HiGHS names one of its functions on the C library's stdout when it mends a solution that presolving has made
 slightly infeasible (``HighsMipSolverData::transformNewIntegerFeasibleSolution``, in HiGHS 1.12), whatever its
@@ -32,9 +28,8 @@ _TURN = threading.Lock()  # two at a time would each take the other's file for s
 
 
 def milp(*args: Any, **kwargs: Any) -> Any:
-    """:func:`scipy.optimize.milp`, silent and without presolve."""
-    options = {**kwargs.pop("options", {}), "presolve": False}
-    return without_prints(lambda: scipy.optimize.milp(*args, options=options, **kwargs))
+    """:func:`scipy.optimize.milp`, silent."""
+    return without_prints(lambda: scipy.optimize.milp(*args, **kwargs))
 
 
 def without_prints(solve: Callable[[], Result]) -> Result:
