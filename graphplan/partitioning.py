@@ -253,14 +253,16 @@ class _Start:
 
     def place(self, model: nn.Module, twin: Twin, call: BoundCall | None, entry: str = "") -> nn.Module:
         """A placed copy of ``model``; ``entry`` is the path of the submodule that is called, if it is one."""
+        compiler = self._compiler(twin)
         try:
-            compiler = self._compiler(twin)
             placed = self._attached(model, twin, compiler, [compiler.first(call, entry)])
             if self.check and call is not None:
                 self._compare(model, placed, call, entry)
         except NoGraphError as error:
-            if self.strict or call is None or self.homes is not None:
+            if self.strict or call is None:
                 raise
+            if self.homes is not None:  # its modules run this call where their weights are
+                return self._attached(model, twin, compiler, [])
             placed = fall_back(model, twin, call, self.topology, self.options, self.source, error, entry)
             if self.check:
                 self._compare(model, placed, call, entry)
@@ -312,7 +314,8 @@ class _Start:
         owned = self.homes is not None
         made = place_model(model, twin.weights, compiler.layout(), placed_class, self.source, owned=owned)
         placed = made.module
-        again = _Start(self.topology, self.options, None, compiler.homes, programs[0].plan, self.strict)
+        first = programs[0].plan if programs else self.known_plan
+        again = _Start(self.topology, self.options, None, compiler.homes, first, self.strict)
         attach(
             placed,
             programs,

@@ -50,7 +50,9 @@ class PlacedModule(nn.Module):
         Raises:
             PlanError: nothing has been captured yet.
         """
-        known: Plan | None = getattr(self._graphplan.start, "known_plan", None)
+        state = self._graphplan
+        unpickled = state.start or (None if state.programs else state.restart)
+        known: Plan | None = getattr(unpickled, "known_plan", None)
         return self._first().plan if known is None else known
 
     def _first(self) -> Program:
@@ -141,8 +143,13 @@ class PlacedModule(nn.Module):
         if record is not None:
             raise PlanError("modules run this call one by one, there is no graph to profile")
         state = self._graphplan
-        plain, home = unplaced(self), state.return_outputs
-        return state.modulewise.run(self, plain, served.form, served.call, home=home)
+        plain, home, instead = unplaced(self), state.return_outputs, self._computes_instead()
+        return state.modulewise.run(self, plain, served.form, served.call, home=home, instead=instead)
+
+    def _computes_instead(self) -> torch.device | None:
+        """The accelerator on which modules on the CPU compute, where the CPU may not."""
+        accelerators = [spec.torch_device for spec in self.plan.topology.devices if spec.is_accelerator]
+        return accelerators[0] if accelerators and not self.plan.wishes.cpu_compute else None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         original = type(self).__mro__[2]

@@ -91,7 +91,16 @@ class Modulewise:
                 return index
         return None
 
-    def run(self, whole: nn.Module, plain: nn.Module, index: int, call: BoundCall, *, home: bool) -> Any:
+    def run(
+        self,
+        whole: nn.Module,
+        plain: nn.Module,
+        index: int,
+        call: BoundCall,
+        *,
+        home: bool,
+        instead: torch.device | None = None,
+    ) -> Any:
         """Run a call.
 
         Args:
@@ -100,6 +109,7 @@ class Modulewise:
             index: of the form that the call has.
             call: its arguments.
             home: whether results go back to the device of the call.
+            instead: where modules on the CPU compute; None: on the CPU.
 
         Raises:
             CaptureError: no way of running works.
@@ -108,20 +118,21 @@ class Modulewise:
             self.tree = _shared(plain)
         _follow(self.tree, whole)
         form, device = self.forms[index], call.device or torch.device("cpu")
+        places = _Places(device, instead)
         if index not in self.ways:
-            self.ways[index] = self._first_way(form, call, device)
-        result = _run(self.tree, form.entry, self.ways[index], device, call.args, call.kwargs)
+            self.ways[index] = self._first_way(form, call, places)
+        result = _run(self.tree, form.entry, self.ways[index], places, call.args, call.kwargs)
         _take_back(self.tree, whole)
         return _sent(result, device) if home else result
 
-    def _first_way(self, form: _Form, call: BoundCall, device: torch.device) -> _Way:
+    def _first_way(self, form: _Form, call: BoundCall, places: _Places) -> _Way:
         assert self.tree is not None
         failures = []
         for way in _WAYS:
             args, kwargs = copy.deepcopy((call.args, call.kwargs))
             try:
                 with _undone(self.tree):
-                    _run(self.tree, form.entry, way, device, args, kwargs)
+                    _run(self.tree, form.entry, way, places, args, kwargs)
             except (RuntimeError, NotImplementedError, GraphplanError) as error:
                 failures.append(f"{way.name}: {type(error).__name__}: {str(error).splitlines()[0]}")
                 gc.collect()
@@ -186,25 +197,47 @@ def _undone(tree: nn.Module) -> Iterator[None]:
                         tensor.copy_(before)
 
 
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Devices of a call.
+
+    Attributes:
+        host: where its inputs are.
+        instead: where modules that are on the CPU compute; None: on the CPU.
+    """
+
+    host: torch.device
+    instead: torch.device | None
+
+    def of(self, module: nn.Module) -> torch.device | None:
+        """Where a module with tensors computes."""
+        device = _device_of(module)
+        return None if device is None else self.allowed(device)
+
+    def allowed(self, device: torch.device) -> torch.device:
+        """The device, or the one that computes in its stead."""
+        return self.instead if self.instead is not None and device.type == "cpu" else device
+
+
 @dataclass
 class _Call:
     """One run.
 
     Attributes:
         way: of running.
-        host: the device of the call.
+        places: devices.
         callers: where the modules that are running compute, the innermost last.
         swapped: for each of them, the tensors that are elsewhere in truth.
     """
 
     way: _Way
-    host: torch.device
+    places: _Places
     callers: list[torch.device] = field(default_factory=list)
     swapped: list[_Swapped] = field(default_factory=list)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Bring a module's inputs, its own tensors, and its layer of the caches, to where it runs."""
-        device = self.host if self.way.gathered else _device_of(module)
+        device = self.places.allowed(self.places.host) if self.way.gathered else self.places.of(module)
         self.callers.append(device or self._device_of_caller())
         self.swapped.append(_Swapped())
         if device is None:
@@ -223,7 +256,7 @@ class _Call:
         return _sent(result, self._device_of_caller()) if self.way.returns else result
 
     def _device_of_caller(self) -> torch.device:
-        return self.callers[-1] if self.callers else self.host
+        return self.callers[-1] if self.callers else self.places.host
 
 
 @dataclass
@@ -267,11 +300,11 @@ def _run(
     tree: nn.Module,
     entry: str,
     way: _Way,
-    device: torch.device,
+    places: _Places,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    call = _Call(way, device)
+    call = _Call(way, places)
     hooks: list[Any] = []
     for part in tree.modules():
         hooks.append(part.register_forward_pre_hook(call.before, with_kwargs=True, prepend=True))

@@ -229,6 +229,51 @@ def test_a_pickled_module_knows_whether_it_is_strict() -> None:
             again(X, STOP)
 
 
+def test_an_unpickled_module_runs_a_first_call_that_no_capture_takes() -> None:
+    with placed(ROOMY, **BY_HALVES) as (model, _, made):
+        again, homes = pickle.loads(pickle.dumps(made)), made.plan.schedule.assignment.weights
+        places = {name: str(p.device) for name, p in made.named_parameters()}
+        del made
+        gc.collect()
+        with pytest.warns(UserWarning, match=WARNED):
+            result = again(X, STOP)
+        assert largest_difference(result, expected_of(model, X, STOP)) < 1e-6
+        assert again.plan.schedule.assignment.weights == homes
+        assert {name: str(p.device) for name, p in again.named_parameters()} == places
+        assert largest_difference(again(X), expected_of(model, X)) < 1e-6  # there is a graph for this one
+        assert len(again.plans) == 1
+
+
+def test_the_cpu_computes_nothing_where_it_may_not() -> None:
+    budgets = {0: 84_000, "cpu": "1MiB"}
+    with placed(budgets, cpu_compute=False, reserve={0: 24_000}) as (model, machine, made):
+        away = [name for name, key in made.plan.schedule.assignment.weights.items() if key == "cpu"]
+        assert away
+        ran: list[str] = []
+        with pytest.warns(UserWarning, match=WARNED):
+            made(X, STOP)
+        with watched(ran):
+            result = made(X, STOP)
+        assert largest_difference(result, expected_of(model, X, STOP)) < 1e-6
+        assert set(ran) == {"sim:0"}
+        assert machine.peak_bytes(0) <= 84_000
+        assert all(str(dict(made.named_parameters())[name].device) == "cpu" for name in away)
+
+
+@contextmanager
+def watched(ran: list[str]) -> Iterator[None]:
+    """Note where linear layers compute."""
+    linear = torch.nn.functional.linear
+
+    def noting(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        ran.append(str(x.device))
+        return linear(x, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "linear", noting)
+        yield
+
+
 def stopping(model: Any) -> Any:
     """The model, whose decoding asks the data."""
     original = type(model)
