@@ -5,9 +5,10 @@ from __future__ import annotations
 from graphplan.captured import Part
 from graphplan.constants import PlacedConstants
 from graphplan.device import DISK, DeviceKey, Topology
+from graphplan.graph import Graph
 from graphplan.placement import Plan
 from graphplan.runtime.storage import Layout
-from graphplan.schedule import ring_bytes
+from graphplan.schedule import Assignment, ring_bytes
 
 __all__ = ["Commitments"]
 
@@ -19,14 +20,22 @@ class Commitments:
 
     Attributes:
         homes: weight or part of one -> where it lives; None until a plan has decided.
+        known: the assignment that has put the weights there, where that was another process.
         constants: those that are placed.
         plans: made so far.
     """
 
-    def __init__(self, homes: dict[str, DeviceKey] | None = None) -> None:
-        self.homes = homes
+    def __init__(self, homes: dict[str, DeviceKey] | None = None, known: Assignment | None = None) -> None:
+        self.homes, self.known = homes, known
         self.constants = PlacedConstants()
         self.plans: list[Plan] = []
+
+    def known_for(self, graph: Graph) -> Assignment | None:
+        """The known assignment, if it is of this graph."""
+        known = self.known
+        if known is None or known.operations.keys() != graph.operations.keys():
+            return None
+        return known if known.weights.keys() == graph.weights.keys() else None
 
     def settle_homes(self, plan: Plan) -> None:
         """Let the weights live where this plan has them."""

@@ -304,7 +304,8 @@ class _Start:
 
     def _compiler(self, twin: Twin) -> Compiler:
         mappable = frozenset[str]() if self.source is None else self.source.mappable()
-        return Compiler(twin, self.topology, self.options, self.homes, mappable)
+        known = None if self.known_plan is None else self.known_plan.schedule.assignment
+        return Compiler(twin, self.topology, self.options, self.homes, mappable, known)
 
     def _attached(
         self, model: nn.Module, twin: Twin, compiler: Compiler, programs: list[Program]

@@ -35,6 +35,7 @@ from graphplan.passes.annotate import Annotator
 from graphplan.placement import Plan
 from graphplan.runtime.program import Program
 from graphplan.runtime.storage import Layout
+from graphplan.schedule import Assignment
 from graphplan.settling import Choice, Member, settle_together
 from graphplan.signature import BoundCall
 from graphplan.sliced_or_whole import choose
@@ -53,6 +54,7 @@ class Compiler:
         topology: the devices.
         options: of the caller.
         homes: where weights are already, if that is settled.
+        known: the assignment that has put them there.
         mappable: the parameters that can stay on disk; None for all.
     """
 
@@ -63,10 +65,11 @@ class Compiler:
         options: Options,
         homes: dict[str, DeviceKey] | None = None,
         mappable: Set[str] | None = None,
+        known: Assignment | None = None,
     ) -> None:
         self.twin, self.topology, self.options, self.mappable = twin, topology, options, mappable
         self._captures = Captures(twin, options)
-        self._committed = Commitments(homes)
+        self._committed = Commitments(homes, known)
 
     @property
     def homes(self) -> dict[str, DeviceKey] | None:

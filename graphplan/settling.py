@@ -18,7 +18,6 @@ from graphplan.passes.joint import Call, place_jointly
 from graphplan.passes.limits import Limits
 from graphplan.passes.place import Solution
 from graphplan.passes.shared_rings import fit_together
-from graphplan.schedule import Assignment
 from graphplan.signature import BoundCall
 from graphplan.warn import warn
 
@@ -78,7 +77,7 @@ def settle(formulation: Formulation, annotator: Annotator, call: BoundCall | Non
     plain = formulation.plain(annotator, call)
     wishes = formulation.wishes(plain.graph)
     asked, problem = Call(plain, wishes, 1.0), constrain(plain, wishes)
-    near: Assignment | None = None
+    near = formulation.committed.known_for(problem.graph)
     for _ in range(_ROUNDS):
         solution = place_or_map(problem, formulation.mappable, limits, near=near)
         near = solution.evaluation.schedule.assignment

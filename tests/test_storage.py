@@ -229,6 +229,49 @@ def test_copies_are_apart() -> None:
         assert machine.live_bytes(0) == live
 
 
+class Writing(nn.Module):
+    """Batch norms in training, and buffers that calls write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linears = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(32) for _ in range(4))
+        self.register_buffer("cache", torch.zeros(64, 32))
+        self.register_buffer("calls", torch.zeros(16, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, (linear, norm) in enumerate(zip(self.linears, self.norms, strict=True)):
+            x = torch.relu(norm(linear(x)))
+            if index == 1:
+                self.cache[:8] = x
+            if index == 2:
+                self.calls.add_(1)
+                x = x + self.cache[:8] * self.calls[:8]
+        return x
+
+
+@pytest.mark.parametrize(
+    "budgets",
+    [
+        {0: 21035, 1: 10517, "cpu": 21035},
+        {0: 23226, 1: 23226},
+        {0: 24979, 1: 12489, "cpu": 15119},
+    ],
+)
+def test_what_fitted_tightly_fits_again_after_pickling(budgets: dict) -> None:
+    x = torch.randn(8, 32)
+    with graphplan.simulate(budgets) as machine:
+        placed = graphplan.partition(Writing().train(), machine.max_memory, (x,))
+        data, homes = pickle.dumps(placed), placed.plan.schedule.assignment.weights
+        del placed
+        gc.collect()
+        again = pickle.loads(data)
+        expected = Writing().train()(x)
+        assert torch.allclose(again(x), expected, atol=1e-6)
+        assert again.plans[0].schedule.assignment.weights == homes
+
+
 def test_pickled_modules_are_placed_again() -> None:
     with placed_model() as (placed, model, machine):
         data = pickle.dumps(placed)
