@@ -215,9 +215,9 @@ class _Program:
                 continue
             arrived = self._new(arrival.count, integer=False)
             self.clock[-1].append((arrived, seconds / self.scale))
-            for reader in arrival.readers:
-                others = len(self.sorts[reader].units) - arrival.count  # which do not read these
-                terms = [(arrived, 1.0), (x[reader], -1.0), (x[arrival.maker], 1.0)]
+            for reader, each in arrival.readers:
+                others = len(self.sorts[reader].units) - each * arrival.count  # which do not read these
+                terms = [(arrived, float(each)), (x[reader], -1.0), (x[arrival.maker], float(each))]
                 self.rows.add(terms, -float(others), np.inf)
 
     def _pay(self, queue: _Terms, row: int, variable: int, item: int, window: int) -> None:

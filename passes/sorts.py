@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,13 +45,13 @@ class Arrival:
     Attributes:
         count: of values.
         maker: index of the sort that makes them.
-        readers: those that read them.
+        readers: those that read them, and how many operations of each read one value.
         seconds: (kinds,) of a copy, at least.
     """
 
     count: int
     maker: int
-    readers: tuple[int, ...]
+    readers: tuple[tuple[int, int], ...]
     seconds: Floats
 
 
@@ -133,8 +133,7 @@ def find_arrivals(shares: Shares, sorts: list[Sort]) -> list[Arrival]:
     for (maker, *others), values in alike.items():
         made = {one for one, _, _ in values}
         read = [unit for _, units, _ in values for unit in units]
-        once = len(set(others)) == len(others) and len(set(read)) == len(read) and len(made) == len(values)
-        if once:
+        if len(set(read)) == len(read) and len(made) == len(values):
             least = np.min([seconds for *_, seconds in values], axis=0)
-            found.append(Arrival(len(values), maker, tuple(others), least))
+            found.append(Arrival(len(values), maker, tuple(Counter(others).items()), least))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -10,6 +11,7 @@ from graphplan import Graph, Link, Operation, Value, Weight
 from graphplan.device import CPU, DeviceKey, read_max_memory
 from graphplan.passes.counts import count_units
 from graphplan.passes.evaluate import Problem, evaluate
+from graphplan.passes.exhaustive import search_all
 from graphplan.passes.place import place
 from graphplan.passes.shares import Shares
 from graphplan.schedule import Assignment
@@ -147,3 +149,37 @@ def test_a_ring_has_a_slot() -> None:
     homes = dict.fromkeys(graph.weights, CPU)
     found = evaluate(problem, Assignment(dict.fromkeys(graph.operations, 0), homes, slots={0: 0}))
     assert [len(ring.slots) for ring in found.schedule.rings] == [1]
+
+
+def experts(seed: int) -> Problem:
+    """Layers of equal experts that read one value each, on an accelerator or two that do not hold all."""
+    draw = random.Random(seed)
+    layers, many, wide = draw.choice([(1, 4), (2, 2), (2, 3)]), draw.choice([4096, 1 << 20]), 2 * MIB
+    operations, values, weights = [], [Value("x", many, many)], []
+    x = "x"
+    for i in range(layers[0]):
+        outs = []
+        operations.append(Operation(f"norm{i}", "f", (x,), (f"normed{i}",), (), 1000, 4096))
+        values.append(Value(f"normed{i}", many, many))
+        for e in range(layers[1]):
+            weights.append(Weight(f"w{i}.{e}", wide))
+            read, out = (f"normed{i}", f"w{i}.{e}"), f"out{i}.{e}"
+            operations.append(Operation(f"expert{i}.{e}", "f", read, (out,), (), 10**8, wide))
+            values.append(Value(out, 4096, 4096))
+            outs.append(out)
+        x = f"x{i}"
+        operations.append(Operation(f"combine{i}", "f", tuple(outs), (x,), (), 1000, 4096))
+        values.append(Value(x, many, many))
+    graph = Graph(operations, values, weights, ["x"], [x])
+    total = wide * len(weights)
+    rooms = [draw.uniform(0.3, 0.8) * total + 4 * many for _ in range(draw.choice([1, 2]))]
+    return with_cpu(graph, rooms, Link(10e9, draw.choice([1e-6, 1e-4])), Speed(1e12, 5e10))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_experts_that_read_one_value(seed: int) -> None:
+    problem = experts(seed)
+    best, _ = search_all(problem, None, fetch=True, nodes=10**5)
+    assert best is not None
+    bound, _ = count_units(Shares(problem), upper=3 * best.seconds, gap=1e-6, programs=500)
+    assert bound * (1 - 1e-6) <= best.seconds
