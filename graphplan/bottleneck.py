@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tqdm.auto import tqdm
 
+from graphplan.alignment import ALIGNMENT
 from graphplan.cost import move_seconds
 from graphplan.device import DeviceKey, DeviceSpec, Link, Topology
 from graphplan.errors import InfeasibleError
@@ -182,7 +183,7 @@ class _Search:
         """Bytes added -> seconds, on the way to the fewest bytes with which the time is the answer's."""
         trials = dict(answer.trials)
         low, high, near = 0, answer.increase, self.near
-        while high - low > max(512, _PRECISION * high):
+        while high - low > max(ALIGNMENT, _PRECISION * high):
             middle = (low + high) // 2
             found = self._place(self._grown(spec, middle), near)
             if found is None or found.seconds > answer.makespan + _SAME * self.now:

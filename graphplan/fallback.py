@@ -22,6 +22,7 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.utils import _pytree as pytree
 
+from graphplan.alignment import ALIGNMENT
 from graphplan.device import CPU, DISK, DeviceKey, Topology
 from graphplan.device_maps import ModuleSizes, map_modules
 from graphplan.errors import CaptureError, GraphplanError, InfeasibleError, NoGraphError
@@ -40,7 +41,7 @@ from graphplan.twin import Twin, method_of, tensor_bytes
 __all__ = ["fall_back", "later_refused", "where_it_failed"]
 
 _SHARES = (1.0, 0.85, 0.7)  # of the budgets: hooks hold on to more than can be foreseen
-_SIZES = ModuleSizes(step=512)  # as allocators count
+_SIZES = ModuleSizes(step=ALIGNMENT)
 
 
 def fall_back(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils import _pytree as pytree
 
 from graphplan.errors import NoGraphError
@@ -20,8 +21,11 @@ from graphplan.passes.fake_run import Effect, OperationResult, run_fake
 from graphplan.passes.tensor_meta import TensorMeta, describe, is_tensor_meta
 from graphplan.quiet import silenced
 from graphplan.sizes import symbols_of
+from graphplan.warn import warn
 
 __all__ = ["Interpreter"]
+
+_DATA_DECIDES = (DataDependentOutputException, DynamicOutputShapeException)  # which the trace has seen
 
 
 class Interpreter:
@@ -107,6 +111,11 @@ class Interpreter:
         """What the trace itself recorded, for an operation that does not run on fake tensors."""
         if "val" not in node.meta:
             raise NoGraphError(f"{node.format_node()} cannot be run on fake tensors: {error}") from error
+        if error is not None and not isinstance(error, _DATA_DECIDES):
+            warn(
+                f"{node.target} does not run on fake tensors ({type(error).__name__}: {error}): its results "
+                "count as new memory of the sizes that the trace saw, and what it takes on the way as nothing"
+            )
         value = describe(node.meta["val"], self.sizes)
         tensors = [leaf for leaf in pytree.tree_leaves(value, is_leaf=is_tensor_meta) if is_tensor_meta(leaf)]
         return Effect(value, tuple(OperationResult(t, t.copy_bytes) for t in tensors), 0, {"cpu": 0})

@@ -18,6 +18,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from graphplan.alignment import round_up
 from graphplan.device import CPU, DeviceKey, DeviceSpec
 from graphplan.graph import Operation
 from graphplan.passes.bands import Crowd, find_crowds
@@ -128,18 +129,14 @@ class Shares:
                 self._fix(weight.name, fixed, readers)
             elif len(readers) == 1 and not (self.problem.offload and self.items[readers[0]].nbytes):
                 item = self.items[readers[0]]
-                item.nbytes, item.streamed = item.nbytes + self._rounded(weight.nbytes), weight.name
+                item.nbytes, item.streamed = item.nbytes + round_up(weight.nbytes), weight.name
             elif readers:
-                index = self._add(_Item(self._rounded(weight.nbytes), [], weight.name, weight.name))
+                index = self._add(_Item(round_up(weight.nbytes), [], weight.name, weight.name))
                 self.needs += [(reader, index) for reader in readers]
 
     def _add(self, item: _Item) -> int:
         self.items.append(item)
         return len(self.items) - 1
-
-    @staticmethod
-    def _rounded(nbytes: int) -> int:
-        return -(-nbytes // 512) * 512
 
     def _fix(self, name: str, home: DeviceKey, readers: Sequence[int]) -> None:
         """A weight whose place is settled: memory there, a copy wherever else it is read."""
@@ -147,7 +144,7 @@ class Shares:
         clock, queue = np.zeros(len(self.kinds)), np.zeros(len(self.kinds))
         for row, kind in enumerate(self.kinds):
             if home in kind.keys:
-                self._base[row] += self._rounded(nbytes)
+                self._base[row] += round_up(nbytes)
                 continue
             clock[row], queue[row] = self._copy_seconds(name, kind.spec, [home])
         if len(readers) == 1:
