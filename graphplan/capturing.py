@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from graphplan.captured import Capture
 from graphplan.constants import name_apart
 from graphplan.extents import bounded
+from graphplan.modes import Modes
 from graphplan.options import Options
 from graphplan.passes.annotate import Annotator
 from graphplan.passes.simplify import simplify
@@ -25,7 +26,7 @@ logger = logging.getLogger("graphplan")
 class Captured:
     """What was traced, for all sizes, in some modes of the modules; and annotated, for some sizes."""
 
-    modes: tuple[bool, ...]
+    modes: Modes
     capture: Capture
     annotators: list[Annotator]
 
@@ -81,7 +82,7 @@ class Captures:
                 "capturing another graph of %s for (%s): %s",
                 what,
                 ", ".join(leaf_names(call)),
-                reason or "its modules are in other modes, or it was not called before",
+                reason or modes.difference(self.known[-1].modes) or "it was not called before",
             )
         self.known.append(Captured(modes, self._trace(call, entry), []))
         return self.known[-1]

@@ -29,7 +29,7 @@ _Tensors = dict[str, list[tuple[str, torch.Tensor]]]
 def infer_auto_device_map(
     model: nn.Module,
     max_memory: dict[int | str, int | str] | None = None,
-    no_split_module_classes: list[str] | None = None,
+    no_split_module_classes: str | list[str] | None = None,
     dtype: str | torch.dtype | None = None,
     special_dtypes: dict[str, str | torch.dtype] | None = None,
     verbose: bool = False,
@@ -47,7 +47,7 @@ def infer_auto_device_map(
     Args:
         model: on any device, meta too.
         max_memory: device -> bytes or text, as accelerate reads it; None for what is free here.
-        no_split_module_classes: class names of modules that stay in one piece.
+        no_split_module_classes: class names of modules that stay in one piece, or the name of one.
         dtype: to which weights will be converted when they are loaded.
         special_dtypes: name -> dtype, for weights that differ from ``dtype``.
         verbose: whether to print where each block goes.
@@ -63,7 +63,8 @@ def infer_auto_device_map(
     accelerators = [key for key in budgets if key not in (CPU, DISK)]
     # hooks run what is offloaded on the first accelerator of a set, whose order is its own
     main = list(set(accelerators))[0] if accelerators else None  # noqa: RUF015  # as accelerate's
-    whole = set(no_split_module_classes or ())
+    named = no_split_module_classes or ()
+    whole = {named} if isinstance(named, str) else set(named)
     found = map_modules(model, budgets, whole, sizes, main, offload_buffers=offload_buffers, verbose=verbose)
     return merged_map(found) if clean_result else found
 

@@ -13,6 +13,7 @@ from graphplan.captured import Capture
 from graphplan.constants import PlacedConstants
 from graphplan.device import CPU, Topology
 from graphplan.graph import Graph
+from graphplan.modes import Modes
 from graphplan.ops import constant_attribute
 from graphplan.options import Options
 from graphplan.passes.lower import host_device, lower
@@ -48,7 +49,7 @@ def lower_planned(
     topology: Topology,
     options: Options,
     constants: PlacedConstants,
-    modes: tuple[bool, ...],
+    modes: Modes,
 ) -> Program:
     """The program of a plan.
 
@@ -57,7 +58,7 @@ def lower_planned(
         topology: the devices.
         options: of the caller.
         constants: those of earlier plans; what this one adds is placed.
-        modes: training or not, for each module, as traced.
+        modes: of the modules, as traced.
     """
     captured, plan = planned.capture, planned.plan
     graph, homes = plan.graph, plan.schedule.assignment.weights

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Protocol
 
@@ -53,7 +53,31 @@ class Machine(Protocol):
         ...
 
 
-current_machine: ContextVar[Machine | None] = ContextVar("graphplan_machine", default=None)
+class _Current:
+    """The machine of the surrounding block; threads that are started inside a block have its machine too."""
+
+    def __init__(self) -> None:
+        self._here: ContextVar[Machine | None] = ContextVar("graphplan_machine", default=None)
+        self._open: list[Machine] = []
+
+    def get(self) -> Machine | None:
+        """None where there is none."""
+        here = self._here.get()
+        return self._open[-1] if here is None and self._open else here
+
+    @contextmanager
+    def being(self, machine: Machine) -> Iterator[None]:
+        """A block of a machine."""
+        token = self._here.set(machine)
+        self._open.append(machine)
+        try:
+            yield
+        finally:
+            self._open.remove(machine)
+            self._here.reset(token)
+
+
+current_machine = _Current()
 
 
 def suspended() -> AbstractContextManager[None]:

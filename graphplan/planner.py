@@ -30,6 +30,7 @@ from graphplan.errors import CaptureError, InfeasibleError
 from graphplan.formulation import Formulation, host_key
 from graphplan.graph import Graph
 from graphplan.lowering import Planned, lower_planned
+from graphplan.modes import Modes
 from graphplan.options import Options
 from graphplan.passes.annotate import Annotator
 from graphplan.placement import Plan
@@ -130,7 +131,7 @@ class Compiler:
         self._committed.settle_homes(planned[0].plan)
         return [self._lower(one) for one in planned]
 
-    def further(self, call: BoundCall, modes: Sequence[bool], entry: str = "") -> Program:
+    def further(self, call: BoundCall, modes: Modes, entry: str = "") -> Program:
         """Plan and lower a call of another structure, with the weights where they are."""
         self.twin.set_modes(modes)
         return self._lower(self.plan(call, entry))

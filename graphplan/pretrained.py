@@ -232,8 +232,13 @@ def _finish_model(folder: Path, model: Any) -> None:
     from transformers import GenerationConfig  # optional package
 
     model.eval()
-    if model.can_generate() and (folder / _GENERATION).is_file():
-        try:
-            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, TypeError, json.JSONDecodeError) as error:
-            warn(f"{folder / _GENERATION} cannot be read: {error}")
+    if not model.can_generate():
+        return
+    own = (folder / _GENERATION).is_file()
+    named = _GENERATION if own else _CONFIG  # older folders have these settings there
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(
+            folder, config_file_name=named, local_files_only=True, _from_model_config=not own
+        )
+    except (OSError, ValueError, TypeError, json.JSONDecodeError) as error:
+        warn(f"{folder / named} cannot be read: {error}")

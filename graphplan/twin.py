@@ -20,9 +20,10 @@ from torch import nn
 
 from graphplan.caches import know_caches
 from graphplan.errors import CaptureError
+from graphplan.modes import Modes, read_modes, write_modes
 from graphplan.signature import BoundCall, bind_call
 
-__all__ = ["ModelWeights", "Twin", "identity", "is_wrapper", "method_of", "modes_of", "tensor_bytes"]
+__all__ = ["ModelWeights", "Twin", "identity", "is_wrapper", "method_of", "tensor_bytes"]
 
 
 class ModelWeights:
@@ -121,11 +122,6 @@ _ROOT_HOOKS = (
 )
 
 
-def modes_of(module: nn.Module) -> tuple[bool, ...]:
-    """Training or not, for each module of a tree, in the order of ``modules()``."""
-    return tuple(part.training for part in module.modules())
-
-
 class Twin:
     """A copy of a model to trace, with stand-ins for its weights.
 
@@ -174,14 +170,13 @@ class Twin:
         return f"{prefix}.{name}" if prefix else name
 
     @property
-    def modes(self) -> tuple[bool, ...]:
-        """Training or not, for each module."""
-        return modes_of(self.module)
+    def modes(self) -> Modes:
+        """Of the copy."""
+        return read_modes(self.module)
 
-    def set_modes(self, modes: Sequence[bool]) -> None:
-        """Put each module of the copy in training or evaluation mode."""
-        for module, training in zip(self.module.modules(), modes, strict=True):
-            module.training = training
+    def set_modes(self, modes: Modes) -> None:
+        """Put the copy into the modes of the model."""
+        write_modes(self.module, modes)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:
         """Arguments in canonical form."""

@@ -111,7 +111,8 @@ class Interpreter:
         """What the trace itself recorded, for an operation that does not run on fake tensors."""
         if "val" not in node.meta:
             raise NoGraphError(f"{node.format_node()} cannot be run on fake tensors: {error}") from error
-        if error is not None and not isinstance(error, _DATA_DECIDES):
+        # sizes need not add up at the bounds that they are counted with
+        if error is not None and not isinstance(error, _DATA_DECIDES) and _has_sizes(node):
             warn(
                 f"{node.target} does not run on fake tensors ({type(error).__name__}: {error}): its results "
                 "count as new memory of the sizes that the trace saw, and what it takes on the way as nothing"
@@ -133,6 +134,16 @@ def _hashable(leaf: Any) -> Any:
 
 def _makes_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor | list | tuple)
+
+
+def _has_sizes(node: fx.Node) -> bool:
+    """Whether the sizes of what it reads and makes are numbers."""
+    leaves = pytree.tree_leaves([one.meta.get("val") for one in (node, *node.all_input_nodes)])
+    return not any(
+        isinstance(size, torch.SymInt)
+        for leaf in leaves
+        for size in (leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,))
+    )
 
 
 def _fake_device(device_type: str) -> torch.device:

@@ -70,8 +70,9 @@ def pack(blocks: Sequence[Block], capacities: Sequence[int], main: int = 0) -> P
         if not capacities
         else [
             packing
+            for largest_first in (False, True)
             for limit in sorted({block.fetched for block in blocks}, reverse=True)
-            if (packing := _with_offload(blocks, capacities, main, limit)) is not None
+            if (packing := _with_offload(blocks, capacities, main, limit, largest_first)) is not None
         ]
     )
     if not found:
@@ -144,7 +145,7 @@ def _search(sizes: Sequence[int], capacities: Sequence[int]) -> list[int] | None
 
 
 def _with_offload(
-    blocks: Sequence[Block], capacities: Sequence[int], main: int, limit: int
+    blocks: Sequence[Block], capacities: Sequence[int], main: int, limit: int, largest_first: bool
 ) -> Packing | None:
     """Some are offloaded, none that takes more than ``limit`` bytes when it is brought back."""
     free = list(capacities)
@@ -160,7 +161,7 @@ def _with_offload(
             return None
         places[index] = device
         free[device] -= blocks[index].nbytes
-    for index in optional:
+    for index in sorted(optional, key=lambda index: -blocks[index].nbytes) if largest_first else optional:
         block = blocks[index]
         for device, room in enumerate(free):
             if room + (block.kept if device == main else 0) >= block.nbytes:

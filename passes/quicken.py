@@ -101,7 +101,7 @@ def _share_views(graph: fx.Graph) -> None:
         return
     known: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.target not in _VIEWS or node.kwargs or _is_changed(node):
+        if node.target not in _VIEWS or node.kwargs or _is_changed(node) or _is_moved(node):
             continue
         key = (node.target, repr(node.args))
         first = known.setdefault(key, node)
@@ -113,6 +113,11 @@ def _share_views(graph: fx.Graph) -> None:
 def _is_changed(node: fx.Node) -> bool:
     """Whether something takes this very tensor to write to, or hands it to the caller."""
     return any(user.op == "output" or _schema_writes(user) for user in node.users)
+
+
+def _is_moved(node: fx.Node) -> bool:
+    """Whether the schedule has a move of this very value, which another's would repeat."""
+    return any("move" in user.meta for user in node.users)
 
 
 def _schema_writes(node: fx.Node) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from graphplan.errors import NoGraphError
+from graphplan.modes import ModeReader, Modes
 from graphplan.runtime.binding import BoundCode
 from graphplan.runtime.modulewise import Modulewise
 from graphplan.runtime.parts import ModuleParts
@@ -24,7 +25,7 @@ from graphplan.signature import BoundCall
 
 __all__ = ["Code", "Compile", "KnownForm", "ModuleState", "Refused", "Start"]
 
-Compile = Callable[[BoundCall, Sequence[bool], str], Program]
+Compile = Callable[[BoundCall, Modes, str], Program]
 """Makes a program of a call, the modes of the modules, and the path of the submodule that is called."""
 
 Refused = Callable[[NoGraphError], None]
@@ -72,7 +73,7 @@ class ModuleState:
     device: torch.device | None = None
     codes: dict[int, Code] = field(default_factory=dict)
     routes: list[KnownForm] = field(default_factory=list)
-    modules: list[nn.Module] = field(default_factory=list)
+    reader: ModeReader | None = None
     streams: ModuleStreams = field(default_factory=ModuleStreams)
     parts: ModuleParts = field(default_factory=ModuleParts)
     modulewise: Modulewise = field(default_factory=Modulewise)
@@ -85,7 +86,7 @@ class ModuleState:
             replace(p, constants={name: own[id(tensor)] for name, tensor in p.constants.items()})
             for p in self.programs
         ]
-        copied = replace(self, programs=programs, codes={}, routes=[], modules=[])
+        copied = replace(self, programs=programs, codes={}, routes=[], reader=None)
         copied.modulewise = self.modulewise.renewed()
         copied.streams, copied.parts, copied.lock = ModuleStreams(), ModuleParts(), threading.RLock()
         return copied

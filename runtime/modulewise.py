@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan.caches import is_cache
 from graphplan.errors import CaptureError, GraphplanError
+from graphplan.modes import Modes, read_modes, write_modes
 from graphplan.runtime.simulated_tensor import SimulatedTensor
 from graphplan.runtime.wrapped import moved
 from graphplan.signature import BoundCall, InputSignature, TensorLeaf, leaf_names
@@ -62,7 +63,7 @@ class _Form:
     """A call structure that no capture takes, of any sizes."""
 
     entry: str
-    modes: tuple[bool, ...]
+    modes: Modes
     signature: InputSignature
 
 
@@ -78,13 +79,13 @@ class Modulewise:
         """For a copy of the module."""
         return Modulewise(list(self.forms), dict(self.ways))
 
-    def note(self, entry: str, call: BoundCall, modes: tuple[bool, ...]) -> int:
+    def note(self, entry: str, call: BoundCall, modes: Modes) -> int:
         """Run calls of this structure module by module from now on; the index of their form."""
         leaves = tuple(_any_size(leaf) for leaf in call.leaves)
         self.forms.append(_Form(entry, modes, InputSignature(call.spec, leaves, leaf_names(call))))
         return len(self.forms) - 1
 
-    def find(self, entry: str, call: BoundCall, modes: tuple[bool, ...]) -> int | None:
+    def find(self, entry: str, call: BoundCall, modes: Modes) -> int | None:
         """The form that a call has, if it is one of these."""
         for index, form in enumerate(self.forms):
             if form.entry == entry and form.modes == modes and form.signature.mismatch(call) is None:
@@ -164,8 +165,8 @@ def _shared(plain: nn.Module) -> nn.Module:
 
 def _follow(tree: nn.Module, whole: nn.Module) -> None:
     """Have the modes, and the tensors, that the placed module has now."""
+    write_modes(tree, read_modes(whole))
     for mine, part in zip(tree.modules(), whole.modules(), strict=True):
-        mine.training = part.training
         mine._parameters.update(part._parameters)
         mine._buffers.update(part._buffers)
 

@@ -3,7 +3,7 @@
 ``generate()`` reads the arguments of ``forward`` from its signature, calls the encoder by itself, and makes
 tensors on ``model.device``; a pipeline moves the model there. A placed model's ``device`` is where the
 tensors of its calls are, as planned; its encoder is a *part*: the submodule, whose call goes through a graph
-of its own over the weights of the whole.
+of its own over the weights of the whole; so are its embeddings.
 """
 
 from __future__ import annotations
@@ -51,6 +51,12 @@ def _part(whole: nn.Module, found: Any) -> Any:
     return part
 
 
+_CONVERSIONS = {
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float": torch.float32,
+    "double": torch.float64,
+}
 _CALLED = re.compile(
     r"get_(image|video|audio|text|qformer)_features$"
 )  # methods that compute, and are called
@@ -92,7 +98,9 @@ def answers(placed: type, original: type[nn.Module]) -> dict[str, Any]:
     body |= _methods(original)
     body["device"] = property(_device_of(original))
     body["to"] = _to
-    for name in ("get_encoder", "get_decoder"):
+    body |= {name: _to_like(getattr(original, name), dtype) for name, dtype in _CONVERSIONS.items()}
+    body |= {name: _to_like(getattr(original, name), torch.device(name)) for name in ("cpu", "cuda")}
+    for name in ("get_encoder", "get_decoder", "get_input_embeddings", "get_output_embeddings"):
         if callable(getattr(original, name, None)):
             body[name] = _finder(getattr(original, name))
     body["base_model"] = property(_finder(original.base_model.fget))  # type: ignore[attr-defined]
@@ -127,6 +135,16 @@ def _to(self: Any, *args: Any, **kwargs: Any) -> Any:
     if device is not None:
         self._graphplan.device = device
     return self
+
+
+def _to_like(method: Any, place: torch.dtype | torch.device) -> Any:
+    """A method of modules that is short for ``to``."""
+
+    @functools.wraps(method)
+    def convert(self: Any, device: Any = None) -> Any:
+        return _to(self, place if device is None else torch.device("cuda", torch.device(device).index))
+
+    return convert
 
 
 def _finder(method: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from graphplan.modes import Modes
 from graphplan.signature import BoundCall, InputSignature
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Program:
         changed: those of the placeholders that the call writes to.
         host: the device where the caller's tensors were planned to be.
         out_spec: the structure of the result.
-        modes: training or not, for each module, as traced.
+        modes: of the modules, as traced.
         prepare: turns the caller's arguments into the traced ones, or None.
         states: the tensors of the caller's caches, and where each is to be.
         caches: names of the arguments that are caches.
@@ -69,7 +70,7 @@ class Program:
     changed: frozenset[int]
     host: torch.device
     out_spec: pytree.TreeSpec
-    modes: tuple[bool, ...]
+    modes: Modes
     prepare: Callable[[BoundCall], BoundCall] | None = None
     states: tuple[State, ...] = ()
     caches: tuple[str, ...] = ()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any
 
 from torch import nn
 
 from graphplan.errors import NoGraphError
+from graphplan.modes import ModeReader, Modes
 from graphplan.runtime.module_state import KnownForm, ModuleState
 from graphplan.runtime.program import Program
 from graphplan.runtime.routes import find_route
@@ -26,8 +26,6 @@ _MANY_PROGRAMS = (
     "string) may differ from call to call, or sizes may: pass tensors, or dynamic_shapes"
 )
 _ROUTES = 16  # forms of calls that are remembered
-
-_training = attrgetter("training")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +66,9 @@ def serve(
     Raises:
         GraphplanError: the call has a new structure, and cannot be captured or placed.
     """
-    if not state.modules:
-        state.modules = list(module.modules())[1:]  # not itself: that would be a cycle
-    modes = (module.training, *map(_training, state.modules))
+    if state.reader is None:
+        state.reader = ModeReader(module)
+    modes = state.reader.read(module)
     for known in state.routes:
         program = state.programs[known.index]
         if program.modes == modes and program.entry == entry:
@@ -92,7 +90,7 @@ def serve(
     return Served(index, traced.leaves, given)
 
 
-def _find(state: ModuleState, entry: str, call: BoundCall, modes: tuple[bool, ...]) -> int | ServedByModules:
+def _find(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> int | ServedByModules:
     device = call.device
     for index, program in enumerate(state.programs):
         here = program.entry == entry and (device is None or device == program.host)

@@ -48,10 +48,7 @@ def simulate(
     cpu = topology[CPU].memory if CPU in topology else None
     machine = SimulatedMachine(sizes, cpu, dict(links or {}))
     register_backend()
-    token = current_machine.set(machine)
-    try:
-        # the autograd engine would otherwise ask C++ for a queue per device
-        with torch.autograd.set_multithreading_enabled(False), SimulationMode():  # type: ignore[no-untyped-call]  # torch's
-            yield machine
-    finally:
-        current_machine.reset(token)
+    # the autograd engine would otherwise ask C++ for a queue per device
+    single = torch.autograd.set_multithreading_enabled(False)
+    with current_machine.being(machine), single, SimulationMode():  # type: ignore[no-untyped-call]  # torch's
+        yield machine

@@ -113,6 +113,62 @@ def test_models_are_split_at_layers_or_where_the_caller_says() -> None:
     assert whole == {"0": 0, "1": 0, "2": 1}
 
 
+def buffered(*more: str) -> nn.Module:
+    model = Small()
+    for name, rows in {"linear1": 2, "batchnorm": 3, "linear2": 3, **dict.fromkeys(more, 2)}.items():
+        if name in more:
+            setattr(model, name, nn.Linear(4, 5))
+        getattr(model, name).register_buffer("table", torch.zeros(10, rows))
+    return model
+
+
+LITERAL = [  # accelerate's tests, what accelerate makes of them, and what graphplan does
+    (Small, {0: 200, 1: 200}, {}, {"linear1": 0, "batchnorm": 1, "linear2": 1}, {"batchnorm": 0}),
+    (Small, {0: 200, 1: 172, 2: 200}, {}, {"linear1": 0, "batchnorm": 1, "linear2": 1}, {"batchnorm": 0}),
+    (three, {0: 500, 1: 500}, {}, {"layer2.linear1": 0, "layer2.linear2": 1}, {"layer2": 0}),
+    (
+        three,
+        {0: 500, 1: 500},
+        {"no_split_module_classes": ["Small"]},
+        {"layer1": 0, "layer2": 1, "layer3": 1},
+        {"layer1": 0, "layer2": 0, "layer3": 1},
+    ),
+    (buffered, {0: 400, "cpu": 10**9}, {}, {"linear1": 0, "batchnorm": "cpu"}, {"": "cpu"}),
+    (
+        lambda: buffered("linear3"),
+        {0: 400, 1: 400, "cpu": 10**9},
+        {},
+        {"batchnorm": 1, "linear2": "cpu", "linear3": "cpu"},
+        {"batchnorm": 0, "linear2": 1, "linear3": 1},
+    ),
+    (
+        lambda: buffered("linear3"),
+        {0: 400, 1: 200, "cpu": 10**9},
+        {},
+        {"linear1": 0},
+        {"linear1": "cpu", "batchnorm": 1},
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "budgets", "options", "theirs", "ours"), LITERAL)
+def test_the_literal_maps_that_the_readme_has(
+    make: Any, budgets: Any, options: Any, theirs: Any, ours: Any
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        known = accelerate.infer_auto_device_map(make(), dict(budgets), **options)
+        found = infer_auto_device_map(make(), dict(budgets), **options)
+    assert theirs.items() <= known.items()
+    assert ours.items() <= found.items()
+
+
+def test_one_class_that_is_not_split_may_be_named_alone() -> None:
+    model, budgets = nn.Sequential(Small(), Small(), Small()), {0: 500, 1: 500}
+    listed = infer_auto_device_map(model, budgets, no_split_module_classes=["Small"])
+    assert infer_auto_device_map(model, budgets, no_split_module_classes="Small") == listed
+
+
 @pytest.mark.parametrize("ties", [1, 2, 3])
 def test_tied_weights_stay_together(ties: int) -> None:
     model = three()

@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -346,3 +347,80 @@ def test_prefill_and_decode_planned_together_serve_generate() -> None:
             expected = model(**{**decode, "past_key_values": copy.deepcopy(cache)}).logits
         assert largest_difference(placed(**{**decode, "past_key_values": own}).logits, expected) < 1e-5
         same_tokens(model, placed, {"input_ids": ids}, max_new_tokens=4)
+
+
+# -- what changes after the model was placed ----------------------------------------------------------------
+
+
+def test_a_configuration_that_changes_makes_another_graph(caplog: pytest.LogCaptureFixture) -> None:
+    model, inputs = build("llama"), inputs_of("llama")
+    with graphplan.simulate({0: "4MiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, kwargs=inputs)
+        caplog.set_level(logging.INFO, logger="graphplan")
+        placed.config.output_hidden_states = True
+        assert "hidden_states" in placed(**inputs)
+        assert "config.output_hidden_states is True, and was False" in caplog.text
+        placed.config.output_hidden_states = False
+        assert "hidden_states" not in placed(**inputs)
+        assert len(placed.plans) == 2  # the first serves again
+        placed.config.use_cache = False
+        assert "past_key_values" not in placed(**inputs)
+        placed.config.use_cache = True
+        placed.set_attn_implementation("eager")
+        found, copied = placed(**inputs, output_attentions=True), copy.deepcopy(model)
+        copied.set_attn_implementation("eager")
+        expected = copied(**inputs, output_attentions=True)
+        assert len(found.attentions) == model.config.num_hidden_layers
+        assert largest_difference(found.attentions, expected.attentions) < 1e-5
+
+
+@pytest.mark.parametrize("convert", ["half", "bfloat16", "double"])
+def test_a_dtype_is_not_changed_in_place(convert: str) -> None:
+    with graphplan.simulate({0: "4MiB"}) as machine:
+        placed = graphplan.partition(build("llama"), machine.max_memory, kwargs=inputs_of("llama"))
+        with pytest.raises(graphplan.PlanError, match="keeps its dtype"):
+            getattr(placed, convert)()
+        assert placed.float() is placed
+        assert placed.cpu() is placed
+        placed(**inputs_of("llama"))
+
+
+def test_embeddings_are_called_by_themselves() -> None:
+    model, inputs = build("llama"), inputs_of("llama")
+    ids = inputs["input_ids"]
+    with graphplan.simulate({0: "4MiB", 1: "4MiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, kwargs=inputs)
+        made = placed.get_input_embeddings()(ids)
+        assert torch.equal(made, model.get_input_embeddings()(ids))
+        found = placed.generate(inputs_embeds=made, max_new_tokens=4, do_sample=False)
+        assert torch.equal(found, model.generate(inputs_embeds=made, max_new_tokens=4, do_sample=False))
+
+
+def test_a_thread_generates_while_another_reads() -> None:
+    class Numbers:
+        def decode(self, tokens: Any, **_: Any) -> str:
+            return "".join(f"{int(token)} " for token in tokens)
+
+    model, ids = build("llama"), inputs_of("llama")["input_ids"][:1]
+    with graphplan.simulate({0: "4MiB", 1: "4MiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, kwargs={"input_ids": ids})
+        streamer = transformers.TextIteratorStreamer(Numbers(), timeout=60)
+        options = {"input_ids": ids, "max_new_tokens": 5, "do_sample": False}
+        thread = threading.Thread(target=placed.generate, kwargs={**options, "streamer": streamer})
+        thread.start()
+        heard = "".join(streamer)
+        thread.join()
+        assert [int(token) for token in heard.split()] == model.generate(**options)[0].tolist()
+
+
+@pytest.mark.parametrize("budget", [249488])
+def test_batches_larger_than_the_examples_over_the_cpu(budget: int) -> None:
+    """Views of the rotary table, one for each layer, were moved to the CPU as one."""
+    model, ids = build("llama"), inputs_of("llama")["input_ids"]
+    with graphplan.simulate({0: budget, "cpu": "64MiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, kwargs={"input_ids": ids})
+        for batch in (4, 5):
+            rows = ids[:1].repeat(batch, 1)
+            assert largest_difference(placed(input_ids=rows).logits, model(input_ids=rows).logits) < 1e-5
+        options = {"max_new_tokens": 6, "num_beams": 2, "do_sample": False}
+        assert torch.equal(placed.generate(ids, **options), model.generate(ids, **options))

@@ -12,6 +12,7 @@ import torch
 import transformers
 from architectures import TABLE, Architecture
 from builders import bytes_of, largest_difference
+from language_models import build, inputs_of
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, dynamic_module_utils
@@ -213,6 +214,21 @@ def test_code_in_the_folder_is_run_only_where_it_is_trusted(tmp_path: Path, monk
     opened = open_pretrained(tmp_path, trust_remote_code=True)
     assert type(opened.model).__name__ == "OwnModel"
     assert os.environ["GRAPHPLAN_TEST_RAN"] == "yes"
+
+
+def test_settings_of_generation_may_be_in_the_configuration(tmp_path: Path) -> None:
+    """As in folders of BART and T5 from before there was a file of their own."""
+    model, inputs = build("bart"), inputs_of("bart")
+    model.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    written = json.loads((tmp_path / "config.json").read_text())
+    written |= {"num_beams": 3, "max_length": 12, "no_repeat_ngram_size": 2}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    expected = type(model).from_pretrained(tmp_path).generate(**inputs)
+    example = {**inputs, "decoder_input_ids": inputs["input_ids"][:, :1]}
+    placed = graphplan.load(tmp_path, {"cpu": "1GiB"}, kwargs=example)
+    assert placed.generation_config.num_beams == 3
+    assert torch.equal(placed.generate(**inputs), expected)
 
 
 def test_pickled_weights_are_never_read(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -161,6 +162,37 @@ def test_a_model_with_lora(accelerators: int) -> None:
         assert any("lora_A" in name for name in placed.plan.placement)
         found, want = peft.get_peft_model_state_dict(placed), peft.get_peft_model_state_dict(model)
         assert {n: t.cpu().tolist() for n, t in found.items()} == {n: t.tolist() for n, t in want.items()}
+
+
+def test_adapters_are_switched_after_placement() -> None:
+    model, inputs = adapted()
+    other = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model.add_adapter("other", other)
+    model.eval()
+    with graphplan.simulate({0: "4MiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, kwargs=inputs)
+        assert largest_difference(placed(**inputs), model(**inputs)) < 1e-5
+        with placed.disable_adapter(), model.disable_adapter():
+            plain = model(**inputs)
+            assert largest_difference(placed(**inputs), plain) < 1e-5
+        assert largest_difference(placed(**inputs), model(**inputs)) < 1e-5
+        assert largest_difference(plain, model(**inputs)) > 1e-3
+        assert len(placed.plans) == 2  # and the first serves again
+        for each in (placed, model):
+            each.set_adapter("other")
+        assert largest_difference(placed(**inputs), model(**inputs)) < 1e-5
+        for each in (placed, model):
+            each.merge_adapter()
+        assert largest_difference(placed(**inputs), model(**inputs)) < 1e-5
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of layers that the adapter is not in
+            for each in (placed, model):
+                each.unmerge_adapter()
+        assert largest_difference(placed(**inputs), model(**inputs)) < 1e-5
+        placed.add_adapter("late", other)
+        placed.set_adapter("late")
+        with pytest.raises(graphplan.PlanError, match="'late' was put into the model after it was placed"):
+            placed(**inputs)
 
 
 def test_adapters_that_are_merged_or_disabled() -> None:

@@ -177,6 +177,21 @@ def test_the_code_of_a_model() -> None:
     ]
 
 
+def test_views_that_are_moved_stay_apart() -> None:
+    """Each has a move in the plan: one view would be moved twice to one device."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    views = [graph.call_function(aten.unsqueeze.default, (x, 1)) for _ in range(3)]
+    for view in views[:2]:
+        graph.call_method("to", (view, "meta")).meta["move"] = object()
+    graph.output(tuple(graph.call_function(aten.neg.default, (node,)) for node in list(graph.nodes)[1:]))
+    quicken(graph)
+    called = [node for node in graph.nodes if node.target in (torch.unsqueeze, aten.unsqueeze.default)]
+    assert len(called) == 3
+    assert all(node.args[0] in called for node in graph.nodes if "move" in node.meta)
+    assert len({node.args[0] for node in graph.nodes if "move" in node.meta}) == 2
+
+
 def test_views_stay_apart_where_gradients_do() -> None:
     args = torch.rand(4, 4), torch.rand(2, 4)
     assert sum("transpose(" in line for line in lines(Views(), *args, grad=True)) == 2

@@ -1,0 +1,145 @@
+"""What the code of a model goes by beside its inputs: training or not, adapters, configurations.
+
+A graph is of the modes in which it was traced. All of these change a result, and none shows in the inputs::
+
+    model.eval()                        whether each module trains
+    with model.disable_adapter(): ...   which adapters of PEFT are on, active and merged
+    model.config.use_cache = False      the plain values of the configurations that modules hold
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphplan.errors import PlanError
+
+__all__ = ["ModeReader", "Modes", "read_modes", "write_modes"]
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+_training = attrgetter("training")
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """The modes of a tree of modules.
+
+    Attributes:
+        training: for each module, in the order of ``modules()``.
+        adapters: for each layer that adapters were put into: whether they are off, the active and the merged.
+        configs: for each configuration, its plain values by name.
+    """
+
+    training: tuple[bool, ...]
+    adapters: tuple[tuple[bool, tuple[str, ...], tuple[str, ...]], ...] = ()
+    configs: tuple[dict[str, Any], ...] = ()
+
+    def difference(self, other: Modes) -> str | None:
+        """What is not as in ``other``, for people; None where nothing is."""
+        if self.adapters != other.adapters:
+            return "other adapters are active, merged or disabled"
+        for mine, theirs in zip(self.configs, other.configs, strict=True):
+            for name in mine.keys() | theirs.keys():
+                if mine.get(name) != theirs.get(name):
+                    return f"config.{name} is {mine.get(name)!r}, and was {theirs.get(name)!r}"
+        return None if self.training == other.training else "its modules train, or do not any more"
+
+
+class ModeReader:
+    """Reads the modes of one module quickly, again and again. It does not hold on to the module itself."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parts = list(module.modules())[1:]
+        self._adapted = [part for part in self._parts if _is_adapted(part)]
+        self._configs = _configs([module, *self._parts])
+        self._known: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((), {}) for _ in self._configs]
+
+    def read(self, module: nn.Module) -> Modes:
+        """The modes as they are now."""
+        training = (module.training, *map(_training, self._parts))
+        adapters = tuple(_adapters(part) for part in self._adapted)
+        return Modes(training, adapters, tuple(map(self._values, range(len(self._configs)))))
+
+    def _values(self, index: int) -> dict[str, Any]:
+        """The plain values of a configuration; the same object while they are the same."""
+        table = vars(self._configs[index])
+        values, (known, plain) = tuple(table.values()), self._known[index]
+        if len(values) != len(known) or not all(map(is_, values, known)):
+            plain = {name: copy.deepcopy(value) for name, value in table.items() if _is_plain(value)}
+            self._known[index] = values, plain
+        return plain
+
+    def write(self, module: nn.Module, modes: Modes) -> None:
+        """Put a module, or a copy of that which the modes are of, into these modes.
+
+        Raises:
+            PlanError: an adapter is active that the module does not have.
+        """
+        for part, training in zip((module, *self._parts), modes.training, strict=True):
+            part.training = training
+        _require_adapters(self._adapted, {name for _, active, _ in modes.adapters for name in active})
+        for layer, (off, active, merged) in zip(self._adapted, modes.adapters, strict=True):
+            vars(layer).update(
+                _disable_adapters=off, _active_adapter=list(active), merged_adapters=list(merged)
+            )
+        for config, plain in zip(self._configs, modes.configs, strict=True):
+            table = vars(config)
+            for name, value in plain.items():
+                if name not in table or table[name] != value:
+                    table[name] = copy.deepcopy(value)
+
+
+def read_modes(module: nn.Module) -> Modes:
+    """The modes of a module now."""
+    return ModeReader(module).read(module)
+
+
+def write_modes(module: nn.Module, modes: Modes) -> None:
+    """As :meth:`ModeReader.write`."""
+    ModeReader(module).write(module, modes)
+
+
+def _is_adapted(part: nn.Module) -> bool:
+    """Whether it is a layer of PEFT's, as ``peft.tuners.tuners_utils.BaseTunerLayer``."""
+    return all(hasattr(part, name) for name in ("_disable_adapters", "_active_adapter", "merged_adapters"))
+
+
+def _adapters(layer: Any) -> tuple[bool, tuple[str, ...], tuple[str, ...]]:
+    active = layer._active_adapter
+    names = (active,) if isinstance(active, str) else tuple(active)
+    return bool(layer._disable_adapters), names, tuple(layer.merged_adapters)
+
+
+def _require_adapters(layers: Iterable[Any], active: Iterable[str]) -> None:
+    there = {
+        adapter
+        for layer in layers
+        for table in layer.adapter_layer_names
+        for adapter in getattr(layer, table, ())
+    }
+    for name in sorted(set(active) - there):
+        raise PlanError(
+            f"adapter {name!r} was put into the model after it was placed: partition the model with it"
+        )
+
+
+def _configs(parts: Iterable[nn.Module]) -> list[Any]:
+    """The configurations that modules hold, each once."""
+    held = (vars(part).get("config") for part in parts)
+    return list(
+        {id(one): one for one in held if hasattr(one, "to_dict") and hasattr(one, "__dict__")}.values()
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
