@@ -18,6 +18,7 @@ __all__ = [
     "PlanError",
     "SimulatedOutOfMemoryError",
     "VerificationError",
+    "first_line",
     "readable_bytes",
 ]
 
@@ -30,6 +31,17 @@ def readable_bytes(nbytes: int) -> str:
             break
         size /= 1024
     return f"{nbytes} bytes" if unit == "bytes" else f"{size:.2f} {unit} ({nbytes} bytes)"
+
+
+def first_line(error: BaseException, most: int = 200) -> str:
+    """The kind of an error and what it says first: torch goes on with lists of all its backends.
+
+    Args:
+        error: any.
+        most: characters of the text.
+    """
+    text = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {text if len(text) <= most else text[: most - 3] + '...'}"
 
 
 class GraphplanError(Exception):

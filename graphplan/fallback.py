@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from graphplan.alignment import ALIGNMENT
 from graphplan.device import CPU, DISK, DeviceKey, Topology
 from graphplan.device_maps import ModuleSizes, map_modules
-from graphplan.errors import CaptureError, GraphplanError, InfeasibleError, NoGraphError
+from graphplan.errors import CaptureError, GraphplanError, InfeasibleError, NoGraphError, first_line
 from graphplan.graph import Graph, Operation, Value, Weight
 from graphplan.passes.evaluate import Problem, evaluate
 from graphplan.placement import Plan
@@ -170,7 +170,7 @@ class _Fallback:
             self._run(made)
         except (RuntimeError, NotImplementedError, GraphplanError) as error:
             where = ", ".join(dict.fromkeys(str(device) for device in devices.values()))
-            return f"over {where}: {type(error).__name__}: {str(error).splitlines()[0]}"
+            return f"over {where}: {first_line(error)}"
         return made
 
     @property

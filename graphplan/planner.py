@@ -46,6 +46,11 @@ __all__ = ["Compiler", "Options", "Planned"]
 
 logger = logging.getLogger("graphplan")
 
+_PLACED = (
+    "\nThe weights are where the first calls have put them: give partition this one among its calls=, and "
+    "room is left for it"
+)
+
 
 class Compiler:
     """Plans and lowers calls of one model; the first decides where weights are.
@@ -100,7 +105,11 @@ class Compiler:
                 return self._plan(call, self._capture(call, entry, ahead))
             except InfeasibleError as error:  # there is no room for what is to come: what is there may fit
                 logger.info("no room for sizes ahead of the call's: %s", error)
-        return self._plan(call, self._capture(call, entry))
+        try:
+            return self._plan(call, self._capture(call, entry))
+        except InfeasibleError as error:
+            error.args = (f"{error}{_PLACED}",)
+            raise
 
     def plan_together(self, calls: Sequence[BoundCall], weights: Sequence[float]) -> tuple[Planned, ...]:
         """Capture several calls, and place them over the same homes of weights.

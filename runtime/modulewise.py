@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphplan.caches import is_cache
-from graphplan.errors import CaptureError, GraphplanError
+from graphplan.errors import CaptureError, GraphplanError, first_line
 from graphplan.modes import Modes, read_modes, write_modes
 from graphplan.runtime.simulated_tensor import SimulatedTensor
 from graphplan.runtime.wrapped import moved
@@ -135,7 +135,7 @@ class Modulewise:
                 with _undone(self.tree):
                     _run(self.tree, form.entry, way, places, args, kwargs)
             except (RuntimeError, NotImplementedError, GraphplanError) as error:
-                failures.append(f"{way.name}: {type(error).__name__}: {str(error).splitlines()[0]}")
+                failures.append(f"{way.name}: {first_line(error)}")
                 gc.collect()
             else:
                 return way
