@@ -171,8 +171,8 @@ def _attending(own: Callable[..., Any], masks: _Masks) -> Callable[..., Any]:
     def attention(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        causal = kwargs.get("is_causal")
-        causal = getattr(module, "is_causal", True) if causal is None else causal
+        # a module that is causal says that it is not where it has a mask, which eager would leave out
+        causal = kwargs.get("is_causal") or getattr(module, "is_causal", kwargs.get("is_causal") is None)
         if not causal and query.shape[2] != 1:
             attention_mask = masks.for_any_token(attention_mask)
         return own(module, query, key, value, attention_mask, *args, **kwargs)

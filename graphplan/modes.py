@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from typing import Any
 
@@ -38,7 +38,7 @@ class Modes:
 
     training: tuple[bool, ...]
     adapters: tuple[tuple[bool, tuple[str, ...], tuple[str, ...]], ...] = ()
-    configs: tuple[dict[str, Any], ...] = ()
+    configs: tuple[dict[str, Any], ...] = field(default=(), hash=False)
 
     def difference(self, other: Modes) -> str | None:
         """What is not as in ``other``, for people; None where nothing is."""

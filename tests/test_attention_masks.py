@@ -59,3 +59,12 @@ def test_a_model_of_models_is_traced_with_the_flags_of_its_call() -> None:
     with graphplan.simulate(ROOM) as machine:
         placed = graphplan.partition(model, machine.max_memory, kwargs=copy.deepcopy(inputs))
         assert "past_key_values" not in placed(**copy.deepcopy(inputs))
+
+
+def test_attention_that_is_causal_where_it_has_no_mask_stays_so() -> None:
+    """Moonshine tells its attention that it is not causal where there is a mask, which eager leaves out."""
+    made = build("moonshine")
+    with graphplan.simulate(ROOM) as machine:
+        placed = graphplan.partition(made.model, machine.max_memory, kwargs=copy.deepcopy(made.inputs))
+        assert placed.plan.method == "transformers"
+        assert largest_difference(placed(**copy.deepcopy(made.inputs)), made.result) < 1e-5

@@ -575,9 +575,7 @@ def test_a_later_call_that_does_not_fit_says_what_to_do() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval()
     with graphplan.simulate({0: 40_000}) as machine:
         placed = graphplan.partition(model, machine.max_memory, (torch.randn(2, 64),))
-        with pytest.raises(
-            graphplan.InfeasibleError, match="give partition this one among"
-        ) as caught:
+        with pytest.raises(graphplan.InfeasibleError, match="give partition this one among") as caught:
             placed(torch.randn(64, 64))
         assert caught.value.needed[0] > 40_000
         placed(torch.randn(2, 64))
