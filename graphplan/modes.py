@@ -44,7 +44,7 @@ class Modes:
         """What is not as in ``other``, for people; None where nothing is."""
         if self.adapters != other.adapters:
             return "other adapters are active, merged or disabled"
-        for mine, theirs in zip(self.configs, other.configs, strict=True):
+        for mine, theirs in zip(self.configs, other.configs, strict=False):
             for name in mine.keys() | theirs.keys():
                 if mine.get(name) != theirs.get(name):
                     return f"config.{name} is {mine.get(name)!r}, and was {theirs.get(name)!r}"
@@ -59,9 +59,19 @@ class ModeReader:
         self._adapted = [part for part in self._parts if _is_adapted(part)]
         self._configs = _configs([module, *self._parts])
         self._known: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((), {}) for _ in self._configs]
+        self._peft = vars(module).get("peft_config")
 
     def read(self, module: nn.Module) -> Modes:
-        """The modes as they are now."""
+        """The modes as they are now.
+
+        Raises:
+            PlanError: PEFT has put adapters into the module since this reader was made.
+        """
+        if vars(module).get("peft_config") is not self._peft:
+            raise PlanError(
+                f"adapters were put into {type(module).__name__} after it was placed: put them into the "
+                "original model, and partition that"
+            )
         training = (module.training, *map(_training, self._parts))
         adapters = tuple(_adapters(part) for part in self._adapted)
         return Modes(training, adapters, tuple(map(self._values, range(len(self._configs)))))
@@ -88,7 +98,7 @@ class ModeReader:
             vars(layer).update(
                 _disable_adapters=off, _active_adapter=list(active), merged_adapters=list(merged)
             )
-        for config, plain in zip(self._configs, modes.configs, strict=True):
+        for config, plain in zip(self._configs, modes.configs, strict=False):
             table = vars(config)
             for name, value in plain.items():
                 if name not in table or table[name] != value:

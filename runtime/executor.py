@@ -19,6 +19,7 @@ import torch
 from torch import fx, nn
 
 from graphplan.errors import CaptureError, PlanError
+from graphplan.modes import ModeReader
 from graphplan.runtime.assembly import code_of
 from graphplan.runtime.mapped import MappedFile
 from graphplan.runtime.module_state import Compile, ModuleState, Refused, Start
@@ -197,6 +198,7 @@ def attach(
     _refuse_names(module)
     state = ModuleState(programs, compile, signature, restart, keep_grad, return_outputs, refused)
     state.streams.pages.extend(memory)
+    state.reader = ModeReader(module)
     module.__dict__["_graphplan"] = state
     for index in range(len(programs)):
         code_of(module, state, index)  # takes the ring's memory now, while it is there
