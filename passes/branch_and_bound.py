@@ -3,9 +3,9 @@
 HiGHS solves such programs too, with cuts; but some of its cuts have cut the optimum off, with presolve and
 without (``tests/test_branch_and_bound.py``, HiGHS 1.12 to 1.15; ERGO-Code/HiGHS issues 1725 and 2173), and
 what graphplan proves must hold. So here only linear programs are solved, and of each only the duals are
-believed: any duals of the right signs give a bound, however they were found. Of the variables that the
-duals weigh most, some are tried out to part by (Achterberg, Koch and Martin, "Branching rules revisited",
-2005).
+believed: any duals of the right signs give a bound, or prove that rows cannot be kept, however they were
+found. Of the variables that the duals weigh most, some are tried out to part by (Achterberg, Koch and Martin,
+"Branching rules revisited", 2005).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import linprog
-from scipy.sparse import vstack
+from scipy.sparse import csr_array, hstack, vstack
+from scipy.sparse import eye as identity
 
 from graphplan.passes.rows import Rows
 
@@ -29,6 +30,7 @@ Bools = npt.NDArray[np.bool_]
 
 _TRIED = 4  # variables that are tried out before one of them is parted
 _KNOWN = 2  # trials of a variable after which its gain is known
+_VIOLATED = 1e-9  # of rows, from which on they cannot be kept
 _WHOLE = 1e-6  # what differs less from a whole number is one
 
 
@@ -97,16 +99,37 @@ class _Relaxation:
             method="highs",
             options={"presolve": False},  # which takes longer than it saves
         )
-        if found.status == 2:
+        if found.status == 2 and self._impossible(low, high):
             return None
         if found.status != 0:  # HiGHS gave up: nothing is known
             return _Relaxed(-np.inf, low, np.zeros(len(low)))
         less, equal = np.minimum(found.ineqlin.marginals, 0.0), found.eqlin.marginals
-        reduced = self.objective - self.less.T @ less - self.equal.T @ equal
-        ends = np.minimum(reduced * low, reduced * high)
-        bound = float(less @ self.than + equal @ self.at + ends.sum())
         weight = abs(self.less).T @ -less + abs(self.equal).T @ np.abs(equal)
-        return _Relaxed(bound, found.x, weight)
+        return _Relaxed(self._bound(self.objective, less, equal, low, high), found.x, weight)
+
+    def _bound(self, objective: Floats, less: Floats, equal: Floats, low: Floats, high: Floats) -> float:
+        """What the objective cannot be below, by any duals of which those of ``less`` are not positive."""
+        reduced = objective - self.less.T @ less - self.equal.T @ equal
+        ends = np.minimum(reduced * low, reduced * high)
+        return float(less @ self.than + equal @ self.at + ends.sum())
+
+    def _impossible(self, low: Floats, high: Floats) -> bool:
+        """Whether the rows are violated by something at least, as the duals of the least violation prove."""
+        count, fewer = len(self.than), len(self.at)
+        over, beside = identity(count), identity(fewer)
+        found = linprog(
+            np.concatenate([np.zeros(len(low)), np.ones(count + 2 * fewer)]),
+            A_ub=hstack([self.less, -over, csr_array((count, 2 * fewer))]),
+            b_ub=self.than,
+            A_eq=hstack([self.equal, csr_array((fewer, count)), beside, -beside]),
+            b_eq=self.at,
+            bounds=[*zip(low, high, strict=True), *[(0.0, None)] * (count + 2 * fewer)],
+            method="highs",
+        )
+        if found.status != 0:
+            return False
+        less, equal = np.clip(found.ineqlin.marginals, -1.0, 0.0), np.clip(found.eqlin.marginals, -1.0, 1.0)
+        return self._bound(np.zeros(len(low)), less, equal, low, high) > _VIOLATED
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,21 @@ def test_wrong_duals_make_no_bound_too_high(seed: int, monkeypatch: pytest.Monke
         assert least(rows, len(high) - 1, high, whole, enough=np.inf, programs=programs) <= best + 1e-6
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_that_are_said_not_to_be_kept_must_be_so(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, high, whole = random_rows(seed)
+    best, solve, calls = smallest(rows, high, whole), branch_and_bound.linprog, itertools.count()
+
+    def lying(*args: Any, **kwargs: Any) -> Any:
+        found = solve(*args, **kwargs)
+        if next(calls) % 3 == 1:
+            found.status = 2
+        return found
+
+    monkeypatch.setattr(branch_and_bound, "linprog", lying)
+    assert least(rows, len(high) - 1, high, whole, enough=np.inf, programs=200) <= best + 1e-6
+
+
 @pytest.mark.parametrize("seed", [4077, 4341])
 def test_what_cuts_of_highs_put_above_the_best_placement(seed: int) -> None:
     """By 0.15 % with HiGHS's presolve, and by 8 % without it."""
