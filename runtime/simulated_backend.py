@@ -28,6 +28,14 @@ __all__ = ["SimulationMode", "register_backend"]
 
 aten = torch.ops.aten
 
+# what C++ reaches with Python modes off, such as in torch.tensor(..., device=...) of numbers and of tensors
+_REACHED = (
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten._copy_from.default,
+    aten._local_scalar_dense.default,
+)
+
 
 class _Backend(_DummyBackendModule):
     """What torch asks of ``torch.sim``."""
@@ -54,9 +62,8 @@ def register_backend() -> None:
     if taken not in ("privateuseone", SIMULATED):
         raise DeviceError(f"cannot simulate: this process uses PrivateUse1 as {taken!r}")
     _setup_privateuseone_for_python_backend(SIMULATED, backend_module=_Backend())
-    # factories that C++ reaches with Python modes off, such as torch.tensor(..., device=...)
     library = torch.library.Library("aten", "IMPL")
-    for op in (aten.empty.memory_format, aten.empty_strided.default, aten._copy_from.default):
+    for op in _REACHED:
         library.impl(op, _kernel(op), "PrivateUse1")
     _library.append(library)
 

@@ -91,3 +91,13 @@ def test_modules_copies_and_gradients() -> None:
         assert twin.weight.grad is not None
         assert twin.weight.grad.device == torch.device("sim:0")
         assert torch.equal(layer(x.to("sim:0")).cpu(), layer.cpu()(x))
+
+
+def test_tensors_are_made_of_simulated_numbers() -> None:
+    """As Qwen2-VL makes the lengths of its images."""
+    with graphplan.simulate({0: "1MiB"}):
+        numbers = torch.tensor([3, 4], device="sim:0")
+        made = torch.tensor([numbers[1], numbers[0], 5], device="sim:0")
+        assert str(made.device) == "sim:0"
+        assert made.tolist() == [4, 3, 5]
+        assert torch.tensor([numbers[0], 2]).tolist() == [3, 2]
