@@ -29,6 +29,7 @@ _STREAMED_BINARIES = 150
 _MANY_BINARIES = 6000
 _PROGRAM_SECONDS = 2.0  # below which HiGHS would rather overrun than find anything
 _COUNTING_PROGRAMS = 400  # linear ones, where nobody asked for time
+_MOST_PROGRAMS = 10_000  # all are remembered
 _PROVEN = 2.5e-3  # gap from which columns are not worth the wait, where nobody asked for time
 _STREAMED_UNITS = 500  # with streaming, columns prove little more than fractions do: not asked for time
 
@@ -78,7 +79,7 @@ def _count(incumbent: Incumbent, shares: Shares) -> None:
         shares,
         upper=incumbent.best.seconds,
         gap=ENOUGH / 2,
-        programs=10**9 if incumbent.timed else _COUNTING_PROGRAMS,
+        programs=_MOST_PROGRAMS if incumbent.timed else _COUNTING_PROGRAMS,
         deadline=limits.deadline,
     )
     proof = f"program of the counts of {sorts} sorts of operations"

@@ -17,6 +17,7 @@ Floats = npt.NDArray[np.float64]
 
 _NODES = 60  # of a branch and bound that is not asked for time
 _EFFORT = 48_000  # linear programs for the bound times the decisions of each
+_MOST_PROGRAMS = 10_000  # all are remembered
 _TRIES = 6  # programs, each with more of memory counted
 
 
@@ -32,7 +33,7 @@ def solve_program(incumbent: Incumbent, shares: Shares, limits: Limits) -> None:
             upper=incumbent.best.seconds,
             gap=ENOUGH / 2,
             nodes=_NODES if left is None else 10**9,
-            programs=_EFFORT // program.binaries if left is None else 10**9,
+            programs=_EFFORT // program.binaries if left is None else _MOST_PROGRAMS,
             seconds=None if left is None else max(0.1, left / (2 if attempt == 0 else 1.5)),
         )
         if not margin.any() and not shares.ties_travel:
