@@ -18,7 +18,6 @@ _SECOND = 20_000
 _TRAIL = 100_000_000  # labels that a search may remember, 5 bytes each
 _WORK = 4_000_000  # labels that a search may make without being asked for time
 _PREPARED = 4000  # operations times devices that a second prepares for a search, about
-_PREPARING = 0.6  # share of the time that preparing all parts may take
 _PROGRESS = 0.5  # of the way to the end that a search must have come to be made wider
 _ROOM_TRIES = 3  # searches with more room left free
 
@@ -33,8 +32,10 @@ def search_labels(incumbent: Incumbent, shares: Shares) -> list[Part]:
     hurried = limits.left is not None and shares.units * devices * len(parts) > _PREPARED * limits.left
     if hurried or not all(part.suits_labels for part in parts):
         return parts
-    if not _prepared(parts, incumbent.enough, limits):
-        return parts
+    for part in parts:
+        part.prepare_labels(incumbent.enough, limits.deadline)
+        if limits.over:
+            return parts
     incumbent.raise_bound(min(part.bound for part in parts), _PROOF)
     frontiers = [part.labels.frontier for part in parts if part.labels is not None]
     choices = max((len(frontier.steps) * frontier.count for frontier in frontiers), default=1)
@@ -43,16 +44,6 @@ def search_labels(incumbent: Incumbent, shares: Shares) -> list[Part]:
     if min(progress, default=1.0) >= _PROGRESS:  # else a part would hold back the bound of all
         _search(incumbent, parts, max(_FIRST, min(_SECOND, _WORK // choices)), limits)
     return parts
-
-
-def _prepared(parts: list[Part], enough: float, limits: Limits) -> bool:
-    """Whether all parts could be prepared, with time left to search them."""
-    for count, part in enumerate(parts, 1):
-        left = limits.left
-        part.prepare_labels(enough, limits.deadline)
-        if left is not None and (left - (limits.left or 0.0)) * (len(parts) - count) > _PREPARING * left:
-            return False
-    return not limits.over
 
 
 def search_wider(incumbent: Incumbent, parts: list[Part]) -> None:
