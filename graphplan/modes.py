@@ -45,7 +45,7 @@ class Modes:
         if self.adapters != other.adapters:
             return "other adapters are active, merged or disabled"
         for mine, theirs in zip(self.configs, other.configs, strict=False):
-            for name in mine.keys() | theirs.keys():
+            for name in sorted(mine.keys() | theirs.keys()):
                 if mine.get(name) != theirs.get(name):
                     return f"config.{name} is {mine.get(name)!r}, and was {theirs.get(name)!r}"
         return None if self.training == other.training else "its modules train, or do not any more"
@@ -77,7 +77,10 @@ class ModeReader:
         return Modes(training, adapters, tuple(map(self._values, range(len(self._configs)))))
 
     def _values(self, index: int) -> dict[str, Any]:
-        """The plain values of a configuration; the same object while they are the same."""
+        """The plain values of a configuration; the same object while they are the same.
+
+        A list or dict that is changed in place is not noticed.
+        """
         table = vars(self._configs[index])
         values, (known, plain) = tuple(table.values()), self._known[index]
         if len(values) != len(known) or not all(map(is_, values, known)):
@@ -142,9 +145,7 @@ def _require_adapters(layers: Iterable[Any], active: Iterable[str]) -> None:
 def _configs(parts: Iterable[nn.Module]) -> list[Any]:
     """The configurations that modules hold, each once."""
     held = (vars(part).get("config") for part in parts)
-    return list(
-        {id(one): one for one in held if hasattr(one, "to_dict") and hasattr(one, "__dict__")}.values()
-    )
+    return list({id(one): one for one in held if hasattr(one, "to_dict")}.values())
 
 
 def _is_plain(value: Any) -> bool:
