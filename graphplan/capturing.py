@@ -55,7 +55,7 @@ class Captures:
             entry: path of the submodule that is called; empty for the model itself.
             ahead: as in :meth:`graphplan.extents.Extents.largest`.
         """
-        known = self._traced(call, entry)
+        known = self.traced(call, entry)
         capture = known.capture
         bound = capture if call is None else bounded(capture, call, self.options.extents, ahead=ahead)
         for annotator in known.annotators:
@@ -67,7 +67,8 @@ class Captures:
         known.annotators.append(Annotator(bound, self.twin.weights, device_types))
         return known.annotators[-1]
 
-    def _traced(self, call: BoundCall | None, entry: str) -> Captured:
+    def traced(self, call: BoundCall | None, entry: str = "") -> Captured:
+        """A call, traced unless one of its structure was traced before."""
         modes, reason = self.twin.modes, None
         for known in self.known:
             if call is not None and known.modes == modes and known.capture.entry == entry:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
+
 from graphplan.captured import Part
 from graphplan.constants import PlacedConstants
 from graphplan.device import DISK, DeviceKey, Topology
@@ -37,10 +41,18 @@ class Commitments:
             return None
         return known if known.weights.keys() == graph.weights.keys() else None
 
-    def settle_homes(self, plan: Plan) -> None:
-        """Let the weights live where this plan has them."""
-        weights, homes = plan.graph.weights, plan.schedule.assignment.weights
-        self.homes = {name: key for name, key in homes.items() if weights[name].is_own}
+    def commit(self, plan: Plan, constants: Mapping[str, torch.Tensor]) -> None:
+        """Let what no earlier plan has settled be where this one has it.
+
+        Args:
+            plan: what is settled.
+            constants: of its capture.
+        """
+        homes = plan.schedule.assignment.weights
+        if self.homes is None:
+            self.homes = {name: key for name, key in homes.items() if plan.graph.weights[name].is_own}
+        self.constants.settle(constants, homes)
+        self.plans.append(plan)
 
     @property
     def parts(self) -> dict[Part, DeviceKey]:

@@ -22,14 +22,12 @@ class PlacedConstant:
         origin: its name in the capture.
         tensor: its values, as traced.
         key: where it is.
-        placed: it, there.
     """
 
     name: str
     origin: str
     tensor: torch.Tensor
     key: DeviceKey
-    placed: torch.Tensor
 
     def is_same(self, origin: str, tensor: torch.Tensor) -> bool:
         """Whether a capture's constant is this one."""
@@ -41,6 +39,7 @@ class PlacedConstants:
 
     def __init__(self) -> None:
         self._placed: list[PlacedConstant] = []
+        self._copies: dict[str, torch.Tensor] = {}
 
     def homes(self, constants: Mapping[str, torch.Tensor]) -> dict[str, DeviceKey]:
         """Where constants are already: by the names of this capture, and those of others."""
@@ -55,18 +54,23 @@ class PlacedConstants:
             if not any(known.is_same(name, tensor) for name, tensor in constants.items())
         ]
 
-    def place(
-        self, constants: Mapping[str, torch.Tensor], homes: Mapping[str, DeviceKey], topology: Topology
-    ) -> dict[str, torch.Tensor]:
-        """Each constant on its device: one tensor for all plans that have it."""
+    def settle(self, constants: Mapping[str, torch.Tensor], homes: Mapping[str, DeviceKey]) -> None:
+        """Let constants that no earlier plan has be where this one has them."""
+        for name, tensor in constants.items():
+            if self._find(name, tensor) is None:
+                known = PlacedConstant(f"{name}@{len(self._placed)}", name, tensor, homes[name])
+                self._placed.append(known)
+
+    def place(self, constants: Mapping[str, torch.Tensor], topology: Topology) -> dict[str, torch.Tensor]:
+        """Each constant on the device that is settled: one tensor for all plans that have it."""
         found = {}
         for name, tensor in constants.items():
             known = self._find(name, tensor)
-            if known is None:
-                copy = tensor.detach().to(topology[homes[name]].torch_device, copy=True)
-                known = PlacedConstant(f"{name}@{len(self._placed)}", name, tensor, homes[name], copy)
-                self._placed.append(known)
-            found[name] = known.placed
+            assert known is not None
+            if known.name not in self._copies:
+                device = topology[known.key].torch_device
+                self._copies[known.name] = tensor.detach().to(device, copy=True)
+            found[name] = self._copies[known.name]
         return found
 
     def _find(self, name: str, tensor: torch.Tensor) -> PlacedConstant | None:

@@ -42,6 +42,11 @@ class Extents:
             if value is not None and not (whole and value > 0):
                 raise InputError(f"{name} must be a positive integer or None, not {value!r}")
 
+    @property
+    def given(self) -> bool:
+        """Whether the caller has given a limit."""
+        return self.max_batch is not None or self.max_length is not None
+
     def largest(self, role: str, here: int, ahead: float) -> int:
         """The size that a plan is for.
 

@@ -57,13 +57,12 @@ def lower_planned(
         planned: the call.
         topology: the devices.
         options: of the caller.
-        constants: those of earlier plans; what this one adds is placed.
+        constants: where those of all plans are.
         modes: of the modules, as traced.
     """
     captured, plan = planned.capture, planned.plan
-    graph, homes = plan.graph, plan.schedule.assignment.weights
-    code = _generate(planned, topology, options)
-    placed = constants.place(captured.constants, homes, topology)
+    graph, code = plan.graph, _generate(planned, topology, options)
+    placed = constants.place(captured.constants, topology)
     return Program(
         plan=plan,
         signature=captured.signature,

@@ -26,8 +26,9 @@ from graphplan.errors import CaptureError, InputError, NoGraphError
 from graphplan.example_calls import ExampleCall, Examples, read_example, read_examples
 from graphplan.extents import Extents
 from graphplan.fallback import fall_back, later_refused
+from graphplan.generation import plan_first
 from graphplan.placement import Plan
-from graphplan.planner import Compiler, Options
+from graphplan.planner import Compiler, EntryCall, Options
 from graphplan.runtime.executor import PlacedModule, attach, attach_start, placed_class, unplaced
 from graphplan.runtime.loading import Checkpoint, read_checkpoint
 from graphplan.runtime.program import Program
@@ -102,7 +103,8 @@ def plan(
         weights: how much each of ``calls`` counts, 1 each by default: ``[1, 200]`` for a prefill
             that 200 decodes follow.
         max_batch: for a transformers model, the most sequences in a call, beams counted. Memory is
-            planned for as many; without, for those of the example.
+            planned for as many; without, for those of the example. With this or ``max_length``, the
+            prefill and the decode that ``generate`` makes after the example are planned too, and have room.
         max_length: likewise the most tokens of a sequence, those in its cache counted.
         time_limit: seconds for the search, after the trace; the best placement by then is taken, with the
             bound that was proven. None: about a second of work for most models, and the same result
@@ -125,8 +127,8 @@ def plan(
     compiler = Compiler(twin, topology, options)
     if calls is not None or weights is not None:
         examples = read_examples(twin, args, kwargs, calls, weights)
-        return compiler.plan_together(examples.calls, examples.weights)[0].plan
-    return compiler.plan(read_example(model, twin, args, kwargs)).plan
+        return compiler.plan_together(_entry_calls(examples), examples.weights)[0].plan
+    return plan_first(compiler, read_example(model, twin, args, kwargs))[0].plan
 
 
 def partition(
@@ -255,7 +257,8 @@ class _Start:
         """A placed copy of ``model``; ``entry`` is the path of the submodule that is called, if it is one."""
         compiler = self._compiler(twin)
         try:
-            placed = self._attached(model, twin, compiler, [compiler.first(call, entry)])
+            planned = plan_first(compiler, call, entry)
+            placed = self._attached(model, twin, compiler, [compiler.lower(one) for one in planned])
             if self.check and call is not None:
                 self._compare(model, placed, call, entry)
         except NoGraphError as error:
@@ -287,8 +290,10 @@ class _Start:
         """A placed copy of ``model``, for several calls; hooks keep room for that with the largest inputs."""
         try:
             compiler = self._compiler(twin)
-            programs = compiler.first_together(examples.calls, examples.weights)
-            placed = self._attached(model, twin, compiler, programs)
+            planned = compiler.plan_together(_entry_calls(examples), examples.weights)
+            for one in planned:
+                compiler.commit(one)
+            placed = self._attached(model, twin, compiler, [compiler.lower(one) for one in planned])
             self._compare_all(model, placed, examples)
         except NoGraphError as error:
             if self.strict:
@@ -339,6 +344,10 @@ class _Start:
         model = unplaced(module)
         twin = Twin(model)
         return self.place(model, twin, twin.part(entry).bind(args, kwargs), entry)
+
+
+def _entry_calls(examples: Examples) -> list[EntryCall]:
+    return [EntryCall(call) for call in examples.calls]
 
 
 def _source(

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from graphplan.captured import Capture
 from graphplan.capturing import Captured, Captures
 from graphplan.checks import check_schedule
 from graphplan.commitments import Commitments
@@ -42,7 +43,7 @@ from graphplan.signature import BoundCall
 from graphplan.sliced_or_whole import choose
 from graphplan.twin import Twin
 
-__all__ = ["Compiler", "Options", "Planned"]
+__all__ = ["Compiler", "EntryCall", "Options", "Planned"]
 
 logger = logging.getLogger("graphplan")
 
@@ -50,6 +51,19 @@ _PLACED = (
     "\nThe weights are where the first calls have put them: give partition this one among its calls=, and "
     "room is left for it"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class EntryCall:
+    """A call to plan.
+
+    Attributes:
+        call: its arguments.
+        entry: path of the submodule that is called; empty for the model itself.
+    """
+
+    call: BoundCall
+    entry: str = ""
 
 
 class Compiler:
@@ -87,6 +101,10 @@ class Compiler:
         """What has been traced so far."""
         return self._captures.known
 
+    def trace(self, call: BoundCall, entry: str = "") -> Capture:
+        """What is captured of a call, for all sizes."""
+        return self._captures.traced(call, entry).capture
+
     def layout(self) -> Layout:
         """Where the first plans have put the weights, and which of them they stream."""
         return self._committed.layout(self.topology)
@@ -100,50 +118,60 @@ class Compiler:
         """
         if call is None or self.homes is None:
             return self._plan(call, self._capture(call, entry))
+        least = self._capture(call, entry)
         for ahead in (1.0, 0.25):
+            annotator = self._capture(call, entry, ahead)
+            if annotator is least:  # the caller has set the limits
+                break
             try:
-                return self._plan(call, self._capture(call, entry, ahead))
+                return self._plan(call, annotator)
             except InfeasibleError as error:  # there is no room for what is to come: what is there may fit
                 logger.info("no room for sizes ahead of the call's: %s", error)
         try:
-            return self._plan(call, self._capture(call, entry))
+            return self._plan(call, least)
         except InfeasibleError as error:
             error.args = (f"{error}{_PLACED}",)
             raise
 
-    def plan_together(self, calls: Sequence[BoundCall], weights: Sequence[float]) -> tuple[Planned, ...]:
+    def plan_together(
+        self, calls: Sequence[EntryCall], weights: Sequence[float], *, advise: bool = True
+    ) -> tuple[Planned, ...]:
         """Capture several calls, and place them over the same homes of weights.
 
-        Calls of one structure are one call with the sum of their weights.
+        Calls of one structure are one call with the sum of their weights. ``advise`` as in
+        :func:`graphplan.settling.settle_together`.
         """
         members: dict[tuple[int, DeviceKey], Member] = {}
-        for call, weight in zip(calls, weights, strict=True):
-            annotator, host = self._capture(call), host_key(self.topology, call)
-            key = id(annotator), host
+        for one, weight in zip(calls, weights, strict=True):
+            annotator = self._capture(one.call, one.entry)
+            key = id(annotator), host_key(self.topology, one.call)
             before = members[key].weight if key in members else 0.0
-            members[key] = Member(annotator, before + weight, call)
+            members[key] = Member(annotator, before + weight, one.call)
         found = list(members.values())
-        choices = settle_together(self._formulation, found)
+        choices = settle_together(self._formulation, found, advise=advise)
         made = [self._planned(one, member.call) for member, one in zip(found, choices, strict=True)]
         first = replace(made[0].plan, others=tuple(planned.plan for planned in made[1:]))
         return replace(made[0], plan=first), *made[1:]
 
-    def first(self, call: BoundCall | None, entry: str = "") -> Program:
-        """Plan and lower the call that decides where weights are, unless that is settled."""
-        planned = self.plan(call, entry)
-        self._committed.settle_homes(planned.plan)
-        return self._lower(planned)
+    def commit(self, planned: Planned) -> None:
+        """Let later plans go by this one: where weights are, unless that is settled; what it holds beside."""
+        self._committed.commit(planned.plan, planned.capture.constants)
 
-    def first_together(self, calls: Sequence[BoundCall], weights: Sequence[float]) -> list[Program]:
-        """Plan and lower the calls that decide together where weights are."""
-        planned = self.plan_together(calls, weights)
-        self._committed.settle_homes(planned[0].plan)
-        return [self._lower(one) for one in planned]
+    def restart(self) -> None:
+        """Forget what has been committed; traces are remembered."""
+        self._committed = Commitments()
+
+    def lower(self, planned: Planned) -> Program:
+        """The program of a plan that was committed."""
+        constants, modes = self._committed.constants, self.twin.modes
+        return lower_planned(planned, self.topology, self.options, constants, modes)
 
     def further(self, call: BoundCall, modes: Modes, entry: str = "") -> Program:
-        """Plan and lower a call of another structure, with the weights where they are."""
+        """Plan, commit and lower a call of another structure, with the weights where they are."""
         self.twin.set_modes(modes)
-        return self._lower(self.plan(call, entry))
+        planned = self.plan(call, entry)
+        self.commit(planned)
+        return self.lower(planned)
 
     @property
     def _formulation(self) -> Formulation:
@@ -176,11 +204,6 @@ class Compiler:
             streams=asked.problem.streams,
         )
         return Planned(choice.annotator.capture, made, call)
-
-    def _lower(self, planned: Planned) -> Program:
-        self._committed.plans.append(planned.plan)
-        constants, modes = self._committed.constants, self.twin.modes
-        return lower_planned(planned, self.topology, self.options, constants, modes)
 
 
 def _refuse_shared(graph: Graph, twin: Twin) -> None:

@@ -93,8 +93,13 @@ def settle(formulation: Formulation, annotator: Annotator, call: BoundCall | Non
     return Choice(annotator, asked, problem, solution)
 
 
-def settle_together(formulation: Formulation, members: Sequence[Member]) -> list[Choice]:
-    """As :func:`settle`, for several calls over one placement of weights."""
+def settle_together(
+    formulation: Formulation, members: Sequence[Member], *, advise: bool = True
+) -> list[Choice]:
+    """As :func:`settle`, for several calls over one placement of weights.
+
+    ``advise`` as in :func:`graphplan.passes.joint.place_jointly`.
+    """
     if DISK in formulation.topology:
         warn(_NOT_ON_DISK)
     company = _company(members)
@@ -105,7 +110,7 @@ def settle_together(formulation: Formulation, members: Sequence[Member]) -> list
     _check_named(formulation.options.wishes, calls)
     limits = Limits.within(formulation.options.time_limit)
     for _ in range(_ROUNDS):
-        solutions = place_jointly(calls, limits)
+        solutions = place_jointly(calls, limits, advise=advise)
         exact = [
             _moved(formulation, member, company, call, found)
             for member, call, found in zip(members, calls, solutions, strict=True)
@@ -118,7 +123,7 @@ def settle_together(formulation: Formulation, members: Sequence[Member]) -> list
             judged = zip(solutions, again, strict=True)
             return _choices(members, exact, [replace(one, evaluation=found) for one, found in judged])
         calls = [_costlier(old, new) for old, new in zip(calls, exact, strict=True)]
-    return _choices(members, calls, place_jointly(calls, limits))
+    return _choices(members, calls, place_jointly(calls, limits, advise=advise))
 
 
 def _choices(members: Sequence[Member], calls: Sequence[Call], solutions: Sequence[Solution]) -> list[Choice]:

@@ -20,7 +20,16 @@ from torch.utils import _pytree as pytree
 from graphplan.signature import CounterLeaf, TensorLeaf
 from graphplan.warn import warn
 
-__all__ = ["UNBOUNDED", "finite_bound", "largest_sizes", "sizes_of_example", "symbols_of", "with_splits"]
+__all__ = [
+    "UNBOUNDED",
+    "exact_size",
+    "finite_bound",
+    "largest_sizes",
+    "sizes_of_call",
+    "sizes_of_example",
+    "symbols_of",
+    "with_splits",
+]
 
 
 def finite_bound(bound: Any) -> int | None:
@@ -55,6 +64,35 @@ def largest_sizes(graph: fx.Graph, inputs: Sequence[str], leaves: Sequence[Any])
     return found
 
 
+def sizes_of_call(graph: fx.Graph, inputs: Sequence[str], leaves: Sequence[Any]) -> dict[Any, int]:
+    """Each symbol of an input's sizes -> its value in a call.
+
+    Args:
+        graph: that was traced.
+        inputs: names of its placeholders.
+        leaves: what the call gives for each.
+    """
+    nodes = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    found: dict[Any, int] = {}
+    for name, leaf in zip(inputs, leaves, strict=True):
+        val = nodes[name].meta.get("val")
+        pairs = zip(val.shape, leaf.shape, strict=True) if isinstance(val, torch.Tensor) else [(val, leaf)]
+        found |= {
+            size.node.expr: int(here)
+            for size, here in pairs
+            if isinstance(size, torch.SymInt) and size.node.expr.is_symbol
+        }
+    return found
+
+
+def exact_size(size: Any, sizes: Mapping[Any, int]) -> int | None:
+    """A size of a trace where its symbols have these values; None where the data decides it."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    expression = size.node.expr.xreplace(sizes)
+    return int(expression) if isinstance(expression, int) or expression.is_number else None
+
+
 def with_splits(graph: fx.Graph, sizes: Mapping[Any, int]) -> dict[Any, int]:
     """The sizes, and those that the data decides where a tensor is split by them.
 
@@ -81,12 +119,10 @@ def _is_open(expression: Any) -> bool:
 
 
 def _largest(size: Any, sizes: Mapping[Any, int]) -> int | None:
-    if not isinstance(size, torch.SymInt):
-        return int(size)
-    expression = size.node.expr.xreplace(sizes)
-    if isinstance(expression, int) or expression.is_number:
-        return int(expression)
-    return finite_bound(size.node.shape_env.bound_sympy(expression).upper)
+    known = exact_size(size, sizes)
+    if known is not None:
+        return known
+    return finite_bound(size.node.shape_env.bound_sympy(size.node.expr.xreplace(sizes)).upper)
 
 
 _MOST = 1 << 24  # elements: what decides sizes is computed from little

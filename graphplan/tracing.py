@@ -33,7 +33,7 @@ from graphplan.symbolic import trace_symbolically
 from graphplan.twin import Twin, with_forward
 from graphplan.warn import warn
 
-__all__ = ["capture", "is_transformers_model"]
+__all__ = ["capture", "is_transformers_model", "on_cpu"]
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -66,7 +66,7 @@ def capture(
     if call is None:
         with _quiet():
             return _named_apart(trace_symbolically(twin))
-    host = _on_cpu(call)
+    host = on_cpu(call)
     with suspended(), _untouched_attributes(twin.module):
         found = _named_apart(_with_examples(twin, host, dynamic_shapes, keep_grad))
         if any(tensor.device.type == "meta" for tensor in call.tensors):
@@ -167,7 +167,9 @@ def _runs(twin: Twin, call: BoundCall) -> bool:
 _TRIABLE = 1 << 28  # elements
 
 
-def _on_cpu(call: BoundCall) -> BoundCall:
+def on_cpu(call: BoundCall) -> BoundCall:
+    """A call with its tensors on the CPU, those of the meta device as zeros."""
+
     def to_cpu(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.device.type == "cpu":
             return leaf
@@ -303,4 +305,4 @@ def _preparation(twin: Twin, made: set[str], dropped: Sequence[str]) -> Prepare 
 def _prepare_for_export(module: nn.Module, call: BoundCall) -> BoundCall:
     from transformers.exporters.utils import prepare_for_export  # optional package
 
-    return bound_call(prepare_for_export(module, dict(_on_cpu(call).kwargs))[1])
+    return bound_call(prepare_for_export(module, dict(on_cpu(call).kwargs))[1])

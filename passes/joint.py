@@ -72,6 +72,7 @@ def place_jointly(
     limits: Limits = Limits(),  # noqa: B008  # frozen
     *,
     near: Sequence[Assignment] | None = None,
+    advise: bool = True,
 ) -> tuple[Solution, ...]:
     """A placement of each call, in order, all over the same homes of weights.
 
@@ -81,6 +82,7 @@ def place_jointly(
         calls: what to place.
         limits: as in :func:`graphplan.passes.place.place`.
         near: an assignment of each call to start from as well, all over the same homes of weights.
+        advise: whether an error says which budgets would do, which takes many searches.
 
     Raises:
         InfeasibleError: a call fits in no way, or no way was found in which all of them do.
@@ -97,7 +99,7 @@ def place_jointly(
         start = fit_together(problems, near)
         starts += [start] if all(found.feasible for found in start) else []
     if not starts:
-        raise _infeasible(calls)
+        raise _infeasible(calls, advise=advise)
     exchanged = [exchange(problems, weights, start, _WORK // len(starts)) for start in starts]
     fastest = min(exchanged, key=lambda found: _total(calls, found))
     best = _polished(calls, fastest, limits)
@@ -179,7 +181,7 @@ class _InOrder:
                 self._make_room(index, natural.excess)
                 return None
         try:
-            return place(problem, self.limits.until(0.25)).evaluation
+            return place(problem, replace(self.limits.until(0.25), improves=False)).evaluation
         except InfeasibleError as error:
             short = {key: need - error.available[key] for key, need in error.needed.items()}
             self._make_room(index, {key: nbytes for key, nbytes in short.items() if nbytes > 0})
@@ -245,20 +247,26 @@ def _polished(calls: Sequence[Call], found: Sequence[Evaluation], limits: Limits
     return polished
 
 
-def _infeasible(calls: Sequence[Call]) -> InfeasibleError:
+def _infeasible(calls: Sequence[Call], *, advise: bool) -> InfeasibleError:
     """Each call fits alone: the smallest growth of all budgets with which all do."""
     topology = calls[0].problem.topology
-    low, high = 1.0, 2.0
-    while not _fits(calls, high) and high < 1e6:
-        low, high = high, high * 2
+    said = (
+        f"no placement of the weights was found that keeps the budgets in all {len(calls)} calls, though "
+        "each of them fits alone"
+    )
+    if not advise:
+        return InfeasibleError(said)
+    low, step = 1.0, _PRECISION - 1
+    while not _fits(calls, 1 + step) and step < 1e6:  # most lack little, and each try takes long
+        low, step = 1 + step, 2 * step
+    high = 1 + step
     while high / low > _PRECISION:
         middle = (low + high) / 2
         low, high = (low, middle) if _fits(calls, middle) else (middle, high)
     available = {spec.key: spec.memory for spec in topology.devices}
     needed = {spec.key: spec.memory for spec in topology.scaled(high).devices}
     return InfeasibleError(
-        f"no placement of the weights was found that keeps the budgets in all {len(calls)} calls, though "
-        f"each of them fits alone. Budgets that would do: {needed}; the given ones are {available}",
+        f"{said}. Budgets that would do: {needed}; the given ones are {available}",
         needed=needed,
         available=available,
     )

@@ -15,10 +15,12 @@ class Limits:
     Attributes:
         deadline: ``time.monotonic()`` at which to stop; None: limited by work.
         exhaustive: whether to go on after the first good placement.
+        improves: whether to refine what is found, and to close the gap between it and the bound.
     """
 
     deadline: float | None = None
     exhaustive: bool = True
+    improves: bool = True
 
     @classmethod
     def within(cls, time_limit: float | None) -> Limits:

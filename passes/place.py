@@ -40,6 +40,8 @@ _START_SECONDS = 2e-3  # per operation, from which there is time for a second st
 _NEAR = 1.2  # times the best seconds up to which a plainer start is refined too
 _DEPTH = 6  # most slots of a ring in a large graph
 _REPAIRS = 4  # times that a split is made again with less room, when the evaluator finds it too large
+_MENDED = 3  # proposals that are tried to be mended, the nearest first
+_TIGHTER = (0.99, 0.97, 0.95, 0.92, 0.88)  # of the budgets, tried where nothing is found with all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ def place(
     Raises:
         InfeasibleError: with the smallest budgets that would do.
     """
-    found = _search(problem, limits, near)
+    found = _search(problem, limits, near) or _search_tighter(problem, limits)
     if found is not None:
         return found
     # the search is not monotone: looking among larger budgets may find what keeps the given ones
@@ -81,6 +83,15 @@ def place(
             bound = lower_bound(problem)
             return Solution(again, min(bound.seconds, again.seconds), bound.proof)
     raise _infeasible(problem, nearest)
+
+
+def _search_tighter(problem: Problem, limits: Limits) -> Solution | None:
+    """The best placement near one that is found where all budgets are smaller: with them others are tried."""
+    for share in _TIGHTER:
+        found = sketch(replace(problem, topology=problem.topology.scaled(share)))
+        if found is not None:
+            return _search(problem, limits, found.schedule.assignment)
+    return None
 
 
 def sketch(problem: Problem) -> Evaluation | None:
@@ -160,7 +171,7 @@ def _finish(
     if limits is None:
         return Solution(best, 0.0, "")
     bound = lower_bound(among)
-    if bound.seconds >= best.seconds * (1 - ENOUGH):
+    if not limits.improves or bound.seconds >= best.seconds * (1 - ENOUGH):
         return Solution(best, min(bound.seconds, best.seconds), bound.proof + where)
     starts = [best] if beside is None or beside is best else [best, beside]
     ends = [refine(among, chain, start, _FIRST_WORK, limits.until(0.15).deadline) for start in starts]
@@ -203,16 +214,17 @@ def _accelerators_alone(problem: Problem) -> Problem | None:
 
 
 def _best(problem: Problem, chain: Chain, proposals: list[Evaluation | None]) -> Evaluation | None:
-    """The fastest proposal within the budgets; where there is none, the nearest one, mended."""
+    """The fastest proposal within the budgets; where none is, of the nearest that can be mended."""
     found = [evaluation for evaluation in proposals if evaluation is not None]
     feasible = [evaluation for evaluation in found if evaluation.feasible]
     if feasible:
         return min(feasible, key=lambda evaluation: evaluation.seconds)  # the first of equals
     if not found or len(problem.topology.devices) < 2:
         return None
-    nearest = min(found, key=lambda evaluation: sum(evaluation.excess.values()))
-    mended = repair(problem, chain, nearest)
-    return mended if mended.feasible else None
+    found.sort(key=lambda evaluation: sum(evaluation.excess.values()))
+    mended = (repair(problem, chain, near) for near in found[:_MENDED])
+    feasible = [evaluation for evaluation in mended if evaluation.feasible]
+    return min(feasible, key=lambda evaluation: evaluation.seconds, default=None)
 
 
 def _known(problem: Problem, near: Assignment | None) -> list[Evaluation]:

@@ -8,13 +8,12 @@ from collections.abc import Iterator
 import torch
 from torch import fx, nn
 
-from graphplan.caches import LayoutPart, layout_of
 from graphplan.ops import constant_attribute, part_attribute, stream_attribute
 from graphplan.runtime.binding import BoundCode
 from graphplan.runtime.module_state import Code, ModuleState
 from graphplan.runtime.parts import rows_of
 from graphplan.runtime.program import Program
-from graphplan.runtime.results import rebuilder
+from graphplan.runtime.results import given_layouts, rebuilder
 
 __all__ = ["code_of", "named_tensors"]
 
@@ -25,16 +24,9 @@ def code_of(module: nn.Module, state: ModuleState, index: int) -> Code:
     if found is None:
         program = state.programs[index]
         code = _graph_module(module, state, program)
-        rebuild = rebuilder(program.out_spec, _layouts(program))
+        rebuild = rebuilder(program.out_spec, given_layouts(program.signature.spec, program.caches))
         found = state.codes[index] = Code(code, BoundCode(code), rebuild)
     return found
-
-
-def _layouts(program: Program) -> dict[str, LayoutPart]:
-    """The layout of each cache that the caller passes in."""
-    named = program.signature.spec.children()[1]
-    specs = dict(zip(named.context, named.children(), strict=True))
-    return {name: layout_of(specs[name]) for name in program.caches}
 
 
 def _graph_module(module: nn.Module, state: ModuleState, program: Program) -> fx.GraphModule:

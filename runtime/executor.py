@@ -28,7 +28,7 @@ from graphplan.runtime.pretrained import answers
 from graphplan.runtime.profile import Profile, Recorder
 from graphplan.runtime.program import Program
 from graphplan.runtime.running import run
-from graphplan.runtime.serving import ServedByModules, serve
+from graphplan.runtime.serving import ServedByModules, serve, share_rings
 from graphplan.twin import method_of
 
 if TYPE_CHECKING:
@@ -196,6 +196,7 @@ def attach(
 ) -> None:
     """Give a placed copy its programs, the way to make more, and the memory of its weights."""
     _refuse_names(module)
+    share_rings(programs)
     state = ModuleState(programs, compile, signature, restart, keep_grad, return_outputs, refused)
     state.streams.pages.extend(memory)
     state.reader = ModeReader(module)

@@ -20,14 +20,14 @@ have changed it::
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.utils import _pytree as pytree
 
 from graphplan.caches import COUNTERS, Given, LayoutPart, is_described, layout_of
 
-__all__ = ["Rebuild", "make", "rebuilder"]
+__all__ = ["Rebuild", "given_layouts", "make", "rebuilder"]
 
 Rebuild = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 """From the flat results, and the caches that were given by name, to what the model returns."""
@@ -41,6 +41,18 @@ def rebuilder(spec: pytree.TreeSpec, given: Mapping[str, LayoutPart] | None = No
         given: the layout of each cache that the caller passes in.
     """
     return _Writer().function(spec, given or {})
+
+
+def given_layouts(spec: pytree.TreeSpec, names: Iterable[str]) -> dict[str, LayoutPart]:
+    """The layout of each cache that the caller passes in.
+
+    Args:
+        spec: of a bound call.
+        names: of its arguments that are caches.
+    """
+    named = spec.children()[1]
+    specs = dict(zip(named.context, named.children(), strict=True))
+    return {name: layout_of(specs[name]) for name in names}
 
 
 class _Writer:

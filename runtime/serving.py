@@ -18,7 +18,7 @@ from graphplan.schedule import ring_bytes
 from graphplan.signature import BoundCall, bind_call
 from graphplan.warn import warn
 
-__all__ = ["Served", "ServedByModules", "serve"]
+__all__ = ["Served", "ServedByModules", "serve", "share_rings"]
 
 _MANY = 32
 _MANY_PROGRAMS = (
@@ -108,7 +108,7 @@ def _find(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> int 
             raise
         state.refused(error)
         return ServedByModules(state.modulewise.note(entry, call, modes), call)
-    _share_rings(state.programs)
+    share_rings(state.programs)
     if len(state.programs) == _MANY:
         warn(_MANY_PROGRAMS)
     return len(state.programs) - 1
@@ -122,7 +122,7 @@ def _places(
     return tuple((name, name if name in kwargs else order.index(name)) for name in names)
 
 
-def _share_rings(programs: list[Program]) -> None:
+def share_rings(programs: list[Program]) -> None:
     """Let every plan count the rings as large as any call structure needs them."""
     sizes = ring_bytes(ring for program in programs for ring in program.plan.schedule.rings)
     if sizes:

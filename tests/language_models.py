@@ -85,7 +85,8 @@ def _llava(t: Any) -> Any:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     vision = t.CLIPVisionConfig(**sizes, image_size=16, patch_size=8)
     text = t.LlamaConfig(**TEXT)
-    config = t.LlavaConfig(vision, text, image_token_id=5, vision_feature_select_strategy="default")
+    parts = {"vision_config": vision, "text_config": text}
+    config = t.LlavaConfig(**parts, image_token_id=5, vision_feature_select_strategy="default")
     return t.LlavaForConditionalGeneration(config)
 
 

@@ -1,0 +1,113 @@
+"""Plan a call so that the calls which ``generate`` makes after it have room too, up to the caller's limits.
+
+The example's call is planned first, and the others with the weights where it puts them. Where these lack room
+there, all are placed together.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from graphplan.errors import InfeasibleError, LimitError
+from graphplan.planner import Compiler, EntryCall, Planned
+from graphplan.rehearsal import Rehearsed, rehearse
+from graphplan.signature import BoundCall
+from graphplan.warn import warn
+
+__all__ = ["plan_first"]
+
+logger = logging.getLogger("graphplan")
+
+
+def plan_first(compiler: Compiler, call: BoundCall | None, entry: str = "") -> list[Planned]:
+    """Plan and commit the call that decides where weights are, and those of ``generate`` if limits are given.
+
+    Args:
+        compiler: that has committed nothing, unless it knows from another process where weights are.
+        call: the example.
+        entry: path of the submodule that is called; empty for the model itself.
+
+    Returns:
+        the plan of the example, and of each other structure of calls that there is room for.
+    """
+    settled = compiler.homes is not None
+    first = compiler.plan(call, entry)
+    compiler.commit(first)
+    options = compiler.options
+    if call is None or entry or settled or not options.extents.given or options.grad:
+        return [first]
+    others = rehearse(compiler, call)
+    try:
+        return [first, *_plan_in_turn(compiler, others, [first])]
+    except InfeasibleError as error:
+        logger.info("planning all calls of generate() together, for room: %s", error)
+        lacking = error
+    compiler.restart()
+    try:
+        return _plan_all(compiler, EntryCall(call), others)
+    except InfeasibleError as error:
+        logger.info("no room for generate(): %s", error)
+        warn(
+            "the budgets have room for the example's call, and not for generate() up to max_batch and "
+            f"max_length: {str(lacking).splitlines()[0]}"
+        )
+    compiler.restart()
+    compiler.commit(first)
+    return [first]
+
+
+def _plan_in_turn(
+    compiler: Compiler, others: Sequence[Rehearsed], planned: list[Planned | None]
+) -> list[Planned]:
+    """Plan and commit calls one by one, their caches where the calls before leave them."""
+    found: list[Planned] = []
+    for other in others:
+        try:
+            one = compiler.plan(_brought(other, planned), other.asked.entry)
+        except LimitError as error:  # a prompt that cannot be cut, an image's: nothing comes after it
+            logger.info("no room is kept for a call of generate(): %s", error)
+            planned.append(None)
+            continue
+        compiler.commit(one)
+        planned.append(one)
+        found.append(one)
+    return found
+
+
+def _plan_all(compiler: Compiler, example: EntryCall, others: Sequence[Rehearsed]) -> list[Planned]:
+    """Plan and commit all calls over one placement of the weights."""
+    calls = [example, *(other.asked for other in others)]
+    planned = list(compiler.plan_together(calls, [1.0] * len(calls), advise=False))
+    for one in planned:
+        compiler.commit(one)
+    return planned
+
+
+def _brought(other: Rehearsed, planned: Sequence[Planned | None]) -> BoundCall:
+    """The call, with the tensors of its caches on the devices that planned calls leave them on."""
+    call = other.asked.call
+    leaves = list(call.leaves)
+    with FakeTensorMode():
+        for leaf, (number, position) in other.made_by.items():
+            device = _left_on(planned[number], position)
+            if device is not None:
+                made = leaves[leaf]
+                leaves[leaf] = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=device)
+    return replace(call, leaves=tuple(leaves))
+
+
+def _left_on(planned: Planned | None, position: int) -> torch.device | None:
+    """Where a call leaves a tensor of a cache; None for another result."""
+    if planned is None or position not in planned.capture.kept:
+        return None
+    result, plan = planned.capture.outputs[position], planned.plan
+    producer = plan.graph.producer.get(result.name) if isinstance(result, fx.Node) else None
+    if producer is None:
+        return None
+    return plan.topology[plan.schedule.assignment.operations[producer]].torch_device
