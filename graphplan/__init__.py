@@ -27,13 +27,18 @@ from graphplan.errors import (
 from graphplan.explain import Explanation
 from graphplan.graph import Graph, Operation, Value, Weight
 from graphplan.growth import Bottleneck, Growth
+from graphplan.liveness import Peak
 from graphplan.partitioning import partition, plan
 from graphplan.placement import Plan, Stage, Transfer
 from graphplan.pretrained import load
 from graphplan.relocation import Alternative
 from graphplan.runtime.benchmark import measure_devices
+from graphplan.runtime.profile import Profile
 from graphplan.runtime.simulate import SimulatedMachine, simulate
+from graphplan.runtime.simulated_machine import SimulatedTransfer
+from graphplan.schedule import Load, Schedule
 from graphplan.speeds import Measurements, Speed
+from graphplan.timeline import Timeline
 
 __version__ = "0.1.0"
 
@@ -54,15 +59,21 @@ __all__ = [
     "InputError",
     "LimitError",
     "Link",
+    "Load",
     "Measurements",
     "NoGraphError",
     "Operation",
+    "Peak",
     "Plan",
     "PlanError",
+    "Profile",
+    "Schedule",
     "SimulatedMachine",
     "SimulatedOutOfMemoryError",
+    "SimulatedTransfer",
     "Speed",
     "Stage",
+    "Timeline",
     "Topology",
     "Transfer",
     "Value",

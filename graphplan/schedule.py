@@ -106,7 +106,15 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Enqueue the copy of a segment into its slot: it starts when the slot's last readers are done."""
+    """Enqueue the copy of a segment into its slot: it starts when the slot's last readers are done.
+
+    Attributes:
+        segment: its index in the ring.
+        device: the accelerator whose ring it is.
+        source: where the weights live.
+        weights: their names.
+        nbytes: bytes of the copy, the gaps between its weights included.
+    """
 
     segment: int
     device: DeviceKey

@@ -19,7 +19,13 @@ Watch = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTransfer:
-    """One copy between devices: ``source`` and ``destination`` are ``"cpu"`` or an index."""
+    """One copy between devices.
+
+    Attributes:
+        source: ``"cpu"`` or an index.
+        destination: likewise.
+        nbytes: bytes of the elements.
+    """
 
     source: DeviceKey
     destination: DeviceKey
