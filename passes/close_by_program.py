@@ -22,33 +22,53 @@ _TRIES = 6  # programs, each with more of memory counted
 
 
 def solve_program(incumbent: Incumbent, shares: Shares, limits: Limits) -> None:
-    """Solve, and again with the moments watched at which the evaluator finds a device too full."""
+    """Propose, again with moments watched at which the evaluator finds a device too full; then bound."""
+    if incumbent.done or limits.over:
+        return
+    program = _propose(incumbent, shares, limits.until(0.5))
+    if not shares.ties_travel and not incumbent.done:
+        _bound(incumbent, shares, program, limits)
+
+
+def _propose(incumbent: Incumbent, shares: Shares, limits: Limits) -> Program:
+    """Better placements, as far as there are; the program with the most moments and no margin."""
     margin, watched = np.zeros(len(shares.kinds)), list[tuple[int, str]]()
-    for attempt in range(_TRIES):
+    exact = program = Program(shares, margin, watched)
+    for _ in range(_TRIES):
         if incumbent.done or limits.over:
-            return
+            break
         left = limits.left
-        program = Program(shares, margin, watched)
-        solved = program.solve(
+        proposed = program.propose(
             upper=incumbent.best.seconds,
             gap=ENOUGH / 2,
             nodes=_NODES if left is None else 10**9,
-            programs=_EFFORT // program.binaries if left is None else _MOST_PROGRAMS,
-            seconds=None if left is None else max(0.1, left / (2 if attempt == 0 else 1.5)),
+            seconds=None if left is None else max(0.1, left / 1.5),
         )
-        if not margin.any() and not shares.ties_travel:
-            how = "solved" if solved.optimal else "bounded"
-            incumbent.raise_bound(solved.bound, f"mixed-integer program of {shares.units} operations, {how}")
-        if not solved.devices:
-            return
-        found = incumbent.evaluate(shares, solved.devices, solved.brought)
+        if proposed is None:
+            break
+        found = incumbent.evaluate(shares, proposed.devices, proposed.brought)
         incumbent.polish(found)
         if found.feasible:
-            return
+            break
         more = _moments(incumbent, shares, found) - set(watched)
         watched += sorted(more)
         if not more:
             margin = _more_room(shares, margin, found)
+        program = Program(shares, margin, watched)
+        exact = exact if margin.any() else program
+    return exact
+
+
+def _bound(incumbent: Incumbent, shares: Shares, program: Program, limits: Limits) -> None:
+    left = limits.left
+    bounded = program.bound(
+        upper=incumbent.best.seconds,
+        gap=ENOUGH / 2,
+        programs=_EFFORT // program.binaries if left is None else _MOST_PROGRAMS,
+        seconds=None if left is None else max(0.1, left),
+    )
+    how = "solved" if bounded.met else "bounded"
+    incumbent.raise_bound(bounded.seconds, f"mixed-integer program of {shares.units} operations, {how}")
 
 
 def _moments(incumbent: Incumbent, shares: Shares, found: Evaluation) -> set[tuple[int, str]]:

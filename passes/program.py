@@ -21,8 +21,9 @@ from graphplan.passes.occupancy import Held, Occupancy
 from graphplan.passes.rows import Rows
 from graphplan.passes.shares import Shares
 
-__all__ = ["Program", "Solved"]
+__all__ = ["Bounded", "Program", "Proposed"]
 
+Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 
 _NEEDY = 24  # units whose working set is counted on each device
@@ -30,20 +31,29 @@ _LATEST = 10.0  # times the seconds of a known placement, which no better one re
 
 
 @dataclass(frozen=True, slots=True)
-class Solved:
-    """What was found.
+class Proposed:
+    """A placement.
 
     Attributes:
-        bound: seconds that no placement can go below.
-        devices: unit -> device, or empty where none was found.
+        devices: unit -> device.
         brought: weights that are not kept where they are read.
-        optimal: whether the bound is reached.
     """
 
-    bound: float
     devices: dict[int, DeviceKey]
     brought: frozenset[str]
-    optimal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """A bound.
+
+    Attributes:
+        seconds: that no placement can go below.
+        met: whether it is as near to a known placement as was asked.
+    """
+
+    seconds: float
+    met: bool
 
 
 def _held_at(shares: Shares, watched: Iterable[tuple[int, str]]) -> list[tuple[int, list[Held]]]:
@@ -191,39 +201,49 @@ class Program:
             if terms:
                 self.rows.add([*terms, (self.makespan, -1.0)], -np.inf, 0.0)
 
-    def solve(
-        self, *, upper: float, gap: float, nodes: int, programs: int, seconds: float | None = None
-    ) -> Solved:
-        """Have HiGHS propose a placement, and bound what any takes.
+    def propose(
+        self, *, upper: float, gap: float, nodes: int, seconds: float | None = None
+    ) -> Proposed | None:
+        """A placement of HiGHS's; None where it finds none.
 
         Args:
             upper: seconds of a known placement.
             gap: relative gap at which to stop.
-            nodes: branches to look at for the proposal.
-            programs: linear programs to solve for the bound.
+            nodes: branches to look at.
+            seconds: of clock, or None.
+        """
+        high, whole = self._limits(upper * (1 + 1e-6))
+        values = self.rows.propose(
+            self.makespan, high, whole.astype(float), gap=gap, nodes=nodes, seconds=seconds
+        )
+        return None if values is None else self._read(values)
+
+    def bound(self, *, upper: float, gap: float, programs: int, seconds: float | None = None) -> Bounded:
+        """Seconds that no placement can go below.
+
+        Args:
+            upper: seconds of a known placement.
+            gap: relative gap to it at which to stop.
+            programs: linear programs to solve.
             seconds: of clock, or None.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
-        high, whole = np.ones(self.count), np.zeros(self.count, dtype=bool)
-        high[self.fixed_to_zero] = 0.0
-        high[self.makespan] = upper * (1 + 1e-6) / self.scale
-        whole[self.integer] = True
-        half = None if seconds is None else seconds / 2
-        values = self.rows.propose(
-            self.makespan, high, whole.astype(float), gap=gap, nodes=nodes, seconds=half
-        )
-        reached = upper if values is None else min(upper, values[self.makespan] * self.scale)
-        high[self.makespan] = _LATEST * upper / self.scale
-        enough = reached * (1 - gap) / self.scale
+        high, whole = self._limits(_LATEST * upper)
+        enough = upper * (1 - gap) / self.scale
         found = least(
             self.rows, self.makespan, high, whole, enough=enough, programs=programs, deadline=deadline
         )
-        bound = min(upper, found * self.scale)
-        if values is None:
-            return Solved(bound, {}, frozenset(), bound >= enough * self.scale)
-        return self._read(values, bound, optimal=bound >= enough * self.scale)
+        return Bounded(min(upper, found * self.scale), met=found >= enough)
 
-    def _read(self, values: Floats, bound: float, *, optimal: bool) -> Solved:
+    def _limits(self, latest: float) -> tuple[Floats, Bools]:
+        """(variables,) the upper limit of each, and whether it is whole."""
+        high, whole = np.ones(self.count), np.zeros(self.count, dtype=bool)
+        high[self.fixed_to_zero] = 0.0
+        high[self.makespan] = latest / self.scale
+        whole[self.integer] = True
+        return high, whole
+
+    def _read(self, values: Floats) -> Proposed:
         devices: dict[int, DeviceKey] = {}
         for unit in range(self.shares.units):
             best = max(range(len(self.devices)), key=lambda d: values[self.x[d][unit]])
@@ -234,4 +254,4 @@ class Program:
             for i, variable in device.items()
             if values[variable] > 0.5
         )
-        return Solved(bound, devices, brought, optimal)
+        return Proposed(devices, brought)

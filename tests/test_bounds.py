@@ -131,10 +131,8 @@ def test_no_bound_exceeds_the_best_placement(seed: int, kind: str) -> None:
     tree = Tree(generation)
     assert tree.grow(enough=np.inf, work=1e8) <= best.seconds * TIGHT
     # twice the best, so that a bound beyond it would show
-    program = Program(shares, np.zeros(len(shares.kinds)), []).solve(
-        upper=2 * best.seconds, gap=1e-6, nodes=1000, programs=1000
-    )
-    assert program.bound <= best.seconds * TIGHT
+    bounded = Program(shares).bound(upper=2 * best.seconds, gap=1e-6, programs=1000)
+    assert bounded.seconds <= best.seconds * TIGHT
     counted, _ = count_units(shares, upper=2 * best.seconds, gap=1e-6, programs=1000)
     assert counted * (1 - 1e-6) <= best.seconds
 

@@ -151,7 +151,7 @@ def test_no_bound_exceeds_the_best(kind: str, ties: bool, seed: int) -> None:
     generation = ColumnGeneration(Pricing(shares), [best])
     assert generation.run(enough=np.inf, work=1e7) <= best.seconds * TIGHT
     assert Tree(generation).grow(enough=np.inf, work=1e7) <= best.seconds * TIGHT
-    program = Program(shares, np.zeros(len(shares.kinds)), [])
-    assert program.solve(upper=upper, gap=1e-6, nodes=300, programs=300).bound <= best.seconds * TIGHT
+    bounded = Program(shares).bound(upper=upper, gap=1e-6, programs=300)
+    assert bounded.seconds <= best.seconds * TIGHT
     counted, _ = count_units(shares, upper=2 * upper, gap=1e-6, programs=300)
     assert counted * (1 - 1e-6) <= best.seconds

@@ -6,7 +6,6 @@ import ctypes
 import os
 import threading
 
-import numpy as np
 import pytest
 from instances import random_chain
 
@@ -80,5 +79,5 @@ def test_planning_prints_nothing(monkeypatch: pytest.MonkeyPatch, capfd: pytest.
     shares = Shares(problem)
     for factor in (0.99, 1.0, 1.05):
         upper = factor * found.evaluation.seconds
-        Program(shares, np.zeros(len(shares.kinds)), []).solve(upper=upper, gap=1e-6, nodes=1000, programs=1)
+        Program(shares).propose(upper=upper, gap=1e-6, nodes=1000)
     assert printed(capfd) == ""
