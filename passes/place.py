@@ -41,7 +41,7 @@ _NEAR = 1.2  # times the best seconds up to which a plainer start is refined too
 _DEPTH = 6  # most slots of a ring in a large graph
 _REPAIRS = 4  # times that a split is made again with less room, when the evaluator finds it too large
 _MENDED = 3  # proposals that are tried to be mended, the nearest first
-_TIGHTER = (0.99, 0.97, 0.95, 0.92, 0.88)  # of the budgets, tried where nothing is found with all of them
+_TIGHTER = (0.98, 0.95, 0.9)  # of the budgets, tried where nothing is found with all of them
 
 
 @dataclass(frozen=True, slots=True)
