@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from graphplan.attention_masks import masks_as_in_eager
 from graphplan.caches import Given, is_cache, layout_of
 from graphplan.errors import CaptureError
+from graphplan.recurrences import recurrences_whole
 from graphplan.signature import BoundCall, Guard, register_dataclasses
 from graphplan.stand_ins import (
     bounds_of_segments,
@@ -141,6 +142,7 @@ def _patched_for_export(
         _patches(),
         masks_as_in_eager(),
         segments_as_in_eager(uniform=uniform),
+        recurrences_whole(module),
         reset_model_state(module),
         patch_model_config(module, flags),
         patch_forward_signature(module, inputs),

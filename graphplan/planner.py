@@ -118,20 +118,19 @@ class Compiler:
         """
         if call is None or self.homes is None:
             return self._plan(call, self._capture(call, entry))
-        least = self._capture(call, entry)
-        for ahead in (1.0, 0.25):
+        tried: Annotator | None = None
+        for ahead in (1.0, 0.25, 0.0):
             annotator = self._capture(call, entry, ahead)
-            if annotator is least:  # the caller has set the limits
-                break
+            if annotator is tried:  # the caller has set the limits
+                continue
+            tried = annotator
             try:
                 return self._plan(call, annotator)
             except InfeasibleError as error:  # there is no room for what is to come: what is there may fit
-                logger.info("no room for sizes ahead of the call's: %s", error)
-        try:
-            return self._plan(call, least)
-        except InfeasibleError as error:
-            error.args = (f"{error}{_PLACED}",)
-            raise
+                lacking = error
+                logger.info("no room for such sizes, where the weights are: %s", error)
+        lacking.args = (f"{lacking}{_PLACED}",)
+        raise lacking
 
     def plan_together(
         self, calls: Sequence[EntryCall], weights: Sequence[float], *, advise: bool = True

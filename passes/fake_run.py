@@ -16,6 +16,7 @@ from graphplan.alignment import round_up
 from graphplan.device import unmetered
 from graphplan.live_storages import LiveStorages
 from graphplan.passes.tensor_meta import TensorMeta, contiguous_strides, describe
+from graphplan.recurrences import run_in_torch, selective_scan
 
 __all__ = ["Effect", "OperationResult", "run_fake"]
 
@@ -141,6 +142,9 @@ class _Tracker(TorchDispatchMode):
                 twice = tuple(body(*once, *additional))
                 del first, second
                 return twice
+        if func is selective_scan:  # what it is made of, so that its workspace and FLOPs are seen
+            with self:
+                return run_in_torch(*args)
         out = func(*args, **(kwargs or {}))
         if func.namespace == "prim":
             return out
