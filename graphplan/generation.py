@@ -7,14 +7,14 @@ there, all are placed together.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graphplan.errors import InfeasibleError, LimitError
+from graphplan.errors import CaptureError, InfeasibleError, LimitError
 from graphplan.planner import Compiler, EntryCall, Planned
 from graphplan.rehearsal import Rehearsed, rehearse
 from graphplan.signature import BoundCall
@@ -42,9 +42,9 @@ def plan_first(compiler: Compiler, call: BoundCall | None, entry: str = "") -> l
     options = compiler.options
     if call is None or entry or settled or not options.extents.given or options.grad:
         return [first]
-    others = rehearse(compiler, call)
+    others = list(_plannable(compiler, rehearse(compiler, call)))
     try:
-        return [first, *_plan_in_turn(compiler, others, [first])]
+        return [first, *_plan_in_turn(compiler, others, first)]
     except InfeasibleError as error:
         logger.info("planning all calls of generate() together, for room: %s", error)
         lacking = error
@@ -62,22 +62,25 @@ def plan_first(compiler: Compiler, call: BoundCall | None, entry: str = "") -> l
     return [first]
 
 
-def _plan_in_turn(
-    compiler: Compiler, others: Sequence[Rehearsed], planned: list[Planned | None]
-) -> list[Planned]:
-    """Plan and commit calls one by one, their caches where the calls before leave them."""
-    found: list[Planned] = []
+def _plannable(compiler: Compiler, others: Sequence[Rehearsed]) -> Iterator[Rehearsed]:
+    """Those that a plan can be made of: an image's prompt, say, may leave no room for a token."""
     for other in others:
         try:
-            one = compiler.plan(_brought(other, planned), other.asked.entry)
-        except LimitError as error:  # a prompt that cannot be cut, an image's: nothing comes after it
+            compiler.pose(other.asked)
+        except (LimitError, CaptureError) as error:
             logger.info("no room is kept for a call of generate(): %s", error)
-            planned.append(None)
-            continue
-        compiler.commit(one)
-        planned.append(one)
-        found.append(one)
-    return found
+        else:
+            yield other
+
+
+def _plan_in_turn(compiler: Compiler, others: Sequence[Rehearsed], first: Planned) -> list[Planned]:
+    """Plan and commit calls one by one, their caches where the calls before leave them."""
+    planned = {0: first}
+    for other in others:
+        found = compiler.plan(_brought(other, planned), other.asked.entry)
+        compiler.commit(found)
+        planned[other.number] = found
+    return [planned[other.number] for other in others]
 
 
 def _plan_all(compiler: Compiler, example: EntryCall, others: Sequence[Rehearsed]) -> list[Planned]:
@@ -89,13 +92,13 @@ def _plan_all(compiler: Compiler, example: EntryCall, others: Sequence[Rehearsed
     return planned
 
 
-def _brought(other: Rehearsed, planned: Sequence[Planned | None]) -> BoundCall:
+def _brought(other: Rehearsed, planned: Mapping[int, Planned]) -> BoundCall:
     """The call, with the tensors of its caches on the devices that planned calls leave them on."""
     call = other.asked.call
     leaves = list(call.leaves)
     with FakeTensorMode():
         for leaf, (number, position) in other.made_by.items():
-            device = _left_on(planned[number], position)
+            device = _left_on(planned.get(number), position)
             if device is not None:
                 made = leaves[leaf]
                 leaves[leaf] = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=device)

@@ -34,6 +34,7 @@ from graphplan.lowering import Planned, lower_planned
 from graphplan.modes import Modes
 from graphplan.options import Options
 from graphplan.passes.annotate import Annotator
+from graphplan.passes.evaluate import Problem
 from graphplan.placement import Plan
 from graphplan.runtime.program import Program
 from graphplan.runtime.storage import Layout
@@ -151,6 +152,15 @@ class Compiler:
         made = [self._planned(one, member.call) for member, one in zip(found, choices, strict=True)]
         first = replace(made[0].plan, others=tuple(planned.plan for planned in made[1:]))
         return replace(made[0], plan=first), *made[1:]
+
+    def pose(self, asked: EntryCall) -> Problem:
+        """What a plan of a call would have to place, with the weights where earlier plans have put them.
+
+        Raises:
+            LimitError: it is larger than the caller's limits.
+            CaptureError: it cannot be traced, or measured.
+        """
+        return self._formulation.plain(self._capture(asked.call, asked.entry), asked.call)
 
     def commit(self, planned: Planned) -> None:
         """Let later plans go by this one: where weights are, unless that is settled; what it holds beside."""

@@ -46,11 +46,12 @@ class Rehearsed:
     """A call that ``generate`` makes.
 
     Attributes:
+        number: of the structures so far, the example's being 0.
         asked: the call.
-        made_by: leaf -> what has made it: the number of an earlier call, the example's being 0, and the
-            position among its results.
+        made_by: leaf -> what has made it: the number of an earlier call, and the position among its results.
     """
 
+    number: int
     asked: EntryCall
     made_by: Mapping[int, tuple[int, int]]
 
@@ -148,7 +149,7 @@ class _Stage:
         made = {i: self._made[id(leaf)] for i, leaf in enumerate(call.leaves) if id(leaf) in self._made}
         if number == len(self._seen):
             self._seen.append(capture)
-            self.calls.append(Rehearsed(EntryCall(call, entry), made))
+            self.calls.append(Rehearsed(number, EntryCall(call, entry), made))
         if any(index in made for index in capture.states.values()):
             raise _Seen
         return self._answer(number, call)

@@ -12,6 +12,7 @@ from language_models import FAMILIES, build, example_of, inputs_of, padded_input
 
 import graphplan
 from graphplan import generation
+from graphplan.planner import Compiler, EntryCall
 
 pytest.importorskip("transformers")
 
@@ -138,3 +139,20 @@ def test_nothing_is_rehearsed_that_does_not_generate() -> None:
     with graphplan.simulate({0: "4MiB"}) as machine:
         placed = graphplan.partition(encoder, machine.max_memory, kwargs=example_of("bart"), **LIMITS)
         assert len(placed.plans) == 1
+
+
+def test_a_call_that_cannot_be_planned_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    pose = Compiler.pose
+
+    def refuse(compiler: Compiler, asked: EntryCall) -> Any:
+        if asked.call.kwargs.get("past_key_values") is not None:
+            raise graphplan.CaptureError("no room for it")
+        return pose(compiler, asked)
+
+    monkeypatch.setattr(Compiler, "pose", refuse)
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        model = build("llama")
+        placed = graphplan.partition(model, machine.max_memory, kwargs=inputs_of("llama"), **LIMITS)
+        assert len(placed.plans) < 3
+        found = placed.generate(**inputs_of("llama"), max_new_tokens=4, do_sample=False)
+        assert torch.equal(found, model.generate(**inputs_of("llama"), max_new_tokens=4, do_sample=False))
