@@ -152,7 +152,7 @@ def rebuild_with_slots(placed: Any, slots: int) -> None:
     check_schedule(planned.graph, planned.topology, schedule)
     made = replace(planned, schedule=schedule)
     captured = compiler.captures[0].capture
-    state.programs[0] = compiler._lower(graphplan.planner.Planned(captured, made))
+    state.programs[0] = compiler.lower(graphplan.planner.Planned(captured, made))
 
 
 class LeakyQueues(ClockedQueues):

@@ -35,7 +35,7 @@ def budgets_of(model: Any, share: float, spare: int = 0) -> dict[int | str, int]
 def test_generate_needs_no_further_plan(family: str) -> None:
     model = build(family)
     limits = LIMITS | ({"max_length": 128} if family == "whisper" else {})
-    with graphplan.simulate(budgets_of(model, 0.6, 1 << 21)) as machine:
+    with graphplan.simulate(budgets_of(model, 0.6, 1 << 22)) as machine:
         placed = graphplan.partition(model, machine.max_memory, kwargs=example_of(family), **limits)
         plans = placed.plans
         assert len(plans) >= 3  # the example's call, a prefill, a decode
