@@ -25,6 +25,7 @@ from torch import nn
 __all__ = ["recurrences_whole", "run_in_torch", "selective_scan"]
 
 _NAME = "mamba_selective_scan"
+_OWN = "_graphplan_own"  # attribute of what stands for a function while it is traced: the function
 _LIBRARY = torch.library.Library("graphplan", "FRAGMENT")
 _LIBRARY.define(
     "selective_scan(str module, Tensor hidden_states, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, "
@@ -48,6 +49,7 @@ def _scan(
     use_mambapy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     function = getattr(importlib.import_module(module), _NAME)
+    function = getattr(function, _OWN, function)  # another thread may run while one traces
     options = {"D": d, "z": z, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
     options |= {"return_last_state": True, "use_mambapy": use_mambapy}
     found: tuple[torch.Tensor, torch.Tensor] = function(hidden_states, dt, a, b, c, **options)
@@ -115,4 +117,5 @@ def _as_operation(home: str, function: Callable[..., Any]) -> Callable[..., Any]
         outputs, state = selective_scan(home, *tensors, *flags)
         return (outputs, state) if given["return_last_state"] else outputs
 
+    setattr(scan, _OWN, function)
     return scan

@@ -10,6 +10,7 @@ from builders import largest_difference
 from language_models import TEXT, VOCABULARY, build
 
 import graphplan
+from graphplan.recurrences import recurrences_whole
 
 transformers = pytest.importorskip("transformers")
 
@@ -55,3 +56,11 @@ def test_one_graph_serves_all_lengths(family: str) -> None:
             if key != "cpu":
                 most = max(plan.peak_bytes[key] for plan in placed.plans)
                 assert machine.peak_bytes(key) <= most <= budget
+
+
+def test_eager_runs_while_another_thread_traces() -> None:
+    model, ids = build("mamba"), torch.randint(6, VOCABULARY, (2, 9))
+    with torch.no_grad():
+        expected = model(ids).logits
+        with recurrences_whole(model):
+            assert torch.equal(model(ids).logits, expected)
