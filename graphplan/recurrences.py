@@ -1,6 +1,7 @@
-"""Recurrences of state-space models as one operation each: a trace of their loop would be of one length.
+"""Recurrences of transformers' layers as one operation each: a trace of their loop would be of one length.
 
-Mamba's layers go over a text token by token where its kernels are not installed. Unrolled, a prompt of a
+Where their kernels are not installed, Mamba's and RWKV's layers go over a text token by token, those of
+Qwen3-Next, Qwen3.5, OLMo-Hybrid, Kimi-Linear and their like by chunks of 64. Unrolled, a prompt of a
 thousand tokens is some thousand operations a layer, and one of another length another graph. Here the whole
 recurrence is one operation, which runs transformers' own function::
 
@@ -22,100 +23,201 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["recurrences_whole", "run_in_torch", "selective_scan"]
+__all__ = [
+    "WHOLE",
+    "delta_rule",
+    "linear_attention",
+    "recurrences_whole",
+    "run_in_torch",
+    "selective_scan",
+    "shortened",
+    "text_length",
+]
 
-_NAME = "mamba_selective_scan"
 _OWN = "_graphplan_own"  # attribute of what stands for a function while it is traced: the function
+_SCAN = "mamba_selective_scan"
+_DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+_LINEAR = "rwkv_linear_attention"
+_LOOPS = {_LINEAR: f"{_LINEAR}_cpu"}  # where the loop is a function apart from what chooses the kernel
+
+_Find = Callable[[str, str], Callable[..., Any]]
+"""The function of a module of transformers, by name."""
+
 _LIBRARY = torch.library.Library("graphplan", "FRAGMENT")
 _LIBRARY.define(
     "selective_scan(str module, Tensor hidden_states, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, "
     "Tensor? z, Tensor? delta_bias, bool delta_softplus, bool use_mambapy) -> (Tensor, Tensor)"
 )
+_LIBRARY.define(
+    "delta_rule(str module, str function, Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, "
+    "Tensor? initial_state, int chunk_size, bool use_qk_l2norm_in_kernel) -> (Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "linear_attention(str module, Tensor time_decay, Tensor time_first, Tensor key, Tensor value, "
+    "Tensor[] state) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
 selective_scan = torch.ops.graphplan.selective_scan.default
 """Outputs (batch, channels, length), and the last state (batch, channels, states)."""
 
+delta_rule = torch.ops.graphplan.delta_rule.default
+"""Outputs (batch, length, heads, value size), and the last state (batch, heads, key size, value size)."""
 
-def _scan(
-    module: str,
-    hidden_states: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    d: torch.Tensor | None,
-    z: torch.Tensor | None,
-    delta_bias: torch.Tensor | None,
-    delta_softplus: bool,
-    use_mambapy: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    function = getattr(importlib.import_module(module), _NAME)
-    function = getattr(function, _OWN, function)  # another thread may run while one traces
+linear_attention = torch.ops.graphplan.linear_attention.default
+"""Outputs (batch, length, channels), and the last numerators, denominators and maxima (batch, channels)."""
+
+
+def _own(module: str, name: str) -> Callable[..., Any]:
+    """Transformers' function, whether or not another thread has it replaced for a trace."""
+    function = getattr(importlib.import_module(module), name)
+    own: Callable[..., Any] = getattr(function, _OWN, function)
+    return own
+
+
+def _in_torch(module: str, name: str) -> Callable[..., Any]:
+    """What the function is in torch's own operations, whatever kernels are installed."""
+    loop: Callable[..., Any] = inspect.unwrap(_own(module, _LOOPS.get(name, name)))
+    return loop
+
+
+def _scan(find: _Find, module: str, *args: Any) -> tuple[Any, ...]:
+    hidden_states, dt, a, b, c, d, z, delta_bias, delta_softplus, use_mambapy = args
     options = {"D": d, "z": z, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
     options |= {"return_last_state": True, "use_mambapy": use_mambapy}
-    found: tuple[torch.Tensor, torch.Tensor] = function(hidden_states, dt, a, b, c, **options)
-    return found
+    return tuple(find(module, _SCAN)(hidden_states, dt, a, b, c, **options))
 
 
-def run_in_torch(module: str, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operation by torch's own operations, whatever kernels are installed: to be measured on fakes."""
-    owner = importlib.import_module(module)
-    own = getattr(owner, _NAME)
-    setattr(owner, _NAME, inspect.unwrap(own))
-    try:
-        return _scan(module, *args[:9])  # not by mambapy, which knows no fakes
-    finally:
-        setattr(owner, _NAME, own)
+def _apply_rule(find: _Find, module: str, *args: Any) -> tuple[Any, ...]:
+    name, query, key, value, g, beta, initial_state, chunk_size, use_qk_l2norm_in_kernel = args
+    options = {"chunk_size": chunk_size, "initial_state": initial_state, "output_final_state": True}
+    options |= {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+    return tuple(find(module, name)(query, key, value, g=g, beta=beta, **options))
 
 
-def _shapes(
-    module: str, hidden_states: torch.Tensor, dt: torch.Tensor, a: torch.Tensor, *args: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(find: _Find, module: str, *args: Any) -> tuple[Any, ...]:
+    *tensors, state = args
+    outputs, last = find(module, _LINEAR)(*tensors, state=state or None, return_state=True)
+    return outputs, *last
+
+
+WHOLE = {selective_scan: _scan, delta_rule: _apply_rule, linear_attention: _attend}
+"""The operations of this file, and what runs each."""
+
+_TOKENS = {selective_scan: 2, linear_attention: 1}  # the dimension of tokens, of tensors of three
+
+
+def run_in_torch(operation: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """One of the operations by torch's own, whatever kernels are installed: to be measured on fakes."""
+    if operation is selective_scan:
+        args = (*args[:-1], False)  # not by mambapy, which knows no fakes
+    return WHOLE[operation](_in_torch, *args)
+
+
+def text_length(operation: Any, args: tuple[Any, ...]) -> int:
+    """How many tokens it goes over one by one; 0 where it goes by chunks."""
+    dimension = _TOKENS.get(operation)
+    return 0 if dimension is None else int(args[3 if operation is linear_attention else 1].shape[dimension])
+
+
+def shortened(operation: Any, args: tuple[Any, ...], length: int) -> tuple[Any, ...]:
+    """The arguments for a text of another length, without data."""
+    dimension = _TOKENS[operation]
+
+    def short(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dim() != 3:
+            return value
+        shape = [length if index == dimension else size for index, size in enumerate(value.shape)]
+        return value.new_empty(shape)
+
+    return tuple(map(short, args))
+
+
+def _shapes_of_scan(*args: Any) -> tuple[torch.Tensor, ...]:
     """Both results without data: those of one token, as long as the text."""
-    batch, channels, length = hidden_states.shape
-
-    def short(tensor: Any) -> Any:
-        whole = isinstance(tensor, torch.Tensor) and tensor.dim() == 3
-        return tensor.new_empty((batch, tensor.shape[1], 1)) if whole else tensor
-
-    outputs, state = run_in_torch(module, short(hidden_states), short(dt), a, *map(short, args))
-    return outputs.new_empty((batch, channels, length)), state.new_empty(state.shape)
+    outputs, state = run_in_torch(selective_scan, shortened(selective_scan, args, 1))
+    return outputs.new_empty(args[1].shape), state.new_empty(state.shape)
 
 
-_LIBRARY.impl("selective_scan", _scan, "CompositeExplicitAutograd")
-torch.library.register_fake("graphplan::selective_scan", _shapes, lib=_LIBRARY)
+def _shapes_of_rule(*args: Any) -> tuple[torch.Tensor, ...]:
+    """Both results without data; the rule is computed in float32 whatever the inputs are."""
+    query, key, value = args[2:5]
+    batch, _, heads, size = value.shape
+    state = value.new_empty((batch, heads, key.shape[-1], size), dtype=torch.float32)
+    return value.new_empty(value.shape, dtype=query.dtype), state
+
+
+def _shapes_of_attention(*args: Any) -> tuple[torch.Tensor, ...]:
+    """All results without data: those of one token, as long as the text."""
+    outputs, *last = run_in_torch(linear_attention, shortened(linear_attention, args, 1))
+    return outputs.new_empty(args[3].shape), *(tensor.new_empty(tensor.shape) for tensor in last)
+
+
+for _operation, _shapes in (
+    ("selective_scan", _shapes_of_scan),
+    ("delta_rule", _shapes_of_rule),
+    ("linear_attention", _shapes_of_attention),
+):
+    _run = WHOLE[getattr(torch.ops.graphplan, _operation).default]
+    _LIBRARY.impl(_operation, functools.partial(_run, _own), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"graphplan::{_operation}", _shapes, lib=_LIBRARY)
 
 
 @contextmanager
 def recurrences_whole(module: nn.Module) -> Iterator[None]:
     """Inside, the recurrences of a model's layers are one operation each, unless gradients are kept."""
-    homes = {type(part).__module__ for part in module.modules()}
-    found = {home: getattr(sys.modules.get(home), _NAME, None) for home in sorted(homes)}
-    known = {home: function for home, function in found.items() if function is not None}
+    homes = sorted({type(part).__module__ for part in module.modules()} & set(sys.modules))
+    found = [(home, name) for home in homes for name in _REPLACED if hasattr(sys.modules[home], name)]
     if torch.is_grad_enabled():
-        known = {}
-    for home, function in known.items():
-        setattr(sys.modules[home], _NAME, _as_operation(home, function))
+        found = []
+    known = {place: getattr(sys.modules[place[0]], place[1]) for place in found}
+    for (home, name), function in known.items():
+        setattr(sys.modules[home], name, _as_operation(home, name, function))
     try:
         yield
     finally:
-        for home, function in known.items():
-            setattr(sys.modules[home], _NAME, function)
+        for (home, name), function in known.items():
+            setattr(sys.modules[home], name, function)
 
 
-def _as_operation(home: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _as_operation(home: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(inspect.unwrap(function))
+    replacement = _REPLACED[name]
 
     @functools.wraps(function)
-    def scan(*args: Any, **kwargs: Any) -> Any:
+    def recurrence(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        if any(value is not None for value in given.get("kwargs", {}).values()):
+        # lengths of packed texts and the like, which the kernels alone know
+        if any(isinstance(value, torch.Tensor) for value in given.get("kwargs", {}).values()):
             return function(*args, **kwargs)
-        tensors = [given[name] for name in ("hidden_states", "dt", "A", "B", "C", "D", "z", "delta_bias")]
-        flags = given["delta_softplus"], given["use_mambapy"]
-        outputs, state = selective_scan(home, *tensors, *flags)
-        return (outputs, state) if given["return_last_state"] else outputs
+        return replacement(home, given)
 
-    setattr(scan, _OWN, function)
-    return scan
+    setattr(recurrence, _OWN, function)
+    return recurrence
+
+
+def _scan_whole(home: str, given: dict[str, Any]) -> Any:
+    tensors = [given[name] for name in ("hidden_states", "dt", "A", "B", "C", "D", "z", "delta_bias")]
+    outputs, state = selective_scan(home, *tensors, given["delta_softplus"], given["use_mambapy"])
+    return (outputs, state) if given["return_last_state"] else outputs
+
+
+def _rule_whole(function: str, home: str, given: dict[str, Any]) -> Any:
+    tensors = [given[name] for name in ("query", "key", "value", "g", "beta", "initial_state")]
+    flags = given["chunk_size"], given["use_qk_l2norm_in_kernel"]
+    outputs, state = delta_rule(home, function, *tensors, *flags)
+    return outputs, state if given["output_final_state"] else None
+
+
+def _attention_whole(home: str, given: dict[str, Any]) -> Any:
+    tensors = [given[name] for name in ("time_decay", "time_first", "key", "value")]
+    outputs, *state = linear_attention(home, *tensors, list(given["state"] or ()))
+    return outputs, state if given["return_state"] or given["state"] is not None else None
+
+
+_REPLACED: dict[str, Callable[[str, dict[str, Any]], Any]] = {
+    _SCAN: _scan_whole,
+    **{name: functools.partial(_rule_whole, name) for name in _DELTA_RULES},
+    _LINEAR: _attention_whole,
+}

@@ -16,11 +16,14 @@ from graphplan.alignment import round_up
 from graphplan.device import unmetered
 from graphplan.live_storages import LiveStorages
 from graphplan.passes.tensor_meta import TensorMeta, contiguous_strides, describe
-from graphplan.recurrences import run_in_torch, selective_scan
+from graphplan.recurrences import WHOLE, run_in_torch, shortened, text_length
 
 __all__ = ["Effect", "OperationResult", "run_fake"]
 
 aten = torch.ops.aten
+
+_LENGTHS = (64, 128)
+"""Tokens at which longer recurrences are run, each round of which takes and computes the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,15 +145,37 @@ class _Tracker(TorchDispatchMode):
                 twice = tuple(body(*once, *additional))
                 del first, second
                 return twice
-        if func is selective_scan:  # what it is made of, so that its workspace and FLOPs are seen
-            with self:
-                return run_in_torch(*args)
+        if func in WHOLE:  # what it is made of, so that its workspace and FLOPs are seen
+            return self._recurrence(func, args)
         out = func(*args, **(kwargs or {}))
         if func.namespace == "prim":
             return out
         self.flops += _flops(func, args, kwargs or {}, out)
         self.live.count(leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor))
         return out
+
+    def _recurrence(self, operation: Any, args: tuple[Any, ...]) -> Any:
+        """One of many rounds; where they are very many, as much as two shorter texts tell of it."""
+        length = text_length(operation, args)
+        if length <= sum(_LENGTHS):
+            with self:
+                return run_in_torch(operation, args)
+        short, longer = (_tracked(operation, shortened(operation, args, tokens)) for tokens in _LENGTHS)
+        beyond = (length - _LENGTHS[1]) / (_LENGTHS[1] - _LENGTHS[0])
+        peak, flops = (round(b + (b - a) * beyond) for a, b in zip(short, longer, strict=True))
+        results = operation(*args)
+        own = sum(round_up(result.untyped_storage().nbytes()) for result in results)
+        workspace = results[0].new_empty(max(0, peak - own), dtype=torch.uint8)
+        self.live.count([*results, workspace])
+        self.flops += flops
+        return results
+
+
+def _tracked(operation: Any, args: tuple[Any, ...]) -> tuple[int, int]:
+    """The bytes that a recurrence takes beyond its arguments, and its FLOP."""
+    with _Tracker([leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]) as tracker:
+        run_in_torch(operation, args)
+    return tracker.live.peak, tracker.flops
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
