@@ -18,18 +18,20 @@ import numpy.typing as npt
 
 from graphplan.device import DeviceKey
 from graphplan.passes.chain import Chain
-from graphplan.passes.evaluate import Evaluation, Problem
+from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.limits import Limits
 from graphplan.passes.master import Fractions, mix_fractions
 from graphplan.passes.residence import cpu_key
+from graphplan.passes.settings import settled_problems
 from graphplan.passes.shares import Shares
 from graphplan.passes.spread import fetch_excess
 
-__all__ = ["interleavings"]
+__all__ = ["interleavings", "quick_interleavings"]
 
 Floats = npt.NDArray[np.float64]
 
 _TURNS = (8, 48, 16, 1, 32, 4, 24, 64, 2, 12, 128, 256)  # what helped most often first
+_QUICK = (24, 48)  # turns that are tried where there is little time
 _WORK = 24_000  # operations in all placements that are tried, where time is not limited
 _FEWEST = 4  # placements that are tried in any case
 _CUTS = 512  # places where a turn may end
@@ -49,6 +51,29 @@ def interleavings(problem: Problem, chain: Chain, limits: Limits) -> Iterator[Ev
         found = fetch_excess(problem, problem.obey(_take_turns(chain, parts, turns)))
         if found is not None and found.feasible:
             yield found
+
+
+def quick_interleavings(problem: Problem, chain: Chain, limits: Limits) -> Iterator[Evaluation]:
+    """Placements within the budgets with a few turns, where the largest weights have the best homes."""
+    if cpu_key(problem.topology) is None or not problem.offload:
+        return
+    settled = []
+    for each in settled_problems(problem):
+        shares = Shares(each)
+        fractions = mix_fractions(shares, shares.room * _SPARE[0])
+        parts = {} if fractions is None else _parts(shares, fractions)
+        if fractions is not None and len(parts) > 1:
+            settled.append((fractions.seconds, parts, each))
+    settled.sort(key=lambda one: one[0])
+    for turns in _QUICK:
+        for _, parts, each in settled:
+            if limits.over:
+                return
+            found = (
+                fetch_excess(each, each.obey(_take_turns(chain, parts, turns))) if len(parts) > 1 else None
+            )
+            if found is not None and found.feasible:
+                yield evaluate(problem, found.schedule.assignment)
 
 
 def _trials(shares: Shares) -> Iterator[tuple[dict[DeviceKey, float], int]]:

@@ -7,8 +7,9 @@ not fit the accelerators without. Within that, seconds decide.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain as joined
 
 from graphplan.device import DeviceKey, Topology
 from graphplan.errors import InfeasibleError, readable_bytes
@@ -21,7 +22,7 @@ from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.exhaustive import search_all
 from graphplan.passes.fill import fill
 from graphplan.passes.incumbent import ENOUGH
-from graphplan.passes.interleave import interleavings
+from graphplan.passes.interleave import interleavings, quick_interleavings
 from graphplan.passes.limits import Limits
 from graphplan.passes.refine import refine, repair
 from graphplan.passes.residence import cpu_key, reside
@@ -39,6 +40,7 @@ _FIRST_WORK = 100_000  # of the local search before the gap is closed
 _START_SECONDS = 2e-3  # per operation, from which there is time for a second start
 _NEAR = 1.2  # times the best seconds up to which a plainer start is refined too
 _DEPTH = 6  # most slots of a ring in a large graph
+_PROPOSING = 0.2  # part of the time for the first proposals with offload
 _REPAIRS = 4  # times that a split is made again with less room, when the evaluator finds it too large
 _MENDED = 3  # proposals that are tried to be mended, the nearest first
 _TIGHTER = (0.98, 0.95, 0.9)  # of the budgets, tried where nothing is found with all of them
@@ -126,7 +128,8 @@ def _search(
         best, complete = _exhaust(plain, best or filled, limits, fetch=False)
         if best is not None:
             return _finish(plain, problem, chain, best, complete, limits, filled)
-    best = plainer = _best(problem, chain, [*_known(problem, near), *_with_offload(problem, chain)])
+    proposals = joined(_known(problem, near), _with_offload(problem, chain))
+    best = plainer = _best(problem, chain, _in_time(proposals, limits))
     if limits is not None and limits.exhaustive:
         best = _streamed(problem, chain, best, limits)
     best, complete = _exhaust(problem, best, limits, fetch=True)
@@ -140,6 +143,10 @@ def _search(
 
 def _streamed(problem: Problem, chain: Chain, best: Evaluation | None, limits: Limits) -> Evaluation | None:
     """A better placement with streamed weights, if one is found."""
+    known = [] if best is None else [best]
+    if limits.deadline is not None:  # what takes longer may not be done in time
+        known += quick_interleavings(problem, chain, limits.until(0.2))
+    best = min(known, key=lambda each: each.seconds, default=None)
     found = list(stream(problem, best, limits.until(0.4)))
     if not found:
         found = list(interleavings(problem, chain, limits.until(0.3)))
@@ -201,7 +208,7 @@ def _exhaust(
 
 
 def _accelerators_alone(problem: Problem) -> Problem | None:
-    """The same problem with nothing offloaded but what the caller has pinned; None without accelerators.
+    """The same problem with nothing offloaded but what the caller has pinned; None where that cannot fit.
 
     The CPU may keep what nobody reads.
     """
@@ -210,7 +217,18 @@ def _accelerators_alone(problem: Problem) -> Problem | None:
         return None
     allowed = {name: problem.allowed.get(name, keys) for name in problem.graph.operations}
     rules = {name: (rule & keys) or rule for name, rule in allowed.items()}
-    return replace(problem, allowed=rules, offload=False)
+    plain = replace(problem, allowed=rules, offload=False)
+    return plain if _least_held(plain, keys) <= sum(problem.topology[key].room for key in keys) else None
+
+
+def _least_held(problem: Problem, keys: frozenset[DeviceKey]) -> int:
+    """Bytes of the weights that only these devices may read, and nothing else may hold."""
+    graph, found = problem.graph, 0
+    for weight in graph.weights.values():
+        readers = [r for r in graph.consumers.get(weight.name, ()) if not graph.operations[r].host_only]
+        if readers and weight.name not in problem.fixed_weights:
+            found += weight.nbytes if all(problem.allowed[reader] <= keys for reader in readers) else 0
+    return found
 
 
 def _best(problem: Problem, chain: Chain, proposals: list[Evaluation | None]) -> Evaluation | None:
@@ -225,6 +243,18 @@ def _best(problem: Problem, chain: Chain, proposals: list[Evaluation | None]) ->
     mended = (repair(problem, chain, near) for near in found[:_MENDED])
     feasible = [evaluation for evaluation in mended if evaluation.feasible]
     return min(feasible, key=lambda evaluation: evaluation.seconds, default=None)
+
+
+def _in_time(proposals: Iterable[Evaluation | None], limits: Limits | None) -> list[Evaluation | None]:
+    """Proposals until a part of the time is over, but one that is within the budgets if there is any."""
+    until = Limits() if limits is None else limits.until(_PROPOSING)
+    found, feasible = list[Evaluation | None](), False
+    for proposal in proposals:
+        found.append(proposal)
+        feasible |= proposal is not None and proposal.feasible
+        if feasible and until.over:
+            break
+    return found
 
 
 def _known(problem: Problem, near: Assignment | None) -> list[Evaluation]:

@@ -20,7 +20,7 @@ from graphplan.passes.residence import cpu_key
 from graphplan.passes.shares import Shares
 from graphplan.passes.spread import may_stream
 
-__all__ = ["Setting", "make_settings", "movable_weights"]
+__all__ = ["Setting", "make_settings", "movable_weights", "settled_problems"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -95,6 +95,15 @@ def make_settings(problem: Problem, limits: Limits) -> list[Setting]:
         if settled is not None and not limits.over:
             found += _divisions(settled, Frontier(Shares(settled)), sizes, limits)
     return sorted(found, key=lambda setting: setting.bound)
+
+
+def settled_problems(problem: Problem) -> Iterator[Problem]:
+    """The problem with each choice of homes for its largest weights."""
+    shares = Shares(replace(problem, offload=False))
+    for homes in _homes(problem, _anchors(problem, shares, 0)):
+        settled = _settle(problem, homes)
+        if settled is not None:
+            yield replace(settled, offload=problem.offload)
 
 
 # -- homes ----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from graphplan.passes.beam import Beam
 from graphplan.passes.chain import Chain
 from graphplan.passes.evaluate import Problem, evaluate
 from graphplan.passes.fluid import Fluid, Work
-from graphplan.passes.interleave import interleavings
+from graphplan.passes.interleave import interleavings, quick_interleavings
 from graphplan.passes.limits import Limits
 from graphplan.passes.place import _with_offload, place
 from graphplan.passes.residence import reside
@@ -105,6 +105,31 @@ def test_streaming_beats_pieces_and_turns() -> None:
     best = min(stream(problem, None, Limits()), key=lambda found: found.seconds)
     assert best.feasible
     assert best.seconds < min(known)
+
+
+def test_quick_turns_give_the_largest_weight_a_home() -> None:
+    problem = problem_of(tower(60, 8 * MIB, large=100 * MIB), 0.35, 0.25)
+    chain = Chain(problem.graph, problem.topology.devices[0])
+    found = list(quick_interleavings(problem, chain, Limits()))
+    assert found
+    assert all(each.feasible for each in found)
+    assert len({each.schedule.assignment.weights["w58"] for each in found}) > 1
+
+
+def test_accelerators_that_cannot_hold_the_weights_are_not_tried_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Problem] = []
+    monkeypatch.setattr("graphplan.passes.place.fill", lambda problem: asked.append(problem) or [])
+    large, small = problem_of(tower(20, 4 * MIB), 0.5, 0.4), problem_of(tower(20, 4 * MIB), 0.8, 0.7)
+    place(large)
+    assert not asked
+    place(small)
+    assert len(asked) == 1
+    # what is pinned to the CPU takes no room
+    pinned = {f"op{i}": frozenset({CPU}) for i in range(8)}
+    place(replace(large, allowed=pinned))
+    assert len(asked) == 2
 
 
 def test_weights_that_have_homes_are_streamed_or_computed_with_there() -> None:
