@@ -1,19 +1,21 @@
 """Plan a call so that the calls which ``generate`` makes after it have room too, up to the caller's limits.
 
-The example's call is planned first, and the others with the weights where it puts them. Where these lack room
-there, all are placed together.
+The example's call is planned first, and the others with the weights where it puts them. Where one of these
+lacks room there, it is the one that decides where the weights are; and where that is not enough, all are
+placed together.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from graphplan.device import DISK
 from graphplan.errors import CaptureError, InfeasibleError, LimitError
 from graphplan.planner import Compiler, EntryCall, Planned
 from graphplan.rehearsal import Rehearsed, rehearse
@@ -43,23 +45,28 @@ def plan_first(compiler: Compiler, call: BoundCall | None, entry: str = "") -> l
     if call is None or entry or settled or not options.extents.given or options.grad:
         return [first]
     others = list(_plannable(compiler, rehearse(compiler, call)))
-    try:
-        return [first, *_plan_in_turn(compiler, others, first)]
-    except InfeasibleError as error:
-        logger.info("planning all calls of generate() together, for room: %s", error)
-        lacking = error
-    compiler.restart()
-    try:
-        return _plan_all(compiler, EntryCall(call), others)
-    except InfeasibleError as error:
-        logger.info("no room for generate(): %s", error)
-        warn(
-            "the budgets have room for the example's call, and not for generate() up to max_batch and "
-            f"max_length: {str(lacking).splitlines()[0]}"
-        )
+    found, lacking = _plan_in_turn(compiler, others, first)
+    if lacking is None:
+        return found
+    example = EntryCall(call)
+    again = _plan_around(compiler, lacking.call, example, others) or _plan_all(compiler, example, others)
+    if again is not None:
+        return again
+    warn(
+        "the budgets have room for the example's call, and not for generate() up to max_batch and "
+        f"max_length: {str(lacking.error).splitlines()[0]}"
+    )
     compiler.restart()
     compiler.commit(first)
     return [first]
+
+
+@dataclass(frozen=True, slots=True)
+class _Lacking:
+    """A call for which there is no room, and why."""
+
+    call: EntryCall
+    error: InfeasibleError
 
 
 def _plannable(compiler: Compiler, others: Sequence[Rehearsed]) -> Iterator[Rehearsed]:
@@ -73,20 +80,53 @@ def _plannable(compiler: Compiler, others: Sequence[Rehearsed]) -> Iterator[Rehe
             yield other
 
 
-def _plan_in_turn(compiler: Compiler, others: Sequence[Rehearsed], first: Planned) -> list[Planned]:
-    """Plan and commit calls one by one, their caches where the calls before leave them."""
+def _plan_in_turn(
+    compiler: Compiler, others: Sequence[Rehearsed], first: Planned
+) -> tuple[list[Planned], _Lacking | None]:
+    """Plan and commit calls one by one, caches where the calls before leave them; or say which cannot be."""
     planned = {0: first}
     for other in others:
-        found = compiler.plan(_brought(other, planned), other.asked.entry)
+        try:
+            found = compiler.plan(_brought(other, planned), other.asked.entry)
+        except InfeasibleError as error:
+            return [], _Lacking(other.asked, error)
         compiler.commit(found)
         planned[other.number] = found
-    return [planned[other.number] for other in others]
+    return [first, *(planned[other.number] for other in others)], None
 
 
-def _plan_all(compiler: Compiler, example: EntryCall, others: Sequence[Rehearsed]) -> list[Planned]:
-    """Plan and commit all calls over one placement of the weights."""
+def _plan_around(
+    compiler: Compiler, hardest: EntryCall, example: EntryCall, others: Sequence[Rehearsed]
+) -> list[Planned] | None:
+    """Plan and commit all calls, with the weights where one of them has room; None where others lack it."""
+    logger.info("planning the call of generate() that lacked room first")
+    compiler.restart()
+    try:
+        compiler.commit(compiler.plan(hardest.call, hardest.entry))
+        first = compiler.plan(example.call, example.entry)
+    except InfeasibleError as error:
+        logger.info("no room for all calls of generate(): %s", error)
+        return None
+    compiler.commit(first)
+    found, lacking = _plan_in_turn(compiler, others, first)
+    return found if lacking is None else None
+
+
+def _plan_all(compiler: Compiler, example: EntryCall, others: Sequence[Rehearsed]) -> list[Planned] | None:
+    """Plan and commit all calls over one placement of the weights; None where that finds no room.
+
+    That knows no disk.
+    """
+    if DISK in compiler.topology:
+        return None
+    logger.info("planning all calls of generate() together")
+    compiler.restart()
     calls = [example, *(other.asked for other in others)]
-    planned = list(compiler.plan_together(calls, [1.0] * len(calls), advise=False))
+    try:
+        planned = list(compiler.plan_together(calls, [1.0] * len(calls), advise=False))
+    except InfeasibleError as error:
+        logger.info("no room for generate(): %s", error)
+        return None
     for one in planned:
         compiler.commit(one)
     return planned

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,18 +49,49 @@ def test_generate_needs_no_further_plan(family: str) -> None:
             assert machine.peak_bytes(key) <= most <= machine.max_memory[key]
 
 
-@pytest.mark.slow
-def test_where_the_first_placement_has_no_room_all_are_placed_together(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("together", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_where_the_first_placement_has_no_room_there_are_others(
+    together: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, budgets, limits = build("llama"), TIGHT, SHORT
+    if together:
+        monkeypatch.setattr(generation, "_plan_around", lambda *_: None)
     with graphplan.simulate(budgets) as machine, caplog.at_level(logging.INFO, "graphplan"):
         placed = graphplan.partition(model, machine.max_memory, kwargs=example_of("llama"), **limits)
-        assert "planning all calls of generate() together" in caplog.text
+        how = (
+            "planning all calls of generate() together" if together else "the call of generate() that lacked"
+        )
+        assert how in caplog.text
         assert len(placed.plans) == 3
         found = placed.generate(**inputs_of("llama"), max_new_tokens=5, do_sample=False)
         assert torch.equal(found, model.generate(**inputs_of("llama"), max_new_tokens=5, do_sample=False))
         assert all(machine.peak_bytes(key) <= budget for key, budget in budgets.items())
+
+
+@pytest.mark.slow
+def test_with_a_disk_nothing_is_planned_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """That would leave nothing on disk, and speak of calls that nobody gave."""
+    model, plan, asked = build("llama"), Compiler.plan, list[str]()
+
+    def plan_the_first(self: Compiler, call: Any, entry: str = "") -> Any:
+        asked.append(entry)
+        if len(asked) > 1:
+            raise graphplan.InfeasibleError("no room")
+        return plan(self, call, entry)
+
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(Compiler, "plan", plan_the_first)
+    with graphplan.simulate({0: 60_000, "cpu": 60_000}) as machine:
+        budgets = {**machine.max_memory, "disk": "1GiB"}
+        placed = graphplan.load(tmp_path, budgets, kwargs=example_of("llama"), **SHORT)
+        assert "disk" in placed.plan.placement.values()
+    said = [str(one.message) for one in recwarn if issubclass(one.category, graphplan.GraphplanWarning)]
+    assert said == [
+        "the budgets have room for the example's call, and not for generate() up to max_batch and "
+        "max_length: no room"
+    ]
 
 
 def test_a_plan_is_that_of_the_placed_model() -> None:
