@@ -78,8 +78,9 @@ class _Columns:
             if self.over:
                 return
             if part.bound < self.incumbent.enough:
-                worth = part.worth if whole is None else whole.worth
-                self._run(part, worth, self.limits.until(0.9 / left), dives=False)
+                near = whole or next((one for one in reversed(self.ran) if one.is_like(part)), None)
+                worth = part.worth if near is None else near.worth
+                self._run(part, worth, self.limits.until(0.9 / left), dives=False, near=near)
 
     def _finish(self) -> None:
         """What has not converged goes on where there is time."""
@@ -114,10 +115,14 @@ class _Columns:
             self._dive(part, part.tree.lowest, work)
         return turn
 
-    def _run(self, part: Part, worth: Floats | None, limits: Limits, *, dives: bool) -> None:
+    def _run(
+        self, part: Part, worth: Floats | None, limits: Limits, *, dives: bool, near: Part | None = None
+    ) -> None:
         effort = min(1.0, part.shares.units / _LARGE, _HUGE / part.shares.units)
         work = effort * _WORK if limits.deadline is None else np.inf
         generation = part.begin_columns(self.incumbent.best, worth)
+        if near is not None and near.generation is not None and near.is_like(part):
+            generation.borrow(near.generation)
         self.ran.append(part)
         deadline = limits.until(0.8 if dives else 1.0).deadline
         generation.run(enough=self.incumbent.enough, work=work, deadline=deadline)

@@ -32,8 +32,10 @@ def search_labels(incumbent: Incumbent, shares: Shares) -> list[Part]:
     hurried = limits.left is not None and shares.units * devices * len(parts) > _PREPARED * limits.left
     if hurried or not all(part.suits_labels for part in parts):
         return parts
+    near: Part | None = None
     for part in parts:
-        part.prepare_labels(incumbent.enough, limits.deadline)
+        part.prepare_labels(incumbent.enough, limits.deadline, near)
+        near = part
         if limits.over:
             return parts
     incumbent.raise_bound(min(part.bound for part in parts), _PROOF)

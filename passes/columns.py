@@ -102,6 +102,12 @@ class ColumnGeneration:
                 if self.pricing.fits(index, taken, aside, self.margin):
                     self._add(index, taken, aside)
 
+    def borrow(self, other: ColumnGeneration) -> None:
+        """Take over the columns of a problem with the same units and items, as far as they fit here."""
+        for column in other.columns:
+            if self.pricing.fits(column.kind, column.taken, column.aside, self.margin):
+                self._add(column.kind, column.taken, column.aside)
+
     def _add(self, kind: int, taken: Bools, aside: Bools) -> bool:
         key = bytes([kind]) + np.packbits(taken).tobytes() + np.packbits(aside).tobytes()
         if key in self._seen:

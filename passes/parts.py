@@ -59,9 +59,21 @@ class Part:
         few = 2 <= devices <= _LABELLED_DEVICES
         return few and not self.problem.offload and not (len(shares.ties) and _keeps_only(shares))
 
-    def prepare_labels(self, best: float, deadline: float | None) -> None:
-        """Find prices of bytes for the search; ``best`` are the seconds of a known placement."""
+    def prepare_labels(self, best: float, deadline: float | None, near: Part | None = None) -> None:
+        """Find prices of bytes for the search.
+
+        Args:
+            best: seconds of a known placement.
+            deadline: ``time.monotonic()`` at which to stop, or None.
+            near: a part whose prices are known, to begin with.
+        """
         onward = Onward(Frontier(self.shares))
+        if (
+            near is not None
+            and near.labels is not None
+            and near.labels.frontier.devices == onward.frontier.devices
+        ):
+            onward.prices = near.labels.onward.prices
         onward.price(best, deadline)
         self.bound = max(self.bound, onward.bound * (1 - _ROUNDING))
         if np.isfinite(onward.bound):
@@ -90,6 +102,12 @@ class Part:
         if self.labels is not None and self.labels.onward.rest:
             return self.labels.onward.worth(len(self.shares.items))[:units]
         return None
+
+    def is_like(self, other: Part) -> bool:
+        """Whether shares of one are shares of the other: units, items and groups are the same."""
+        mine, others = self.shares, other.shares
+        same = len(mine.items) == len(others.items) and mine.needs == others.needs
+        return same and np.array_equal(mine.group, others.group)
 
     def begin_columns(self, known: Evaluation, worth: Floats | None) -> ColumnGeneration:
         """Column generation, from what units are worth where that is known."""

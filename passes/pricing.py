@@ -97,6 +97,11 @@ class Pricing:
         nearest = np.rint(shares.nbytes / self.coarse).astype(np.int64)
         self.rough = Knapsack(nearest, scopes, np.floor(rooms / self.coarse).astype(np.int64))
         self._refusals = [self._refusal(crowd) for crowd in self._crowds]
+        self._crowded = np.zeros((len(self._crowds), shares.units), dtype=bool)
+        for index, crowd in enumerate(self._crowds):
+            self._crowded[index, list(crowd.units)] = True
+        self._crowd_needs = np.array([crowd.nbytes for crowd in self._crowds], dtype=np.int64)
+        self._crowd_needs = self._crowd_needs.reshape(len(self._crowds), len(shares.kinds))
         self._maker, self._reader = np.array(kept, dtype=np.int64).reshape(len(kept), 2).T
         apart = [self.tables[pair][:, 0, 1] for pair in kept]
         self._apart = np.array(apart, dtype=float).reshape(len(kept), len(shares.kinds)).T
@@ -214,10 +219,8 @@ class Pricing:
         """Bytes for activations that a share needs at least beside its weights."""
         mine = taken[: self.shares.units]
         needs = float(self.working[kind][mine].max(initial=0))
-        for crowd in self._crowds:
-            if crowd.nbytes[kind] > needs and mine[list(crowd.units)].all():
-                needs = float(crowd.nbytes[kind])
-        return needs
+        there = ~(self._crowded & ~mine).any(axis=1)
+        return max(needs, float(self._crowd_needs[there, kind].max(initial=0)))
 
 
 def _merged(order: Ints, parts: Sequence[Chosen]) -> Chosen:

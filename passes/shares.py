@@ -89,6 +89,12 @@ class Shares:
         self._settle()
 
     @cached_property
+    def _reading(self) -> tuple[Ints, Ints]:
+        """The readers of ``needs``, and the items that they read."""
+        pairs = np.array(self.needs, dtype=np.int64).reshape(-1, 2)
+        return pairs[:, 0], pairs[:, 1]
+
+    @cached_property
     def crowds(self) -> list[Crowd]:
         """Units that need more together on one device than each by itself."""
         specs = [kind.spec for kind in self.kinds]
@@ -339,8 +345,8 @@ class Shares:
         """The items of a share that has these units and keeps all their weights, and its bytes."""
         taken = np.zeros(len(self.items), dtype=bool)
         taken[: self.units] = units
-        for reader, index in self.needs:
-            taken[index] |= taken[reader]
+        readers, items = self._reading
+        np.logical_or.at(taken, items, taken[readers])
         return taken, float(self.nbytes[taken].sum())
 
     def share_of(
