@@ -74,13 +74,13 @@ class _Columns:
     def _run_parts(self, whole: Part | None) -> None:
         waiting = [part for part in self.parts if part.generation is None]
         waiting.sort(key=lambda part: part.bound)
-        for left, part in zip(range(len(waiting), 0, -1), waiting, strict=True):
+        for part in waiting:  # one after the other: what has not converged proves little
             if self.over:
                 return
             if part.bound < self.incumbent.enough:
                 near = whole or next((one for one in reversed(self.ran) if one.is_like(part)), None)
                 worth = part.worth if near is None else near.worth
-                self._run(part, worth, self.limits.until(0.9 / left), dives=False, near=near)
+                self._run(part, worth, self.limits.until(0.9), dives=False, near=near)
 
     def _finish(self) -> None:
         """What has not converged goes on where there is time."""

@@ -14,6 +14,8 @@ at the frontier and the capacity used. It is small where the variables form some
 from __future__ import annotations
 
 import copy
+import math
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -71,6 +73,53 @@ class _Trace:
 
     aside: Bools | None = None
     closed: list[Bools] = field(default_factory=list)
+
+
+class _Space:
+    """Memory for one solution, used again for the next: asking for more takes as long as filling it."""
+
+    def __init__(self) -> None:
+        self._buffers = [np.empty(0), np.empty(0)]
+        self._turn, self._bits, self._used = 0, np.empty(0, dtype=bool), 0
+
+    def begin(self, state: Floats) -> None:
+        """For states of this type."""
+        self._used = 0
+        if self._buffers[0].dtype != state.dtype:
+            self._buffers = [np.empty(0, state.dtype), np.empty(0, state.dtype)]
+
+    def states(self, shape: tuple[int, ...]) -> Floats:
+        """An array to write to; the one before last is not used any more."""
+        self._turn = 1 - self._turn
+        size = math.prod(shape)
+        if self._buffers[self._turn].size < size:
+            self._buffers[self._turn] = np.empty(size, self._buffers[0].dtype)
+        return self._buffers[self._turn][:size].reshape(shape)
+
+    def choices(self, shape: tuple[int, ...]) -> Bools:
+        """An array to write to, one of all until the next solution."""
+        size = math.prod(shape)
+        if self._bits.size - self._used < size:  # what was given out keeps the old memory alive
+            self._bits, self._used = np.empty(max(size, 2 * self._bits.size), dtype=bool), 0
+        self._used += size
+        return self._bits[self._used - size : self._used].reshape(shape)
+
+
+class _Spaces(list[_Space]):
+    """Those that nobody uses, of all knapsacks there are; a list that can be referred to weakly."""
+
+
+_known: weakref.ref[_Spaces] | None = None
+
+
+def _spaces() -> _Spaces:
+    """The same for all knapsacks, as long as there is one."""
+    global _known
+    found = None if _known is None else _known()
+    if found is None:
+        found = _Spaces()
+        _known = weakref.ref(found)
+    return found
 
 
 def frontier_order(count: int, scopes: Iterable[tuple[int, ...]]) -> tuple[list[int], int]:
@@ -132,6 +181,7 @@ class Knapsack:
         self.eliminations: list[_Elimination] = []
         active = self._eliminate_light()
         self.steps = self._path(active)
+        self._spaces = _spaces()
 
     def of_rows(self, rows: Ints) -> Knapsack:
         """The same structure for some of the capacities."""
@@ -228,8 +278,11 @@ class Knapsack:
             table, choice = self._eliminate(elimination, made, cost)
             made.append(table)
             light.append(choice)
-        state, traces = self._run(cost, aside, made, capacities, dtype)
-        return self._back(state, traces, light)
+        space = self._spaces.pop() if self._spaces else _Space()
+        state, traces = self._run(cost, aside, made, capacities, dtype, space)
+        found = self._back(state, traces, light)
+        self._spaces.append(space)
+        return found
 
     def _eliminate(self, plan: _Elimination, made: Sequence[Floats], cost: Floats) -> tuple[Floats, Bools]:
         scope = (*plan.scope, plan.variable)
@@ -242,7 +295,13 @@ class Knapsack:
         return np.where(choice, taken, without), choice
 
     def _run(
-        self, cost: Floats, aside: Floats, made: Sequence[Floats], capacities: Ints, dtype: npt.DTypeLike
+        self,
+        cost: Floats,
+        aside: Floats,
+        made: Sequence[Floats],
+        capacities: Ints,
+        dtype: npt.DTypeLike,
+        space: _Space,
     ) -> tuple[Floats, list[_Trace]]:
         top = max(1, int(self.capacities.max(initial=0)) + 1)
         state = np.zeros((self.rows, top), dtype)
@@ -250,6 +309,7 @@ class Knapsack:
             if not scope and factor < len(made):  # what was eliminated to a constant
                 state = state + made[factor].reshape(-1, 1).astype(dtype)
         traces: list[_Trace] = []
+        space.begin(state)
         for step in self.steps:
             trace = _Trace()
             frontier = (*step.frontier, step.variable)
@@ -257,21 +317,23 @@ class Knapsack:
             table = table.reshape(self.rows, *(1,) * len(step.frontier), 2)
             for factor in step.factors:
                 table = table + _fit(made[factor], self.scopes[factor], frontier)
-            state = self._extend(step.variable, state, table.astype(dtype), aside, trace)
+            state = self._extend(step.variable, state, table.astype(dtype), aside, trace, space)
             for variable in step.closed:
                 axis = 1 + frontier.index(variable)
                 without, taken = _parts(state, axis)
-                trace.closed.append(taken < without)
-                state = np.minimum(without, taken)
+                trace.closed.append(np.less(taken, without, out=space.choices(without.shape)))
+                state = np.minimum(without, taken, out=space.states(without.shape))
                 frontier = tuple(v for v in frontier if v != variable)
             traces.append(trace)
         state[np.arange(top)[None, :] > capacities[:, None]] = np.inf
         return state, traces
 
-    def _extend(self, variable: int, state: Floats, table: Floats, aside: Floats, trace: _Trace) -> Floats:
+    def _extend(
+        self, variable: int, state: Floats, table: Floats, aside: Floats, trace: _Trace, space: _Space
+    ) -> Floats:
         """The states with the variable at 0 and at 1, with what is known by now added."""
         size, top = int(self.sizes[variable]), state.shape[-1]
-        wide = np.empty((*state.shape[:-1], 2, top), state.dtype)
+        wide = space.states((*state.shape[:-1], 2, top))
         np.add(state, table[..., 0, None], out=wide[..., 0, :])
         taken = wide[..., 1, :]
         if size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -165,6 +166,44 @@ def test_labels_find_the_best_placement_and_prove_it(seed: int, accelerators: in
     assert bound <= best.seconds * TIGHT
     # what is left open are activations that wait, of which labels know some
     assert min(found) == pytest.approx(bound, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(300, 306))
+def test_what_one_part_has_learnt_changes_no_bound_of_another(seed: int) -> None:
+    problem, best = accelerated(seed, 2)
+    known = None
+    for part, alone in zip(*(part_by_home(problem, Shares(problem)) for _ in range(2)), strict=True):
+        part.prepare_labels(2 * best.seconds, None, known)
+        alone.prepare_labels(2 * best.seconds, None)
+        assert part.bound == pytest.approx(alone.bound, rel=1e-3)
+        bounds = []
+        for one in (part, alone):
+            generation = one.begin_columns(best, None)
+            if one is part and known is not None:
+                assert known.is_like(part)
+                generation.borrow(known.generation)
+            generation.run(enough=np.inf, work=1e9)
+            assert generation.converged
+            bounds.append(generation.bound)
+        assert bounds[0] == pytest.approx(bounds[1], rel=1e-3)
+        known = part
+
+
+def test_knapsacks_that_share_memory_may_be_solved_at_once() -> None:
+    def solve(seed: int) -> list[float]:
+        rng = np.random.default_rng(seed)
+        sizes, capacities = rng.integers(0, 50, 60), np.array([400, 700])
+        scopes = [(i, i + 1) for i in range(59)]
+        tables = [rng.normal(size=(1, 2, 2)) for _ in scopes]
+        knapsack = Knapsack(sizes.astype(np.int64), scopes, capacities)
+        cost, aside = rng.normal(size=(2, 60)), np.full((2, 60), np.inf)
+        found = [knapsack.solve(cost, aside, tables, None, dtype) for dtype in (np.float64, np.float32) * 3]
+        assert len({tuple(one.taken.ravel().tolist()) for one in found}) == 1
+        return [float(one.cost.sum()) for one in found]
+
+    alone = [solve(seed) for seed in range(6)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(solve, range(6))) == alone
 
 
 @pytest.mark.parametrize("width", [1, 3])
