@@ -357,7 +357,9 @@ def test_accelerate_runs_our_maps(stem: str) -> None:
         assert largest_difference(run_there(placed, on_sim), expected) < 1e-5
 
 
-@pytest.mark.parametrize("stem", ["Llama", "GPT2", "T5", "ViT"])
+@pytest.mark.parametrize(
+    "stem", ["GPT2", "ViT", *(pytest.param(s, marks=pytest.mark.slow) for s in ("Llama", "T5"))]
+)
 def test_a_plans_map_goes_into_dispatch_model_and_from_pretrained(
     stem: str, tmp_path: Any, monkeypatch: Any
 ) -> None:

@@ -79,7 +79,9 @@ def test_every_weight_and_buffer_is_what_from_pretrained_has(
         assert_same_tensors(on_the_cpu(tmp_path, dtype=dtype), theirs)
 
 
-@pytest.mark.parametrize("stem", ["Llama", "GPT2", "Mixtral", "T5"])
+@pytest.mark.parametrize(
+    "stem", ["Llama", "T5", *(pytest.param(s, marks=pytest.mark.slow) for s in ("GPT2", "Mixtral"))]
+)
 def test_a_loaded_model_runs_where_it_was_planned(stem: str, tmp_path: Path) -> None:
     (architecture,) = [a for a in TABLE if a.stem == stem]
     model, inputs = architecture.build()

@@ -67,7 +67,7 @@ FAMILIES = {
     "kimi_linear": (kimi_linear, "delta_rule"),
     "rwkv": (rwkv, "linear_attention"),
 }
-MORE = {"falcon_mamba", "jamba"}  # whose code is Mamba's
+MORE = {"falcon_mamba", "jamba", "kimi_linear"}  # whose operations others have too
 LENGTHS = (9, 40, 66)  # of one chunk and of two, where a family goes by chunks of 64
 
 

@@ -31,7 +31,7 @@ def budgets_of(model: Any, share: float, spare: int = 0) -> dict[int | str, int]
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "t5", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES)]
+    "family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f != "llama")]
 )
 def test_generate_needs_no_further_plan(family: str) -> None:
     model = build(family)

@@ -353,7 +353,7 @@ def test_a_strided_weight_is_not_sliced() -> None:
 @pytest.mark.parametrize(
     ("ratio", "cpu_compute"),
     [
-        (0.5, False),
+        pytest.param(0.5, False, marks=pytest.mark.slow),
         pytest.param(0.7, False, marks=pytest.mark.slow),
         pytest.param(0.9, False, marks=pytest.mark.slow),
         (0.9, True),
