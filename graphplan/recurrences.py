@@ -169,7 +169,7 @@ def recurrences_whole(module: nn.Module) -> Iterator[None]:
     found = [(home, name) for home in homes for name in _REPLACED if hasattr(sys.modules[home], name)]
     if torch.is_grad_enabled():
         found = []
-    known = {place: getattr(sys.modules[place[0]], place[1]) for place in found}
+    known = {place: _own(*place) for place in found}  # not what another thread has put there meanwhile
     for (home, name), function in known.items():
         setattr(sys.modules[home], name, _as_operation(home, name, function))
     try:

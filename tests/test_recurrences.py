@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -124,3 +125,17 @@ def test_long_texts_are_measured_by_shorter_ones(operation: Any, monkeypatch: py
     whole = run_fake(operation, leaves, spec, torch.device("cpu"))
     monkeypatch.setattr(fake_run, "_LENGTHS", (16, 24))
     assert whole == run_fake(operation, leaves, spec, torch.device("cpu"))
+
+
+def test_what_two_threads_replace_at_once_is_restored() -> None:
+    model = build("mamba")
+    home = importlib.import_module("transformers.models.mamba.modeling_mamba")
+    own = home.mamba_selective_scan
+    with torch.no_grad():
+        one, other = recurrences_whole(model), recurrences_whole(model)
+        one.__enter__()
+        other.__enter__()
+        assert home.mamba_selective_scan is not own
+        one.__exit__(None, None, None)
+        other.__exit__(None, None, None)
+    assert home.mamba_selective_scan is own
