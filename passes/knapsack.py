@@ -14,13 +14,13 @@ at the frontier and the capacity used. It is small where the variables form some
 from __future__ import annotations
 
 import copy
-import math
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+
+from graphplan.passes.spaces import Space, shared_spaces
 
 __all__ = ["Chosen", "Knapsack", "Step", "frontier_order"]
 
@@ -73,53 +73,6 @@ class _Trace:
 
     aside: Bools | None = None
     closed: list[Bools] = field(default_factory=list)
-
-
-class _Space:
-    """Memory for one solution, used again for the next: asking for more takes as long as filling it."""
-
-    def __init__(self) -> None:
-        self._buffers = [np.empty(0), np.empty(0)]
-        self._turn, self._bits, self._used = 0, np.empty(0, dtype=bool), 0
-
-    def begin(self, state: Floats) -> None:
-        """For states of this type."""
-        self._used = 0
-        if self._buffers[0].dtype != state.dtype:
-            self._buffers = [np.empty(0, state.dtype), np.empty(0, state.dtype)]
-
-    def states(self, shape: tuple[int, ...]) -> Floats:
-        """An array to write to; the one before last is not used any more."""
-        self._turn = 1 - self._turn
-        size = math.prod(shape)
-        if self._buffers[self._turn].size < size:
-            self._buffers[self._turn] = np.empty(size, self._buffers[0].dtype)
-        return self._buffers[self._turn][:size].reshape(shape)
-
-    def choices(self, shape: tuple[int, ...]) -> Bools:
-        """An array to write to, one of all until the next solution."""
-        size = math.prod(shape)
-        if self._bits.size - self._used < size:  # what was given out keeps the old memory alive
-            self._bits, self._used = np.empty(max(size, 2 * self._bits.size), dtype=bool), 0
-        self._used += size
-        return self._bits[self._used - size : self._used].reshape(shape)
-
-
-class _Spaces(list[_Space]):
-    """Those that nobody uses, of all knapsacks there are; a list that can be referred to weakly."""
-
-
-_known: weakref.ref[_Spaces] | None = None
-
-
-def _spaces() -> _Spaces:
-    """The same for all knapsacks, as long as there is one."""
-    global _known
-    found = None if _known is None else _known()
-    if found is None:
-        found = _Spaces()
-        _known = weakref.ref(found)
-    return found
 
 
 def frontier_order(count: int, scopes: Iterable[tuple[int, ...]]) -> tuple[list[int], int]:
@@ -181,7 +134,7 @@ class Knapsack:
         self.eliminations: list[_Elimination] = []
         active = self._eliminate_light()
         self.steps = self._path(active)
-        self._spaces = _spaces()
+        self._spaces = shared_spaces()
 
     def of_rows(self, rows: Ints) -> Knapsack:
         """The same structure for some of the capacities."""
@@ -278,7 +231,7 @@ class Knapsack:
             table, choice = self._eliminate(elimination, made, cost)
             made.append(table)
             light.append(choice)
-        space = self._spaces.pop() if self._spaces else _Space()
+        space = self._spaces.pop() if self._spaces else Space()
         state, traces = self._run(cost, aside, made, capacities, dtype, space)
         found = self._back(state, traces, light)
         self._spaces.append(space)
@@ -301,7 +254,7 @@ class Knapsack:
         made: Sequence[Floats],
         capacities: Ints,
         dtype: npt.DTypeLike,
-        space: _Space,
+        space: Space,
     ) -> tuple[Floats, list[_Trace]]:
         top = max(1, int(self.capacities.max(initial=0)) + 1)
         state = np.zeros((self.rows, top), dtype)
@@ -329,7 +282,7 @@ class Knapsack:
         return state, traces
 
     def _extend(
-        self, variable: int, state: Floats, table: Floats, aside: Floats, trace: _Trace, space: _Space
+        self, variable: int, state: Floats, table: Floats, aside: Floats, trace: _Trace, space: Space
     ) -> Floats:
         """The states with the variable at 0 and at 1, with what is known by now added."""
         size, top = int(self.sizes[variable]), state.shape[-1]
