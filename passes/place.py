@@ -7,7 +7,7 @@ not fit the accelerators without. Within that, seconds decide.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import chain as joined
 
@@ -16,7 +16,6 @@ from graphplan.errors import InfeasibleError, readable_bytes
 from graphplan.passes.bound import lower_bound
 from graphplan.passes.chain import Chain
 from graphplan.passes.close import close_gap
-from graphplan.passes.contiguous import Piece, split
 from graphplan.passes.depth import deepen
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.exhaustive import search_all
@@ -24,9 +23,8 @@ from graphplan.passes.fill import fill
 from graphplan.passes.incumbent import ENOUGH
 from graphplan.passes.interleave import interleavings, quick_interleavings
 from graphplan.passes.limits import Limits
+from graphplan.passes.proposals import contiguous_split, with_offload, without_offload
 from graphplan.passes.refine import refine, repair
-from graphplan.passes.residence import cpu_key, reside
-from graphplan.passes.spread import fetch_excess
 from graphplan.passes.streaming import stream
 from graphplan.schedule import Assignment
 
@@ -41,7 +39,6 @@ _START_SECONDS = 2e-3  # per operation, from which there is time for a second st
 _NEAR = 1.2  # times the best seconds up to which a plainer start is refined too
 _DEPTH = 6  # most slots of a ring in a large graph
 _PROPOSING = 0.2  # part of the time for the first proposals with offload
-_REPAIRS = 4  # times that a split is made again with less room, when the evaluator finds it too large
 _MENDED = 3  # proposals that are tried to be mended, the nearest first
 _TIGHTER = (0.98, 0.95, 0.9)  # of the budgets, tried where nothing is found with all of them
 
@@ -109,7 +106,7 @@ def _search(
     spec = next((s for s in problem.topology.devices if s.is_accelerator), problem.topology.devices[0])
     chain = Chain(problem.graph, spec)
     if problem.balance:
-        even = _split(problem, chain, use_cpu=False, fetch=False, balance=True)
+        even = contiguous_split(problem, chain, use_cpu=False, fetch=False, balance=True)
         if even is not None and even.feasible:
             bound = lower_bound(problem)
             return Solution(even, min(bound.seconds, even.seconds), bound.proof)
@@ -121,14 +118,14 @@ def _search(
             )
     plain = _accelerators_alone(problem)
     if plain is not None:
-        best = _best(plain, chain, [*_known(plain, near), *_without_offload(plain, chain)])
+        best = _best(plain, chain, [*_known(plain, near), *without_offload(plain, chain)])
         filled = None
         if best is None or not _hurried(plain, limits):
             filled = min(fill(plain), key=lambda found: found.seconds, default=None)
         best, complete = _exhaust(plain, best or filled, limits, fetch=False)
         if best is not None:
             return _finish(plain, problem, chain, best, complete, limits, filled)
-    proposals = joined(_known(problem, near), _with_offload(problem, chain))
+    proposals = joined(_known(problem, near), with_offload(problem, chain))
     best = plainer = _best(problem, chain, _in_time(proposals, limits))
     if limits is not None and limits.exhaustive:
         best = _streamed(problem, chain, best, limits)
@@ -260,95 +257,6 @@ def _in_time(proposals: Iterable[Evaluation | None], limits: Limits | None) -> l
 def _known(problem: Problem, near: Assignment | None) -> list[Evaluation]:
     found = [] if near is None else [evaluate(problem, near)]
     return [evaluation for evaluation in found if evaluation.feasible]
-
-
-def _without_offload(problem: Problem, chain: Chain) -> Iterator[Evaluation | None]:
-    accelerators = [spec for spec in problem.topology.devices if spec.is_accelerator]
-    for spec in accelerators:
-        yield _all_on(problem, spec.key)
-    if len(accelerators) > 1:
-        yield _split(problem, chain, use_cpu=False, fetch=False)
-        if problem.allowed:  # a pin may make a piece of its own, which no contiguous split has
-            freely = replace(problem, allowed={})
-            free = _split(freely, chain, use_cpu=False, fetch=False)
-            if free is not None:
-                operations = problem.obey(free.schedule.assignment.operations)
-                yield evaluate(problem, reside(problem, operations))
-        if problem.graph.together:
-            yield _split(problem, chain, use_cpu=False, fetch=False, part_groups=True)
-
-
-def _with_offload(problem: Problem, chain: Chain) -> Iterator[Evaluation | None]:
-    cpu = cpu_key(problem.topology)
-    if cpu is None or not problem.offload:
-        return
-    yield _split(problem, chain, use_cpu=True, fetch=True)
-    yield _split(problem, chain, use_cpu=True, fetch=False)
-    yield _split(problem, chain, use_cpu=False, fetch=True)
-    if problem.graph.together:
-        yield _split(problem, chain, use_cpu=True, fetch=True, part_groups=True)
-    for spec in problem.topology.devices:
-        if spec.is_accelerator:
-            everywhere = problem.obey(dict.fromkeys(problem.graph.operations, spec.key))
-            yield fetch_excess(problem, everywhere)
-    yield _all_on(problem, cpu)
-
-
-def _all_on(problem: Problem, key: DeviceKey) -> Evaluation:
-    operations = problem.obey(dict.fromkeys(problem.graph.operations, key))
-    return evaluate(problem, reside(problem, operations))
-
-
-def _split(
-    problem: Problem,
-    chain: Chain,
-    *,
-    use_cpu: bool,
-    fetch: bool,
-    part_groups: bool = False,
-    balance: bool = False,
-) -> Evaluation | None:
-    shrink: dict[DeviceKey, int] = {}
-    found: Evaluation | None = None
-    for _ in range(_REPAIRS):
-        pieces = split(
-            chain,
-            problem,
-            use_cpu=use_cpu,
-            fetch=fetch,
-            part_groups=part_groups,
-            balance=balance,
-            shrink=shrink,
-        )
-        if pieces is None:
-            return found
-        operations = problem.obey(_operations_of(chain, pieces))
-        found = evaluate(problem, reside(problem, operations))
-        if found.excess and fetch:
-            fetched = fetch_excess(problem, operations)
-            found = fetched if fetched is not None else found
-        if found.feasible:
-            return found
-        for key, excess in found.excess.items():
-            shrink[key] = shrink.get(key, 0) + excess
-    return found
-
-
-def _operations_of(chain: Chain, pieces: list[Piece]) -> dict[str, DeviceKey]:
-    """Each operation's device; a group that must stay together goes where most of its weights are."""
-    devices = {
-        operation.name: piece.device
-        for piece in pieces
-        for operation in chain.operations[piece.start : piece.end]
-    }
-    for group in chain.graph.together:
-        pull: dict[DeviceKey, int] = {}
-        for name in sorted(group, key=chain.index.__getitem__):
-            inputs = chain.graph.operations[name].inputs
-            weights = (chain.graph.weights[n].nbytes for n in inputs if n in chain.graph.weights)
-            pull[devices[name]] = pull.get(devices[name], 0) + sum(weights)
-        devices.update(dict.fromkeys(group, max(pull, key=pull.__getitem__)))
-    return devices
 
 
 def _infeasible(problem: Problem, found: Evaluation | None) -> InfeasibleError:

@@ -16,7 +16,8 @@ from graphplan.passes.evaluate import Problem, evaluate
 from graphplan.passes.fluid import Fluid, Work
 from graphplan.passes.interleave import interleavings, quick_interleavings
 from graphplan.passes.limits import Limits
-from graphplan.passes.place import _with_offload, place
+from graphplan.passes.place import place
+from graphplan.passes.proposals import with_offload
 from graphplan.passes.residence import reside
 from graphplan.passes.settings import make_settings, movable_weights
 from graphplan.passes.streaming import stream
@@ -100,7 +101,7 @@ def test_planes_lie_below_every_moment(seed: int) -> None:
 def test_streaming_beats_pieces_and_turns() -> None:
     problem = problem_of(tower(60, 8 * MIB), 0.35, 0.25)
     chain = Chain(problem.graph, problem.topology.devices[0])
-    others = [*_with_offload(problem, chain), *interleavings(problem, chain, Limits())]
+    others = [*with_offload(problem, chain), *interleavings(problem, chain, Limits())]
     known = [found.seconds for found in others if found is not None and found.feasible]
     best = min(stream(problem, None, Limits()), key=lambda found: found.seconds)
     assert best.feasible
