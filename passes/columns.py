@@ -148,20 +148,23 @@ class ColumnGeneration:
 
     def _go_on(self, enough: float, work: float, deadline: float | None, *, rough: bool) -> float:
         """Round by round; the work that was done."""
-        each = self.pricing.work(rough=rough)
         done, smoothing, took = 0.0, _SMOOTHING, 0.0
         while (done < work or not done) and self._guess < enough and not self.converged:
             begun = time.monotonic()
             # a round, and its proof in double precision, which takes twice as long
             if deadline is not None and begun + (took if rough else 3 * took) > deadline:
                 break
-            done += each + _MASTER * len(self.columns) * max(1.0, len(self.counts) / _GROUPS)
+            done += _MASTER * len(self.columns) * max(1.0, len(self.counts) / _GROUPS)
             mixture = self.mix()
             if mixture is None:
                 break
             self.rounds += 1
-            tried = mixture.prices if self.center is None else _blend(self.center, mixture.prices, smoothing)
+            if self.center is None:
+                tried = mixture.prices
+            else:  # nothing is known of prices from elsewhere before they are tried
+                tried = _blend(self.center, mixture.prices, smoothing if self._guess else 1.0)
             bound, fresh = self._price(tried, exact=False, rough=rough)
+            done += self.pricing.work(rough=rough)
             if bound > self._guess or self.center is None:
                 self.center, self._guess = tried, bound
             close = mixture.seconds - self._guess < (_ROUGH if rough else _CLOSE) * mixture.seconds

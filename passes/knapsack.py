@@ -14,65 +14,51 @@ at the frontier and the capacity used. It is small where the variables form some
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from graphplan.passes.knapsack_solution import Chosen, Solution
+from graphplan.passes.sameness import Sameness, alike
 from graphplan.passes.spaces import Space, shared_spaces
 
-__all__ = ["Chosen", "Knapsack", "Step", "frontier_order"]
+__all__ = ["Chosen", "Elimination", "Knapsack", "Step", "frontier_order"]
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
 
+_REMEMBERED = 8  # sets of costs of which it is known what is the same in them
 _STEP = 100_000  # numbers that numpy could touch in the time that a step takes by itself
 _LIGHT_SCOPE = 5  # a variable without size is eliminated early if its table is no larger than this
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """The cheapest sets, one per row.
+class Elimination:
+    """Minimise over ``variable``: the factors that know it become one over ``scope``.
 
-    Attributes:
-        cost: (rows,) the least cost.
-        taken: (rows, variables) which variables are 1.
-        aside: (rows, variables) those of them that take no capacity, at their price.
+    ``pattern`` is the same where the scopes of the factors lie alike.
     """
-
-    cost: Floats
-    taken: Bools
-    aside: Bools
-
-
-@dataclass(frozen=True, slots=True)
-class _Elimination:
-    """Minimise over ``variable``: the factors that know it become one over ``scope``."""
 
     variable: int
     scope: tuple[int, ...]
     factors: tuple[int, ...]
-    result: int
+    pattern: int
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Bring ``variable`` into the state, add what is known by now, minimise over ``closed``."""
+    """Bring ``variable`` into the state, add what is known by now, minimise over ``closed``.
+
+    ``pattern`` is the same where the size is, and where the frontier and what is closed of it lie alike.
+    """
 
     variable: int
     frontier: tuple[int, ...]
     factors: tuple[int, ...]
     closed: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class _Trace:
-    """What a step decided, for the way back."""
-
-    aside: Bools | None = None
-    closed: list[Bools] = field(default_factory=list)
+    pattern: int
 
 
 def frontier_order(count: int, scopes: Iterable[tuple[int, ...]]) -> tuple[list[int], int]:
@@ -131,7 +117,9 @@ class Knapsack:
         self.rows = len(capacities)
         self.count = len(sizes)
         self.scopes: list[tuple[int, ...]] = list(scopes)
-        self.eliminations: list[_Elimination] = []
+        self.eliminations: list[Elimination] = []
+        self._patterns: dict[Hashable, int] = {}
+        self._same: dict[tuple[tuple[int, ...], tuple[int, ...]], Sameness] = {}
         active = self._eliminate_light()
         self.steps = self._path(active)
         self._spaces = shared_spaces()
@@ -167,7 +155,8 @@ class Knapsack:
                 used = tuple(sorted(knows[variable]))
                 result = len(self.scopes)
                 self.scopes.append(scope)
-                self.eliminations.append(_Elimination(variable, scope, used, result))
+                pattern = self._pattern((*scope, variable), used)
+                self.eliminations.append(Elimination(variable, scope, used, pattern))
                 for factor in used:
                     active.discard(factor)
                     for other in self.scopes[factor]:
@@ -202,10 +191,29 @@ class Knapsack:
             for factor in ready:
                 for other in self.scopes[factor]:
                     pending[other].discard(factor)
+            open_ = tuple(frontier)
             closed = tuple(v for v in frontier if not pending[v])
             frontier = [v for v in frontier if pending[v]]
-            steps.append(Step(variable, before, tuple(ready), closed))
+            places = (int(self.sizes[variable]), *(open_.index(v) for v in closed))
+            pattern = self._pattern(open_, ready, places)
+            steps.append(Step(variable, before, tuple(ready), closed, pattern))
         return steps
+
+    def _pattern(self, frontier: tuple[int, ...], factors: Sequence[int], beside: Hashable = None) -> int:
+        """A number for how the factors lie in the frontier."""
+        places = tuple(tuple(frontier.index(v) for v in self.scopes[factor]) for factor in factors)
+        return self._patterns.setdefault((len(frontier), places, beside), len(self._patterns))
+
+    def sameness(self, cost: Floats, aside: Floats, tables: Sequence[Floats]) -> Sameness:
+        """What is the same at these costs: mostly what was at the last ones."""
+        known: dict[int, int] = {}
+        key = alike(cost, aside), tuple(known.setdefault(id(table), len(known)) for table in tables)
+        found = self._same.get(key)
+        if found is None:
+            if len(self._same) >= _REMEMBERED:
+                self._same.clear()
+            found = self._same[key] = Sameness(self, *key)
+        return found
 
     def solve(
         self,
@@ -220,136 +228,12 @@ class Knapsack:
         Args:
             cost: (rows, variables) of taking each.
             aside: (rows, variables) what taking it without its size costs beyond, or infinity.
-            tables: (rows or 1, 2, 2, ...) per scope.
+            tables: (rows or 1, 2, 2, ...) per scope; those that are one object save time.
             less: (rows,) units by which the capacities are smaller this time.
             dtype: of the states; float32 takes half the time, and is no proof.
         """
         capacities = self.capacities if less is None else self.capacities - less
-        made = [np.asarray(table) for table in tables]
-        light: list[Bools] = []
-        for elimination in self.eliminations:
-            table, choice = self._eliminate(elimination, made, cost)
-            made.append(table)
-            light.append(choice)
         space = self._spaces.pop() if self._spaces else Space()
-        state, traces = self._run(cost, aside, made, capacities, dtype, space)
-        found = self._back(state, traces, light)
+        found = Solution(self, self.sameness(cost, aside, tables), cost, aside, capacities, dtype, space).solve(tables)
         self._spaces.append(space)
         return found
-
-    def _eliminate(self, plan: _Elimination, made: Sequence[Floats], cost: Floats) -> tuple[Floats, Bools]:
-        scope = (*plan.scope, plan.variable)
-        total = np.zeros((1,) * (len(scope) + 1))
-        for factor in plan.factors:
-            total = total + _fit(made[factor], self.scopes[factor], scope)
-        without, taken = _halves(total)
-        taken = taken + cost[:, plan.variable].reshape((-1,) + (1,) * len(plan.scope))
-        choice = taken < without
-        return np.where(choice, taken, without), choice
-
-    def _run(
-        self,
-        cost: Floats,
-        aside: Floats,
-        made: Sequence[Floats],
-        capacities: Ints,
-        dtype: npt.DTypeLike,
-        space: Space,
-    ) -> tuple[Floats, list[_Trace]]:
-        top = max(1, int(self.capacities.max(initial=0)) + 1)
-        state = np.zeros((self.rows, top), dtype)
-        for factor, scope in enumerate(self.scopes):
-            if not scope and factor < len(made):  # what was eliminated to a constant
-                state = state + made[factor].reshape(-1, 1).astype(dtype)
-        traces: list[_Trace] = []
-        space.begin(state)
-        for step in self.steps:
-            trace = _Trace()
-            frontier = (*step.frontier, step.variable)
-            table = np.stack([np.zeros(self.rows), cost[:, step.variable]], axis=1)
-            table = table.reshape(self.rows, *(1,) * len(step.frontier), 2)
-            for factor in step.factors:
-                table = table + _fit(made[factor], self.scopes[factor], frontier)
-            state = self._extend(step.variable, state, table.astype(dtype), aside, trace, space)
-            for variable in step.closed:
-                axis = 1 + frontier.index(variable)
-                without, taken = _parts(state, axis)
-                trace.closed.append(np.less(taken, without, out=space.choices(without.shape)))
-                state = np.minimum(without, taken, out=space.states(without.shape))
-                frontier = tuple(v for v in frontier if v != variable)
-            traces.append(trace)
-        state[np.arange(top)[None, :] > capacities[:, None]] = np.inf
-        return state, traces
-
-    def _extend(
-        self, variable: int, state: Floats, table: Floats, aside: Floats, trace: _Trace, space: Space
-    ) -> Floats:
-        """The states with the variable at 0 and at 1, with what is known by now added."""
-        size, top = int(self.sizes[variable]), state.shape[-1]
-        wide = space.states((*state.shape[:-1], 2, top))
-        np.add(state, table[..., 0, None], out=wide[..., 0, :])
-        taken = wide[..., 1, :]
-        if size:
-            taken[..., :size] = np.inf
-            np.add(state[..., : max(0, top - size)], table[..., 1, None], out=taken[..., size:])
-            extra = aside[:, variable]
-            if np.isfinite(extra).any():
-                shape = (-1,) + (1,) * (state.ndim - 1)
-                light = state + (table[..., 1, None] + extra.reshape(shape).astype(state.dtype))
-                trace.aside = light < taken
-                np.minimum(taken, light, out=taken)
-        else:
-            np.add(state, table[..., 1, None], out=taken)
-        return wide
-
-    def _back(self, state: Floats, traces: list[_Trace], light: list[Bools]) -> Chosen:
-        rows = np.arange(self.rows)
-        used = state.argmin(axis=-1)
-        cost = state[rows, used]
-        taken = np.zeros((self.rows, self.count), dtype=bool)
-        aside = np.zeros((self.rows, self.count), dtype=bool)
-        for step, trace in zip(reversed(self.steps), reversed(traces), strict=True):
-            frontier = (*step.frontier, step.variable)
-            open_ = [v for v in frontier if v not in step.closed]
-            for variable, choice in zip(reversed(step.closed), reversed(trace.closed), strict=True):
-                at = tuple(taken[:, v].astype(np.intp) for v in open_)
-                taken[:, variable] = choice[(rows, *at, used)]
-                open_.insert(_place_in(frontier, open_, variable), variable)
-            size = int(self.sizes[step.variable])
-            if size:
-                mine = taken[:, step.variable]
-                if trace.aside is not None:
-                    at = tuple(taken[:, v].astype(np.intp) for v in step.frontier)
-                    aside[:, step.variable] = mine & trace.aside[(rows, *at, used)]
-                used = used - size * (mine & ~aside[:, step.variable])
-        for elimination, choice in zip(reversed(self.eliminations), reversed(light), strict=True):
-            at = tuple(taken[:, v].astype(np.intp) for v in elimination.scope)
-            whole = np.broadcast_to(choice, (self.rows, *choice.shape[1:]))
-            taken[:, elimination.variable] = whole[(rows, *at)]
-        return Chosen(cost, taken, aside)
-
-
-def _place_in(frontier: Sequence[int], open_: Sequence[int], variable: int) -> int:
-    """Where a variable stands among those of the frontier that are open."""
-    position = frontier.index(variable)
-    return sum(1 for v in open_ if frontier.index(v) < position)
-
-
-def _parts(state: Floats, axis: int) -> tuple[Floats, Floats]:
-    """The states with one variable at 0 and at 1."""
-    moved = np.moveaxis(state, axis, 0)
-    return moved[0], moved[1]
-
-
-def _halves(total: Floats) -> tuple[Floats, Floats]:
-    """A table at 0 and at 1 of its last variable, which it may not depend on."""
-    return total[..., 0], total[..., -1]
-
-
-def _fit(table: Floats, scope: Sequence[int], frontier: Sequence[int]) -> Floats:
-    """A table with its axes where the frontier has them, to be broadcast."""
-    order = sorted(range(len(scope)), key=lambda i: frontier.index(scope[i]))
-    moved = table.transpose(0, *(1 + i for i in order))
-    known = set(scope)
-    shape = [2 if v in known else 1 for v in frontier]
-    return moved.reshape(moved.shape[0], *shape)

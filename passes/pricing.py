@@ -33,8 +33,9 @@ _LOSS = 1e-3  # share of the weights' bytes that coarser units may fail to see
 _STATES = 1 << 18  # numbers per row that one step of the knapsack may touch
 _THREADS = min(8, os.cpu_count() or 1)
 _PATIENCE = 24  # attempts after which twice as much is left out at a time
-_SHARED_WORK = 5_000_000  # numbers from which it pays to share them out
-_NOT_TAKEN = np.array([[0.0, 0.0], [np.inf, 0.0]])  # the first needs the second
+_SHARED_WORK = 100_000_000  # numbers from which it pays to share them out, ...
+_PARTS = 4  # ... into so many parts
+_NEEDED = np.array([[[0.0, 0.0], [np.inf, 0.0]]])  # the first needs the second
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,10 @@ class Pricing:
         self.coarse = self.unit * max(1, top // _ROUGH_UNITS)
         nearest = np.rint(shares.nbytes / self.coarse).astype(np.int64)
         self.rough = Knapsack(nearest, scopes, np.floor(rooms / self.coarse).astype(np.int64))
-        self._refusals = [self._refusal(crowd) for crowd in self._crowds]
+        self._touched = {False: self.knapsack.work, True: self.rough.work}
+        self._table_kinds, self._table_kind = _distinct([self.tables[pair] for pair in kept])
+        refusals, kinds = _distinct([self._refusal(crowd) for crowd in self._crowds])
+        self._refusals = [refusals[kind] for kind in kinds]
         self._crowded = np.zeros((len(self._crowds), shares.units), dtype=bool)
         for index, crowd in enumerate(self._crowds):
             self._crowded[index, list(crowd.units)] = True
@@ -155,8 +159,8 @@ class Pricing:
     # -- solving ----------------------------------------------------------------------------------
 
     def work(self, *, rough: bool) -> int:
-        """Numbers that :meth:`best` touches."""
-        return (self.rough if rough else self.knapsack).work
+        """Numbers that :meth:`best` touched the last time, or might touch."""
+        return self._touched[rough]
 
     def best(
         self, prices: Prices, gone: Bools, margin: Floats, *, exact: bool, rough: bool = False
@@ -181,24 +185,19 @@ class Pricing:
             aside = shares.aside.clock[rows] * prices.compute + shares.aside.queue[rows] * weight
         aside = np.where(np.isnan(aside), np.inf, aside) - prices.unique[None, :]
         cost = cost + prices.unique[None, :]
-        tables = [self.tables[pair][rows] * prices.compute for pair in self._kept]
-        tables += [_NOT_TAKEN[None]] * len(self._kept_needs)
+        made = [table[rows] * prices.compute for table in self._table_kinds]
+        tables = [made[number] for number in self._table_kind]
+        tables += [_NEEDED] * len(self._kept_needs)
         tables += self._refusals
         less = np.ceil(margin[rows] / (self.coarse if rough else self.unit)).astype(np.int64)
         dtype = np.float64 if exact else np.float32
         knapsack = self.rough if rough else self.knapsack
-        if knapsack.rows < 2 or knapsack.work < _SHARED_WORK:
-            return knapsack.solve(cost, aside, tables, less, dtype)
-
-        def solve(part: Ints) -> Chosen:
-            mine = [table[part] if len(table) > 1 else table for table in tables]
-            return knapsack.of_rows(part).solve(cost[part], aside[part], mine, less[part], dtype)
-
-        # numpy lets other threads run; rows of like capacities have states of like length
-        order = np.argsort(knapsack.capacities, kind="stable")
-        parts = np.array_split(order, _THREADS)
-        with ThreadPoolExecutor(_THREADS) as pool:
-            return _merged(order, list(pool.map(solve, parts)))
+        if knapsack.rows < 2 or self._touched[rough] < _SHARED_WORK:
+            found = knapsack.solve(cost, aside, tables, less, dtype)
+        else:
+            found = _shared(knapsack, cost, aside, tables, less, dtype)
+        self._touched[rough] = found.work
+        return found
 
     def clock_seconds(self, kind: int, taken: Bools, aside: Bools) -> float:
         """Seconds of a share on the clock of operations and moves."""
@@ -223,13 +222,39 @@ class Pricing:
         return max(needs, float(self._crowd_needs[there, kind].max(initial=0)))
 
 
-def _merged(order: Ints, parts: Sequence[Chosen]) -> Chosen:
-    """The rows of all parts, in the order of the knapsacks."""
+def _distinct(tables: Sequence[Floats]) -> tuple[list[Floats], list[int]]:
+    """Those that differ, and which of them each one is."""
+    known: dict[tuple[tuple[int, ...], bytes], int] = {}
+    found, kinds = list[Floats](), list[int]()
+    for table in tables:
+        kind = known.setdefault((table.shape, table.tobytes()), len(known))
+        kinds.append(kind)
+        if kind == len(found):
+            found.append(table)
+    return found, kinds
+
+
+def _shared(
+    knapsack: Knapsack, cost: Floats, aside: Floats, tables: Sequence[Floats], less: Ints, dtype: type
+) -> Chosen:
+    """Some rows by each thread, which numpy lets run."""
+
+    def solve(part: Ints) -> Chosen:
+        mine = {id(table): table[part] if len(table) > 1 else table for table in tables}
+        chosen = [mine[id(table)] for table in tables]
+        return knapsack.of_rows(part).solve(cost[part], aside[part], chosen, less[part], dtype)
+
+    # rows of like capacities have states of like length; as many parts on every machine
+    order = np.argsort(knapsack.capacities, kind="stable")
+    shares = np.array_split(order, min(_PARTS, knapsack.rows))
+    with ThreadPoolExecutor(_THREADS) as pool:
+        parts = list(pool.map(solve, shares))
     back = np.argsort(order, kind="stable")
     return Chosen(
         np.concatenate([part.cost for part in parts])[back],
         np.concatenate([part.taken for part in parts])[back],
         np.concatenate([part.aside for part in parts])[back],
+        sum(part.work for part in parts),
     )
 
 
