@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from graphplan.passes.bound import Bound
 from graphplan.passes.chain import Chain
-from graphplan.passes.close_by_columns import generate_columns
+from graphplan.passes.close_by_columns import Columns
 from graphplan.passes.close_by_labels import search_labels, search_wider
 from graphplan.passes.close_by_program import solve_program
 from graphplan.passes.counts import count_units
@@ -18,6 +18,7 @@ from graphplan.passes.evaluate import Evaluation, Problem
 from graphplan.passes.incumbent import ENOUGH, Incumbent
 from graphplan.passes.limits import Limits
 from graphplan.passes.master import mix_fractions
+from graphplan.passes.parts import part_by_home
 from graphplan.passes.shares import Shares
 
 __all__ = ["close_gap"]
@@ -59,12 +60,16 @@ def _close(incumbent: Incumbent) -> None:
     # the program knows no rings: with streaming it is worth a try where it is small
     if binaries <= (_STREAMED_BINARIES if incumbent.problem.offload else _BINARIES) and not stacked:
         solve_program(incumbent, shares, limits.until(0.6))
-    parts = search_labels(incumbent, shares)
+    parts = [] if incumbent.done else list(part_by_home(incumbent.problem, shares))
+    columns = Columns(incumbent, shares, parts)
+    if stacked and not incumbent.problem.offload:
+        columns.run_early()
+    search_labels(incumbent, shares, parts)
     if timed and _BINARIES < binaries <= _MANY_BINARIES and not stacked:
         solve_program(incumbent, shares, limits.until(0.6))
     proven = not timed and incumbent.bound.seconds >= incumbent.best.seconds * (1 - _PROVEN)
     if timed or (not proven and (not incumbent.problem.offload or shares.units <= _STREAMED_UNITS)):
-        generate_columns(incumbent, shares, parts, limits.until(0.98))
+        columns.run(limits.until(0.98))
     if timed:
         if binaries <= _MANY_BINARIES and (limits.left or 0.0) > _PROGRAM_SECONDS:
             solve_program(incumbent, shares, limits)

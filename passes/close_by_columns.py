@@ -14,7 +14,7 @@ from graphplan.passes.limits import Limits
 from graphplan.passes.parts import Part
 from graphplan.passes.shares import Shares
 
-__all__ = ["generate_columns"]
+__all__ = ["Columns"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -23,62 +23,74 @@ _LARGE = 300  # operations from which all of this work is done
 _HUGE = 1500  # from which less is done: rounds take long, and bounds without them are good
 _BRANCH_WORK = 2e8  # the same for branches
 _TURN = 60  # rounds of column generation between dives
+_ROUNDS = 12  # after which a bound is near its end, mostly
+_SPEED = 3e8  # numbers that knapsacks touch in a second, about
+_EARLY = 0.3  # of the time that is left that these rounds may take to come before labels, ...
+_EARLY_WORK = 1.5e9  # ... and of the work where nobody asked for time
 
 
-def generate_columns(incumbent: Incumbent, shares: Shares, parts: list[Part], limits: Limits) -> None:
-    """Raise the bounds of the parts; where labels have found no placements, dive for some.
+class Columns:
+    """Raises the bounds of the parts; where labels have found no placements, dives for some.
 
     Args:
         incumbent: the best placement and bound, which are made better.
         shares: of the whole problem.
         parts: it, or those that it falls into.
-        limits: when to stop.
     """
-    if parts and not incumbent.done:
-        _Columns(incumbent, parts, limits).run(shares)
 
-
-class _Columns:
-    def __init__(self, incumbent: Incumbent, parts: list[Part], limits: Limits) -> None:
-        self.incumbent, self.parts, self.limits = incumbent, parts, limits
+    def __init__(self, incumbent: Incumbent, shares: Shares, parts: list[Part]) -> None:
+        self.incumbent, self.parts, self.limits = incumbent, parts, incumbent.limits
+        # prices of a part are not the whole's
+        self.whole = parts[0] if len(parts) == 1 else Part(incumbent.problem, shares)
         self.ran: list[Part] = []
 
     @property
     def over(self) -> bool:
         return self.incumbent.done or self.limits.over
 
-    def run(self, shares: Shares) -> None:
-        whole = self._run_whole(shares)
-        if whole is None or whole.generation is None or whole.generation.converged:
-            self._run_parts(whole)
+    def run_early(self) -> None:
+        """Where rounds are quick, as in stacks of equal layers, what they prove spares others their work."""
+        limits = self.incumbent.limits
+        allowed = _EARLY_WORK if limits.left is None else _EARLY * _SPEED * limits.left
+        if self.incumbent.done or self.whole not in self.parts:
+            return
+        if self._begin(self.whole, None).foresee(_ROUNDS) <= allowed:
+            self.limits = limits.until(0.5)
+            self._run_whole(dives=False)
+
+    def run(self, limits: Limits) -> None:
+        """Do what has not been done, until there is an end of time or work."""
+        if self.incumbent.done:
+            return
+        self.limits = limits
+        known = len(self.parts) > 1 and any(part.bound >= self.incumbent.enough for part in self.parts)
+        if not known:  # labels have seen the end of no part
+            self._run_whole(dives=self.whole.labels is None)
+        if self.whole.generation is None or self.whole.generation.converged:
+            self._run_parts()
         self._finish()
         self._branch_out()
 
-    def _run_whole(self, shares: Shares) -> Part | None:
-        """The bound of the whole is one of its parts too; not where labels have seen the end of some."""
-        parts, enough = self.parts, self.incumbent.enough
-        limits = self.limits.until(0.9)
-        if len(parts) == 1:
-            whole = parts[0]
-            self._run(whole, whole.worth, limits, dives=whole.labels is None)
-            return whole
-        if any(part.bound >= enough for part in parts):
-            return None
-        whole = Part(self.incumbent.problem, shares)  # prices of a part are not the whole's
-        self._run(whole, None, limits, dives=False)
-        for part in parts:
-            part.bound = max(part.bound, whole.bound)
+    def _run_whole(self, *, dives: bool) -> None:
+        """The bound of the whole is one of its parts too."""
+        generation = self.whole.generation
+        if generation is not None and generation.converged:
+            return
+        worth = self.whole.worth if self.whole in self.parts else None
+        self._run(self.whole, worth, self.limits.until(0.9), dives=dives)
+        for part in self.parts:
+            part.bound = max(part.bound, self.whole.bound)
         self._tell()
-        return whole
 
-    def _run_parts(self, whole: Part | None) -> None:
+    def _run_parts(self) -> None:
         waiting = [part for part in self.parts if part.generation is None]
         waiting.sort(key=lambda part: part.bound)
         for part in waiting:  # one after the other: what has not converged proves little
             if self.over:
                 return
             if part.bound < self.incumbent.enough:
-                near = whole or next((one for one in reversed(self.ran) if one.is_like(part)), None)
+                like = next((one for one in reversed(self.ran) if one.is_like(part)), None)
+                near = like or (self.whole if self.whole.generation is not None else None)
                 worth = part.worth if near is None else near.worth
                 self._run(part, worth, self.limits.until(0.9), dives=False, near=near)
 
@@ -120,16 +132,23 @@ class _Columns:
     ) -> None:
         effort = min(1.0, part.shares.units / _LARGE, _HUGE / part.shares.units)
         work = effort * _WORK if limits.deadline is None else np.inf
-        generation = part.begin_columns(self.incumbent.best, worth)
-        if near is not None and near.generation is not None and near.is_like(part):
-            generation.borrow(near.generation)
-        self.ran.append(part)
+        generation = self._begin(part, worth, near)
+        if part not in self.ran:
+            self.ran.append(part)
         deadline = limits.until(0.8 if dives else 1.0).deadline
         generation.run(enough=self.incumbent.enough, work=work, deadline=deadline)
         part.bound = max(part.bound, generation.bound)
         self._tell()
         if dives:
             self._dive(part, generation, work / 4)
+
+    def _begin(self, part: Part, worth: Floats | None, near: Part | None = None) -> ColumnGeneration:
+        if part.generation is not None:
+            return part.generation
+        generation = part.begin_columns(self.incumbent.best, worth)
+        if near is not None and near.generation is not None and near.is_like(part):
+            generation.borrow(near.generation)
+        return generation
 
     def _dive(self, part: Part, generation: ColumnGeneration, work: float) -> None:
         if self.over:

@@ -7,7 +7,7 @@ import numpy as np
 from graphplan.passes.incumbent import Incumbent
 from graphplan.passes.labels import Found, Labels
 from graphplan.passes.limits import Limits
-from graphplan.passes.parts import Part, part_by_home
+from graphplan.passes.parts import Part
 from graphplan.passes.shares import Shares
 
 __all__ = ["search_labels", "search_wider"]
@@ -22,22 +22,21 @@ _PROGRESS = 0.5  # of the way to the end that a search must have come to be made
 _ROOM_TRIES = 3  # searches with more room left free
 
 
-def search_labels(incumbent: Incumbent, shares: Shares) -> list[Part]:
-    """Look for placements, few labels at a time and then more; the parts of the problem."""
-    if incumbent.done:
-        return []
-    parts = list(part_by_home(incumbent.problem, shares))
+def search_labels(incumbent: Incumbent, shares: Shares, parts: list[Part]) -> None:
+    """Look for placements, few labels at a time and then more."""
     limits = incumbent.limits.until(0.5)
     devices = sum(len(kind.keys) for kind in shares.kinds)
     hurried = limits.left is not None and shares.units * devices * len(parts) > _PREPARED * limits.left
-    if hurried or not all(part.suits_labels for part in parts):
-        return parts
+    if incumbent.done or hurried or not all(part.suits_labels for part in parts):
+        return
     near: Part | None = None
     for part in parts:
+        if part.bound >= incumbent.enough:
+            continue
         part.prepare_labels(incumbent.enough, limits.deadline, near)
         near = part
         if limits.over:
-            return parts
+            return
     incumbent.raise_bound(min(part.bound for part in parts), _PROOF)
     frontiers = [part.labels.frontier for part in parts if part.labels is not None]
     choices = max((len(frontier.steps) * frontier.count for frontier in frontiers), default=1)
@@ -45,7 +44,6 @@ def search_labels(incumbent: Incumbent, shares: Shares) -> list[Part]:
     progress = [part.progress(incumbent.enough) for part in parts if part.bound < incumbent.enough]
     if min(progress, default=1.0) >= _PROGRESS:  # else a part would hold back the bound of all
         _search(incumbent, parts, max(_FIRST, min(_SECOND, _WORK // choices)), limits)
-    return parts
 
 
 def search_wider(incumbent: Incumbent, parts: list[Part]) -> None:

@@ -33,7 +33,7 @@ _MASTER = 60_000  # numbers that a knapsack could touch while the master problem
 _GROUPS = 50  # from which the master problem takes longer
 _TOLERANCE = 1e-6
 _CLOSE = 3e-4  # share by which further rounds may raise the bound, for which none are worth it
-_ROUGH = 0.01  # share of the bound that coarse units may leave for the exact ones
+_ROUGH = 1e-3  # share of the bound that coarse units may leave for the exact ones
 
 
 class ColumnGeneration:
@@ -136,6 +136,14 @@ class ColumnGeneration:
         if self._guess > self.bound and self.center is not None:
             self.bound = max(self.bound, self._price(self.center, exact=True)[0])
         return self.bound
+
+    def foresee(self, rounds: int) -> float:
+        """Numbers that so many rounds would touch, judged by one with the rough knapsacks."""
+        whole, rough = self.pricing.work(rough=False), self.pricing.work(rough=True)
+        if self.center is None:
+            return float(rounds * whole)
+        self.pricing.best(self.center, self.gone, self.margin, exact=False, rough=True)
+        return float(rounds * whole) * self.pricing.work(rough=True) / rough
 
     def approach(self, *, enough: float, work: float, deadline: float | None = None) -> float:
         """Find shares and prices with the rough knapsacks: much faster, and no proof.

@@ -234,6 +234,7 @@ class Knapsack:
         """
         capacities = self.capacities if less is None else self.capacities - less
         space = self._spaces.pop() if self._spaces else Space()
-        found = Solution(self, self.sameness(cost, aside, tables), cost, aside, capacities, dtype, space).solve(tables)
+        same = self.sameness(cost, aside, tables)
+        found = Solution(self, same, cost, aside, capacities, dtype, space).solve(tables)
         self._spaces.append(space)
         return found

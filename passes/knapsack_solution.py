@@ -118,7 +118,8 @@ class Solution:
 
     def _make(self, tables: Sequence[Floats]) -> None:
         """One table of each kind."""
-        self.made = {number: np.asarray(table) for number, table in zip(self.same.factor, tables)}
+        given = zip(self.same.factor, tables, strict=False)  # eliminations make the rest
+        self.made = {number: np.asarray(table) for number, table in given}
         for number, index in self.same.eliminations.items():
             self.made[number], self.choices[number] = self._eliminate(self.knapsack.eliminations[index])
         for number, index in self.same.steps.items():
@@ -238,7 +239,7 @@ class Solution:
     def _back_over(
         self, left_out: _LeftOut, rows: Ints, used: Ints, taken: Bools, aside: Bools
     ) -> tuple[int, Ints]:
-        """Back to the first step of what was left out: what decides as it did a period before will go on so."""
+        """Back to the first step of what was left out: who decides as a period before will go on so."""
         steps, period = self.knapsack.steps, left_out.period
         for start in range(left_out.end - period, left_out.first - 1, -period):
             last = steps[start + period - 1]

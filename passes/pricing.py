@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from graphplan.passes.bands import Crowd, make_bands
 from graphplan.passes.knapsack import Chosen, Knapsack, Step
+from graphplan.passes.remainders import with_remainders
 from graphplan.passes.shares import Shares
 
 __all__ = ["Prices", "Pricing"]
@@ -72,14 +73,17 @@ class Pricing:
         self.shares = shares
         self.room, self.working = shares.room, shares.working
         self.tables = dict(shares.tables)
-        self.bands = make_bands(self.working, shares.crowds, shares.nbytes[: shares.units], self.room)
-        self.row_kind = np.array([band.kind for band in self.bands], dtype=np.int64)
-        self._barred = np.array([self.working[band.kind] > band.high for band in self.bands])
-        self._crowds = self._counted(shares.crowds)
         total = float(shares.nbytes.sum())
         self.unit = _unit(shares.nbytes, min(total, float(self.room.max(initial=1.0))))
         sizes = shares.nbytes // self.unit
-        rooms = np.array([min(self.room[band.kind] - band.low, total) for band in self.bands])
+        bands = make_bands(self.working, shares.crowds, shares.nbytes[: shares.units], self.room)
+        rows = with_remainders(shares, bands, self.unit)
+        self.bands = [row.band for row in rows]
+        self.row_kind = np.array([band.kind for band in self.bands], dtype=np.int64)
+        self._barred = np.array([self.working[row.band.kind] > row.band.high for row in rows])
+        self._barred |= np.array([row.without[: shares.units] for row in rows])
+        self._crowds = self._counted(shares.crowds)
+        rooms = np.array([row.room for row in rows])
         capacities = np.floor(rooms / self.unit).astype(np.int64)
         top = max(1, int(capacities.max(initial=0)) + 1)
         limit = max(3, int(np.log2(_STATES / top)))
@@ -93,10 +97,11 @@ class Pricing:
             if not wide or not self._narrow(wide, limit, dropped, 1 << attempt // _PATIENCE):
                 break
         self._kept, self._kept_needs = kept, needs
-        # sizes to the nearest coarse unit: over many weights, what is lost and gained is the same
+        # sizes to the nearest coarse unit, and capacities as much larger or smaller as all of them are
         self.coarse = self.unit * max(1, top // _ROUGH_UNITS)
         nearest = np.rint(shares.nbytes / self.coarse).astype(np.int64)
-        self.rough = Knapsack(nearest, scopes, np.floor(rooms / self.coarse).astype(np.int64))
+        grown = float(nearest.sum()) * self.coarse / max(total, 1.0)
+        self.rough = Knapsack(nearest, scopes, np.floor(rooms * grown / self.coarse).astype(np.int64))
         self._touched = {False: self.knapsack.work, True: self.rough.work}
         self._table_kinds, self._table_kind = _distinct([self.tables[pair] for pair in kept])
         refusals, kinds = _distinct([self._refusal(crowd) for crowd in self._crowds])
