@@ -61,7 +61,7 @@ def _close(incumbent: Incumbent) -> None:
     if binaries <= (_STREAMED_BINARIES if incumbent.problem.offload else _BINARIES) and not stacked:
         solve_program(incumbent, shares, limits.until(0.6))
     parts = [] if incumbent.done else list(part_by_home(incumbent.problem, shares))
-    columns = Columns(incumbent, shares, parts)
+    columns = Columns(incumbent, shares, parts, stacked=stacked)
     if stacked and not incumbent.problem.offload:
         columns.run_early()
     search_labels(incumbent, shares, parts)

@@ -25,8 +25,9 @@ _BRANCH_WORK = 2e8  # the same for branches
 _TURN = 60  # rounds of column generation between dives
 _ROUNDS = 12  # after which a bound is near its end, mostly
 _SPEED = 3e8  # numbers that knapsacks touch in a second, about
-_EARLY = 0.3  # of the time that is left that these rounds may take to come before labels, ...
-_EARLY_WORK = 1.5e9  # ... and of the work where nobody asked for time
+_EARLY = 0.5  # of the time that is left that these rounds may take to come before labels, ...
+_EARLY_WORK = 2e9  # ... numbers, where nobody asked for time
+_MANY = 5  # devices from which there are many labels
 
 
 class Columns:
@@ -36,9 +37,11 @@ class Columns:
         incumbent: the best placement and bound, which are made better.
         shares: of the whole problem.
         parts: it, or those that it falls into.
+        stacked: whether most units are like others.
     """
 
-    def __init__(self, incumbent: Incumbent, shares: Shares, parts: list[Part]) -> None:
+    def __init__(self, incumbent: Incumbent, shares: Shares, parts: list[Part], *, stacked: bool) -> None:
+        self.stacked = stacked
         self.incumbent, self.parts, self.limits = incumbent, parts, incumbent.limits
         # prices of a part are not the whole's
         self.whole = parts[0] if len(parts) == 1 else Part(incumbent.problem, shares)
@@ -52,10 +55,11 @@ class Columns:
         """Where rounds are quick, as in stacks of equal layers, what they prove spares others their work."""
         limits = self.incumbent.limits
         allowed = _EARLY_WORK if limits.left is None else _EARLY * _SPEED * limits.left
-        if self.incumbent.done or self.whole not in self.parts:
+        devices = sum(len(kind.keys) for kind in self.whole.shares.kinds)
+        if self.incumbent.done or self.whole not in self.parts or devices < _MANY:
             return
         if self._begin(self.whole, None).foresee(_ROUNDS) <= allowed:
-            self.limits = limits.until(0.5)
+            self.limits = limits.until(0.6)
             self._run_whole(dives=False)
 
     def run(self, limits: Limits) -> None:
@@ -63,9 +67,10 @@ class Columns:
         if self.incumbent.done:
             return
         self.limits = limits
-        known = len(self.parts) > 1 and any(part.bound >= self.incumbent.enough for part in self.parts)
-        if not known:  # labels have seen the end of no part
-            self._run_whole(dives=self.whole.labels is None)
+        known = any(part in self.ran or part.bound >= self.incumbent.enough for part in self.parts)
+        if self.whole in self.parts or not known:  # else some part has shown that the whole proves less
+            # in a stack, shares say how many layers a device has, and not which
+            self._run_whole(dives=not self.stacked and all(part.labels is None for part in self.parts))
         if self.whole.generation is None or self.whole.generation.converged:
             self._run_parts()
         self._finish()
@@ -83,7 +88,7 @@ class Columns:
         self._tell()
 
     def _run_parts(self) -> None:
-        waiting = [part for part in self.parts if part.generation is None]
+        waiting = [part for part in self.parts if part not in self.ran]
         waiting.sort(key=lambda part: part.bound)
         for part in waiting:  # one after the other: what has not converged proves little
             if self.over:

@@ -20,8 +20,9 @@ import numpy.typing as npt
 from graphplan.device import DeviceKey
 from graphplan.passes.evaluate import Evaluation
 from graphplan.passes.intervals import intervals
-from graphplan.passes.master import Column, Limit, Mixture, mix_columns, mix_fractions
+from graphplan.passes.master import Box, Column, Limit, Mixture, mix_columns, mix_fractions
 from graphplan.passes.pricing import Prices, Pricing
+from graphplan.passes.shares import Shares
 
 __all__ = ["ColumnGeneration"]
 
@@ -29,11 +30,15 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 _SMOOTHING = 0.6
+_WIDTH = 0.3  # of typical prices that those of a round may differ from the best known ones
+_NARROWER, _NARROWEST = 0.7, 0.01  # times that after a round in vain, and the least
+_WIDER = 3.0  # times that, where nothing better is in between
 _MASTER = 60_000  # numbers that a knapsack could touch while the master problem prices one column
 _GROUPS = 50  # from which the master problem takes longer
 _TOLERANCE = 1e-6
+_STALLED, _ROUGH_STEP = 3, 1e-3  # rounds in which rough knapsacks must raise the bound, and by how much
 _CLOSE = 3e-4  # share by which further rounds may raise the bound, for which none are worth it
-_ROUGH = 1e-3  # share of the bound that coarse units may leave for the exact ones
+_ROUGH = 3e-3  # share of the bound that coarse units may leave for the exact ones
 
 
 class ColumnGeneration:
@@ -78,7 +83,8 @@ class ColumnGeneration:
                 self._add(kind, taken, np.zeros_like(taken))
         fractions = None if prices is not None else mix_fractions(shares)
         self.center = prices if fractions is None else fractions.prices
-        self._near = prices is not None  # nothing to gain from a rough search for prices
+        self._width = _WIDTH
+        self._typical = _typical_prices(shares)
 
     def _add_known(self, evaluation: Evaluation) -> None:
         assignment = evaluation.schedule.assignment
@@ -104,9 +110,15 @@ class ColumnGeneration:
 
     def borrow(self, other: ColumnGeneration) -> None:
         """Take over the columns of a problem with the same units and items, as far as they fit here."""
+        keys = [set(kind.keys) for kind in self.shares.kinds]
+        others = [set(kind.keys) for kind in other.shares.kinds]
         for column in other.columns:
-            if self.pricing.fits(column.kind, column.taken, column.aside, self.margin):
-                self._add(column.kind, column.taken, column.aside)
+            for kind, mine in enumerate(keys):
+                fits = mine & others[column.kind] and self.pricing.fits(
+                    kind, column.taken, column.aside, self.margin
+                )
+                if fits:
+                    self._add(kind, column.taken, column.aside)
 
     def _add(self, kind: int, taken: Bools, aside: Bools) -> bool:
         key = bytes([kind]) + np.packbits(taken).tobytes() + np.packbits(aside).tobytes()
@@ -130,7 +142,7 @@ class ColumnGeneration:
             work: numbers that the knapsacks may touch.
             deadline: ``time.monotonic()`` at which to stop, or None.
         """
-        if not self.rounds and not self._near:
+        if not self.rounds:
             work -= self.approach(enough=enough, work=0.7 * work, deadline=deadline)
         self._go_on(enough, work, deadline, rough=False)
         if self._guess > self.bound and self.center is not None:
@@ -157,13 +169,14 @@ class ColumnGeneration:
     def _go_on(self, enough: float, work: float, deadline: float | None, *, rough: bool) -> float:
         """Round by round; the work that was done."""
         done, smoothing, took = 0.0, _SMOOTHING, 0.0
+        guesses: list[float] = []
         while (done < work or not done) and self._guess < enough and not self.converged:
             begun = time.monotonic()
             # a round, and its proof in double precision, which takes twice as long
             if deadline is not None and begun + (took if rough else 3 * took) > deadline:
                 break
             done += _MASTER * len(self.columns) * max(1.0, len(self.counts) / _GROUPS)
-            mixture = self.mix()
+            mixture = self._mix_near()
             if mixture is None:
                 break
             self.rounds += 1
@@ -175,8 +188,16 @@ class ColumnGeneration:
             done += self.pricing.work(rough=rough)
             if bound > self._guess or self.center is None:
                 self.center, self._guess = tried, bound
+            elif self._width > _NARROWEST:
+                self._width *= _NARROWER
             close = mixture.seconds - self._guess < (_ROUGH if rough else _CLOSE) * mixture.seconds
-            self.converged = close or (not fresh and not smoothing)
+            ended = close or (not fresh and not smoothing)
+            if ended and not mixture.covers:  # the best prices of the box are not the best ones
+                self._width *= _WIDER
+            self.converged = ended and mixture.covers
+            guesses.append(self._guess)
+            if rough and len(guesses) > _STALLED and self._guess < (1 + _ROUGH_STEP) * guesses[-1 - _STALLED]:
+                break
             smoothing = _SMOOTHING if fresh else 0.0
             took = time.monotonic() - begun
         return done
@@ -185,6 +206,13 @@ class ColumnGeneration:
         """Solve the master problem of the columns known by now."""
         self.mixture = mix_columns(self.shares, self.columns, self.counts, self.count_of, self.limits)
         return self.mixture
+
+    def _mix_near(self) -> Mixture | None:
+        """The same with prices near those of the best bound, where there are any."""
+        if self.center is None or self.limits:
+            return self.mix()
+        box = Box(self.center.cover, self._width * self._typical)
+        return mix_columns(self.shares, self.columns, self.counts, self.count_of, self.limits, box)
 
     def _price(self, prices: Prices, *, exact: bool, rough: bool = False) -> tuple[float, bool]:
         """The bound at these prices (no bound if rough), and whether they brought new columns."""
@@ -244,6 +272,14 @@ class ColumnGeneration:
         rest.columns, rest._seen = list(self.columns), set(self._seen)
         rest.bound, rest._guess, rest.converged = 0.0, 0.0, False
         return rest
+
+
+def _typical_prices(shares: Shares) -> Floats:
+    """(groups,) seconds that differ by as much as prices may: those on the slowest kind of device."""
+    first = np.unique(shares.group, return_index=True)[1]
+    clock = shares.clock[:, first]
+    seconds = np.where(np.isfinite(clock), clock, 0.0).max(axis=0)
+    return np.asarray(np.maximum(seconds, seconds.mean()), dtype=float)
 
 
 def _blend(a: Prices, b: Prices, share: float) -> Prices:

@@ -9,6 +9,7 @@ device that holds an open value.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -113,6 +114,12 @@ class Step:
     open: list[int] = field(default_factory=list)
     meetings: list[Meeting] = field(default_factory=list)
     waiting: int = 0
+
+    @property
+    def signature(self) -> Hashable:
+        """Equal for steps that lead from the same states to the same ones, in the same time."""
+        touches = [(t.shift, _content(t.made), _content(t.read)) for t in self.touches]
+        return self.seconds.tobytes(), self.heavy, tuple(touches), self.closed, tuple(self.open)
 
     def without(self, forgotten: int) -> Step:
         """The same when the values with these bits cost nothing."""
@@ -318,6 +325,10 @@ class Frontier:
             after &= ~np.int64(self._all << meeting.shift)
             after |= there << meeting.shift
         return needs
+
+
+def _content(array: Floats | None) -> bytes | None:
+    return None if array is None else array.tobytes()
 
 
 def _pieces(needs: Ints, axis: int) -> list[Ints]:

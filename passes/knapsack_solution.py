@@ -289,5 +289,7 @@ def _place_in(frontier: Sequence[int], open_: Sequence[int], variable: int) -> i
 
 def _parts(state: Floats, axis: int) -> tuple[Floats, Floats]:
     """The states with one variable at 0 and at 1."""
-    before = (slice(None),) * axis
-    return state[(*before, 0)], state[(*before, 1)]
+    before = [slice(None)] * axis
+    without: tuple[slice | int, ...] = (*before, 0)
+    taken: tuple[slice | int, ...] = (*before, 1)
+    return state[without], state[taken]

@@ -14,12 +14,13 @@ from scipy.sparse import coo_array, csr_array, eye_array, hstack
 from graphplan.passes.pricing import Prices
 from graphplan.passes.shares import Shares
 
-__all__ = ["Column", "Fractions", "Limit", "Mixture", "mix_columns", "mix_fractions"]
+__all__ = ["Box", "Column", "Fractions", "Limit", "Mixture", "mix_columns", "mix_fractions"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
+_COVERED = 1e-7  # of a unit may be missing
 _PENALTY = 1e3  # of a unit that no column covers, in makespans
 
 
@@ -62,11 +63,21 @@ class Mixture:
         shares: (columns,) how much of each column there is.
         prices: the multipliers of its constraints.
         seconds: of the mixture.
+        covers: whether each group is covered as it should be.
     """
 
     shares: Floats
     prices: Prices
     seconds: float
+    covers: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Prices of groups between ``center - width`` and ``center + width``, each (groups,) seconds."""
+
+    center: Floats
+    width: Floats
 
 
 def _typical_seconds(shares: Shares, counts: Ints) -> float:
@@ -97,7 +108,12 @@ class _Lines:
 
 
 def mix_columns(
-    shares: Shares, columns: Sequence[Column], counts: Ints, count_of: Ints, limits: Sequence[Limit]
+    shares: Shares,
+    columns: Sequence[Column],
+    counts: Ints,
+    count_of: Ints,
+    limits: Sequence[Limit],
+    box: Box | None = None,
 ) -> Mixture | None:
     """The best mixture, or None where the solver gives up.
 
@@ -107,6 +123,8 @@ def mix_columns(
         counts: (groups,) units that are to be covered.
         count_of: (kinds,) devices of each kind.
         limits: what else the mixture has to keep.
+        box: that prices of groups are kept in; where they are at its sides, groups are not covered as they
+            should be, and the mixture's seconds are only the most that a bound with prices in the box can be.
     """
     groups, kinds, count = len(counts), len(count_of), len(columns)
     clock = np.array([column.clock for column in columns])
@@ -114,8 +132,8 @@ def mix_columns(
     kind = np.array([column.kind for column in columns], dtype=int)
     cover = np.array([column.cover for column in columns], dtype=float).reshape(count, groups)
     scale = _typical_seconds(shares, counts)
-    # variables: columns, a stand-in per group for what they do not cover, the makespan
-    lines, own = _Lines(count + groups + 1), slice(0, count)
+    # variables: columns, stand-ins per group for what they do not cover and cover beyond, the makespan
+    lines, own = _Lines(count + 2 * groups + 1), slice(0, count)
     for k in range(kinds):
         lines.add([(own, (kind == k).astype(float))], float(count_of[k]))
     lines.add([(own, clock / scale)], 0.0, -1.0)
@@ -131,12 +149,15 @@ def mix_columns(
         # a stand-in covers what is asked for at least, so that there is always a solution
         parts = [(own, sign * covered), (stand_in, np.array([-1.0 if limit.least else 0.0]))]
         lines.add(parts, sign * limit.count)
-    objective = np.concatenate([np.zeros(count), np.full(groups, _PENALTY), [1.0]])
+    lack, beyond = np.full(groups, _PENALTY), np.full(groups, _PENALTY)
+    if box is not None:
+        lack, beyond = (box.center + box.width) / scale, (box.width - box.center) / scale
+    objective = np.concatenate([np.zeros(count), lack, beyond, [1.0]])
     found = linprog(
         objective,
         A_ub=coo_array(np.array(lines.lines)),
         b_ub=np.array(lines.right),
-        A_eq=hstack([csr_array(cover.T), eye_array(groups), csr_array((groups, 1))]),
+        A_eq=hstack([csr_array(cover.T), eye_array(groups), -eye_array(groups), csr_array((groups, 1))]),
         b_eq=counts.astype(float),
         method="highs",
     )
@@ -160,7 +181,8 @@ def mix_columns(
         constant,
         count_of,
     )
-    return Mixture(found.x[:count], prices, float(found.fun) * scale)
+    covers = bool(found.x[count:-1].max(initial=0.0) <= _COVERED)
+    return Mixture(found.x[:count], prices, float(found.fun) * scale, covers)
 
 
 def _weighed(

@@ -9,14 +9,14 @@ cost nothing then, and the bound stays one.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import linprog
 
-from graphplan.passes.frontier import Frontier
+from graphplan.passes.frontier import Frontier, Step
 
 __all__ = ["Onward", "Stage"]
 
@@ -140,24 +140,33 @@ class Onward:
 
 
 def _make_stages(frontier: Frontier) -> list[Stage]:
-    stages = []
+    """In a stack, a layer's stages are mostly those of the layer before."""
+    stages, made = list[Stage](), dict[Hashable, Stage]()
     most = min(_STATES, _ALL_STATES // len(frontier.steps))
     states, forgotten = np.zeros(1, dtype=np.int64), 0
     for step in frontier.steps:
-        after, seconds = frontier.extend(step.without(forgotten), states)
-        forgotten &= ~step.closed
-        after &= ~np.int64(forgotten)
-        known = _unique(after[np.isfinite(seconds)])
-        for shift in step.open:
-            if len(known) * frontier.count <= most:
-                break
-            forgotten |= (1 << frontier.count) - 1 << shift
-            after &= ~np.int64(forgotten)
-            known = _unique(known & ~np.int64(forgotten))
-        onward = np.minimum(np.searchsorted(known, after), max(0, len(known) - 1))
-        stages.append(Stage(known, forgotten, onward.astype(np.int32), seconds))
-        states = known
+        key = step.signature, forgotten, states.tobytes()
+        stage = made.get(key)
+        if stage is None:
+            stage = made[key] = _make_stage(frontier, step, states, forgotten, most)
+        stages.append(stage)
+        states, forgotten = stage.states, stage.forgotten
     return stages
+
+
+def _make_stage(frontier: Frontier, step: Step, states: Ints, forgotten: int, most: int) -> Stage:
+    after, seconds = frontier.extend(step.without(forgotten), states)
+    forgotten &= ~step.closed
+    after &= ~np.int64(forgotten)
+    known = _unique(after[np.isfinite(seconds)])
+    for shift in step.open:
+        if len(known) * frontier.count <= most:
+            break
+        forgotten |= (1 << frontier.count) - 1 << shift
+        after &= ~np.int64(forgotten)
+        known = _unique(known & ~np.int64(forgotten))
+    onward = np.minimum(np.searchsorted(known, after), max(0, len(known) - 1))
+    return Stage(known, forgotten, onward.astype(np.int32), seconds)
 
 
 def _unique(values: Ints) -> Ints:

@@ -178,6 +178,8 @@ def _finish(
     if not limits.improves or bound.seconds >= best.seconds * (1 - ENOUGH):
         return Solution(best, min(bound.seconds, best.seconds), bound.proof + where)
     starts = [best] if beside is None or beside is best else [best, beside]
+    if limits.deadline is not None:  # the second one in the end, if there is time
+        starts = starts[:1]
     ends = [refine(among, chain, start, _FIRST_WORK, limits.until(0.15).deadline) for start in starts]
     best = deepen(among, min(ends, key=lambda end: end.seconds), most=_DEPTH)
     if not limits.exhaustive:

@@ -10,9 +10,11 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain as joined
 
 from graphplan.cost import move_seconds
 from graphplan.device import DeviceKey
+from graphplan.graph import Operation
 from graphplan.passes.chain import Chain
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.residence import cpu_key, reside
@@ -98,6 +100,10 @@ class _Search:
         }
         groups = [sorted(group, key=chain.index.__getitem__) for group in self.graph.together]
         self.together = {name: group for group in groups for name in group}
+        self.order = [operation.name for operation in chain.operations]
+        self.near = [self._near(operation) for operation in chain.operations]
+        self.names = {op.name: (*op.inputs, *op.outputs) for op in chain.operations}
+        self._ends: dict[str, frozenset[str]] = {}
         self._adopt(start)
 
     @property
@@ -115,6 +121,7 @@ class _Search:
             if any(self.device[r] != key for r in self._readers(name)) and key == self.cpu
         }
         self.hidden = self._hidden_queues(evaluation)
+        self._paid: dict[str, float] = {}  # seconds of copying each value and weight, as things are
 
     def _hidden_queues(self, evaluation: Evaluation) -> set[DeviceKey]:
         """Accelerators whose weights are streamed in less time than the call takes."""
@@ -183,12 +190,12 @@ class _Search:
         self, names: tuple[str, ...], over: set[DeviceKey], freed: int, enough: bool
     ) -> Iterator[_Relief]:
         """The devices that these operations may go to."""
-        here = self._local_seconds(names, self.device, self.fetched)
+        here = self._local_seconds(names)
         for spec in self.devices:
             if spec.key in over or self._overfills(spec.key, self._weights_of(names)):
                 continue
             changed = {**self.device, **dict.fromkeys(names, spec.key)}
-            seconds = self._local_seconds(names, changed, self.fetched) - here
+            seconds = self._moved_seconds(names, spec.key, changed, self.fetched) - here
             if math.isfinite(seconds):
                 yield _Relief(names, spec.key, seconds if enough else seconds + 1.0, freed)
 
@@ -223,35 +230,36 @@ class _Search:
             length *= 2
 
     def _closure(self, start: int, end: int) -> list[str]:
-        names: dict[str, None] = {}
-        for operation in self.chain.operations[start:end]:
-            if operation.name not in names:
-                names[operation.name] = None
-                names.update(dict.fromkeys(self.together.get(operation.name, ())))
-        return list(names)
+        names = self.order[start:end]
+        if not self.together:
+            return names
+        return list(
+            dict.fromkeys(joined.from_iterable((name, *self.together.get(name, ())) for name in names))
+        )
 
     def _targets(self, start: int, end: int) -> list[DeviceKey]:
         """Devices worth trying: the neighbours', and any accelerator for what the CPU computes."""
-        operations = self.chain.operations
-        found: dict[DeviceKey, None] = {}
-        for at in (start - 1, end):
-            if 0 <= at < len(operations):
-                found[self.device[operations[at].name]] = None
-        for operation in operations[start:end]:
-            for name in operation.inputs:
-                for other in (self.graph.producer.get(name), *self.graph.consumers.get(name, ())[:2]):
-                    if other is not None:
-                        found[self.device[other]] = None
-        if any(self.device[op.name] == self.cpu for op in operations[start:end]):
+        around = [self.order[at] for at in (start - 1, end) if 0 <= at < len(self.order)]
+        near = joined(around, joined.from_iterable(self.near[start:end]))
+        found = dict.fromkeys(map(self.device.__getitem__, near))
+        if any(self.device[name] == self.cpu for name in self.order[start:end]):
             found.update(dict.fromkeys(spec.key for spec in self.devices if spec.is_accelerator))
         return list(found)
+
+    def _near(self, operation: Operation) -> tuple[str, ...]:
+        """What makes the inputs of an operation, and the first to read them."""
+        found: dict[str, None] = {}
+        for name in operation.inputs:
+            made = [self.graph.producer[name]] if name in self.graph.producer else []
+            found.update(dict.fromkeys((*made, *self.graph.consumers.get(name, ())[:2])))
+        return tuple(found)
 
     def _try(self, names: Sequence[str], target: DeviceKey) -> bool:
         moving = [name for name in names if self.device[name] != target]
         if not moving:
             return False
         self.left -= 2 * len(moving)
-        before = self._local_seconds(moving, self.device, self.fetched)
+        before = self._local_seconds(moving)
         changed = dict(self.device)
         changed.update(dict.fromkeys(moving, target))
         weights = {
@@ -265,7 +273,7 @@ class _Search:
                 continue
             if not weights <= fetched and self._overfills(target, weights):
                 continue
-            if self._local_seconds(moving, changed, fetched) >= before - _EPSILON:
+            if self._moved_seconds(moving, target, changed, fetched) >= before - _EPSILON:
                 continue
             if self._judge(changed, fetched):
                 return True
@@ -303,17 +311,36 @@ class _Search:
         self._adopt(found)
         return True
 
-    def _local_seconds(
-        self, moving: Sequence[str], device: Mapping[str, DeviceKey], fetched: set[str]
-    ) -> float:
+    def _local_seconds(self, moving: Sequence[str]) -> float:
         """Seconds of everything that moving these operations can change."""
-        names: dict[str, None] = {}
-        total = 0.0
-        for name in moving:
-            operation = self.graph.operations[name]
-            total += self.seconds[device[name]][self.chain.index[name]]
-            names.update(dict.fromkeys((*operation.inputs, *operation.outputs)))
-        return total + sum(self._copy_seconds(name, device, fetched) for name in names)
+        total = sum(self.seconds[self.device[name]][self.chain.index[name]] for name in moving)
+        for name in dict.fromkeys(joined.from_iterable(map(self.names.__getitem__, moving))):
+            paid = self._paid.get(name)
+            if paid is None:
+                paid = self._paid[name] = self._copy_seconds(name, self.device, self.fetched)
+            total += paid
+        return total
+
+    def _moved_seconds(
+        self, moving: Sequence[str], target: DeviceKey, device: Mapping[str, DeviceKey], fetched: set[str]
+    ) -> float:
+        """The same when they are on ``target``, as in ``device``."""
+        seconds, index, moved = self.seconds[target], self.chain.index, set(moving)
+        total = sum(seconds[index[name]] for name in moving)
+        for name in dict.fromkeys(joined.from_iterable(map(self.names.__getitem__, moving))):
+            if not self._inside(name) <= moved:  # else made and read in one place
+                total += self._copy_seconds(name, device, fetched)
+        return total
+
+    def _inside(self, name: str) -> frozenset[str]:
+        """The operations that must be on one device for a value not to be copied."""
+        found = self._ends.get(name)
+        if found is None:
+            maker = self.graph.producer.get(name, "")
+            leaves = name in self.graph.outputs and self.problem.returns_to_host
+            found = frozenset(["" if leaves else maker, *self._readers(name)])
+            self._ends[name] = found
+        return found
 
     def _copy_seconds(self, name: str, device: Mapping[str, DeviceKey], fetched: set[str]) -> float:
         graph, topology = self.graph, self.problem.topology
