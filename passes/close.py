@@ -35,9 +35,11 @@ _PROVEN = 2.5e-3  # gap from which columns are not worth the wait, where nobody 
 _STREAMED_UNITS = 500  # with streaming, columns prove little more than fractions do: not asked for time
 
 
-def close_gap(problem: Problem, chain: Chain, best: Evaluation, limits: Limits) -> tuple[Evaluation, Bound]:
-    """A placement at least as good as ``best``, and a lower bound for all."""
-    incumbent = Incumbent(problem, chain, best, limits)
+def close_gap(
+    problem: Problem, chain: Chain, best: Evaluation, bound: Bound, limits: Limits
+) -> tuple[Evaluation, Bound]:
+    """A placement at least as good as ``best``, and a lower bound for all at least as high as ``bound``."""
+    incumbent = Incumbent(problem, chain, best, bound, limits)
     if not incumbent.done and sum(1 for spec in problem.topology.devices if spec.computes) > 1:
         _close(incumbent)
     bound = incumbent.bound

@@ -67,6 +67,7 @@ class ColumnGeneration:
         self._seen: set[bytes] = set()
         self.bound = 0.0
         self._guess = 0.0  # the bound in single precision
+        self._took: dict[bool, float] = {}  # seconds of the last solution of rough knapsacks, and of others
         self.rounds = 0
         self.converged = False
         self.gone = np.zeros(shares.units, dtype=bool)
@@ -144,10 +145,17 @@ class ColumnGeneration:
         """
         if not self.rounds:
             work -= self.approach(enough=enough, work=0.7 * work, deadline=deadline)
+        tried = self.rounds
         self._go_on(enough, work, deadline, rough=False)
-        if self._guess > self.bound and self.center is not None:
+        hurried = self.rounds == tried and (deadline is None or self._would_end(1.0) < deadline)
+        if self.center is not None and (self._guess > self.bound or (not self._guess and hurried)):
             self.bound = max(self.bound, self._price(self.center, exact=True)[0])
         return self.bound
+
+    def _would_end(self, prices: float) -> float:
+        """When the knapsacks would be solved for so many prices, by ``time.monotonic()``."""
+        each = self._took.get(False, self._took.get(True, 0.0) * self.pricing.coarse / self.pricing.unit)
+        return time.monotonic() + prices * each
 
     def foresee(self, rounds: int) -> float:
         """Numbers that so many rounds would touch, judged by one with the rough knapsacks."""
@@ -172,8 +180,8 @@ class ColumnGeneration:
         guesses: list[float] = []
         while (done < work or not done) and self._guess < enough and not self.converged:
             begun = time.monotonic()
-            # a round, and its proof in double precision, which takes twice as long
-            if deadline is not None and begun + (took if rough else 3 * took) > deadline:
+            # its proof in double precision takes twice as long as a round
+            if deadline is not None and self._would_end(1.0 if rough else 2.0) + took > deadline:
                 break
             done += _MASTER * len(self.columns) * max(1.0, len(self.counts) / _GROUPS)
             mixture = self._mix_near()
@@ -217,7 +225,10 @@ class ColumnGeneration:
     def _price(self, prices: Prices, *, exact: bool, rough: bool = False) -> tuple[float, bool]:
         """The bound at these prices (no bound if rough), and whether they brought new columns."""
         shares = self.shares
+        begun = time.monotonic()
         chosen = self.pricing.best(prices, self.gone, self.margin, exact=exact, rough=rough)
+        if not exact:
+            self._took[rough] = time.monotonic() - begun
         least = np.zeros(len(shares.kinds))
         fresh = False
         for row, kind in enumerate(self.pricing.row_kind):

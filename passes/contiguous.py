@@ -142,11 +142,9 @@ def _tables(chain: Chain, cuts: Ints) -> _Tables:
         count_in = count_in + np.bincount(weights.reader[again], minlength=n)
         weight = np.bincount(weights.reader[fresh], weights.nbytes[fresh], minlength=n)
         born = birth >= start
-        change = np.zeros(n + 1)
-        np.add.at(change, birth[born], size[born])
-        np.add.at(change, death[born] + 1, -size[born])
-        np.add.at(change, values.reader[first], values.nbytes[first])
-        np.add.at(change, values.until[first] + 1, -values.nbytes[first])
+        change = np.bincount(birth[born], size[born], n + 1) - np.bincount(death[born] + 1, size[born], n + 1)
+        change += np.bincount(values.reader[first], values.nbytes[first], n + 1)
+        change -= np.bincount(values.until[first] + 1, values.nbytes[first], n + 1)
         live = np.cumsum(change)[:n] + chain.workspace
         live[:start] = 0
         ends = cuts[row + 1 :] - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from graphplan.device import DeviceKey
-from graphplan.passes.bound import Bound, lower_bound
+from graphplan.passes.bound import Bound
 from graphplan.passes.chain import Chain
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.limits import Limits
@@ -29,6 +29,7 @@ class Incumbent:
         problem: what is placed.
         chain: its order.
         best: a placement within the budgets.
+        bound: seconds that none can go below.
         limits: when to stop.
 
     Attributes:
@@ -36,9 +37,11 @@ class Incumbent:
         bound: seconds that none can go below, and what proved it.
     """
 
-    def __init__(self, problem: Problem, chain: Chain, best: Evaluation, limits: Limits) -> None:
+    def __init__(
+        self, problem: Problem, chain: Chain, best: Evaluation, bound: Bound, limits: Limits
+    ) -> None:
         self.problem, self.chain, self.best, self.limits = problem, chain, best, limits
-        self.bound = lower_bound(problem)
+        self.bound = bound
 
     @property
     def timed(self) -> bool:

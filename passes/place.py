@@ -184,7 +184,7 @@ def _finish(
     best = deepen(among, min(ends, key=lambda end: end.seconds), most=_DEPTH)
     if not limits.exhaustive:
         return Solution(best, min(bound.seconds, best.seconds), bound.proof + where)
-    best, bound = close_gap(among, chain, best, limits)
+    best, bound = close_gap(among, chain, best, bound, limits)
     best = deepen(among, best, most=_DEPTH)
     return Solution(best, min(bound.seconds, best.seconds), bound.proof + where)
 

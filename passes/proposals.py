@@ -21,10 +21,13 @@ def without_offload(problem: Problem, chain: Chain) -> Iterator[Evaluation | Non
     """Everything on one accelerator, and pieces on several."""
     accelerators = [spec for spec in problem.topology.devices if spec.is_accelerator]
     for spec in accelerators:
-        yield _all_on(problem, spec.key)
+        if len(accelerators) == 1 or problem.graph.weight_bytes <= spec.room:
+            yield _all_on(problem, spec.key)
     if len(accelerators) > 1:
         yield contiguous_split(problem, chain, use_cpu=False, fetch=False)
-        if problem.allowed:  # a pin may make a piece of its own, which no contiguous split has
+        keys = {spec.key for spec in accelerators}
+        # a pin may make a piece of its own, which no contiguous split has
+        if any(not keys <= rule for rule in set(problem.allowed.values())):
             freely = replace(problem, allowed={})
             free = contiguous_split(freely, chain, use_cpu=False, fetch=False)
             if free is not None:

@@ -84,6 +84,7 @@ class Shares:
         self.tables: dict[tuple[int, int], Floats] = {}
         self.needs: list[tuple[int, int]] = []
         self.value_cost: dict[int, float] = {}
+        self._arriving: dict[tuple[int, bool, bool], Floats] = {}
         self._read_weights()
         self._read_values()
         self._settle()
@@ -201,12 +202,20 @@ class Shares:
         return min(self.topology.link(key, self.host).seconds(nbytes) for key in kind.keys)
 
     def _arrivals(self, nbytes: int, maker: int, returned: bool) -> Floats:
+        """(kinds,) seconds of bringing a value of so many bytes to such a device."""
+        given = maker < 0
+        found = self._arriving.get((nbytes, given, returned))
+        if found is None:
+            found = self._arriving[nbytes, given, returned] = self._arrival_seconds(nbytes, given, returned)
+        return found
+
+    def _arrival_seconds(self, nbytes: int, given: bool, returned: bool) -> Floats:
         seconds = np.zeros(len(self.kinds))
         computing = [spec.key for spec in self.topology.devices if spec.computes]
         for row, kind in enumerate(self.kinds):
-            if self.host in kind.keys and (maker < 0 or returned):
+            if self.host in kind.keys and (given or returned):
                 continue  # it is there, or the maker has paid for it
-            sources = [self.host] if maker < 0 else computing
+            sources = [self.host] if given else computing
             links = [self.topology.link(s, key) for key in kind.keys for s in sources if s != key]
             seconds[row] = min((link.seconds(nbytes) for link in links), default=0.0)
         return seconds
