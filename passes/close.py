@@ -8,6 +8,7 @@ machine.
 
 from __future__ import annotations
 
+from graphplan.passes.around import finer_split
 from graphplan.passes.bound import Bound
 from graphplan.passes.chain import Chain
 from graphplan.passes.close_by_columns import Columns
@@ -32,6 +33,8 @@ _PROGRAM_SECONDS = 2.0  # below which HiGHS would rather overrun than find anyth
 _COUNTING_PROGRAMS = 400  # linear ones, where nobody asked for time
 _MOST_PROGRAMS = 10_000  # all are remembered
 _PROVEN = 2.5e-3  # gap from which columns are not worth the wait, where nobody asked for time
+_SPLIT_SECONDS = 1.3e-3  # per operation: of a split in all places
+_SPLITTING = 0.3  # of the time that it may take
 _STREAMED_UNITS = 500  # with streaming, columns prove little more than fractions do: not asked for time
 
 
@@ -64,6 +67,8 @@ def _close(incumbent: Incumbent) -> None:
         solve_program(incumbent, shares, limits.until(0.6))
     parts = [] if incumbent.done else list(part_by_home(incumbent.problem, shares))
     columns = Columns(incumbent, shares, parts, stacked=stacked)
+    if stacked and not incumbent.problem.offload and not incumbent.done:
+        _split_finely(incumbent)
     if stacked and not incumbent.problem.offload:
         columns.run_early()
     search_labels(incumbent, shares, parts)
@@ -77,6 +82,17 @@ def _close(incumbent: Incumbent) -> None:
             solve_program(incumbent, shares, limits)
         search_wider(incumbent, parts)
         incumbent.refine_to_the_end()
+
+
+def _split_finely(incumbent: Incumbent) -> None:
+    """In a stack, what a device holds more or less than its neighbour is a projection or two."""
+    limits = incumbent.limits
+    each = _SPLIT_SECONDS * len(incumbent.problem.graph.operations)
+    for small_first in (True, False):
+        if not incumbent.done and (limits.left is None or each <= _SPLITTING * limits.left):
+            found = finer_split(incumbent.problem, incumbent.best, small_first=small_first)
+            if found is not None:
+                incumbent.adopt(found)
 
 
 def _count(incumbent: Incumbent, shares: Shares) -> None:

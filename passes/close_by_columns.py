@@ -23,11 +23,11 @@ _LARGE = 300  # operations from which all of this work is done
 _HUGE = 1500  # from which less is done: rounds take long, and bounds without them are good
 _BRANCH_WORK = 2e8  # the same for branches
 _TURN = 60  # rounds of column generation between dives
-_ROUNDS = 12  # after which a bound is near its end, mostly
+_ROUNDS = 10  # after which a bound is near its end, mostly
 _SPEED = 3e8  # numbers that knapsacks touch in a second, about
-_EARLY = 0.5  # of the time that is left that these rounds may take to come before labels, ...
+_EARLY = 0.75  # of the time that is left that these rounds may take to come before labels, ...
 _EARLY_WORK = 2e9  # ... numbers, where nobody asked for time
-_MANY = 5  # devices from which there are many labels
+_MANY, _UNLIKE = 5, 3  # devices, and kinds of them, from which there are many labels
 
 
 class Columns:
@@ -55,12 +55,16 @@ class Columns:
         """Where rounds are quick, as in stacks of equal layers, what they prove spares others their work."""
         limits = self.incumbent.limits
         allowed = _EARLY_WORK if limits.left is None else _EARLY * _SPEED * limits.left
-        devices = sum(len(kind.keys) for kind in self.whole.shares.kinds)
-        if self.incumbent.done or self.whole not in self.parts or devices < _MANY:
+        kinds = self.whole.shares.kinds
+        few_labels = sum(len(kind.keys) for kind in kinds) < _MANY and len(kinds) < _UNLIKE
+        if self.incumbent.done or few_labels:
             return
-        if self._begin(self.whole, None).foresee(_ROUNDS) <= allowed:
-            self.limits = limits.until(0.6)
-            self._run_whole(dives=False)
+        if self._begin(self.whole, None).foresee(_ROUNDS) > allowed:
+            return
+        self.limits = limits.until(0.6)
+        self._run_whole(dives=False)
+        if self.whole.generation is not None and self.whole.generation.converged:
+            self._run_parts()
 
     def run(self, limits: Limits) -> None:
         """Do what has not been done, until there is an end of time or work."""

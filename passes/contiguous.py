@@ -131,20 +131,20 @@ def _tables(chain: Chain, cuts: Ints) -> _Tables:
     tables = _Tables(*(np.zeros(shape) for _ in range(5)))
     values, weights = chain.value_reads, chain.weight_reads
     birth, death, size = chain.storages
-    per_operation = np.bincount(weights.reader, weights.nbytes, minlength=n) if n else np.zeros(0)
+    per_operation = _sums(weights.reader, weights.nbytes, n)
     for row, start in enumerate(cuts[:-1]):
         first = (values.previous < start) & (values.reader >= start)
         again = (weights.previous >= 0) & (weights.previous < start) & (weights.reader >= start)
         fresh = (weights.previous < start) & (weights.reader >= start)
-        bytes_in = np.bincount(values.reader[first], values.nbytes[first], minlength=n)
-        bytes_in = bytes_in + np.bincount(weights.reader[again], weights.nbytes[again], minlength=n)
+        bytes_in = _sums(values.reader[first], values.nbytes[first], n)
+        bytes_in += _sums(weights.reader[again], weights.nbytes[again], n)
         count_in = np.bincount(values.reader[first], minlength=n)
-        count_in = count_in + np.bincount(weights.reader[again], minlength=n)
-        weight = np.bincount(weights.reader[fresh], weights.nbytes[fresh], minlength=n)
+        count_in += np.bincount(weights.reader[again], minlength=n)
+        weight = _sums(weights.reader[fresh], weights.nbytes[fresh], n)
         born = birth >= start
-        change = np.bincount(birth[born], size[born], n + 1) - np.bincount(death[born] + 1, size[born], n + 1)
-        change += np.bincount(values.reader[first], values.nbytes[first], n + 1)
-        change -= np.bincount(values.until[first] + 1, values.nbytes[first], n + 1)
+        change = _sums(birth[born], size[born], n + 1) - _sums(death[born] + 1, size[born], n + 1)
+        change += _sums(values.reader[first], values.nbytes[first], n + 1)
+        change -= _sums(values.until[first] + 1, values.nbytes[first], n + 1)
         live = np.cumsum(change)[:n] + chain.workspace
         live[:start] = 0
         ends = cuts[row + 1 :] - 1
@@ -155,6 +155,11 @@ def _tables(chain: Chain, cuts: Ints) -> _Tables:
         widest = np.where(np.arange(n) >= start, per_operation, 0)
         tables.widest[row, row + 1 :] = np.maximum.accumulate(widest)[ends]
     return tables
+
+
+def _sums(places: Ints, amounts: Ints, count: int) -> Floats:
+    """The sum of the amounts at each place; of none too, which `bincount` would count in integers."""
+    return np.bincount(places, amounts, count).astype(np.float64, copy=False)
 
 
 def _piece_seconds(

@@ -23,8 +23,9 @@ from graphplan.passes.fill import fill
 from graphplan.passes.incumbent import ENOUGH
 from graphplan.passes.interleave import interleavings, quick_interleavings
 from graphplan.passes.limits import Limits
-from graphplan.passes.proposals import contiguous_split, with_offload, without_offload
+from graphplan.passes.proposals import with_offload, without_offload
 from graphplan.passes.refine import refine, repair
+from graphplan.passes.split_again import contiguous_split
 from graphplan.passes.streaming import stream
 from graphplan.schedule import Assignment
 

@@ -6,15 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from graphplan.device import DeviceKey
+from graphplan.passes.around import splits_around
 from graphplan.passes.chain import Chain
-from graphplan.passes.contiguous import Piece, split
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.residence import cpu_key, reside
+from graphplan.passes.split_again import contiguous_split
 from graphplan.passes.spread import fetch_excess
 
-__all__ = ["contiguous_split", "with_offload", "without_offload"]
-
-_REPAIRS = 4  # times that a split is made again with less room, when the evaluator finds it too large
+__all__ = ["with_offload", "without_offload"]
 
 
 def without_offload(problem: Problem, chain: Chain) -> Iterator[Evaluation | None]:
@@ -25,6 +24,7 @@ def without_offload(problem: Problem, chain: Chain) -> Iterator[Evaluation | Non
             yield _all_on(problem, spec.key)
     if len(accelerators) > 1:
         yield contiguous_split(problem, chain, use_cpu=False, fetch=False)
+        yield from splits_around(problem)
         keys = {spec.key for spec in accelerators}
         # a pin may make a piece of its own, which no contiguous split has
         if any(not keys <= rule for rule in set(problem.allowed.values())):
@@ -57,68 +57,3 @@ def with_offload(problem: Problem, chain: Chain) -> Iterator[Evaluation | None]:
 def _all_on(problem: Problem, key: DeviceKey) -> Evaluation:
     operations = problem.obey(dict.fromkeys(problem.graph.operations, key))
     return evaluate(problem, reside(problem, operations))
-
-
-def contiguous_split(
-    problem: Problem,
-    chain: Chain,
-    *,
-    use_cpu: bool,
-    fetch: bool,
-    part_groups: bool = False,
-    balance: bool = False,
-) -> Evaluation | None:
-    """Contiguous pieces, made again with less room while the evaluator finds them too large.
-
-    Args:
-        problem: what is placed.
-        chain: its graph in order.
-        use_cpu: whether the CPU may have a piece.
-        fetch: whether accelerators may stream what they do not hold.
-        part_groups: whether a cut may part a group; all of it goes where most of its weights are.
-        balance: whether pieces are to take about as long as each other.
-
-    Returns:
-        the last of these, within the budgets or not; None where there are no pieces.
-    """
-    shrink: dict[DeviceKey, int] = {}
-    found: Evaluation | None = None
-    for _ in range(_REPAIRS):
-        pieces = split(
-            chain,
-            problem,
-            use_cpu=use_cpu,
-            fetch=fetch,
-            part_groups=part_groups,
-            balance=balance,
-            shrink=shrink,
-        )
-        if pieces is None:
-            return found
-        operations = problem.obey(_operations_of(chain, pieces))
-        found = evaluate(problem, reside(problem, operations))
-        if found.excess and fetch:
-            fetched = fetch_excess(problem, operations)
-            found = fetched if fetched is not None else found
-        if found.feasible:
-            return found
-        for key, excess in found.excess.items():
-            shrink[key] = shrink.get(key, 0) + excess
-    return found
-
-
-def _operations_of(chain: Chain, pieces: list[Piece]) -> dict[str, DeviceKey]:
-    """Each operation's device; a group that must stay together goes where most of its weights are."""
-    devices = {
-        operation.name: piece.device
-        for piece in pieces
-        for operation in chain.operations[piece.start : piece.end]
-    }
-    for group in chain.graph.together:
-        pull: dict[DeviceKey, int] = {}
-        for name in sorted(group, key=chain.index.__getitem__):
-            inputs = chain.graph.operations[name].inputs
-            weights = (chain.graph.weights[n].nbytes for n in inputs if n in chain.graph.weights)
-            pull[devices[name]] = pull.get(devices[name], 0) + sum(weights)
-        devices.update(dict.fromkeys(group, max(pull, key=pull.__getitem__)))
-    return devices

@@ -24,7 +24,7 @@ from graphplan.graph import Operation
 from graphplan.passes.bands import Crowd, find_crowds
 from graphplan.passes.evaluate import Problem
 
-__all__ = ["Kind", "Shares"]
+__all__ = ["Kind", "Shares", "kinds_of"]
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -71,7 +71,7 @@ class Shares:
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.graph, self.topology = problem, problem.graph, problem.topology
-        self.kinds = _kinds(problem)
+        self.kinds = kinds_of(problem)
         self.count_of = np.array([len(kind.keys) for kind in self.kinds])
         self.host = problem.host
         self.cpu = next((s for s in self.topology.devices if s.type == CPU), None)
@@ -371,7 +371,7 @@ class Shares:
         return taken, aside
 
 
-def _kinds(problem: Problem) -> list[Kind]:
+def kinds_of(problem: Problem) -> list[Kind]:
     """Devices that nothing tells apart, together."""
     rules = list(dict.fromkeys(problem.allowed.values()))
     pinned = {problem.host, *problem.fixed_weights.values()}
