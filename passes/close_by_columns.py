@@ -55,7 +55,8 @@ class Columns:
         """Where rounds are quick, as in stacks of equal layers, what they prove spares others their work."""
         limits = self.incumbent.limits
         allowed = _EARLY_WORK if limits.left is None else _EARLY * _SPEED * limits.left
-        kinds = self.whole.shares.kinds
+        shares = self.whole.shares
+        kinds = [kind for kind, some in zip(shares.kinds, shares.runs, strict=True) if some]
         few_labels = sum(len(kind.keys) for kind in kinds) < _MANY and len(kinds) < _UNLIKE
         if self.incumbent.done or few_labels:
             return

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from graphplan.passes.knapsack_solution import Chosen, Solution
+from graphplan.passes.knapsack_solution import STEP_WORK, Chosen, Solution
 from graphplan.passes.sameness import Sameness, alike
 from graphplan.passes.spaces import Space, shared_spaces
 
@@ -30,7 +30,6 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 _REMEMBERED = 8  # sets of costs of which it is known what is the same in them
-_STEP = 100_000  # numbers that numpy could touch in the time that a step takes by itself
 _LIGHT_SCOPE = 5  # a variable without size is eliminated early if its table is no larger than this
 
 
@@ -132,9 +131,10 @@ class Knapsack:
 
     @property
     def work(self) -> int:
-        """Numbers that one solution touches; a step costs some thousands by itself."""
+        """Numbers that one solution touches at most, and what its steps take by themselves."""
         top = max(1, int(self.capacities.max(initial=0)) + 1)
-        return _STEP + sum((self.rows * top << (len(step.frontier) + 1)) + _STEP for step in self.steps)
+        steps = sum((self.rows * top << (len(step.frontier) + 1)) + STEP_WORK for step in self.steps)
+        return STEP_WORK * (1 + len(self.eliminations)) + steps
 
     def _eliminate_light(self) -> set[int]:
         """Plan the elimination of variables without size; the factors that are left."""

@@ -21,12 +21,13 @@ from graphplan.passes.spaces import Space
 if TYPE_CHECKING:
     from graphplan.passes.knapsack import Elimination, Knapsack, Step
 
-__all__ = ["Chosen", "Solution"]
+__all__ = ["STEP_WORK", "Chosen", "Solution"]
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
+STEP_WORK = 30_000  # numbers that numpy could touch in the time that a step takes by itself
 _CHANGE = {np.dtype(np.float64): 1e-8, np.dtype(np.float32): 1e-6}  # of the cost: what layers left out may
 _SAMPLE = 13  # of so many numbers one is compared after each time, all when these are the same
 
@@ -39,7 +40,7 @@ class Chosen:
         cost: (rows,) that no set goes below; that of the set, but for rounding.
         taken: (rows, variables) which variables are 1.
         aside: (rows, variables) those of them that take no capacity, at their price.
-        work: numbers that were touched.
+        work: numbers that were touched, and what steps take by themselves.
     """
 
     cost: Floats
@@ -102,7 +103,7 @@ class Solution:
         self.traces: list[_Trace] = []
         self.left_out: list[_LeftOut] = []
         self.slack = 0.0
-        self.work = 0
+        self.work = STEP_WORK * (1 + len(same.eliminations))
 
     def solve(self, tables: Sequence[Floats]) -> Chosen:
         """The cheapest set per row; ``tables`` (rows or 1, 2, 2, ...) per scope."""
@@ -185,7 +186,7 @@ class Solution:
     def _step(self, index: int, state: Floats) -> Floats:
         step, trace = self.knapsack.steps[index], _Trace()
         state = self._extend(step.variable, state, self.tables[self.same.step[index]], trace)
-        self.work += state.size
+        self.work += STEP_WORK + state.size
         frontier = (*step.frontier, step.variable)
         for variable in step.closed:
             without, taken = _parts(state, 1 + frontier.index(variable))

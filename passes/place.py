@@ -23,7 +23,7 @@ from graphplan.passes.fill import fill
 from graphplan.passes.incumbent import ENOUGH
 from graphplan.passes.interleave import interleavings, quick_interleavings
 from graphplan.passes.limits import Limits
-from graphplan.passes.proposals import with_offload, without_offload
+from graphplan.passes.proposals import to_be_mended, with_offload, without_offload
 from graphplan.passes.refine import refine, repair
 from graphplan.passes.split_again import contiguous_split
 from graphplan.passes.streaming import stream
@@ -40,7 +40,7 @@ _START_SECONDS = 2e-3  # per operation, from which there is time for a second st
 _NEAR = 1.2  # times the best seconds up to which a plainer start is refined too
 _DEPTH = 6  # most slots of a ring in a large graph
 _PROPOSING = 0.2  # part of the time for the first proposals with offload
-_MENDED = 3  # proposals that are tried to be mended, the nearest first
+_MENDED = 3  # proposals that are tried to be mended at a time, the nearest first
 _TIGHTER = (0.98, 0.95, 0.9)  # of the budgets, tried where nothing is found with all of them
 
 
@@ -119,7 +119,8 @@ def _search(
             )
     plain = _accelerators_alone(problem)
     if plain is not None:
-        best = _best(plain, chain, [*_known(plain, near), *without_offload(plain, chain)])
+        likely = [*_known(plain, near), *without_offload(plain, chain)]
+        best = _best(plain, chain, likely, to_be_mended(plain, chain))
         filled = None
         if best is None or not _hurried(plain, limits):
             filled = min(fill(plain), key=lambda found: found.seconds, default=None)
@@ -231,18 +232,24 @@ def _least_held(problem: Problem, keys: frozenset[DeviceKey]) -> int:
     return found
 
 
-def _best(problem: Problem, chain: Chain, proposals: list[Evaluation | None]) -> Evaluation | None:
-    """The fastest proposal within the budgets; where none is, of the nearest that can be mended."""
+def _best(
+    problem: Problem,
+    chain: Chain,
+    proposals: Iterable[Evaluation | None],
+    further: Iterable[Evaluation | None] = (),
+) -> Evaluation | None:
+    """The fastest proposal within the budgets; where none is, of the nearest of all that can be mended."""
     found = [evaluation for evaluation in proposals if evaluation is not None]
     feasible = [evaluation for evaluation in found if evaluation.feasible]
-    if feasible:
-        return min(feasible, key=lambda evaluation: evaluation.seconds)  # the first of equals
-    if not found or len(problem.topology.devices) < 2:
-        return None
-    found.sort(key=lambda evaluation: sum(evaluation.excess.values()))
-    mended = (repair(problem, chain, near) for near in found[:_MENDED])
-    feasible = [evaluation for evaluation in mended if evaluation.feasible]
-    return min(feasible, key=lambda evaluation: evaluation.seconds, default=None)
+    if not feasible and len(problem.topology.devices) > 1:
+        found += [evaluation for evaluation in further if evaluation is not None]
+        found.sort(key=lambda evaluation: sum(evaluation.excess.values()))
+        for first in range(0, len(found), _MENDED):
+            mended = [repair(problem, chain, near) for near in found[first : first + _MENDED]]
+            feasible = [evaluation for evaluation in mended if evaluation.feasible]
+            if feasible:
+                break
+    return min(feasible, key=lambda evaluation: evaluation.seconds, default=None)  # the first of equals
 
 
 def _in_time(proposals: Iterable[Evaluation | None], limits: Limits | None) -> list[Evaluation | None]:
