@@ -15,6 +15,7 @@ import numpy as np
 
 from graphplan.passes.columns import ColumnGeneration
 from graphplan.passes.master import Limit
+from graphplan.passes.pricing import Effort
 
 __all__ = ["Tree"]
 
@@ -34,7 +35,7 @@ class Tree:
         self._order = count()
         self._open = [(root.bound, next(self._order), root)]
         self._whole = np.inf  # the lowest bound of parts whose mixture has no fractions to part by
-        self._each = _ROUNDS * max(1, root.pricing.work(rough=False))
+        self._each = _ROUNDS * max(1, root.pricing.work(Effort.WHOLE))
 
     @property
     def bound(self) -> float:

@@ -12,6 +12,7 @@ from graphplan.passes.evaluate import evaluate
 from graphplan.passes.incumbent import Incumbent
 from graphplan.passes.limits import Limits
 from graphplan.passes.parts import Part
+from graphplan.passes.pricing import Effort
 from graphplan.passes.shares import Shares
 
 __all__ = ["Columns"]
@@ -24,7 +25,7 @@ _HUGE = 1500  # from which less is done: rounds take long, and bounds without th
 _BRANCH_WORK = 2e8  # the same for branches
 _TURN = 60  # rounds of column generation between dives
 _ROUNDS = 10  # after which a bound is near its end, mostly
-_SPEED = 3e8  # numbers that knapsacks touch in a second, about
+_SPEED = 5e8  # numbers that knapsacks touch in a second, about
 _EARLY = 0.75  # of the time that is left that these rounds may take to come before labels, ...
 _EARLY_WORK = 2e9  # ... numbers, where nobody asked for time
 _MANY, _UNLIKE = 5, 3  # devices, and kinds of them, from which there are many labels
@@ -76,7 +77,8 @@ class Columns:
         if self.whole in self.parts or not known:  # else some part has shown that the whole proves less
             # in a stack, shares say how many layers a device has, and not which
             self._run_whole(dives=not self.stacked and all(part.labels is None for part in self.parts))
-        if self.whole.generation is None or self.whole.generation.converged:
+        generation = self.whole.generation
+        if generation is None or generation.converged or generation.futile:
             self._run_parts()
         self._finish()
         self._branch_out()
@@ -108,7 +110,9 @@ class Columns:
         """What has not converged goes on where there is time."""
         for part in sorted(self.parts, key=lambda part: part.bound):
             generation = part.generation
-            if self.incumbent.timed and generation is not None and not generation.converged and not self.over:
+            if not self.incumbent.timed or generation is None or generation.converged or generation.futile:
+                continue
+            if not self.over:
                 generation.run(enough=self.incumbent.enough, work=np.inf, deadline=self.limits.deadline)
                 part.bound = max(part.bound, generation.bound)
                 self._tell()
@@ -129,7 +133,7 @@ class Columns:
         """A turn of branching in a part, and a dive into its weakest branch; the work that it took."""
         before = generation if part.tree is None else part.tree.lowest
         part.tree = part.tree or Tree(generation)
-        turn = min(work, _TURN * generation.pricing.work(rough=False))
+        turn = min(work, _TURN * generation.pricing.work(Effort.WHOLE))
         part.tree.grow(enough=self.incumbent.enough, work=turn, deadline=self.limits.deadline)
         part.bound = max(part.bound, part.tree.bound)
         self._tell()
@@ -146,7 +150,8 @@ class Columns:
         if part not in self.ran:
             self.ran.append(part)
         deadline = limits.until(0.8 if dives else 1.0).deadline
-        generation.run(enough=self.incumbent.enough, work=work, deadline=deadline)
+        proven = max(part.bound, self.incumbent.bound.seconds)
+        generation.run(enough=self.incumbent.enough, work=work, deadline=deadline, proven=proven)
         part.bound = max(part.bound, generation.bound)
         self._tell()
         if dives:

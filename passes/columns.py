@@ -21,7 +21,7 @@ from graphplan.device import DeviceKey
 from graphplan.passes.evaluate import Evaluation
 from graphplan.passes.intervals import intervals
 from graphplan.passes.master import Box, Column, Limit, Mixture, mix_columns, mix_fractions
-from graphplan.passes.pricing import Prices, Pricing
+from graphplan.passes.pricing import Effort, Prices, Pricing
 from graphplan.passes.shares import Shares
 
 __all__ = ["ColumnGeneration"]
@@ -36,9 +36,11 @@ _WIDER = 3.0  # times that, where nothing better is in between
 _MASTER = 60_000  # numbers that a knapsack could touch while the master problem prices one column
 _GROUPS = 50  # from which the master problem takes longer
 _TOLERANCE = 1e-6
-_STALLED, _ROUGH_STEP = 3, 1e-3  # rounds in which rough knapsacks must raise the bound, and by how much
-_CLOSE = 3e-4  # share by which further rounds may raise the bound, for which none are worth it
-_ROUGH = 3e-3  # share of the bound that coarse units may leave for the exact ones
+_STALLED = 3  # rounds in which less than all knapsacks must raise the bound, ...
+_STALL = {Effort.ROUGH: 1e-3, Effort.QUICK: 2e-4, Effort.WHOLE: 0.0}  # ... and by how much
+_CHEAP = 0.5  # of a round's work that one with less effort may take
+# share by which further rounds may raise the bound, for which none are worth it
+_NEAR = {Effort.ROUGH: 3e-3, Effort.QUICK: 3e-4, Effort.WHOLE: 3e-4}
 
 
 class ColumnGeneration:
@@ -54,6 +56,7 @@ class ColumnGeneration:
         columns: the shares found.
         rounds: how many times the knapsacks were solved.
         converged: whether further rounds would not raise the bound.
+        futile: whether known columns mix to less than what has been proven otherwise.
         mixture: of the columns, as the master problem has it.
         center: the prices of the best bound.
     """
@@ -67,9 +70,10 @@ class ColumnGeneration:
         self._seen: set[bytes] = set()
         self.bound = 0.0
         self._guess = 0.0  # the bound in single precision
-        self._took: dict[bool, float] = {}  # seconds of the last solution of rough knapsacks, and of others
+        self._proven = 0.0
+        self._took: dict[Effort, float] = {}  # seconds of the last solution
         self.rounds = 0
-        self.converged = False
+        self.converged = self.futile = False
         self.gone = np.zeros(shares.units, dtype=bool)
         self.counts = shares.counts.copy()
         self.count_of = shares.count_of.copy()
@@ -135,76 +139,99 @@ class ColumnGeneration:
         self.columns.append(Column(kind, taken, aside, cover, clock, queue))
         return True
 
-    def run(self, *, enough: float, work: float, deadline: float | None = None) -> float:
+    def run(self, *, enough: float, work: float, deadline: float | None = None, proven: float = 0.0) -> float:
         """Raise the bound.
 
         Args:
             enough: seconds of a bound that needs no improvement.
             work: numbers that the knapsacks may touch.
             deadline: ``time.monotonic()`` at which to stop, or None.
+            proven: seconds of a bound that is known from elsewhere; who cannot pass it gives up.
         """
+        self._proven = proven
         if not self.rounds:
-            work -= self.approach(enough=enough, work=0.7 * work, deadline=deadline)
+            for effort in self._cheaper():
+                work -= self.approach(enough=enough, work=0.7 * work, deadline=deadline, effort=effort)
         tried = self.rounds
-        self._go_on(enough, work, deadline, rough=False)
-        hurried = self.rounds == tried and (deadline is None or self._would_end(1.0) < deadline)
+        self._go_on(enough, work, deadline, Effort.WHOLE)
+        if self.futile:
+            return self.bound
+        hurried = self.rounds == tried and (deadline is None or self._would_end(1.0, Effort.WHOLE) < deadline)
         if self.center is not None and (self._guess > self.bound or (not self._guess and hurried)):
-            self.bound = max(self.bound, self._price(self.center, exact=True)[0])
+            self.bound = max(self.bound, self._price(self.center, Effort.WHOLE, exact=True)[0])
         return self.bound
 
-    def _would_end(self, prices: float) -> float:
+    def _cheaper(self) -> list[Effort]:
+        """With what to begin: efforts that take much less than the next."""
+        found, least = list[Effort](), _CHEAP * self.pricing.work(Effort.WHOLE)
+        for effort in (Effort.QUICK, Effort.ROUGH):
+            if self.pricing.work(effort) < least:
+                found.append(effort)
+                least = _CHEAP * self.pricing.work(effort)
+        return found[::-1]
+
+    def _would_end(self, prices: float, effort: Effort) -> float:
         """When the knapsacks would be solved for so many prices, by ``time.monotonic()``."""
-        each = self._took.get(False, self._took.get(True, 0.0) * self.pricing.coarse / self.pricing.unit)
+        each = self._took.get(effort, 0.0)
+        if not each and self._took:  # as another effort took for its work
+            other, took = next(reversed(self._took.items()))
+            each = took * self.pricing.work(effort) / self.pricing.work(other)
         return time.monotonic() + prices * each
 
     def foresee(self, rounds: int) -> float:
-        """Numbers that so many rounds would touch, judged by one with the rough knapsacks."""
-        whole, rough = self.pricing.work(rough=False), self.pricing.work(rough=True)
-        if self.center is None:
+        """Numbers that so many rounds would touch, judged by one with the least effort."""
+        whole = self.pricing.work(Effort.WHOLE)
+        effort = next(iter(self._cheaper()), None)
+        if self.center is None or effort is None:
             return float(rounds * whole)
-        self.pricing.best(self.center, self.gone, self.margin, exact=False, rough=True)
-        return float(rounds * whole) * self.pricing.work(rough=True) / rough
+        foreseen = self.pricing.work(effort)
+        self._price(self.center, effort)
+        return float(rounds * whole) * self.pricing.work(effort) / foreseen
 
-    def approach(self, *, enough: float, work: float, deadline: float | None = None) -> float:
-        """Find shares and prices with the rough knapsacks: much faster, and no proof.
+    def approach(
+        self, *, enough: float, work: float, deadline: float | None = None, effort: Effort = Effort.ROUGH
+    ) -> float:
+        """Find shares and prices with less than all knapsacks: much faster, and no proof.
 
         Takes what :meth:`run` takes; returns the work that was done.
         """
-        done = self._go_on(enough, work, deadline, rough=True)
+        done = self._go_on(enough, work, deadline, effort)
         self._guess, self.converged = 0.0, False
         return done
 
-    def _go_on(self, enough: float, work: float, deadline: float | None, *, rough: bool) -> float:
+    def _go_on(self, enough: float, work: float, deadline: float | None, effort: Effort) -> float:
         """Round by round; the work that was done."""
+        whole = effort is Effort.WHOLE
         done, smoothing, took = 0.0, _SMOOTHING, 0.0
         guesses: list[float] = []
         while (done < work or not done) and self._guess < enough and not self.converged:
             begun = time.monotonic()
             # its proof in double precision takes twice as long as a round
-            if deadline is not None and self._would_end(1.0 if rough else 2.0) + took > deadline:
+            if deadline is not None and self._would_end(2.0 if whole else 1.0, effort) + took > deadline:
                 break
             done += _MASTER * len(self.columns) * max(1.0, len(self.counts) / _GROUPS)
             mixture = self._mix_near()
-            if mixture is None:
+            self.futile = mixture is not None and mixture.covers and mixture.seconds <= self._proven
+            if mixture is None or self.futile:
                 break
             self.rounds += 1
             if self.center is None:
                 tried = mixture.prices
             else:  # nothing is known of prices from elsewhere before they are tried
                 tried = _blend(self.center, mixture.prices, smoothing if self._guess else 1.0)
-            bound, fresh = self._price(tried, exact=False, rough=rough)
-            done += self.pricing.work(rough=rough)
+            bound, fresh = self._price(tried, effort)
+            done += self.pricing.work(effort)
             if bound > self._guess or self.center is None:
                 self.center, self._guess = tried, bound
             elif self._width > _NARROWEST:
                 self._width *= _NARROWER
-            close = mixture.seconds - self._guess < (_ROUGH if rough else _CLOSE) * mixture.seconds
+            close = mixture.seconds - self._guess < _NEAR[effort] * mixture.seconds
             ended = close or (not fresh and not smoothing)
             if ended and not mixture.covers:  # the best prices of the box are not the best ones
                 self._width *= _WIDER
             self.converged = ended and mixture.covers
             guesses.append(self._guess)
-            if rough and len(guesses) > _STALLED and self._guess < (1 + _ROUGH_STEP) * guesses[-1 - _STALLED]:
+            if len(guesses) > _STALLED and self._guess < (1 + _STALL[effort]) * guesses[-1 - _STALLED]:
                 break
             smoothing = _SMOOTHING if fresh else 0.0
             took = time.monotonic() - begun
@@ -222,21 +249,21 @@ class ColumnGeneration:
         box = Box(self.center.cover, self._width * self._typical)
         return mix_columns(self.shares, self.columns, self.counts, self.count_of, self.limits, box)
 
-    def _price(self, prices: Prices, *, exact: bool, rough: bool = False) -> tuple[float, bool]:
-        """The bound at these prices (no bound if rough), and whether they brought new columns."""
+    def _price(self, prices: Prices, effort: Effort, *, exact: bool = False) -> tuple[float, bool]:
+        """The bound at these prices (none with less than all effort), and whether they brought columns."""
         shares = self.shares
         begun = time.monotonic()
-        chosen = self.pricing.best(prices, self.gone, self.margin, exact=exact, rough=rough)
+        chosen = self.pricing.best(prices, self.gone, self.margin, effort, exact=exact)
         if not exact:
-            self._took[rough] = time.monotonic() - begun
+            self._took[effort] = time.monotonic() - begun
         least = np.zeros(len(shares.kinds))
         fresh = False
-        for row, kind in enumerate(self.pricing.row_kind):
+        for row, kind in enumerate(self.pricing.kinds(effort)):
             if not np.isfinite(chosen.cost[row]):
                 continue
             if chosen.cost[row] < -_TOLERANCE * max(self._guess, 1e-12):
                 taken, aside = chosen.taken[row], chosen.aside[row]
-                if not rough or self.pricing.fits(int(kind), taken, aside, self.margin):
+                if effort is not Effort.ROUGH or self.pricing.fits(int(kind), taken, aside, self.margin):
                     fresh |= self._add(int(kind), taken, aside)
             least[kind] = min(least[kind], chosen.cost[row])
         value = float(prices.cover @ self.counts) - float(prices.unique.sum()) + prices.constant

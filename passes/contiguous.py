@@ -22,6 +22,7 @@ from graphplan.passes.evaluate import Problem
 __all__ = ["Piece", "split"]
 
 _MAX_STATES = 600
+_BLOCK = 64  # cuts at which pieces end that are looked at together
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +84,12 @@ def split(
     kinds = _kinds(problem, accelerators, shrink or {})
     spaces = [kind[0].room - (shrink or {}).get(kind[0].key, 0) for kind in kinds]
     costs = [
-        _piece_seconds(chain, cuts, tables, kind[0], space, problem, home)
+        _Costs.of(_piece_seconds(chain, cuts, tables, kind[0], space, problem, home))
         for kind, space in zip(kinds, spaces, strict=True)
     ]
     free = None
     if cpu is not None:
-        free = _piece_seconds(chain, cuts, tables, cpu, cpu.room, problem, None)
+        free = _Costs.of(_piece_seconds(chain, cuts, tables, cpu, cpu.room, problem, None))
     states = 1
     for kind in kinds:
         states *= len(kind) + 1
@@ -217,21 +218,47 @@ class _Row:
         return cls(np.full(size, np.inf), [None] * size)
 
 
-def _relax(row: _Row, cost: Floats, origin: object, kind: int, into: _Row, add: Add) -> None:
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """Seconds of each piece on a kind of device; most are infinite, since a device holds a few of many cuts.
+
+    Attributes:
+        seconds: (cuts, cuts) from a cut to another.
+        reach: for each block of cuts, from where pieces that end there may come, as a range.
+    """
+
+    seconds: Floats
+    reach: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, seconds: Floats) -> _Costs:
+        reach = []
+        for start in range(0, len(seconds), _BLOCK):
+            rows = np.flatnonzero(np.isfinite(seconds[:, start : start + _BLOCK]).any(axis=1))
+            reach.append((int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0))
+        return cls(seconds, reach)
+
+
+def _relax(row: _Row, cost: _Costs, origin: object, kind: int, into: _Row, add: Add) -> None:
     """Extend ``row`` by one piece."""
-    through = add(row.seconds[:, None], cost)
-    arg = through.argmin(0)
-    value = through[arg, np.arange(through.shape[1])]
-    for j in np.nonzero(value < into.seconds - 1e-15)[0]:
-        into.seconds[j] = value[j]
-        into.back[j] = (origin, int(arg[j]), kind)
+    for number, (low, high) in enumerate(cost.reach):
+        start = number * _BLOCK
+        block = slice(start, start + _BLOCK)
+        if low == high or not np.isfinite(row.seconds[low:high]).any():
+            continue
+        through = add(row.seconds[low:high, None], cost.seconds[low:high, block])
+        arg = through.argmin(0)
+        value = through[arg, np.arange(through.shape[1])]
+        for j in np.nonzero(value < into.seconds[block] - 1e-15)[0]:
+            into.seconds[start + j] = value[j]
+            into.back[start + j] = (origin, low + int(arg[j]), kind)
 
 
 def _by_count(
-    costs: list[Floats], kinds: list[list[DeviceSpec]], free: Floats | None, add: Add
+    costs: list[_Costs], kinds: list[list[DeviceSpec]], free: _Costs | None, add: Add
 ) -> _Path | None:
     """States: how many accelerators of each kind are used."""
-    m = (free if free is not None else costs[0]).shape[0]
+    m = len((free if free is not None else costs[0]).seconds)
     states = sorted(product(*(range(len(kind) + 1) for kind in kinds)), key=sum)
     table = {state: _Row.empty(m) for state in states}
     table[states[0]].seconds[0] = 0.0
@@ -269,15 +296,15 @@ def _caller_order(path: _Path, kinds: list[list[DeviceSpec]]) -> _Path:
 
 
 def _in_order(
-    costs: list[Floats],
+    costs: list[_Costs],
     kinds: list[list[DeviceSpec]],
     accelerators: list[DeviceSpec],
-    free: Floats | None,
+    free: _Costs | None,
     add: Add,
 ) -> _Path | None:
     """States: the last accelerator used, in the caller's order, where their subsets are too many."""
     kind_of = {spec.key: index for index, kind in enumerate(kinds) for spec in kind}
-    m, k = costs[0].shape[0], len(accelerators)
+    m, k = len(costs[0].seconds), len(accelerators)
     table = [_Row.empty(m) for _ in range(k + 1)]
     table[0].seconds[0] = 0.0
     for used in range(k + 1):

@@ -15,6 +15,7 @@ from graphplan.device import DeviceKey
 from graphplan.passes.columns import ColumnGeneration
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.master import Column
+from graphplan.passes.pricing import Effort
 from graphplan.passes.residence import follow, reside
 from graphplan.passes.spread import fetch_excess
 
@@ -65,7 +66,7 @@ def _devices(
     work = 0.0
     rest = generation
     while sum(map(len, left)) > 1 and rest.counts.any():
-        work += rest.approach(enough=np.inf, work=rounds * rest.pricing.work(rough=True), deadline=deadline)
+        work += rest.approach(enough=np.inf, work=rounds * rest.pricing.work(Effort.ROUGH), deadline=deadline)
         column = _most_used(rest) if sum(map(len, left)) > 2 else _best_pair(rest, left)
         if column is None:
             break

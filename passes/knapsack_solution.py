@@ -28,7 +28,7 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 STEP_WORK = 30_000  # numbers that numpy could touch in the time that a step takes by itself
-_CHANGE = {np.dtype(np.float64): 1e-8, np.dtype(np.float32): 1e-6}  # of the cost: what layers left out may
+_CHANGE = {np.dtype(np.float64): 1e-8, np.dtype(np.float32): 1e-6}  # of the income: what layers left out may
 _SAMPLE = 13  # of so many numbers one is compared after each time, all when these are the same
 
 
@@ -102,19 +102,20 @@ class Solution:
         self.tables: dict[int, Floats] = {}  # ... and what steps add
         self.traces: list[_Trace] = []
         self.left_out: list[_LeftOut] = []
+        self.income = float(-np.minimum(cost, 0.0).sum(axis=1).min(initial=0.0))  # of who could take all
         self.slack = 0.0
         self.work = STEP_WORK * (1 + len(same.eliminations))
 
     def solve(self, tables: Sequence[Floats]) -> Chosen:
         """The cheapest set per row; ``tables`` (rows or 1, 2, 2, ...) per scope."""
         self._make(tables)
-        state = np.zeros((self.rows, self.top), self.dtype)
+        state = np.zeros((self.rows, 1), self.dtype)  # nothing is used yet; it grows with what can be
         for number, scope in zip(self.same.factor, self.knapsack.scopes, strict=True):
             if not scope:  # what was eliminated to a constant
                 state = state + self.made[number].reshape(-1, 1).astype(self.dtype)
         self.space.begin(state)
         state = self._walk(self.same.blocks, state)
-        state[np.arange(self.top)[None, :] > self.capacities[:, None]] = np.inf
+        state[np.arange(state.shape[-1])[None, :] > self.capacities[:, None]] = np.inf
         return self._back(state)
 
     def _make(self, tables: Sequence[Floats]) -> None:
@@ -166,7 +167,7 @@ class Solution:
             every, slack, first = 1 if still else _SAMPLE, self.slack, len(self.traces)
             before = state[..., ::every].copy()
             state = self._walk(repeat.body, state)
-            allowed = _CHANGE[self.dtype] * max(0.0, -float(state.min()))
+            allowed = _CHANGE[self.dtype] * self.income
             change = (self._change(before, state[..., ::every], every) + self.slack - slack) * left
             if left and still and change <= allowed:
                 self.left_out.append(_LeftOut(first, repeat.period, left + 1))
@@ -178,7 +179,9 @@ class Solution:
 
     def _change(self, before: Floats, after: Floats, every: int) -> float:
         """The largest within the capacities."""
-        within = np.arange(0, self.top, every) <= self.capacities[:, None]
+        if before.shape != after.shape:
+            return np.inf
+        within = np.arange(0, before.shape[-1] * every, every) <= self.capacities[:, None]
         with np.errstate(invalid="ignore"):  # what is infinite twice has not changed
             change = np.abs(before - after) * within.reshape(self.rows, *(1,) * (after.ndim - 2), -1)
         return float(np.fmax.reduce(change, axis=None, initial=0.0))
@@ -198,10 +201,12 @@ class Solution:
 
     def _extend(self, variable: int, state: Floats, table: Floats, trace: _Trace) -> Floats:
         """The states with the variable at 0 and at 1, with what is known by now added."""
-        size, top = int(self.knapsack.sizes[variable]), state.shape[-1]
+        size, used = int(self.knapsack.sizes[variable]), state.shape[-1]
+        top = min(self.top, used + size)
         wide = self.space.states((*state.shape[:-1], 2, top))
-        np.add(state, table[..., 0, None], out=wide[..., 0, :])
-        taken = wide[..., 1, :]
+        without, taken = wide[..., 0, :], wide[..., 1, :]
+        np.add(state, table[..., 0, None], out=without[..., :used])
+        without[..., used:] = np.inf
         if not size:
             np.add(state, table[..., 1, None], out=taken)
             return wide
@@ -211,8 +216,9 @@ class Solution:
         if np.isfinite(extra).any():
             shape = (-1,) + (1,) * (state.ndim - 1)
             light = state + (table[..., 1, None] + extra.reshape(shape).astype(state.dtype))
-            trace.aside = light < taken
-            np.minimum(taken, light, out=taken)
+            trace.aside = np.zeros(taken.shape, dtype=bool)
+            np.less(light, taken[..., :used], out=trace.aside[..., :used])
+            np.minimum(taken[..., :used], light, out=taken[..., :used])
         return wide
 
     # -- back -------------------------------------------------------------------------------------

@@ -12,17 +12,18 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import Enum
 from itertools import count
 
 import numpy as np
 import numpy.typing as npt
 
-from graphplan.passes.bands import Crowd, make_bands
+from graphplan.passes.bands import Band, Crowd, make_bands
 from graphplan.passes.knapsack import Chosen, Knapsack, Step
 from graphplan.passes.remainders import with_remainders
 from graphplan.passes.shares import Shares
 
-__all__ = ["Prices", "Pricing"]
+__all__ = ["Effort", "Prices", "Pricing"]
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -61,6 +62,38 @@ class Prices:
     constant: float
 
 
+class Effort(Enum):
+    """How much of the knapsacks is solved.
+
+    ``WHOLE`` is what proves a bound. ``QUICK`` is one knapsack for each kind of device, which leaves free
+    what any of its units may need. ``ROUGH`` is the same in coarse units of capacity: its shares may lack
+    or waste some bytes.
+    """
+
+    ROUGH = "rough"
+    QUICK = "quick"
+    WHOLE = "whole"
+
+
+@dataclass(slots=True)
+class _Level:
+    """The knapsacks of an effort.
+
+    Attributes:
+        knapsack: their structure.
+        rows: which of all they are.
+        unit: bytes of a unit of capacity.
+        refusals: a table for each crowd that is in the structure.
+        touched: numbers that the last solution touched, or the next might.
+    """
+
+    knapsack: Knapsack
+    rows: Ints
+    unit: int
+    refusals: list[Floats]
+    touched: int
+
+
 class Pricing:
     """Knapsacks over shares, prepared once and solved for many prices.
 
@@ -92,20 +125,17 @@ class Pricing:
             kept = [pair for pair in self.tables if not dropped & set(pair)]
             needs = [pair for pair in shares.needs if not dropped & set(pair)]
             scopes = [*kept, *needs, *(crowd.units for crowd in self._crowds)]
-            self.knapsack = Knapsack(sizes, scopes, capacities)
-            wide = _widest(self.knapsack.steps, limit)
+            knapsack = Knapsack(sizes, scopes, capacities)
+            wide = _widest(knapsack.steps, limit)
             if not wide or not self._narrow(wide, limit, dropped, 1 << attempt // _PATIENCE):
                 break
         self._kept, self._kept_needs = kept, needs
-        # sizes to the nearest coarse unit, and capacities as much larger or smaller as all of them are
-        self.coarse = self.unit * max(1, top // _ROUGH_UNITS)
-        nearest = np.rint(shares.nbytes / self.coarse).astype(np.int64)
-        grown = float(nearest.sum()) * self.coarse / max(total, 1.0)
-        self.rough = Knapsack(nearest, scopes, np.floor(rooms * grown / self.coarse).astype(np.int64))
-        self._touched = {False: self.knapsack.work, True: self.rough.work}
         self._table_kinds, self._table_kind = _distinct([self.tables[pair] for pair in kept])
         refusals, kinds = _distinct([self._refusal(crowd) for crowd in self._crowds])
-        self._refusals = [refusals[kind] for kind in kinds]
+        tables = [refusals[kind] for kind in kinds]
+        every = np.arange(len(rows))
+        self._levels = {Effort.WHOLE: _Level(knapsack, every, self.unit, tables, knapsack.work)}
+        self._add_cheaper_levels(sizes, [*kept, *needs], rooms, top)
         self._crowded = np.zeros((len(self._crowds), shares.units), dtype=bool)
         for index, crowd in enumerate(self._crowds):
             self._crowded[index, list(crowd.units)] = True
@@ -114,6 +144,20 @@ class Pricing:
         self._maker, self._reader = np.array(kept, dtype=np.int64).reshape(len(kept), 2).T
         apart = [self.tables[pair][:, 0, 1] for pair in kept]
         self._apart = np.array(apart, dtype=float).reshape(len(kept), len(shares.kinds)).T
+
+    def _add_cheaper_levels(
+        self, sizes: Ints, scopes: Sequence[tuple[int, ...]], rooms: Floats, top: int
+    ) -> None:
+        """Those without a proof: their rows refuse nothing, so that they need no tables of crowds."""
+        rows = _roomiest(self.bands)
+        knapsack = Knapsack(sizes, scopes, np.floor(rooms[rows] / self.unit).astype(np.int64))
+        self._levels[Effort.QUICK] = _Level(knapsack, rows, self.unit, [], knapsack.work)
+        # sizes to the nearest coarse unit, and capacities as much larger or smaller as all of them are
+        coarse = self.unit * max(1, top // _ROUGH_UNITS)
+        nearest = np.rint(self.shares.nbytes / coarse).astype(np.int64)
+        grown = float(nearest.sum()) * coarse / max(float(self.shares.nbytes.sum()), 1.0)
+        knapsack = Knapsack(nearest, scopes, np.floor(rooms[rows] * grown / coarse).astype(np.int64))
+        self._levels[Effort.ROUGH] = _Level(knapsack, rows, coarse, [], knapsack.work)
 
     def _narrow(self, wide: Sequence[tuple[int, ...]], limit: int, dropped: set[int], times: int) -> bool:
         """Leave out what opens too many variables at once: crowds, then cheap values, then cheap pairs.
@@ -163,12 +207,17 @@ class Pricing:
 
     # -- solving ----------------------------------------------------------------------------------
 
-    def work(self, *, rough: bool) -> int:
+    def work(self, effort: Effort) -> int:
         """Numbers that :meth:`best` touched the last time, or might touch."""
-        return self._touched[rough]
+        return self._levels[effort].touched
+
+    def kinds(self, effort: Effort) -> Ints:
+        """(rows,) the kind of device of each knapsack that is solved."""
+        found: Ints = self.row_kind[self._levels[effort].rows]
+        return found
 
     def best(
-        self, prices: Prices, gone: Bools, margin: Floats, *, exact: bool, rough: bool = False
+        self, prices: Prices, gone: Bools, margin: Floats, effort: Effort, *, exact: bool = False
     ) -> Chosen:
         """The cheapest share of each kind and band at these prices.
 
@@ -176,16 +225,17 @@ class Pricing:
             prices: multipliers.
             gone: (units,) those that may not be in a share.
             margin: (kinds,) bytes that a share leaves free beyond what it must.
+            effort: which knapsacks.
             exact: in double precision, as a proof needs it.
-            rough: with coarse units of capacity, which may lack or waste some bytes.
         """
-        shares, rows = self.shares, self.row_kind
+        level, shares = self._levels[effort], self.shares
+        rows = self.row_kind[level.rows]
         with np.errstate(invalid="ignore"):  # 0 x infinity, where an operation may not run
             clock, queue = shares.clock[rows] * prices.compute, shares.queue[rows]
         weight = prices.copies[rows][:, None]
         cost = clock + queue * weight
         cost[:, : shares.units] -= (prices.cover + prices.limited[rows])[:, shares.group]
-        cost[:, : shares.units][self._barred | gone[None, :]] = np.inf
+        cost[:, : shares.units][self._barred[level.rows] | gone[None, :]] = np.inf
         with np.errstate(invalid="ignore"):
             aside = shares.aside.clock[rows] * prices.compute + shares.aside.queue[rows] * weight
         aside = np.where(np.isnan(aside), np.inf, aside) - prices.unique[None, :]
@@ -193,15 +243,12 @@ class Pricing:
         made = [table[rows] * prices.compute for table in self._table_kinds]
         tables = [made[number] for number in self._table_kind]
         tables += [_NEEDED] * len(self._kept_needs)
-        tables += self._refusals
-        less = np.ceil(margin[rows] / (self.coarse if rough else self.unit)).astype(np.int64)
+        tables += level.refusals
+        less = np.ceil(margin[rows] / level.unit).astype(np.int64)
         dtype = np.float64 if exact else np.float32
-        knapsack = self.rough if rough else self.knapsack
-        if knapsack.rows < 2 or self._touched[rough] < _SHARED_WORK:
-            found = knapsack.solve(cost, aside, tables, less, dtype)
-        else:
-            found = _shared(knapsack, cost, aside, tables, less, dtype)
-        self._touched[rough] = found.work
+        solve = _shared if level.knapsack.rows > 1 and level.touched >= _SHARED_WORK else Knapsack.solve
+        found = solve(level.knapsack, cost, aside, tables, less, dtype)
+        level.touched = found.work
         return found
 
     def clock_seconds(self, kind: int, taken: Bools, aside: Bools) -> float:
@@ -225,6 +272,15 @@ class Pricing:
         needs = float(self.working[kind][mine].max(initial=0))
         there = ~(self._crowded & ~mine).any(axis=1)
         return max(needs, float(self._crowd_needs[there, kind].max(initial=0)))
+
+
+def _roomiest(bands: Sequence[Band]) -> Ints:
+    """For each kind of device the first row with room for the most activations."""
+    first: dict[int, int] = {}
+    for row, band in enumerate(bands):
+        if band.kind not in first or band.high > bands[first[band.kind]].high:
+            first[band.kind] = row
+    return np.array(list(first.values()), dtype=np.int64)
 
 
 def _distinct(tables: Sequence[Floats]) -> tuple[list[Floats], list[int]]:
