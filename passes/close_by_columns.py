@@ -24,7 +24,7 @@ _LARGE = 300  # operations from which all of this work is done
 _HUGE = 1500  # from which less is done: rounds take long, and bounds without them are good
 _BRANCH_WORK = 2e8  # the same for branches
 _TURN = 60  # rounds of column generation between dives
-_ROUNDS = 10  # after which a bound is near its end, mostly
+_ROUNDS = 15  # after which prices are near their best, mostly
 _SPEED = 5e8  # numbers that knapsacks touch in a second, about
 _EARLY = 0.75  # of the time that is left that these rounds may take to come before labels, ...
 _EARLY_WORK = 2e9  # ... numbers, where nobody asked for time
@@ -137,7 +137,7 @@ class Columns:
         part.tree.grow(enough=self.incumbent.enough, work=turn, deadline=self.limits.deadline)
         part.bound = max(part.bound, part.tree.bound)
         self._tell()
-        if part.tree.lowest is not None and part.tree.lowest is not before:
+        if not self.stacked and part.tree.lowest is not None and part.tree.lowest is not before:
             self._dive(part, part.tree.lowest, work)
         return turn
 

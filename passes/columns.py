@@ -38,6 +38,7 @@ _GROUPS = 50  # from which the master problem takes longer
 _TOLERANCE = 1e-6
 _STALLED = 3  # rounds in which less than all knapsacks must raise the bound, ...
 _STALL = {Effort.ROUGH: 1e-3, Effort.QUICK: 2e-4, Effort.WHOLE: 0.0}  # ... and by how much
+_PROOF = 2.0  # rounds that one in double precision takes
 _CHEAP = 0.5  # of a round's work that one with less effort may take
 # share by which further rounds may raise the bound, for which none are worth it
 _NEAR = {Effort.ROUGH: 3e-3, Effort.QUICK: 3e-4, Effort.WHOLE: 3e-4}
@@ -149,14 +150,14 @@ class ColumnGeneration:
             proven: seconds of a bound that is known from elsewhere; who cannot pass it gives up.
         """
         self._proven = proven
-        if not self.rounds:
-            for effort in self._cheaper():
+        for effort in [] if self._guess else self._cheaper():
+            if effort is Effort.QUICK or not self.rounds:
                 work -= self.approach(enough=enough, work=0.7 * work, deadline=deadline, effort=effort)
         tried = self.rounds
         self._go_on(enough, work, deadline, Effort.WHOLE)
         if self.futile:
             return self.bound
-        hurried = self.rounds == tried and (deadline is None or self._would_end(1.0, Effort.WHOLE) < deadline)
+        hurried = self.rounds == tried and (deadline is None or self._would_end(_PROOF) < deadline)
         if self.center is not None and (self._guess > self.bound or (not self._guess and hurried)):
             self.bound = max(self.bound, self._price(self.center, Effort.WHOLE, exact=True)[0])
         return self.bound
@@ -170,23 +171,30 @@ class ColumnGeneration:
                 least = _CHEAP * self.pricing.work(effort)
         return found[::-1]
 
-    def _would_end(self, prices: float, effort: Effort) -> float:
-        """When the knapsacks would be solved for so many prices, by ``time.monotonic()``."""
-        each = self._took.get(effort, 0.0)
-        if not each and self._took:  # as another effort took for its work
-            other, took = next(reversed(self._took.items()))
-            each = took * self.pricing.work(effort) / self.pricing.work(other)
-        return time.monotonic() + prices * each
+    def _would_end(self, whole: float, cheaper: Effort = Effort.WHOLE) -> float:
+        """When so many rounds with all effort, and one with less, would be over, by ``time.monotonic()``."""
+        seconds = whole * self._round_seconds(Effort.WHOLE)
+        if cheaper is not Effort.WHOLE:
+            seconds += self._round_seconds(cheaper)
+        return time.monotonic() + seconds
+
+    def _round_seconds(self, effort: Effort) -> float:
+        """What solving the knapsacks takes: as the last time, or as another effort took for its work."""
+        if effort in self._took or not self._took:
+            return self._took.get(effort, 0.0)
+        other, took = next(reversed(self._took.items()))
+        return took * self.pricing.work(effort) / self.pricing.work(other)
 
     def foresee(self, rounds: int) -> float:
-        """Numbers that so many rounds would touch, judged by one with the least effort."""
+        """Numbers that so many rounds and a proof would touch, judged by one with the least effort."""
         whole = self.pricing.work(Effort.WHOLE)
-        effort = next(iter(self._cheaper()), None)
-        if self.center is None or effort is None:
+        efforts = self._cheaper()
+        if self.center is None or not efforts:
             return float(rounds * whole)
-        foreseen = self.pricing.work(effort)
-        self._price(self.center, effort)
-        return float(rounds * whole) * self.pricing.work(effort) / foreseen
+        planned = rounds * self.pricing.work(efforts[-1]) + _PROOF * whole
+        foreseen = self.pricing.work(efforts[0])
+        self._price(self.center, efforts[0])
+        return float(planned) * self.pricing.work(efforts[0]) / foreseen
 
     def approach(
         self, *, enough: float, work: float, deadline: float | None = None, effort: Effort = Effort.ROUGH
@@ -201,17 +209,16 @@ class ColumnGeneration:
 
     def _go_on(self, enough: float, work: float, deadline: float | None, effort: Effort) -> float:
         """Round by round; the work that was done."""
-        whole = effort is Effort.WHOLE
         done, smoothing, took = 0.0, _SMOOTHING, 0.0
         guesses: list[float] = []
         while (done < work or not done) and self._guess < enough and not self.converged:
             begun = time.monotonic()
-            # its proof in double precision takes twice as long as a round
-            if deadline is not None and self._would_end(2.0 if whole else 1.0, effort) + took > deadline:
+            if deadline is not None and self._would_end(_PROOF, effort) + took > deadline:
                 break
             done += _MASTER * len(self.columns) * max(1.0, len(self.counts) / _GROUPS)
             mixture = self._mix_near()
-            self.futile = mixture is not None and mixture.covers and mixture.seconds <= self._proven
+            known = (1 + _TOLERANCE) * self._proven
+            self.futile = mixture is not None and mixture.covers and mixture.seconds <= known
             if mixture is None or self.futile:
                 break
             self.rounds += 1

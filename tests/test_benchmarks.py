@@ -289,6 +289,7 @@ def test_a_measured_point_takes_the_place_of_an_older_one(tmp_path: Path) -> Non
     assert set(data["laws"]) == {"stack"}
 
 
+@pytest.mark.slow
 def test_a_real_model_is_captured_once_and_planned_on_two_budgets() -> None:
     measured = Measured("resnet-152")
     captures = len(measured.compiler.captures)

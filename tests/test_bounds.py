@@ -31,7 +31,7 @@ from graphplan.passes.limits import Limits
 from graphplan.passes.master import mix_fractions
 from graphplan.passes.parts import part_by_home
 from graphplan.passes.place import place
-from graphplan.passes.pricing import Pricing
+from graphplan.passes.pricing import Effort, Pricing
 from graphplan.passes.program import Program
 from graphplan.passes.residence import reside
 from graphplan.passes.shares import Shares
@@ -290,6 +290,34 @@ def test_column_generation_proves_a_stack_nearly_optimal() -> None:
     generation = ColumnGeneration(Pricing(Shares(problem)), [best])
     bound = generation.run(enough=best.seconds, work=3e9)
     assert bound <= best.seconds * TIGHT <= 1.02 * bound
+
+
+def test_what_cannot_pass_a_known_bound_gives_up() -> None:
+    problem = replace(unlike(layers(60), 1.3), allowed=on_accelerators(layers(60)), offload=False)
+    best = place(problem).evaluation
+    generation = ColumnGeneration(Pricing(Shares(problem)), [best])
+    assert generation.run(enough=2 * best.seconds, work=3e9, proven=best.seconds) == 0
+    assert generation.futile
+    assert not generation.rounds
+    assert generation.run(enough=best.seconds, work=3e9) > 0.98 * best.seconds
+    assert not generation.futile
+
+
+def test_prices_found_with_less_effort_are_nearly_the_best() -> None:
+    problem = replace(unlike(layers(60), 1.3), allowed=on_accelerators(layers(60)), offload=False)
+    best = place(problem).evaluation
+    found = []
+    for effort in Effort:
+        generation = ColumnGeneration(Pricing(Shares(problem)), [best])
+        assert generation.foresee(10) > 0
+        generation.approach(enough=best.seconds, work=1e9, effort=effort)
+        assert generation.bound == 0  # nothing is proven yet
+        bound, _ = generation._price(generation.center, Effort.WHOLE, exact=True)
+        assert bound <= best.seconds * TIGHT
+        found.append(bound)
+    rough, quick, whole = found
+    assert quick >= 0.995 * whole
+    assert rough >= 0.97 * whole
 
 
 def on_accelerators(graph: Graph) -> dict[str, frozenset[DeviceKey]]:

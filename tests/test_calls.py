@@ -298,7 +298,7 @@ def test_one_call_is_placed_as_alone() -> None:
     assert solution.evaluation.seconds == place(problem).evaluation.seconds
 
 
-@pytest.mark.parametrize("decode_first", [False, True])
+@pytest.mark.parametrize("decode_first", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_language_models_prefill_and_decode(decode_first: bool) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

@@ -46,6 +46,6 @@ def _plan(seed: int) -> list[str]:
 @pytest.mark.timeout(600)
 def test_plans_do_not_depend_on_the_order_of_sets():
     with ThreadPoolExecutor(2) as pool:
-        first, *others = pool.map(_plan, range(4))
+        first, *others = pool.map(_plan, range(2))
     assert len(first) == 3
     assert all(other == first for other in others)

@@ -18,7 +18,7 @@ from graphplan.passes.bound import lower_bound
 from graphplan.passes.evaluate import Problem
 from graphplan.passes.place import place
 
-SLOW = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+SLOW = settings(max_examples=16, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 QUICK = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 STEPS = (

@@ -116,6 +116,15 @@ def test_equal_layers_cost_what_they_cost_one_by_one(seed: int, layers: int) -> 
     assert found.cost == pytest.approx(reference.cost, abs=1e-7 * largest)
 
 
+def test_what_no_capacity_is_for_is_work_too() -> None:
+    """Who counts work and never gets on would never end."""
+    knapsack = Knapsack(np.zeros(4, dtype=np.int64), [(0, 1), (2, 3)], np.array([3]))
+    tables = [np.zeros((1, 2, 2))] * 2
+    found = knapsack.solve(np.full((1, 4), -1.0), np.full((1, 4), np.inf), tables)
+    assert found.cost[0] == pytest.approx(-4)
+    assert 0 < found.work <= knapsack.work
+
+
 def test_layers_that_change_nothing_are_not_walked() -> None:
     few, many = stack(1, 200, apart=False)[0], stack(1, 4000, apart=False)[0]
     assert many.work <= few.work
