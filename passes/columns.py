@@ -188,13 +188,15 @@ class ColumnGeneration:
     def foresee(self, rounds: int) -> float:
         """Numbers that so many rounds and a proof would touch, judged by one with the least effort."""
         whole = self.pricing.work(Effort.WHOLE)
-        efforts = self._cheaper()
-        if self.center is None or not efforts:
-            return float(rounds * whole)
-        planned = rounds * self.pricing.work(efforts[-1]) + _PROOF * whole
-        foreseen = self.pricing.work(efforts[0])
-        self._price(self.center, efforts[0])
-        return float(planned) * self.pricing.work(efforts[0]) / foreseen
+        first, *others = self._cheaper() or [Effort.WHOLE]
+        planned = rounds * self.pricing.work(others[-1] if others else first) + _PROOF * whole
+        if self.center is None:
+            return float(planned)
+        foreseen = self.pricing.work(first)  # at most: what repeats itself is found while it is solved
+        guess, _ = self._price(self.center, first)
+        if first is Effort.WHOLE:
+            self._guess = guess
+        return float(planned) * self.pricing.work(first) / foreseen
 
     def approach(
         self, *, enough: float, work: float, deadline: float | None = None, effort: Effort = Effort.ROUGH
@@ -213,7 +215,8 @@ class ColumnGeneration:
         guesses: list[float] = []
         while (done < work or not done) and self._guess < enough and not self.converged:
             begun = time.monotonic()
-            if deadline is not None and self._would_end(_PROOF, effort) + took > deadline:
+            whole = _PROOF + (effort is Effort.WHOLE)  # rounds: there is a proof to come
+            if deadline is not None and self._would_end(whole, effort) + took > deadline:
                 break
             done += _MASTER * len(self.columns) * max(1.0, len(self.counts) / _GROUPS)
             mixture = self._mix_near()

@@ -150,7 +150,9 @@ class Pricing:
     ) -> None:
         """Those without a proof: their rows refuse nothing, so that they need no tables of crowds."""
         rows = _roomiest(self.bands)
-        knapsack = Knapsack(sizes, scopes, np.floor(rooms[rows] / self.unit).astype(np.int64))
+        knapsack = self._levels[Effort.WHOLE].knapsack.of_rows(rows)
+        if self._crowds:
+            knapsack = Knapsack(sizes, scopes, knapsack.capacities)
         self._levels[Effort.QUICK] = _Level(knapsack, rows, self.unit, [], knapsack.work)
         # sizes to the nearest coarse unit, and capacities as much larger or smaller as all of them are
         coarse = self.unit * max(1, top // _ROUGH_UNITS)
