@@ -58,12 +58,12 @@ class Columns:
         allowed = _EARLY_WORK if limits.left is None else _EARLY * _SPEED * limits.left
         shares = self.whole.shares
         kinds = [kind for kind, some in zip(shares.kinds, shares.runs, strict=True) if some]
-        few_labels = sum(len(kind.keys) for kind in kinds) < _MANY and len(kinds) < _UNLIKE
-        if self.incumbent.done or few_labels:
+        many = sum(len(kind.keys) for kind in kinds) >= _MANY
+        if self.incumbent.done or not (many or len(kinds) >= _UNLIKE):
             return
         if self._begin(self.whole, None).foresee(_ROUNDS) > allowed:
             return
-        self.limits = limits.until(0.6)
+        self.limits = limits.until(0.95 if many else 0.6)  # labels of many devices prove little
         self._run_whole(dives=False)
         if self.whole.generation is not None and self.whole.generation.converged:
             self._run_parts()
