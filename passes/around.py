@@ -22,8 +22,8 @@ from graphplan.passes.split_again import contiguous_split
 __all__ = ["finer_split", "splits_around"]
 
 _SHARED = 0.01  # of all weights: one that is read twice, from which on its home is settled first
-_CUTS = 400  # at most
-_FINE_CUTS = 1300  # likewise, where time is taken for it
+_CUTS = 400  # places at most where pieces may end, ...
+_FINE_CUTS = 1300  # ... and where time is taken for it
 
 Homes = Mapping[str, DeviceKey]
 
@@ -43,7 +43,7 @@ def splits_around(problem: Problem) -> Iterator[Evaluation]:
 
 
 def finer_split(problem: Problem, best: Evaluation, *, small_first: bool) -> Evaluation | None:
-    """Pieces with cuts anywhere, in an order that has small weights first or last.
+    """Pieces with cuts nearly anywhere, in an order that has small weights first or last.
 
     Weights that several operations read are where ``best`` has them; None where that is the CPU.
     """

@@ -1,9 +1,9 @@
 """Close the gap: better placements from above, better bounds from below, until they meet or time is up.
 
 Small, branchy and knapsack-like graphs go to the mixed-integer program; accelerators alone to labels; what
-is open then to column generation. What any of them proposes is judged by the evaluator and refined on the
-fine graph. Without a time limit the work is counted, so that the same input gives the same placement on any
-machine.
+is open then to column generation, which comes first in stacks over many or unlike devices. What any of them
+proposes is judged by the evaluator and refined on the fine graph. Without a time limit the work is counted,
+so that the same input gives the same placement on any machine.
 """
 
 from __future__ import annotations
