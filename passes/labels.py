@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from graphplan.device import DeviceKey
 from graphplan.passes.frontier import Step
-from graphplan.passes.onward import Onward, Stage
+from graphplan.passes.onward import Onward
+from graphplan.passes.states import Stage
 
 __all__ = ["Found", "Labels"]
 

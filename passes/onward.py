@@ -2,49 +2,30 @@
 
 That is a lower bound for what remains (Lagrange's), and it guides the search in ``labels``. The prices
 whose bound is highest are found by cutting planes (Kelley, "The cutting-plane method for solving convex
-programs", 1960). Where there are too many states, values that cost little to copy are forgotten: they
-cost nothing then, and the bound stays one.
+programs", 1960).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import linprog
 
-from graphplan.passes.frontier import Frontier, Step
+from graphplan.passes.frontier import Frontier
+from graphplan.passes.states import make_stages
 
-__all__ = ["Onward", "Stage"]
+__all__ = ["Onward"]
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-_STATES = 10_000  # between two steps at most, times devices
-_ALL_STATES = 20_000_000  # of all steps: some 240 MB
 _ROUNDS = 40  # of looking for better prices
 _ACCURACY = 5e-4  # share of the bound that better prices could add, for which none are looked for
 _DEAREST = 100.0  # price of a whole device, in calls
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """The states after a step, and the ways to them.
-
-    Attributes:
-        states: (states,) sorted.
-        forgotten: bits of values that are not followed.
-        onward: (devices, states before) index of the state after.
-        seconds: (devices, states before) of the step.
-    """
-
-    states: Ints
-    forgotten: int
-    onward: npt.NDArray[np.int32]
-    seconds: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +50,7 @@ class Onward:
 
     def __init__(self, frontier: Frontier) -> None:
         self.frontier = frontier
-        self.stages = _make_stages(frontier)
+        self.stages = make_stages(frontier)
         self.spare = np.maximum(frontier.room - frontier.least, 0.0)
         self._total = float(sum(step.nbytes for step in frontier.steps))
         self.prices = np.zeros(frontier.count)
@@ -137,42 +118,6 @@ class Onward:
             state = int(onward[device])
         heavy = int(self.stages[-1].states[state]) >> frontier.count & frontier.bits
         return nbytes + np.where(heavy > 0, frontier.heavy, 0)
-
-
-def _make_stages(frontier: Frontier) -> list[Stage]:
-    """In a stack, a layer's stages are mostly those of the layer before."""
-    stages, made = list[Stage](), dict[Hashable, Stage]()
-    most = min(_STATES, _ALL_STATES // len(frontier.steps))
-    states, forgotten = np.zeros(1, dtype=np.int64), 0
-    for step in frontier.steps:
-        key = step.signature, forgotten, states.tobytes()
-        stage = made.get(key)
-        if stage is None:
-            stage = made[key] = _make_stage(frontier, step, states, forgotten, most)
-        stages.append(stage)
-        states, forgotten = stage.states, stage.forgotten
-    return stages
-
-
-def _make_stage(frontier: Frontier, step: Step, states: Ints, forgotten: int, most: int) -> Stage:
-    after, seconds = frontier.extend(step.without(forgotten), states)
-    forgotten &= ~step.closed
-    after &= ~np.int64(forgotten)
-    known = _unique(after[np.isfinite(seconds)])
-    for shift in step.open:
-        if len(known) * frontier.count <= most:
-            break
-        forgotten |= (1 << frontier.count) - 1 << shift
-        after &= ~np.int64(forgotten)
-        known = _unique(known & ~np.int64(forgotten))
-    onward = np.minimum(np.searchsorted(known, after), max(0, len(known) - 1))
-    return Stage(known, forgotten, onward.astype(np.int32), seconds)
-
-
-def _unique(values: Ints) -> Ints:
-    """Sorted, each once; for these, faster than numpy's own, which hashes."""
-    ordered = np.sort(values, axis=None)
-    return ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])] if len(ordered) else ordered
 
 
 def _highest(cuts: Sequence[_Cut], best: float, room: float) -> tuple[float, Floats]:
