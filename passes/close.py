@@ -13,6 +13,7 @@ from graphplan.passes.bound import Bound
 from graphplan.passes.chain import Chain
 from graphplan.passes.close_by_columns import Columns
 from graphplan.passes.close_by_labels import search_labels, search_wider
+from graphplan.passes.close_by_leads import bound_by_leads
 from graphplan.passes.close_by_program import solve_program
 from graphplan.passes.counts import count_units
 from graphplan.passes.evaluate import Evaluation, Problem
@@ -35,6 +36,7 @@ _MOST_PROGRAMS = 10_000  # all are remembered
 _PROVEN = 2.5e-3  # gap from which columns are not worth the wait, where nobody asked for time
 _SPLIT_SECONDS = 0.8e-3  # per operation: of a split in all places
 _SPLITTING = 0.3  # of the time that it may take
+_LEADS = 0.6  # of the time, for a bound that knows when copies are made
 _STREAMED_UNITS = 500  # with streaming, columns prove little more than fractions do: not asked for time
 
 
@@ -59,6 +61,7 @@ def _close(incumbent: Incumbent) -> None:
         seconds = fractions.seconds * (1 - _LP_TOLERANCE)
         incumbent.raise_bound(seconds, "operations in fractions, without moves")
     if incumbent.problem.offload and not incumbent.done:
+        bound_by_leads(incumbent, limits.until(_LEADS))
         _count(incumbent, shares)
     binaries = shares.units * sum(len(kind.keys) for kind in shares.kinds)
     stacked = _STACKED * len(shares.counts) <= shares.units

@@ -1,50 +1,52 @@
-"""A lower bound where weights are streamed, operation by operation, on the clock and on the copy queues.
+"""What is left to pay where weights are streamed, when bytes and seconds of copying have prices.
 
 A copy queue is ahead of the clock by what it has copied for operations that are still to come, and by no more
 than its ring holds: its *lead*, in seconds. An operation whose weights are brought takes their seconds off the
-lead, and waits where they are more; all others give it time. A label is a way to place the operations so far:
-its state (see ``frontier``), the seconds, and the leads. Bytes that are kept have a price instead of a limit
-(Lagrange), and a *case* says how large the rings are, and what operations may need beside weights, from one
-size to another: the lower one takes memory, the upper one gives room. What is left to pay bounds what a label
-can become: the fastest way to the end where seconds of copying have a price too.
+lead, and waits where they are more; all other seconds add to it, up to the last copy. Give bytes that are kept
+a price instead of a limit, and seconds of the lead one instead of a clock (Lagrange): then the fastest way from
+each state of the frontier to the end is found backwards, moves between devices included, and is a lower bound.
+The prices whose bound is highest are found by cutting planes (Kelley, 1960).
 
-Where there are too many labels, of those that differ little one stands for the others: as much faster as makes
-it at least as good as any of them. So the bound stays one.
+A *case* says how large the rings are, and what operations may need beside weights, from one size to another:
+the lower one takes memory, the upper one gives room.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
+from scipy.optimize import linprog
 
-from graphplan.device import CPU
-from graphplan.graph import Graph
+from graphplan.alignment import round_up
+from graphplan.device import DeviceKey
 from graphplan.passes.frontier import Frontier
 from graphplan.passes.segments import SMALL
 from graphplan.passes.shares import Shares
 from graphplan.passes.states import Stage, make_stages
 
-__all__ = ["Case", "Leads", "Priced"]
+__all__ = ["Case", "Choice", "Leads", "Prices", "Rest"]
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-_MOST_CHOICES = 6  # of parts of an operation's weights that may be brought
-_FINEST = 1e-9  # seconds of a lead that are not told apart, of the whole call
-_COARSER = 1.4  # times as much in the next try
+_STATES = 300  # between two steps, times devices: values that cost less to move are not followed
+_PARTS = 6  # of an operation's weights that may be brought
+_ACCURACY = 5e-4  # share of the bound that better prices could add, for which none are looked for
+_DEAREST = 50.0  # price of the bytes that a link copies in a second, in seconds
+_FIRST = 0.4  # the same, to begin with; as much as one queue's seconds are worth
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Sizes of rings and of needs that are looked at together; from the first up to below the second.
+    """Sizes that are looked at together: from the first up to below the second, for each accelerator.
 
     Attributes:
-        rings: for each accelerator, bytes.
-        needs: for each accelerator, bytes beside weights that the neediest operation there takes.
+        rings: bytes.
+        needs: bytes beside weights that the neediest operation there takes.
     """
 
     rings: tuple[tuple[float, float], ...]
@@ -52,24 +54,53 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Priced:
-    """A bound, at certain prices.
+class Prices:
+    """What memory and time are worth.
 
     Attributes:
-        seconds: that no placement of the case goes below.
-        over: (accelerators,) bytes that the cheapest way keeps beyond what there is room for.
-        late: (accelerators,) seconds of copies in it beyond those that there is time for.
-        labels: how many were made.
+        nbytes: (accelerators,) seconds per byte that is kept.
+        copying: (accelerators,) seconds per second of a lead; no more than one in all.
     """
 
-    seconds: float
-    over: Floats
-    late: Floats
-    labels: int = 0
+    nbytes: Floats
+    copying: Floats
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class Rest:
+    """What is left to pay.
+
+    Attributes:
+        bound: seconds that no placement of the case goes below; infinite where there is none.
+        prices: at which.
+        over: (accelerators,) bytes that the cheapest way keeps beyond those that there is room for.
+        late: (accelerators,) seconds of copies in it beyond those that there is time for.
+        seconds: before each step and after the last, (states,) to the end, with priced bytes, without leads.
+        worth: (steps + 1, accelerators) seconds per second of a lead before each step.
+    """
+
+    bound: float
+    prices: Prices
+    over: Floats
+    late: Floats
+    seconds: tuple[Floats, ...] = ()
+    worth: Floats | None = None
+
+    def promise(self, step: int, state: Ints, seconds: Floats, lead: Floats) -> Floats:
+        """(labels,) seconds at the end at least, with priced bytes, of what has come as far as before a step.
+
+        Args:
+            step: that comes next.
+            state: (labels,) indices among the states before it.
+            seconds: (labels,) so far, with priced bytes.
+            lead: (accelerators, labels) seconds.
+        """
+        assert self.worth is not None
+        return np.asarray(seconds - self.worth[step] @ lead + self.seconds[step][state])
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
     """A way to run a step.
 
     Attributes:
@@ -85,75 +116,137 @@ class _Choice:
     device: int
     row: int
     run: float
-    copying: float
-    held: float
-    kept: float
-    need: float
+    copying: float = 0.0
+    held: float = 0.0
+    kept: float = 0.0
+    need: float = 0.0
+
+
+_Choices = tuple[Choice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """The choices of a step, as arrays.
+
+    Attributes:
+        onward: (choices, states before) index of the state after.
+        moves: (choices, states before) seconds of moves, infinite where it may not be.
+    """
+
+    onward: Ints
+    moves: Floats
 
 
 class Leads:
-    """The bound over one frontier.
+    """The steps of a problem with streaming, and ways to run each.
 
     Args:
-        shares: of a problem with streaming.
+        shares: costs and sizes; weights that only one unit reads belong to it (``offload`` is False).
+
+    Attributes:
+        frontier: of the shares.
+        rows: devices of the frontier that are accelerators.
+        bandwidth: (accelerators,) of the links that weights come by, in bytes per second.
+        room: (accelerators,) bytes.
+        stages: one for each step.
+        choices: (steps,) where a step may run, and what of its weights may be brought.
     """
 
     def __init__(self, shares: Shares) -> None:
         self.shares, self.frontier = shares, Frontier(shares)
-        topology = shares.topology
+        topology, devices = shares.topology, self.frontier.devices
         assert shares.cpu is not None
-        devices = self.frontier.devices
         self.rows = [d for d, key in enumerate(devices) if topology[key].is_accelerator]
         links = [topology.link(shares.cpu.key, devices[d]) for d in self.rows]
         self.bandwidth = np.array([link.bandwidth for link in links])
-        self.latency = np.array([link.latency for link in links])
+        self._latency = np.array([link.latency for link in links])
         self.room = self.frontier.room[self.rows]
-        shared = [step.variable for step in self.frontier.steps if step.variable >= shares.units]
-        self.stages = make_stages(self.frontier, alike=True, free=shared)
-        self.choices = [self._choices(step.variable) for step in self.frontier.steps]
+        self._needed: dict[int, list[int]] = defaultdict(list)
+        self._readers: dict[int, int] = defaultdict(int)
+        for unit, item in shares.needs:
+            self._needed[unit].append(item)
+            self._readers[item] += 1
+        self.stages = self._make_stages()
+        known: dict[_Choices, _Choices] = {}
+        made = [self._choices(step.variable) for step in self.frontier.steps]
+        self.choices = [known.setdefault(choices, choices) for choices in made]
+        self._tables: dict[tuple[int, _Choices], _Table] = {}
+
+    def _make_stages(self) -> list[Stage]:
+        frontier = self.frontier
+        # where a weight lives that several units read is left open, and costs nothing
+        shared = [step.variable for step in frontier.steps if step.variable >= self.shares.units]
+        twins = len(set(frontier.alike.tolist())) < frontier.count
+        unused = (1 << 2 * frontier.count) - (1 << frontier.count if twins else 1)
+        return make_stages(frontier, alike=True, free=shared, most=_STATES, unused=unused)
 
     # -- what a step may do -----------------------------------------------------------------------
 
-    def _choices(self, variable: int) -> list[_Choice]:
+    def _choices(self, variable: int) -> _Choices:
         shares, frontier = self.shares, self.frontier
-        if variable >= shares.units:  # where it lives is left open, and costs nothing
-            return [_Choice(0, -1, 0.0, 0.0, 0.0, 0.0, 0.0)]
-        found = []
+        if variable >= shares.units:
+            return (Choice(0, -1, 0.0),)
+        found = list[Choice]()
         for d in range(frontier.count):
-            row = self.rows.index(d) if d in self.rows else -1
             kind = int(frontier.alike[d])
-            run, fixed = float(shares.clock[kind, variable]), float(shares.queue[kind, variable])
-            if not np.isfinite(run + fixed):
+            run = float(shares.clock[kind, variable])
+            if not np.isfinite(run):
                 continue
-            if row < 0:
-                found.append(_Choice(d, row, run, 0.0, 0.0, 0.0, 0.0))
+            if d not in self.rows:
+                found.append(Choice(d, -1, run))
                 continue
-            need = float(shares.working[kind, variable])
-            for brought, held, kept in self._parts(variable):
-                small = SMALL * self.latency[row] * self.bandwidth[row]
-                late = self.latency[row] * brought / max(brought, small)
-                copying = fixed + brought / self.bandwidth[row] + late
-                held_in_all = held + fixed * self.bandwidth[row]
-                found.append(_Choice(d, row, run, float(copying), float(held_in_all), kept, need))
-        return found
+            row, need = self.rows.index(d), float(shares.working[kind, variable])
+            fixed, largest = self._fixed(kind, variable)
+            for nbytes, kept in self._parts(variable):
+                copying = fixed + nbytes / self.bandwidth[row] + self._late(row, nbytes)
+                held = nbytes + largest * self.bandwidth[row]
+                found.append(Choice(d, row, run, float(copying), float(held), kept, need))
+        return tuple(found)
 
-    def _parts(self, variable: int) -> list[tuple[float, float, float]]:
-        """Bytes copied, bytes held meanwhile, and bytes kept, for each part of a unit's weights."""
+    def _fixed(self, kind: int, unit: int) -> tuple[float, float]:
+        """Seconds of the copies that a unit waits for in any case, and of those that it needs at once."""
         shares = self.shares
-        sizes = _streamed_sizes(shares.graph, shares, variable)
-        total = float(shares.nbytes[variable]) - _fetched_bytes(shares.graph, shares, variable)
+        seconds = largest = float(shares.queue[kind, unit])
+        for item in self._needed[unit]:
+            each = float(shares.queue[kind, item])
+            if np.isfinite(each) and not shares.nbytes[item]:  # its readers may share a copy
+                seconds, largest = seconds + each / self._readers[item], largest + each
+        return seconds, largest
+
+    def _late(self, row: int, nbytes: float) -> float:
+        """Of a copy's latency, the part of these bytes: small ones share a copy."""
+        small = SMALL * self._latency[row] * self.bandwidth[row]
+        return float(self._latency[row] * nbytes / max(nbytes, small, 1.0))
+
+    def _parts(self, unit: int) -> list[tuple[float, float]]:
+        """Bytes that are copied and bytes that are kept, for each part of a unit's weights."""
+        graph, shares = self.shares.graph, self.shares
+        own = [graph.weights[name] for name in self._own_weights(unit)]
+        sizes = [weight.nbytes for weight in own if weight.name in graph.streamable]
+        # weights that are copied one by one where they are not kept count for nothing here
+        aside = sum(round_up(w.nbytes) for w in own if w.fetchable and w.name not in graph.streamable)
+        total = float(shares.nbytes[unit]) - aside
         sums = {(0, 0)}
-        for size, padded in sizes:
-            sums |= {(nbytes + size, taken + padded) for nbytes, taken in sums}
-        ordered = sorted(sums)
-        groups = [g.tolist() for g in np.array_split(np.array(ordered), min(len(ordered), _MOST_CHOICES))]
-        # the first of those alike is copied, the last of them is not kept
-        return [(group[0][0], group[0][0], max(0.0, total - max(g[1] for g in group))) for group in groups]
+        for size in sizes:
+            sums |= {(nbytes + size, taken + round_up(size)) for nbytes, taken in sums}
+        ordered = np.array(sorted(sums), dtype=float)
+        groups = np.array_split(ordered, min(len(ordered), _PARTS))
+        # of those that are taken together the least is copied, and the most is not kept
+        return [(float(g[0, 0]), max(0.0, total - float(g[:, 1].max()))) for g in groups]
+
+    def _own_weights(self, unit: int) -> list[str]:
+        """Weights that only this unit reads and whose place is open."""
+        graph, shares = self.shares.graph, self.shares
+        members = shares.items[unit].members
+        names = dict.fromkeys(name for member in members for name in graph.operations[member].inputs)
+        found = (n for n in names if n in graph.weights and n not in shares.problem.fixed_weights)
+        return [n for n in found if {shares.unit_of.get(r) for r in graph.consumers[n]} <= {unit, None}]
 
     @property
     def held(self) -> list[float]:
-        """Bytes that rings may have to hold at once, in growing order."""
-        return sorted({c.held for choices in self.choices for c in choices if c.held})
+        """Bytes that a ring may have to hold at once, in growing order."""
+        return sorted({c.held for choices in set(self.choices) for c in choices if c.held})
 
     @property
     def copied(self) -> float:
@@ -162,7 +255,12 @@ class Leads:
 
     def needs(self, row: int) -> list[float]:
         """Bytes beside weights that operations may need on an accelerator, in growing order."""
-        return sorted({c.need for choices in self.choices for c in choices if c.row == row})
+        return sorted({c.need for choices in set(self.choices) for c in choices if c.row == row})
+
+    @property
+    def keys(self) -> list[DeviceKey]:
+        """Of the accelerators."""
+        return [self.frontier.devices[d] for d in self.rows]
 
     # -- one case ---------------------------------------------------------------------------------
 
@@ -171,242 +269,153 @@ class Leads:
         taken = [ring[0] + need[0] for ring, need in zip(case.rings, case.needs, strict=True)]
         return np.asarray(self.room - np.array(taken))
 
-    def _allowed(self, case: Case) -> list[list[_Choice]]:
-        """(steps,) what may be done in this case."""
-        capacity = self.capacity(case)
+    def allowed(self, case: Case) -> list[_Choices]:
+        """(steps,) what may be done in a case."""
+        capacity, known = self.capacity(case), dict[_Choices, _Choices]()
 
-        def may(c: _Choice) -> bool:
+        def may(c: Choice) -> bool:
             if c.row < 0:
                 return True
             fits = c.held < case.rings[c.row][1] and c.need < case.needs[c.row][1]
-            return fits and c.kept <= capacity[c.row]
+            return bool(fits and c.kept <= capacity[c.row])
 
-        return [[c for c in choices if may(c)] for choices in self.choices]
+        for choices in self.choices:
+            if choices not in known:
+                known[choices] = tuple(c for c in choices if may(c))
+        return [known[choices] for choices in self.choices]
 
-    def _ahead(self, case: Case) -> Floats:
-        """(accelerators,) seconds that a queue may be ahead at most: what is in a ring has paid for its latency."""
-        high = np.array([min(ring[1], self.copied) for ring in case.rings])
+    def ahead(self, case: Case) -> Floats:
+        """(accelerators,) seconds of a lead at most: what is in a ring has paid for its latency."""
+        high = np.array([min(high, self.copied) for _, high in case.rings])
         return np.asarray(high / self.bandwidth * (1 + 1 / SMALL))
 
-    def price(self, case: Case, prices: Floats, copying: Floats) -> tuple[Priced, list[Floats]]:
-        """A bound without leads, and what is left to pay from each state.
+    def ahead_beside(self, choice: Choice, ahead: Floats) -> Floats:
+        """(accelerators,) the same while an operation runs whose weights are in the ring."""
+        if not choice.held:
+            return ahead
+        left = ahead.copy()
+        left[choice.row] = max(0.0, left[choice.row] - choice.held / self.bandwidth[choice.row])
+        return left
 
-        Args:
-            case: what is looked at.
-            prices: (accelerators,) seconds per byte.
-            copying: (accelerators,) seconds per second of copies; no more than one in all.
-
-        Returns:
-            The bound; and, before each step and after the last, (states,) seconds to the end, where each second of
-            a lead is worth as much as ``copying`` says.
-        """
-        capacity, ahead = self.capacity(case), self._ahead(case)
-        allowed = self._allowed(case)
+    def price(self, case: Case, prices: Prices) -> Rest:
+        """What is left to pay at these prices."""
+        capacity, allowed = self.capacity(case), self.allowed(case)
+        none = np.zeros(len(self.rows))
         if (capacity < 0).any() or not all(allowed):
-            return Priced(np.inf, capacity * 0, capacity * 0), []
+            return Rest(np.inf, prices, none, none)
+        worth = np.zeros((len(self.stages) + 1, len(self.rows)))
+        worth[: _last_copy(allowed) + 1] = prices.copying
+        ahead, known = self.ahead(case), dict[tuple[int, int, bool], Floats]()
+        paid = list[Floats]()
+        for i, (stage, choices) in enumerate(zip(self.stages, allowed, strict=True)):
+            key = id(stage), id(choices), bool(worth[i].any())
+            if key not in known:
+                known[key] = self._paid(stage, choices, prices, worth[i], ahead)
+            paid.append(known[key])
         rest = [np.zeros(len(self.stages[-1].states))]
-        for stage, choices in zip(reversed(self.stages), reversed(allowed), strict=True):
-            best = np.full(stage.seconds.shape[1], np.inf)
-            for c in choices:
-                np.minimum(best, self._paid(stage, c, prices, copying, ahead) + rest[-1][stage.onward[c.device]], out=best)
-            rest.append(best)
+        for i in range(len(self.stages) - 1, -1, -1):
+            each = paid[i] + rest[-1][self._table(self.stages[i], allowed[i]).onward]
+            rest.append(each.min(axis=0))
         rest.reverse()
-        seconds = float(rest[0][0] - prices @ capacity)
-        kept, late = self._follow(allowed, rest, prices, copying, ahead)
-        return Priced(seconds, kept - capacity, late), rest
+        kept, late = self._follow(case, allowed, rest, paid)
+        bound = float(rest[0][0] - prices.nbytes @ capacity)
+        return Rest(bound, prices, kept - capacity, late, tuple(rest), worth)
 
-    def _paid(self, stage: Stage, c: _Choice, prices: Floats, copying: Floats, ahead: Floats) -> Floats:
-        """(states,) seconds of a choice, with prices, less what the leads gain meanwhile."""
-        if stage.seconds.shape[0] == 0:
-            raise AssertionError
-        seconds = stage.seconds[c.device]
-        moves = seconds - c.run
-        gained = np.minimum(ahead[:, None], moves[None, :])
-        free = ahead.copy()
-        paid = 0.0
-        if c.row >= 0:
-            free[c.row] = max(0.0, ahead[c.row] - c.held / self.bandwidth[c.row])
-            paid = prices[c.row] * c.kept + copying[c.row] * c.copying
-        return np.asarray(seconds + paid - copying @ (gained + np.minimum(free, c.run)[:, None]))
+    def _table(self, stage: Stage, choices: _Choices) -> _Table:
+        key = id(stage), choices
+        if key not in self._tables:
+            devices = [c.device for c in choices]
+            moves = stage.seconds[devices] - np.array([c.run for c in choices])[:, None]
+            self._tables[key] = _Table(stage.onward[devices].astype(np.int64), moves)
+        return self._tables[key]
+
+    def _paid(self, stage: Stage, choices: _Choices, prices: Prices, worth: Floats, ahead: Floats) -> Floats:
+        """(choices, states) seconds with prices, less what leads gain meanwhile."""
+        moves = self._table(stage, choices).moves
+        alone = [
+            c.run
+            + (prices.nbytes[c.row] * c.kept + worth[c.row] * c.copying if c.row >= 0 else 0.0)
+            - float(worth @ np.minimum(self.ahead_beside(c, ahead), c.run))
+            for c in choices
+        ]
+        found = moves + np.array(alone)[:, None]
+        for each, most in zip(worth, ahead, strict=True):
+            if each:
+                found -= each * np.minimum(moves, most)
+        return np.where(np.isfinite(moves), found, np.inf)
 
     def _follow(
-        self, allowed: list[list[_Choice]], rest: list[Floats], prices: Floats, copying: Floats, ahead: Floats
+        self, case: Case, allowed: Sequence[_Choices], rest: Sequence[Floats], paid: Sequence[Floats]
     ) -> tuple[Floats, Floats]:
         """Bytes kept, and seconds of copies less those that there is time for, on the cheapest way."""
-        kept, late, state = np.zeros(len(self.rows)), np.zeros(len(self.rows)), 0
-        for stage, choices, after in zip(self.stages, allowed, rest[1:], strict=True):
-            paid = [
-                self._paid(stage, c, prices, copying, ahead)[state] + after[stage.onward[c.device, state]]
-                for c in choices
-            ]
-            c = choices[int(np.argmin(paid))]
-            moves = float(stage.seconds[c.device, state]) - c.run
-            free = ahead.copy()
+        last, ahead, state = _last_copy(allowed), self.ahead(case), 0
+        kept, late = np.zeros(len(self.rows)), np.zeros(len(self.rows))
+        for i, (stage, choices) in enumerate(zip(self.stages, allowed, strict=True)):
+            table = self._table(stage, choices)
+            index = int((paid[i][:, state] + rest[i + 1][table.onward[:, state]]).argmin())
+            c = choices[index]
             if c.row >= 0:
                 kept[c.row] += c.kept
                 late[c.row] += c.copying
-                free[c.row] = max(0.0, ahead[c.row] - c.held / self.bandwidth[c.row])
-            late -= np.minimum(ahead, moves) + np.minimum(free, c.run)
-            state = int(stage.onward[c.device, state])
+            if i <= last:
+                late -= np.minimum(ahead, table.moves[index, state])
+                late -= np.minimum(self.ahead_beside(c, ahead), c.run)
+            state = int(table.onward[index, state])
         return kept, late
 
-    # -- labels -----------------------------------------------------------------------------------
+    # -- the best prices --------------------------------------------------------------------------
 
-    def search(
-        self, case: Case, prices: Floats, copying: Floats, rest: list[Floats], *, below: float, width: int
-    ) -> Priced:
-        """The bound with leads; ``below`` where it is higher than that.
+    def highest(
+        self, case: Case, near: Prices | None = None, *, enough: float = np.inf, rounds: int = 15
+    ) -> Rest:
+        """What is left to pay at the prices whose bound is highest.
 
         Args:
             case: what is looked at.
-            prices: (accelerators,) seconds per byte.
-            copying: (accelerators,) seconds per second of copies, as ``rest`` has them.
-            rest: what is left to pay, of ``price``.
-            below: seconds that need not be passed.
-            width: labels that go on from a step at most.
+            near: prices to begin with.
+            enough: a bound that needs no improvement.
+            rounds: prices to try at most.
         """
-        ahead, count = self._ahead(case), len(self.rows)
-        least = below + float(prices @ self.capacity(case))
-        batch = _Batch(np.zeros(1, dtype=np.int64), np.zeros(1), np.zeros((count, 1)), np.zeros((count, 1)))
-        made = 0
-        for stage, choices, after in zip(self.stages, self._allowed(case), rest[1:], strict=True):
-            parts = [self._place(batch, stage, c, prices, ahead) for c in choices]
-            batch = _Batch(*(np.concatenate([getattr(p, n) for p in parts], axis=-1) for n in _Batch.__slots__))
-            promise = batch.seconds - copying @ batch.lead + after[batch.state]
-            batch = batch.of(np.nonzero(promise < least)[0])
-            made += len(batch.state)
-            if not len(batch.state):
-                return Priced(below, np.zeros(count), np.zeros(count), made)
-            batch = _fewer(batch, width, _FINEST * below)
-        best = int(batch.seconds.argmin())
-        seconds = float(batch.seconds[best] - prices @ self.capacity(case))
-        return Priced(seconds, batch.kept[:, best] - self.capacity(case), np.zeros(count), made)
+        count = len(self.rows)
+        best = self.price(case, near or self.first_prices())
+        rests = [best]
+        while len(rests) < rounds and best.bound < enough:
+            above, proposed = self._propose(rests)
+            if above - best.bound < _ACCURACY * best.bound:
+                break
+            own = np.concatenate([best.prices.nbytes * self.bandwidth, best.prices.copying])
+            between = (own + proposed) / 2
+            found = self.price(case, Prices(between[:count] / self.bandwidth, between[count:]))
+            rests.append(found)
+            if found.bound > best.bound:
+                best = found
+        return best
 
-    def _place(self, batch: _Batch, stage: Stage, c: _Choice, prices: Floats, ahead: Floats) -> _Batch:
-        """All labels with one choice."""
-        seconds = stage.seconds[c.device, batch.state]
-        moves = seconds - c.run
-        lead = np.minimum(batch.lead + moves, ahead[:, None])
-        kept, free, wait = batch.kept, ahead, 0.0
-        paid = 0.0
-        if c.row >= 0:
-            paid = prices[c.row] * c.kept
-            kept = kept.copy()
-            kept[c.row] += c.kept
-        if c.copying:
-            wait = np.maximum(c.copying - lead[c.row], 0.0)
-            lead += wait
-            lead[c.row] -= c.copying
-            free = ahead.copy()
-            free[c.row] = max(0.0, ahead[c.row] - c.held / self.bandwidth[c.row])
-        lead = np.minimum(lead + c.run, free[:, None])
-        state = stage.onward[c.device, batch.state].astype(np.int64)
-        return _Batch(state, batch.seconds + seconds + wait + paid, lead, kept)
+    def first_prices(self) -> Prices:
+        """Prices to begin with."""
+        count = len(self.rows)
+        even = np.full(count, min(_FIRST, 0.9 / count))
+        return Prices(even / self.bandwidth, even)
 
-
-@dataclass(slots=True)
-class _Batch:
-    """Labels after a step; the last axis of every array is theirs."""
-
-    state: Ints
-    seconds: Floats  # with priced bytes
-    lead: Floats  # (accelerators,)
-    kept: Floats  # (accelerators,) bytes
-
-    def of(self, chosen: Ints) -> _Batch:
-        """Some of them."""
-        return _Batch(self.state[chosen], self.seconds[chosen], self.lead[:, chosen], self.kept[:, chosen])
+    def _propose(self, rests: Sequence[Rest]) -> tuple[float, Floats]:
+        """The highest bound that is still possible, and its prices: of bytes by the bandwidth, of leads."""
+        count, scale = len(self.rows), max(abs(rest.bound) for rest in rests)
+        slopes = np.array([np.concatenate([rest.over / self.bandwidth, rest.late]) for rest in rests])
+        points = [np.concatenate([r.prices.nbytes * self.bandwidth, r.prices.copying]) for r in rests]
+        at = np.array([r.bound for r in rests]) - (slopes * np.array(points)).sum(axis=1)
+        cuts = np.hstack([np.ones((len(rests), 1)), -slopes / scale])
+        once = np.concatenate([[0.0], np.zeros(count), np.ones(count)])
+        found = linprog(
+            [-1.0, *[0.0] * (2 * count)],
+            A_ub=np.vstack([cuts, once]),
+            b_ub=np.concatenate([at / scale, [1.0]]),
+            bounds=[(None, 1e3), *[(0.0, _DEAREST)] * count, *[(0.0, 1.0)] * count],
+            method="highs",
+        )
+        return -float(found.fun) * scale, np.asarray(found.x[1:])
 
 
-def _fewer(batch: _Batch, width: int, finest: float) -> _Batch:
-    """Labels of which none is as good as another, and no more of them than that."""
-    if batch.lead.shape[0] == 1:
-        return _thin(batch, width, finest)
-    return _in_cells(batch, width, finest)
-
-
-def _thin(batch: _Batch, width: int, finest: float) -> _Batch:
-    """With one lead, which waiting makes longer: those that are faster than any other that waits as long."""
-    order = np.lexsort((batch.seconds, batch.state))
-    state, early = batch.state[order], (batch.seconds - batch.lead[0])[order]
-    first = np.concatenate([[True], state[1:] != state[:-1]])
-    # the earliest so far of the same state, which are kept apart by as much as all differ
-    apart = np.cumsum(first) * (early.max() - early.min() + 1.0)
-    earliest = np.minimum.accumulate(early - apart)
-    better = np.concatenate([[True], earliest[1:] < earliest[:-1]])
-    order, early, first = order[better], early[better], np.cumsum(first)[better]
-    if len(order) <= width:
-        return batch.of(order)
-    fresh = np.concatenate([[True], first[1:] != first[:-1]])
-    step = finest
-    while True:
-        level = np.floor(early / step)
-        stays = fresh | np.concatenate([[True], level[1:] < level[:-1]])
-        if stays.sum() <= max(width, fresh.sum()):
-            break
-        step *= _COARSER
-    rows = np.nonzero(stays)[0]
-    last = np.concatenate([rows[1:] - 1, [len(early) - 1]])
-    found = batch.of(order[rows])
-    found.seconds = found.seconds - (early[rows] - early[last])
-    return found
-
-
-def _in_cells(batch: _Batch, width: int, finest: float) -> _Batch:
-    """With several leads: one label of those whose leads are about the same."""
-    step = finest
-    while True:
-        cells = np.floor(batch.lead / step).astype(np.int64)
-        key = batch.state
-        for row in cells:
-            key = key * (int(row.max()) + 2) + row
-        order = np.lexsort((batch.seconds, key))
-        first = np.concatenate([[True], key[order][1:] != key[order][:-1]])
-        if first.sum() <= width or step > 1.0:
-            break
-        step *= _COARSER
-    starts = np.nonzero(first)[0]
-    of = np.cumsum(first) - 1
-    seconds, lead = batch.seconds[order], batch.lead[:, order]
-    best_seconds, best_lead = seconds[starts], lead[:, starts]
-    # how long the first must wait to have the leads of another
-    wait = np.maximum((lead - best_lead[:, of]).max(axis=0), 0.0)
-    gain = np.maximum(best_seconds[of] + wait - seconds, 0.0)
-    found = batch.of(order[starts])
-    found.seconds = best_seconds - np.maximum.reduceat(gain, starts)
-    return found.of(_not_dominated(found, step))
-
-
-def _not_dominated(batch: _Batch, step: float) -> Ints:
-    """With two leads, those that no other beats that is ahead in both by a cell."""
-    if batch.lead.shape[0] != 2:
-        return np.arange(len(batch.state))
-    cells = np.floor(batch.lead / step).astype(np.int64)
-    cells -= cells.min(axis=1)[:, None]
-    shape = (int(batch.state.max()) + 1, *(int(c) + 2 for c in cells.max(axis=1)))
-    best = np.full(shape, np.inf)
-    best[batch.state, cells[0], cells[1]] = batch.seconds
-    for axis in (1, 2):
-        best = np.flip(np.minimum.accumulate(np.flip(best, axis), axis=axis), axis)
-    return np.nonzero(best[batch.state, cells[0] + 1, cells[1] + 1] > batch.seconds)[0]
-
-
-def _streamed_sizes(graph: Graph, shares: Shares, unit: int) -> list[tuple[int, int]]:
-    """Bytes of each weight that only this unit reads and that may be streamed, and those it takes in a ring."""
-    return [(n, _padded(n)) for name in _own_weights(graph, shares, unit) if (n := graph.weights[name].nbytes) and name in graph.streamable]
-
-
-def _fetched_bytes(graph: Graph, shares: Shares, unit: int) -> float:
-    """Bytes of weights that are copied one by one where they are not kept: they count for nothing here."""
-    own = (graph.weights[name] for name in _own_weights(graph, shares, unit))
-    return float(sum(_padded(w.nbytes) for w in own if w.fetchable and w.name not in graph.streamable))
-
-
-def _own_weights(graph: Graph, shares: Shares, unit: int) -> list[str]:
-    names = dict.fromkeys(name for m in shares.items[unit].members for name in graph.operations[m].inputs)
-    weights = [n for n in names if n in graph.weights and n not in shares.problem.fixed_weights]
-    return [n for n in weights if {shares.unit_of.get(r) for r in graph.consumers.get(n, ())} <= {unit, None}]
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // 512) * 512
+def _last_copy(allowed: Sequence[_Choices]) -> int:
+    """The last step that copies anything: what a lead gains after it is worth nothing."""
+    copies = {choices: any(c.copying for c in choices) for choices in set(allowed)}
+    return max((i for i, choices in enumerate(allowed) if copies[choices]), default=-1)

@@ -20,7 +20,7 @@ from graphplan.passes.residence import cpu_key
 from graphplan.passes.shares import Shares
 from graphplan.passes.spread import may_stream
 
-__all__ = ["Setting", "make_settings", "movable_weights", "settled_problems"]
+__all__ = ["Setting", "largest_homes", "make_settings", "movable_weights", "settled_problems"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -95,6 +95,15 @@ def make_settings(problem: Problem, limits: Limits) -> list[Setting]:
         if settled is not None and not limits.over:
             found += _divisions(settled, Frontier(Shares(settled)), sizes, limits)
     return sorted(found, key=lambda setting: setting.bound)
+
+
+def largest_homes(problem: Problem) -> Iterator[dict[str, DeviceKey]]:
+    """Every choice of homes for the largest weights; of devices that nothing tells apart, the first."""
+    shares = Shares(replace(problem, offload=False))
+    twins = {key for kind in shares.kinds for key in kind.keys[1:]}
+    for homes in _homes(problem, _anchors(problem, shares, 0)[:1]):
+        if not twins & set(homes.values()):
+            yield homes
 
 
 def settled_problems(problem: Problem) -> Iterator[Problem]:

@@ -34,26 +34,41 @@ class Stage:
         forgotten: bits of values that are not followed.
         onward: (devices, states before) index of the state after.
         seconds: (devices, states before) of the step, infinite where it may not be.
+        bundle: where the bits of values begin that are counted instead of followed.
+        mask: of the bits of one value.
     """
 
     states: Ints
     forgotten: int
     onward: npt.NDArray[np.int32]
     seconds: Floats
+    bundle: tuple[tuple[int, ...], ...] = ()
+    mask: int = 0
+
+    def find(self, states: Ints) -> Ints:
+        """Indices of states of the frontier after this step, which must be among those that can be reached."""
+        known = _sorted_within(states & ~np.int64(self.forgotten), self.bundle, self.mask)
+        return np.minimum(np.searchsorted(self.states, known), len(self.states) - 1)
 
 
-def make_stages(frontier: Frontier, *, alike: bool = False, free: Sequence[int] = ()) -> list[Stage]:
+def make_stages(
+    frontier: Frontier, *, alike: bool = False, free: Sequence[int] = (), most: int = _STATES, unused: int = 0
+) -> list[Stage]:
     """A stage for each step; in a stack, a layer's are mostly those of the layer before.
 
     Args:
         frontier: whose states these are.
         alike: whether values that nothing tells apart from here on are counted instead of followed.
         free: variables whose values are not followed, and cost nothing.
+        most: states between two steps, times devices.
+        unused: bits of a state that say nothing that matters.
     """
     stages, made = list[Stage](), dict[Hashable, Stage]()
-    most = min(_STATES, _ALL_STATES // len(frontier.steps))
-    bundles = _bundles(frontier) if alike else [()] * len(frontier.steps)
-    states, forgotten = np.zeros(1, dtype=np.int64), 0
+    most = min(most, _ALL_STATES // len(frontier.steps))
+    bundles: list[tuple[tuple[int, ...], ...]] = [()] * len(frontier.steps)
+    if alike:
+        bundles = _bundles(frontier)
+    states, forgotten = np.zeros(1, dtype=np.int64), unused
     for step, bundle in zip(frontier.steps, bundles, strict=True):
         if step.variable in free:
             for touch in step.touches:
@@ -73,10 +88,10 @@ def _make_stage(
     states: Ints,
     forgotten: int,
     most: int,
-    bundle: Sequence[Sequence[int]],
+    bundle: tuple[tuple[int, ...], ...],
 ) -> Stage:
     after, seconds = frontier.extend(step.without(forgotten), states)
-    forgotten &= ~step.closed
+    forgotten &= ~step.closed | _uses(frontier)
     after &= ~np.int64(forgotten)
     after = _sorted_within(after, bundle, _mask(frontier))
     known = _unique(after[np.isfinite(seconds)])
@@ -87,7 +102,12 @@ def _make_stage(
         after &= ~np.int64(forgotten)
         known = _unique(known & ~np.int64(forgotten))
     onward = np.minimum(np.searchsorted(known, after), max(0, len(known) - 1))
-    return Stage(known, forgotten, onward.astype(np.int32), seconds)
+    return Stage(known, forgotten, onward.astype(np.int32), seconds, bundle, _mask(frontier))
+
+
+def _uses(frontier: Frontier) -> int:
+    """Bits of devices in use, and in heavy use."""
+    return (1 << 2 * frontier.count) - 1
 
 
 def _mask(frontier: Frontier) -> int:

@@ -1,0 +1,223 @@
+"""Bound what is streamed: homes of the largest weights and sizes of rings, those with the lowest bound first.
+
+A part is a home for each of the largest weights and a *case* (see ``leads``): from which size to which rings are,
+and what operations may need beside weights. What is left to pay bounds it. A part that could be better than the
+best placement known is divided, and with one accelerator searched by labels (see ``lead_labels``).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+import numpy as np
+
+from graphplan.passes.evaluate import Problem
+from graphplan.passes.incumbent import Incumbent
+from graphplan.passes.lead_labels import bound_by_labels
+from graphplan.passes.leads import Case, Leads, Prices, Rest
+from graphplan.passes.limits import Limits
+from graphplan.passes.settings import largest_homes
+from graphplan.passes.shares import Shares
+
+__all__ = ["bound_by_leads"]
+
+_ACCELERATORS = 4  # at most: each has sizes of its own
+_SIZES = 8  # of rings that are told apart at first, up to the largest weight
+_NEEDS = 4  # of what operations need beside weights
+_WIDER = 1.5  # times a ring the next larger one
+_APART = 1.06  # times its lower end the upper end of a size that is divided
+_ROUNDS = 8  # prices that are tried for a part
+_WIDTHS = (1000, 3000)  # labels between two steps, first and after that
+_RAISE = 1.02  # times the price of bytes without labels, the one that is tried first with them
+_RAISES = 3  # prices that are tried
+_LABELS = 150  # that take about as long as a step without labels
+_WORK = 40_000  # steps where nobody asked for time
+_ROUNDING = 1e-9
+
+_Ends = tuple[float, ...]
+
+
+def bound_by_leads(incumbent: Incumbent, limits: Limits) -> None:
+    """Raise the bound of a problem with streaming.
+
+    Args:
+        incumbent: the search.
+        limits: when to stop.
+    """
+    problem = incumbent.problem
+    accelerators = sum(1 for spec in problem.topology.devices if spec.is_accelerator)
+    if not (1 <= accelerators <= _ACCELERATORS and problem.streams and problem.offload):
+        return
+    search = _Search(problem, incumbent.enough, limits)
+    seconds = search.run() * (1 - _ROUNDING)
+    incumbent.raise_bound(seconds, f"prices of bytes and copies over the fine graph, in {search.count} parts")
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some of the placements.
+
+    Attributes:
+        leads: with homes for the largest weights.
+        rings: for each accelerator, ends of the sizes of its ring that are told apart here.
+        needs: likewise, of what operations need beside weights.
+        rest: what is left to pay.
+        searches: how many there were with labels.
+    """
+
+    leads: Leads
+    rings: tuple[_Ends, ...]
+    needs: tuple[_Ends, ...]
+    rest: Rest
+    searches: int = 0
+
+    def halves(self) -> list[tuple[tuple[_Ends, ...], tuple[_Ends, ...]]]:
+        """Rings and needs of both halves; none where no sizes are told apart."""
+        row = _widest(self.needs)
+        if len(self.needs[row]) > 2:
+            return [(self.rings, self._with(self.needs, row, half)) for half in _halves(self.needs[row])]
+        row = _widest(self.rings)
+        return [(self._with(self.rings, row, half), self.needs) for half in _halves(self.rings[row])]
+
+    @staticmethod
+    def _with(ends: tuple[_Ends, ...], row: int, own: _Ends) -> tuple[_Ends, ...]:
+        return (*ends[:row], own, *ends[row + 1 :])
+
+    def finer(self) -> _Part | None:
+        """The same, with sizes of the widest ring told apart again; None where they hardly differ."""
+        spans = [min(high, self.leads.copied) / low if low else 1.0 for low, high in self.rings]
+        row = int(np.argmax(spans))
+        if spans[row] < _APART:
+            return None
+        low, high = self.rings[row]
+        ends = (low, low * float(np.sqrt(spans[row])), high)
+        return replace(self, rings=self._with(self.rings, row, ends))
+
+
+def _widest(ends: Sequence[_Ends]) -> int:
+    return max(range(len(ends)), key=lambda row: len(ends[row]))
+
+
+def _halves(ends: _Ends) -> list[_Ends]:
+    middle = len(ends) // 2
+    return [ends[: middle + 1], ends[middle:]] if len(ends) > 2 else []
+
+
+class _Search:
+    """Best first, until the lowest bound is high enough or nothing more can be done about it.
+
+    Attributes:
+        count: of parts that have been bounded.
+    """
+
+    def __init__(self, problem: Problem, enough: float, limits: Limits) -> None:
+        self.problem, self.enough, self.limits = problem, enough, limits
+        self.work, self.count = 0.0, 0
+        self.order = count()
+        self.open: list[tuple[float, int, _Part]] = []
+        self.raise_ = _RAISE
+
+    @property
+    def over(self) -> bool:
+        """Whether time is up, or the work done."""
+        return self.limits.over or (self.limits.deadline is None and self.work > _WORK)
+
+    def run(self) -> float:
+        """Seconds that no placement goes below; 0 where there was no time to find any."""
+        near: Prices | None = None
+        for homes in largest_homes(self.problem):
+            if self.over:
+                return 0.0
+            fixed = {**self.problem.fixed_weights, **homes}
+            leads = Leads(Shares(replace(self.problem, offload=False, fixed_weights=fixed)))
+            rows = range(len(leads.rows))
+            rings = tuple(self._ring_ends(leads, row) for row in rows)
+            needs = tuple(_need_ends(leads, row) for row in rows)
+            if all(len(ends) > 1 for ends in (*rings, *needs)):
+                near = self._bound(leads, rings, needs, near, 0.0)
+        stuck = np.inf
+        while self.open and self.open[0][0] < min(self.enough, stuck) and not self.over:
+            seconds, _, part = heapq.heappop(self.open)
+            if not self._improve(seconds, part):
+                stuck = min(stuck, seconds)
+        return min([self.enough, stuck, *(seconds for seconds, _, _ in self.open[:1])])
+
+    def _ring_ends(self, leads: Leads, row: int) -> _Ends:
+        """Sizes of a ring from one to the next, from none at all to any; fewer than two where there is none."""
+        key = leads.keys[row]
+        there, most = self.problem.rings.get(key, 0), self.problem.growth.get(key, np.inf)
+        sizes, high = _snapped(leads.held, _SIZES), leads.copied
+        while sizes and sizes[-1] * _WIDER < min(high, leads.room[row]):
+            sizes.append(sizes[-1] * _WIDER)
+        ends = [0.0, *sizes, np.inf]
+        inside = [end for end in ends if there < end <= most]
+        return (float(there), *inside, *([most + 1.0] if most < np.inf else []))
+
+    def _bound(
+        self,
+        leads: Leads,
+        rings: tuple[_Ends, ...],
+        needs: tuple[_Ends, ...],
+        near: Prices | None,
+        least: float,
+    ) -> Prices:
+        """Bound a part of what is known to take ``least`` seconds; returns its best prices."""
+        case = _case(rings, needs)
+        rest = leads.highest(case, near, enough=self.enough, rounds=_ROUNDS)
+        self.count += 1
+        self.work += len(leads.stages) * _ROUNDS / 2
+        seconds = max(rest.bound, least)
+        if seconds < self.enough:
+            heapq.heappush(self.open, (seconds, next(self.order), _Part(leads, rings, needs, rest)))
+        return rest.prices if np.isfinite(rest.bound) else near or rest.prices
+
+    def _improve(self, seconds: float, part: _Part) -> bool:
+        """Raise the bound of a part, or divide it; False where neither can be done."""
+        halves = part.halves()
+        if not halves:
+            if len(part.leads.rows) == 1 and part.searches < len(_WIDTHS):
+                self._label(seconds, part)
+                return True
+            finer = part.finer()
+            halves = [] if finer is None else finer.halves()
+        for rings, needs in halves:
+            self._bound(part.leads, rings, needs, part.rest.prices, seconds)
+        return bool(halves)
+
+    def _label(self, seconds: float, part: _Part) -> None:
+        """Search by labels, where bytes cost somewhat more than without these."""
+        case, prices = _case(part.rings, part.needs), part.rest.prices
+        width, raised = _WIDTHS[part.searches], self.raise_
+        for _ in range(_RAISES):
+            rest = part.leads.price(case, Prices(prices.nbytes * raised, prices.copying))
+            found = bound_by_labels(part.leads, case, rest, enough=self.enough, width=width)
+            self.work += len(part.leads.stages) + found.labels / _LABELS
+            if found.seconds > seconds:
+                seconds, self.raise_ = found.seconds, raised
+            if seconds >= self.enough or self.over:
+                break
+            raised *= _RAISE if found.over > 0 else 1 / np.sqrt(_RAISE)
+        if seconds < self.enough:
+            more = replace(part, searches=part.searches + 1)
+            heapq.heappush(self.open, (seconds, next(self.order), more))
+
+
+def _case(rings: tuple[_Ends, ...], needs: tuple[_Ends, ...]) -> Case:
+    return Case(tuple((e[0], e[-1]) for e in rings), tuple((e[0], e[-1]) for e in needs))
+
+
+def _need_ends(leads: Leads, row: int) -> _Ends:
+    """What operations may need from one size to the next, from nothing to anything."""
+    return (0.0, *_snapped([need for need in leads.needs(row) if need], _NEEDS), np.inf)
+
+
+def _snapped(sizes: Sequence[float], most: int) -> list[float]:
+    """All of a few sizes; of many, some that are far apart."""
+    if len(sizes) <= most:
+        return list(sizes)
+    steps = np.geomspace(sizes[0], sizes[-1], most)
+    chosen = np.unique(np.searchsorted(sizes, steps * (1 - 1e-9)))
+    return [sizes[i] for i in chosen]
