@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from graphplan.device import DeviceKey
 from graphplan.passes.fluid import Fluid, Planes, Work
 from graphplan.passes.frontier import Frontier, Step
+from graphplan.passes.leads import Guide
 
 __all__ = ["Beam", "StreamRing", "Way"]
 
@@ -194,7 +195,8 @@ class Beam:
         below: float,
         width: int,
         pace: float = 0.0,
-        moves: float = 0.0,
+        guide: Guide | None = None,
+        alone: bool = False,
         deadline: float | None = None,
     ) -> Way | None:
         """The fastest placement found of less than ``below`` seconds; None where there is none.
@@ -204,28 +206,31 @@ class Beam:
             width: labels that are kept between two steps.
             pace: how much less promise a label has whose devices fill faster than evenly, as a share of what
                 the bytes are worth: with none, a device may be full early, and stream all that follows.
-            moves: seconds of moves in all that are to be expected.
+            guide: says more of what is left, moves included.
+            alone: whether it is all that is asked.
             deadline: ``time.monotonic()`` at which to stop, or None.
         """
-        if self.planes is None:
-            self.planes = self.fluid.planes(deadline)
-        if not len(self.planes.clock):
+        planes = None if guide is not None and alone else self._known_planes(deadline)
+        if planes is not None and not len(planes.clock):
             return None
-        expected = moves * self.planes.clock[:, None] * (1.0 - self.passed)[None, :]
-        planes = replace(self.planes, rest=self.planes.rest + expected)
         batch = self._first()
         trail: list[tuple[Ints, Ints]] = []
         for i, step in enumerate(self.frontier.steps):
             if deadline is not None and time.monotonic() > deadline:
                 return None
-            batch = self._extend(batch, i, step, planes, below)
+            batch = self._extend(batch, i, step, planes, below, guide)
             if not len(batch.state):
                 return None
-            if pace:
+            if pace and planes is not None:
                 batch.promise = batch.promise + pace * self._haste(batch, planes, i + 1)
             batch = batch.of(_most_promising(batch, width))
             trail.append((batch.parent, batch.choice))
         return self._way(batch, trail)
+
+    def _known_planes(self, deadline: float | None) -> Planes:
+        if self.planes is None:
+            self.planes = self.fluid.planes(deadline)
+        return self.planes
 
     def _first(self) -> _Batch:
         nothing, zero = np.zeros(1, dtype=np.int64), np.zeros(1)
@@ -234,7 +239,9 @@ class Beam:
         kept, need = self.reserved.sum(axis=1)[:, None], self.least_need[:, None]
         return _Batch(nothing, zero, each, free, kept, need, zero, nothing, nothing)
 
-    def _extend(self, batch: _Batch, i: int, step: Step, planes: Planes, below: float) -> _Batch:
+    def _extend(
+        self, batch: _Batch, i: int, step: Step, planes: Planes | None, below: float, guide: Guide | None
+    ) -> _Batch:
         """Every label on every device, with its weights kept or brought, but those without room or hope."""
         after, seconds = self.frontier.extend(step, batch.state)
         parts = []
@@ -251,7 +258,14 @@ class Beam:
         )
         fits = (joined.kept + joined.need <= self.capacity[:, None]).all(axis=0)
         joined = joined.of(np.nonzero(fits & np.isfinite(joined.clock))[0])
-        joined.promise = self._promise(joined, planes, i + 1)
+        lead = self._lead(joined)
+        if planes is not None:
+            joined.promise = self._promise(joined, planes, i + 1, lead)
+        if guide is not None:
+            joined.state = guide.leads.stages[i].ordered(joined.state)
+            kept = joined.kept - self.reserved[:, i + 1 :].sum(axis=1)[:, None]
+            more = guide.promise(i + 1, joined.state, joined.clock, np.maximum(lead, 0.0), kept)
+            joined.promise = more if planes is None else np.maximum(joined.promise, more)
         return joined.of(np.nonzero(joined.promise < below)[0])
 
     def _place(self, batch: _Batch, i: int, d: int, after: Ints, seconds: Floats, *, brought: bool) -> _Batch:
@@ -272,10 +286,15 @@ class Beam:
         choice = np.full(count, 2 * d + brought, dtype=np.int64)
         return _Batch(after, clock, queue, free, kept, need, clock, np.arange(count), choice)
 
-    def _promise(self, batch: _Batch, planes: Planes, step: int) -> Floats:
-        """(labels,) seconds at the end at least, but for moves."""
+    def _lead(self, batch: _Batch) -> Floats:
+        """(devices, labels) seconds by which each queue is ahead of the clock, as far as a ring lets it."""
         queue = np.maximum(batch.queue, batch.clock[None, :] - self.ahead[:, None])
         queue = np.maximum(queue, batch.free[np.arange(self.count), self.slots - 1])
+        return np.asarray(batch.clock[None, :] - queue)
+
+    def _promise(self, batch: _Batch, planes: Planes, step: int, lead: Floats) -> Floats:
+        """(labels,) seconds at the end at least, but for moves."""
+        queue = batch.clock[None, :] - lead
         left = self.capacity[:, None] - batch.kept - np.maximum(batch.need, self.least_need[:, None])
         found = planes.clock[:, None] * batch.clock[None, :] + planes.queue @ queue - planes.room @ left
         return np.asarray((found + planes.rest[:, step, None]).max(axis=0))

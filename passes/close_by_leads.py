@@ -1,8 +1,8 @@
 """Bound what is streamed: homes of the largest weights and sizes of rings, those with the lowest bound first.
 
-A part is a home for each of the largest weights and a *case* (see ``leads``): from which size to which rings are,
-and what operations may need beside weights. What is left to pay bounds it. A part that could be better than the
-best placement known is divided, and with one accelerator searched by labels (see ``lead_labels``).
+A part is a home for each of the largest weights and a *case* (see ``leads``): from which size to which rings
+are, and what operations may need beside weights. What is left to pay bounds it. A part that could be better
+than the best placement known is divided, and with one accelerator searched by labels (see ``lead_labels``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from graphplan.passes.shares import Shares
 __all__ = ["bound_by_leads"]
 
 _ACCELERATORS = 4  # at most: each has sizes of its own
-_SIZES = 8  # of rings that are told apart at first, up to the largest weight
+_SIZES = 10  # of rings that are told apart at first, up to the largest weight
+_TELLING = 0.05  # of the largest, from which on they are
 _NEEDS = 4  # of what operations need beside weights
 _WIDER = 1.5  # times a ring the next larger one
 _APART = 1.06  # times its lower end the upper end of a size that is divided
@@ -146,10 +147,11 @@ class _Search:
         return min([self.enough, stuck, *(seconds for seconds, _, _ in self.open[:1])])
 
     def _ring_ends(self, leads: Leads, row: int) -> _Ends:
-        """Sizes of a ring from one to the next, from none at all to any; fewer than two where there is none."""
+        """Sizes of a ring from one to the next, from none at all to any; one where there can be no ring."""
         key = leads.keys[row]
         there, most = self.problem.rings.get(key, 0), self.problem.growth.get(key, np.inf)
-        sizes, high = _snapped(leads.held, _SIZES), leads.copied
+        held, high = leads.held, leads.copied
+        sizes = _snapped([size for size in held if size >= _TELLING * held[-1]], _SIZES)
         while sizes and sizes[-1] * _WIDER < min(high, leads.room[row]):
             sizes.append(sizes[-1] * _WIDER)
         ends = [0.0, *sizes, np.inf]

@@ -1,10 +1,10 @@
-"""A lower bound where one accelerator streams weights, operation by operation, on its clock and its copy queue.
+"""A lower bound where one accelerator streams weights, operation by operation, on its clock and copy queue.
 
-A label is a way to place the operations so far: its state (see ``frontier``), the seconds with priced bytes, and
-the lead of the queue (see ``leads``). Labels that cannot become better than what is asked for are dropped, by
-what is left to pay. So are those that another of the same state beats, which may wait until its lead is as long.
-Where there are too many, of those that differ little one stands for the others: as much faster as makes it at
-least as good as any of them, so that the bound stays one.
+A label is a way to place the operations so far: its state (see ``frontier``), the seconds with priced bytes,
+and the lead of the queue (see ``leads``). Labels that cannot become better than what is asked are dropped,
+by what is left to pay. So are those that another of the same state beats, which may wait until its lead is as
+long. Where there are too many, of those that differ little one stands for the others: as much faster as makes
+it at least as good as any of them, so that the bound stays one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Bounded:
 
     Attributes:
         seconds: that no placement of the case goes below, or those asked for, where that is less.
-        over: bytes that the fastest way found keeps beyond those that there is room for; 0 where none is left.
+        over: bytes that the fastest way keeps beyond those that there is room for; 0 where none is left.
         labels: how many were made.
     """
 

@@ -1,11 +1,11 @@
 """What is left to pay where weights are streamed, when bytes and seconds of copying have prices.
 
-A copy queue is ahead of the clock by what it has copied for operations that are still to come, and by no more
-than its ring holds: its *lead*, in seconds. An operation whose weights are brought takes their seconds off the
-lead, and waits where they are more; all other seconds add to it, up to the last copy. Give bytes that are kept
-a price instead of a limit, and seconds of the lead one instead of a clock (Lagrange): then the fastest way from
-each state of the frontier to the end is found backwards, moves between devices included, and is a lower bound.
-The prices whose bound is highest are found by cutting planes (Kelley, 1960).
+A copy queue is ahead of the clock by what it has copied for operations that are still to come, and by no
+more than its ring holds: its *lead*, in seconds. An operation whose weights are brought takes their seconds
+off the lead, and waits where they are more; all other seconds add to it, up to the last copy. Give bytes that
+are kept a price instead of a limit, and seconds of the lead one instead of a clock (Lagrange): then the
+fastest way from each state of the frontier to the end is found backwards, moves between devices included, and
+is a lower bound. The prices whose bound is highest are found by cutting planes (Kelley, 1960).
 
 A *case* says how large the rings are, and what operations may need beside weights, from one size to another:
 the lower one takes memory, the upper one gives room.
@@ -28,7 +28,7 @@ from graphplan.passes.segments import SMALL
 from graphplan.passes.shares import Shares
 from graphplan.passes.states import Stage, make_stages
 
-__all__ = ["Case", "Choice", "Leads", "Prices", "Rest"]
+__all__ = ["Case", "Choice", "Guide", "Leads", "Prices", "Rest"]
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -413,6 +413,36 @@ class Leads:
             method="highs",
         )
         return -float(found.fun) * scale, np.asarray(found.x[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """What a search over the same frontier is told of the rest.
+
+    Attributes:
+        leads: whose stages are those of the search.
+        rest: of the case that is searched.
+        capacity: (accelerators,) bytes for weights in it.
+    """
+
+    leads: Leads
+    rest: Rest
+    capacity: Floats
+
+    def promise(self, step: int, states: Ints, clock: Floats, lead: Floats, kept: Floats) -> Floats:
+        """(labels,) seconds at the end at least, of what has come as far as before a step.
+
+        Args:
+            step: that comes next.
+            states: (labels,) of the frontier.
+            clock: (labels,) seconds so far.
+            lead: (devices, labels) seconds.
+            kept: (devices, labels) bytes of weights so far.
+        """
+        rows, price = self.leads.rows, self.rest.prices.nbytes
+        index = self.leads.stages[step - 1].find(states)
+        paid = clock + price @ kept[rows] - float(price @ self.capacity)
+        return self.rest.promise(step, index, paid, lead[rows])
 
 
 def _last_copy(allowed: Sequence[_Choices]) -> int:

@@ -15,6 +15,7 @@ from graphplan.device import DeviceKey
 from graphplan.passes.beam import Beam, StreamRing
 from graphplan.passes.evaluate import Problem
 from graphplan.passes.frontier import Frontier
+from graphplan.passes.leads import Case, Leads
 from graphplan.passes.limits import Limits
 from graphplan.passes.residence import cpu_key
 from graphplan.passes.shares import Shares
@@ -44,7 +45,7 @@ class Setting:
 
     Attributes:
         problem: with the homes of the largest weights.
-        frontier: of its shares.
+        leads: of its shares, with their frontier.
         movable: (items,) bytes of weights that may be brought.
         settled: (items,) bytes of those that are brought in any case: the CPU keeps them.
         needs: (devices, steps) bytes beside the weights while a step runs, as far as is known.
@@ -54,13 +55,41 @@ class Setting:
     """
 
     problem: Problem
-    frontier: Frontier
+    leads: Leads
     movable: Floats
     settled: Floats
     needs: Floats
     rings: tuple[StreamRing | None, ...]
     levels: tuple[float, ...]
     bound: float
+
+    @property
+    def frontier(self) -> Frontier:
+        """Whose devices and steps these are."""
+        return self.leads.frontier
+
+    @property
+    def case(self) -> Case:
+        """The sizes of this setting."""
+        rows = self.leads.rows
+        rings = (0 if ring is None else ring.slots * ring.nbytes for ring in (self.rings[d] for d in rows))
+        highest = (max(self.leads.needs(row), default=0.0) for row in range(len(rows)))
+        needs = (min(self.levels[d], most) for d, most in zip(rows, highest, strict=True))
+        return Case(tuple((float(n), n + 1.0) for n in rings), tuple((n, n + 1.0) for n in needs))
+
+    def others(self) -> Iterator[Setting]:
+        """The same, one accelerator's memory divided otherwise; their bounds are not known."""
+        sizes = _slot_sizes(self.movable, _WIDE_SLOT * float(self.leads.room.min()))
+        for d in self.leads.rows:
+            for level in _levels(self.frontier, d):
+                if level != min(self.levels[d], _levels(self.frontier, d)[0]):
+                    yield replace(self, levels=(*self.levels[:d], level, *self.levels[d + 1 :]), bound=0.0)
+            own = self.rings[d]
+            for nbytes, slots in product(sizes, (*_SLOTS, _SLOTS[0] + 1)):
+                if own is None or (slots, nbytes) == (own.slots, own.nbytes):
+                    continue
+                ring = replace(own, slots=slots, nbytes=nbytes)
+                yield replace(self, rings=(*self.rings[:d], ring, *self.rings[d + 1 :]), bound=0.0)
 
     def need(self, device: int, operation: str) -> float:
         """Bytes beside the weights while an operation runs, as far as is known."""
@@ -93,7 +122,7 @@ def make_settings(problem: Problem, limits: Limits) -> list[Setting]:
     for homes in _homes(problem, _anchors(problem, shares, max(sizes))):
         settled = _settle(problem, homes)
         if settled is not None and not limits.over:
-            found += _divisions(settled, Frontier(Shares(settled)), sizes, limits)
+            found += _divisions(settled, Leads(Shares(settled)), sizes, limits)
     return sorted(found, key=lambda setting: setting.bound)
 
 
@@ -200,8 +229,9 @@ def _settled_bytes(problem: Problem, shares: Shares) -> Floats:
 # -- how memory is divided ------------------------------------------------------------------------
 
 
-def _divisions(problem: Problem, frontier: Frontier, sizes: list[int], limits: Limits) -> list[Setting]:
+def _divisions(problem: Problem, leads: Leads, sizes: list[int], limits: Limits) -> list[Setting]:
     """Settings with the same ring everywhere, and the best of them changed device by device."""
+    frontier = leads.frontier
     movable, settled = _movable(problem, frontier.shares), _settled_bytes(problem, frontier.shares)
     needs = np.array([step.needs for step in frontier.steps], dtype=float).T
     known: dict[_Shapes, Setting] = {}
@@ -215,7 +245,7 @@ def _divisions(problem: Problem, frontier: Frontier, sizes: list[int], limits: L
             rings = tuple(_ring(problem, key, shape) for key, shape in pairs)
             levels = tuple(shape.level for shape in chosen)
             least = Beam(frontier, rings, movable, settled, needs, np.array(levels)).bound
-            known[chosen] = Setting(problem, frontier, movable, settled, needs, rings, levels, least)
+            known[chosen] = Setting(problem, leads, movable, settled, needs, rings, levels, least)
         return known[chosen].bound
 
     def change(shapes: _Shapes, devices: Sequence[int], new: Callable[[_Shape], _Shape]) -> _Shapes:

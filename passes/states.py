@@ -45,8 +45,12 @@ class Stage:
     bundle: tuple[tuple[int, ...], ...] = ()
     mask: int = 0
 
+    def ordered(self, states: Ints) -> Ints:
+        """States of the frontier after this step, alike where only what is counted tells them apart."""
+        return _sorted_within(states, self.bundle, self.mask)
+
     def find(self, states: Ints) -> Ints:
-        """Indices of states of the frontier after this step, which must be among those that can be reached."""
+        """Indices of states of the frontier after this step, as far as they can be reached."""
         known = _sorted_within(states & ~np.int64(self.forgotten), self.bundle, self.mask)
         return np.minimum(np.searchsorted(self.states, known), len(self.states) - 1)
 

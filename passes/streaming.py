@@ -12,13 +12,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from graphplan.cost import move_seconds
 from graphplan.passes.beam import Beam, Way
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
+from graphplan.passes.leads import Case, Guide, Prices, Rest
 from graphplan.passes.limits import Limits
 from graphplan.passes.residence import cpu_key, follow, reside
 from graphplan.passes.settings import Setting, make_settings, movable_weights
-from graphplan.schedule import Move
 
 __all__ = ["stream"]
 
@@ -26,11 +25,12 @@ _ACCELERATORS = 9  # at most: each has its bits in a state
 _SEARCHED = 4  # settings that are searched
 _WIDTH = 300  # labels between two steps
 _PACE = 0.05  # see ``Beam.search``
-_AGAIN = ((300, 0.02), (300, 0.0), (1500, 0.05))  # width and pace of further searches of the best setting
+_AGAIN = ((300, 0.0, True), (300, 0.0, False), (1500, 0.05, False))  # see ``Beam.search``
 _WORK = 2_500_000  # labels that all searches may keep where time is not limited
 _CLOSE = 2e-3  # share of the seconds that is not worth a search
+_STEP = 20  # labels that take as long as a step that is priced
 _LOOSE = 1.5  # times the seconds to be beaten, up to which a placement is worth a look
-_FORESEEN = 1.1  # times the seconds of moves that were expected
+_ROUNDS = 10  # prices that are tried for a setting
 _ATTEMPTS = 5  # searches of a setting, each with more room left free
 _PRECISE = 2  # of these, in which that is asked for single operations only
 
@@ -46,9 +46,10 @@ def stream(problem: Problem, best: Evaluation | None, limits: Limits) -> Iterato
     settings = make_settings(problem, limits)
     for setting in settings[:_SEARCHED]:
         yield from search.run(setting, _WIDTH, _PACE)
-    for width, pace in _AGAIN:
+    for width, pace, alone in _AGAIN:
         if search.setting is not None:
-            yield from search.run(search.setting, width, pace)
+            yield from search.run(search.setting, width, pace, alone=alone)
+    yield from search.run_others()
     if limits.deadline is not None:  # somebody asked for more
         for setting in settings[_SEARCHED:]:
             yield from search.run(setting, _WIDTH, _PACE)
@@ -59,55 +60,73 @@ class _Search:
 
     Attributes:
         setting: of the best placement; None until one is found.
-        moves: seconds for which values are moved at most, in the placements so far: what others are expected
-            to take.
     """
 
     def __init__(self, problem: Problem, best: Evaluation | None, limits: Limits) -> None:
         self.problem, self.limits = problem, limits
         self.below = np.inf if best is None else best.seconds
         self.setting: Setting | None = None
-        self.moves = 0.0
         self.left = _WORK
         # device and operation -> bytes beside the weights while it runs; device -> bytes to leave free
         self.needs: dict[tuple[object, str], float] = {}
         self.margin: dict[object, float] = {}
+        self.rests: dict[tuple[int, Case], Rest] = {}
+        self.prices: dict[int, Prices] = {}  # that were best last, of each set of homes
 
     @property
     def over(self) -> bool:
         """Whether time is up, or the work done."""
         return self.limits.over or (self.limits.deadline is None and self.left <= 0)
 
-    def run(self, setting: Setting, width: int, pace: float) -> Iterator[Evaluation]:
+    def run(self, setting: Setting, width: int, pace: float, *, alone: bool = False) -> Iterator[Evaluation]:
         """The placements that a beam finds, as far as each is the fastest so far."""
         self.margin.clear()
-        if setting.bound >= self.below * (1 - _CLOSE):
+        hopeless = self.below * (1 - _CLOSE)
+        if self.over or setting.bound >= hopeless or self._rest(setting).bound >= hopeless:
             return
         for attempt in range(_ATTEMPTS):
             if self.over:
                 return
-            beam, expected = self._beam(setting), self.moves
+            beam = self._beam(setting)
             self.left -= width * len(setting.frontier.steps)
             way = beam.search(
-                # what is slower says how much time moves take, and what devices need
+                # what is slower says what devices need
                 below=_LOOSE * self.below,
                 width=width,
                 pace=pace,
-                moves=expected,
+                guide=Guide(setting.leads, self._rest(setting), setting.leads.capacity(setting.case)),
+                alone=alone,
                 deadline=self.limits.deadline,
             )
             if way is None:
                 return
             found = self._evaluate(setting, way)
-            self.moves = max(expected, self._move_seconds(found))
-            if not found.feasible:
-                self._learn(setting, way, found, precisely=attempt < _PRECISE)
-                continue
-            if found.seconds < self.below:
-                self.below, self.setting = found.seconds, setting
-                yield found
-            if self.moves <= _FORESEEN * expected:
+            if found.feasible:
+                if found.seconds < self.below:
+                    self.below, self.setting = found.seconds, setting
+                    yield found
                 return
+            self._learn(setting, way, found, precisely=attempt < _PRECISE)
+
+    def run_others(self) -> Iterator[Evaluation]:
+        """The same with other rings, as long as that helps."""
+        before = None
+        while self.setting is not None and self.setting is not before and not self.over:
+            before = self.setting
+            for other in before.others():
+                yield from self.run(other, _WIDTH, 0.0, alone=True)
+
+    def _rest(self, setting: Setting) -> Rest:
+        """What is left to pay in a setting."""
+        key = id(setting.leads), setting.case
+        if key not in self.rests:
+            near = self.prices.get(key[0])
+            rest = setting.leads.highest(setting.case, near, enough=self.below, rounds=_ROUNDS)
+            self.left -= _ROUNDS * _STEP * len(setting.frontier.steps)
+            self.rests[key] = rest
+            if np.isfinite(rest.bound):
+                self.prices[key[0]] = rest.prices
+        return self.rests[key]
 
     def _beam(self, setting: Setting) -> Beam:
         frontier = setting.frontier
@@ -132,10 +151,6 @@ class _Search:
         slots = {k: r.slots for k, r in zip(frontier.devices, setting.rings, strict=True) if r is not None}
         assignment = reside(setting.problem, operations, brought)
         return evaluate(self.problem, replace(assignment, slots=slots))
-
-    def _move_seconds(self, found: Evaluation) -> float:
-        moves = (step for step in found.schedule.steps if isinstance(step, Move))
-        return sum(move_seconds(move, self.problem.topology) for move in moves)
 
     def _learn(self, setting: Setting, way: Way, found: Evaluation, *, precisely: bool) -> None:
         """Count what the evaluator found a device to need: while that operation runs, or at any time."""
