@@ -36,8 +36,7 @@ _MOST_PROGRAMS = 10_000  # all are remembered
 _PROVEN = 2.5e-3  # gap from which columns are not worth the wait, where nobody asked for time
 _SPLIT_SECONDS = 0.8e-3  # per operation: of a split in all places
 _SPLITTING = 0.3  # of the time that it may take
-_LEADS = 0.6  # of the time, for a bound that knows when copies are made
-_STREAMED_UNITS = 500  # with streaming, columns prove little more than fractions do: not asked for time
+_LEADS = 0.8  # of the time, for a bound that knows when copies are made
 
 
 def close_gap(
@@ -61,8 +60,7 @@ def _close(incumbent: Incumbent) -> None:
         seconds = fractions.seconds * (1 - _LP_TOLERANCE)
         incumbent.raise_bound(seconds, "operations in fractions, without moves")
     if incumbent.problem.offload and not incumbent.done:
-        bound_by_leads(incumbent, limits.until(_LEADS))
-        _count(incumbent, shares)
+        _bound_streamed(incumbent, shares)
     binaries = shares.units * sum(len(kind.keys) for kind in shares.kinds)
     stacked = _STACKED * len(shares.counts) <= shares.units
     # the program knows no rings: with streaming it is worth a try where it is small
@@ -78,13 +76,26 @@ def _close(incumbent: Incumbent) -> None:
     if timed and _BINARIES < binaries <= _MANY_BINARIES and not stacked:
         solve_program(incumbent, shares, limits.until(0.6))
     proven = not timed and incumbent.bound.seconds >= incumbent.best.seconds * (1 - _PROVEN)
-    if timed or (not proven and (not incumbent.problem.offload or shares.units <= _STREAMED_UNITS)):
+    if timed or not (proven or (incumbent.problem.offload and incumbent.problem.streams)):
         columns.run(limits.until(0.98))
     if timed:
         if binaries <= _MANY_BINARIES and (limits.left or 0.0) > _PROGRAM_SECONDS:
             solve_program(incumbent, shares, limits)
         search_wider(incumbent, parts)
         incumbent.refine_to_the_end()
+
+
+def _bound_streamed(incumbent: Incumbent, shares: Shares) -> None:
+    """By prices and labels where there is one accelerator; else by how much there is of each sort first."""
+    timed, limits = incumbent.timed, incumbent.limits
+    if sum(1 for spec in incumbent.problem.topology.devices if spec.is_accelerator) > 1:
+        _count(incumbent, shares)
+        if timed:
+            bound_by_leads(incumbent, limits.until(_LEADS))
+        return
+    bound_by_leads(incumbent, limits.until(_LEADS))
+    if timed:
+        _count(incumbent, shares)
 
 
 def _split_finely(incumbent: Incumbent) -> None:

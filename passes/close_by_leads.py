@@ -19,21 +19,25 @@ from graphplan.passes.incumbent import Incumbent
 from graphplan.passes.lead_labels import bound_by_labels
 from graphplan.passes.leads import Case, Leads, Prices, Rest
 from graphplan.passes.limits import Limits
+from graphplan.passes.residence import cpu_key
 from graphplan.passes.settings import largest_homes
 from graphplan.passes.shares import Shares
 
-__all__ = ["bound_by_leads"]
+__all__ = ["bound_by_leads", "least_seconds"]
 
 _ACCELERATORS = 4  # at most: each has sizes of its own
 _SIZES = 10  # of rings that are told apart at first, up to the largest weight
 _TELLING = 0.05  # of the largest, from which on they are
+_TELLING_NEED = 3e-3  # of the room, likewise
 _NEEDS = 4  # of what operations need beside weights
-_WIDER = 1.5  # times a ring the next larger one
+_SLOTS = (2, 3, 4)  # of the largest weight
+_WIDER = 1.5  # times a ring the next larger one, from there on
 _APART = 1.06  # times its lower end the upper end of a size that is divided
 _ROUNDS = 8  # prices that are tried for a part
 _WIDTHS = (1000, 3000)  # labels between two steps, first and after that
 _RAISE = 1.02  # times the price of bytes without labels, the one that is tried first with them
-_RAISES = 3  # prices that are tried
+_RAISES = 5  # prices that are tried
+_ACCURACY = 1e-3  # share of the bound that better ones could add, for which none are tried
 _LABELS = 150  # that take about as long as a step without labels
 _WORK = 40_000  # steps where nobody asked for time
 _ROUNDING = 1e-9
@@ -48,13 +52,24 @@ def bound_by_leads(incumbent: Incumbent, limits: Limits) -> None:
         incumbent: the search.
         limits: when to stop.
     """
-    problem = incumbent.problem
+    seconds, parts = least_seconds(incumbent.problem, incumbent.enough, limits)
+    incumbent.raise_bound(seconds, f"prices of bytes and copies over the fine graph, in {parts} parts")
+
+
+def least_seconds(problem: Problem, enough: float, limits: Limits) -> tuple[float, int]:
+    """Seconds that no placement goes below, and in how many parts that was proven; 0 where nothing was.
+
+    Args:
+        problem: with streaming from the CPU to one or a few accelerators.
+        enough: a bound that needs no improvement.
+        limits: when to stop.
+    """
     accelerators = sum(1 for spec in problem.topology.devices if spec.is_accelerator)
-    if not (1 <= accelerators <= _ACCELERATORS and problem.streams and problem.offload):
-        return
-    search = _Search(problem, incumbent.enough, limits)
-    seconds = search.run() * (1 - _ROUNDING)
-    incumbent.raise_bound(seconds, f"prices of bytes and copies over the fine graph, in {search.count} parts")
+    streams = problem.streams and problem.offload and cpu_key(problem.topology) is not None
+    if not (1 <= accelerators <= _ACCELERATORS and streams):
+        return 0.0, 0
+    search = _Search(problem, enough, limits)
+    return search.run() * (1 - _ROUNDING), search.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +167,9 @@ class _Search:
         there, most = self.problem.rings.get(key, 0), self.problem.growth.get(key, np.inf)
         held, high = leads.held, leads.copied
         sizes = _snapped([size for size in held if size >= _TELLING * held[-1]], _SIZES)
-        while sizes and sizes[-1] * _WIDER < min(high, leads.room[row]):
+        most_slots = min(high, float(leads.room[row]))
+        sizes += [slots * held[-1] for slots in _SLOTS if held and slots * held[-1] < most_slots]
+        while sizes and sizes[-1] * _WIDER < most_slots:
             sizes.append(sizes[-1] * _WIDER)
         ends = [0.0, *sizes, np.inf]
         inside = [end for end in ends if there < end <= most]
@@ -193,18 +210,39 @@ class _Search:
         """Search by labels, where bytes cost somewhat more than without these."""
         case, prices = _case(part.rings, part.needs), part.rest.prices
         width, raised = _WIDTHS[part.searches], self.raise_
+        tried = list[tuple[float, float, float]]()
         for _ in range(_RAISES):
             rest = part.leads.price(case, Prices(prices.nbytes * raised, prices.copying))
             found = bound_by_labels(part.leads, case, rest, enough=self.enough, width=width)
             self.work += len(part.leads.stages) + found.labels / _LABELS
+            tried.append((raised, found.seconds, found.over * float(prices.nbytes[0])))
             if found.seconds > seconds:
                 seconds, self.raise_ = found.seconds, raised
             if seconds >= self.enough or self.over:
                 break
-            raised *= _RAISE if found.over > 0 else 1 / np.sqrt(_RAISE)
+            raised, most = _next_price(tried)
+            if most - seconds < _ACCURACY * seconds:
+                break
         if seconds < self.enough:
             more = replace(part, searches=part.searches + 1)
             heapq.heappush(self.open, (seconds, next(self.order), more))
+
+
+def _next_price(tried: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """A price of bytes that may prove more, and the bound that it may prove at most.
+
+    Args:
+        tried: prices, what they proved, and how that grows with the price, from above.
+    """
+    below = max((each for each in tried if each[2] > 0), default=None)
+    above = min((each for each in tried if each[2] <= 0), default=None)
+    if below is None or above is None:
+        price, _, slope = tried[-1]
+        step = 1 + (_RAISE - 1) * 4 ** (len(tried) - 1)
+        return (price * step if slope > 0 else price / step), np.inf
+    price = (above[1] - above[2] * above[0] - below[1] + below[2] * below[0]) / (below[2] - above[2])
+    price = min(max(price, 0.9 * below[0] + 0.1 * above[0]), 0.1 * below[0] + 0.9 * above[0])
+    return price, below[1] + below[2] * (price - below[0])
 
 
 def _case(rings: tuple[_Ends, ...], needs: tuple[_Ends, ...]) -> Case:
@@ -213,7 +251,8 @@ def _case(rings: tuple[_Ends, ...], needs: tuple[_Ends, ...]) -> Case:
 
 def _need_ends(leads: Leads, row: int) -> _Ends:
     """What operations may need from one size to the next, from nothing to anything."""
-    return (0.0, *_snapped([need for need in leads.needs(row) if need], _NEEDS), np.inf)
+    telling = [need for need in leads.needs(row) if need >= _TELLING_NEED * leads.room[row]]
+    return (0.0, *_snapped(telling, _NEEDS), np.inf)
 
 
 def _snapped(sizes: Sequence[float], most: int) -> list[float]:

@@ -68,7 +68,7 @@ def bound_by_labels(leads: Leads, case: Case, rest: Rest, *, enough: float, widt
     capacity = float(leads.capacity(case)[0])
     price, ahead = float(rest.prices.nbytes[0]), leads.ahead(case)
     least, made, zero = enough + price * capacity, 0, np.zeros(1)
-    batch = _Batch(np.zeros(1, dtype=np.int64), zero, zero, zero)
+    batch = _Batch(np.zeros(1, dtype=np.int64), zero, zero + leads.spare, zero)
     for i, (stage, choices) in enumerate(zip(leads.stages, leads.allowed(case), strict=True)):
         parts = [_place(batch, stage, c, price, ahead, leads.ahead_beside(c, ahead)) for c in choices]
         batch = _Batch(
@@ -98,8 +98,9 @@ def _place(
     if choice.row >= 0:
         paid = price * choice.kept
     if choice.copying:
+        lead = lead + choice.beside
         seconds = seconds + np.maximum(choice.copying - lead, 0.0)
-        lead = np.maximum(lead - choice.copying, 0.0)
+        lead = np.maximum(lead - choice.copying, 0.0) - choice.beside
     lead = np.minimum(lead + choice.run, beside[0])
     state = stage.onward[choice.device, batch.state].astype(np.int64)
     kept = batch.kept + choice.kept

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +36,10 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 _STATES = 300  # between two steps, times devices: values that cost less to move are not followed
+_WEIGHTS = 8  # of an operation, up to which every part of them is looked at
 _PARTS = 6  # of an operation's weights that may be brought
+_FINE = 0.05  # of a ring: what is smaller fills it up
+_SUMS = 3000  # of sizes that are told apart
 _ACCURACY = 5e-4  # share of the bound that better prices could add, for which none are looked for
 _DEAREST = 50.0  # price of the bytes that a link copies in a second, in seconds
 _FIRST = 0.4  # the same, to begin with; as much as one queue's seconds are worth
@@ -108,9 +113,10 @@ class Choice:
         row: of the accelerator; -1 for the CPU.
         run: seconds.
         copying: seconds of the copies that it waits for.
-        held: bytes of these.
+        held: bytes of these at once, at least.
         kept: bytes of weights that stay.
         need: bytes beside weights.
+        beside: seconds of the run that such copies may be made in.
     """
 
     device: int
@@ -120,6 +126,7 @@ class Choice:
     held: float = 0.0
     kept: float = 0.0
     need: float = 0.0
+    beside: float = 0.0
 
 
 _Choices = tuple[Choice, ...]
@@ -149,6 +156,8 @@ class Leads:
         rows: devices of the frontier that are accelerators.
         bandwidth: (accelerators,) of the links that weights come by, in bytes per second.
         room: (accelerators,) bytes.
+        spare: seconds of operations that belong together and are spread over the order: copies may be made
+            beside them at any time.
         stages: one for each step.
         choices: (steps,) where a step may run, and what of its weights may be brought.
     """
@@ -167,6 +176,9 @@ class Leads:
         for unit, item in shares.needs:
             self._needed[unit].append(item)
             self._readers[item] += 1
+        self._place = {name: i for i, name in enumerate(shares.graph.operations)}
+        self._spread = {unit for unit in range(shares.units) if self._is_spread(unit)}
+        self.spare = self._spare_seconds()
         self.stages = self._make_stages()
         known: dict[_Choices, _Choices] = {}
         made = [self._choices(step.variable) for step in self.frontier.steps]
@@ -198,11 +210,60 @@ class Leads:
                 continue
             row, need = self.rows.index(d), float(shares.working[kind, variable])
             fixed, largest = self._fixed(kind, variable)
+            readers, beside = self._readers_of_weights(variable), self._beside(variable, d)
             for nbytes, kept in self._parts(variable):
+                if variable in self._spread:  # who knows when
+                    found.append(Choice(d, row, run, kept=kept, need=need))
+                    continue
                 copying = fixed + nbytes / self.bandwidth[row] + self._late(row, nbytes)
-                held = nbytes + largest * self.bandwidth[row]
-                found.append(Choice(d, row, run, float(copying), float(held), kept, need))
+                held = (nbytes + largest * self.bandwidth[row]) / readers
+                found.append(Choice(d, row, run, float(copying), float(held), kept, need, beside))
         return tuple(found)
+
+    # -- units of several operations --------------------------------------------------------------
+
+    def _is_spread(self, unit: int) -> bool:
+        """Whether other operations run between those of a unit that take time or read weights."""
+        shares, graph = self.shares, self.shares.graph
+        telling = [m for m in shares.items[unit].members if self._takes_time(m) or self._reads_weights(m)]
+        places = [self._place[member] for member in telling]
+        if len(places) < 2:
+            return False
+        between = list(graph.operations)[min(places) : max(places) + 1]
+        return any(shares.unit_of.get(name, unit) != unit for name in between)
+
+    def _takes_time(self, name: str) -> bool:
+        problem, operation = self.shares.problem, self.shares.graph.operations[name]
+        return any(problem.seconds(operation, kind.spec) > 0 for kind in self.shares.kinds)
+
+    def _reads_weights(self, name: str) -> bool:
+        graph = self.shares.graph
+        return any(n in graph.weights and graph.weights[n].nbytes for n in graph.operations[name].inputs)
+
+    def _readers_of_weights(self, unit: int) -> int:
+        """Operations of a unit that read weights, each of which may have a copy of its own."""
+        return max(1, sum(map(self._reads_weights, self.shares.items[unit].members)))
+
+    def _beside(self, unit: int, device: int) -> float:
+        """Seconds that a unit runs on a device before the last of its operations that reads weights."""
+        shares, graph = self.shares, self.shares.graph
+        members = shares.items[unit].members
+        reading = [i for i, member in enumerate(members) if self._reads_weights(member)]
+        spec = shares.topology[self.frontier.devices[device]]
+        early = members[: reading[-1]] if reading else []
+        return float(sum(shares.problem.seconds(graph.operations[name], spec) for name in early))
+
+    def _spare_seconds(self) -> float:
+        """Of units that are spread: their runs, and what their values may take to move."""
+        shares = self.shares
+        finite = np.where(np.isfinite(shares.clock), shares.clock, 0.0).max(axis=0)
+        seconds = float(finite[list(self._spread)].sum())
+        for (maker, item), table in shares.tables.items():
+            readers = [item] if item < shares.units else [u for u, i in shares.needs if i == item]
+            if self._spread & {maker, *readers}:
+                moves = table[:, 0, 1]
+                seconds += self.frontier.count * float(moves[np.isfinite(moves)].max(initial=0.0))
+        return seconds
 
     def _fixed(self, kind: int, unit: int) -> tuple[float, float]:
         """Seconds of the copies that a unit waits for in any case, and of those that it needs at once."""
@@ -227,6 +288,11 @@ class Leads:
         # weights that are copied one by one where they are not kept count for nothing here
         aside = sum(round_up(w.nbytes) for w in own if w.fetchable and w.name not in graph.streamable)
         total = float(shares.nbytes[unit]) - aside
+        if len(sizes) > _WEIGHTS:  # as if they could be divided
+            ends = np.linspace(0.0, 1.0, _PARTS + 1)
+            padded = sum(round_up(size) for size in sizes)
+            copied = [(part * sum(sizes), part_after * padded) for part, part_after in pairwise(ends)]
+            return [(float(n), max(0.0, total - float(taken))) for n, taken in copied]
         sums = {(0, 0)}
         for size in sizes:
             sums |= {(nbytes + size, taken + round_up(size)) for nbytes, taken in sums}
@@ -243,15 +309,19 @@ class Leads:
         found = (n for n in names if n in graph.weights and n not in shares.problem.fixed_weights)
         return [n for n in found if {shares.unit_of.get(r) for r in graph.consumers[n]} <= {unit, None}]
 
-    @property
+    @cached_property
     def held(self) -> list[float]:
         """Bytes that a ring may have to hold at once, in growing order."""
         return sorted({c.held for choices in set(self.choices) for c in choices if c.held})
 
-    @property
+    @cached_property
     def copied(self) -> float:
-        """Bytes of all copies that there can be."""
-        return sum(max((c.held for c in choices), default=0.0) for choices in self.choices)
+        """Bytes of all copies that there can be, about, and no fewer."""
+        most = {
+            choices: max((c.copying * self.bandwidth[c.row] for c in choices if c.row >= 0), default=0.0)
+            for choices in set(self.choices)
+        }
+        return float(sum(most[choices] for choices in self.choices))
 
     def needs(self, row: int) -> list[float]:
         """Bytes beside weights that operations may need on an accelerator, in growing order."""
@@ -286,16 +356,74 @@ class Leads:
 
     def ahead(self, case: Case) -> Floats:
         """(accelerators,) seconds of a lead at most: what is in a ring has paid for its latency."""
-        high = np.array([min(high, self.copied) for _, high in case.rings])
-        return np.asarray(high / self.bandwidth * (1 + 1 / SMALL))
+        filled = np.array([self._filled(high) for _, high in case.rings])
+        seconds = filled / self.bandwidth
+        paid = np.minimum(seconds * (1 + 1 / SMALL), seconds * self._late_share + self._small_seconds)
+        return np.asarray(paid + self.spare)
+
+    def _filled(self, high: float) -> float:
+        """Bytes that a ring of less than so many may hold: copies are whole."""
+        if high not in self._fillings:
+            self._fillings[high] = min(high, self.copied, self._whole(high))
+        return self._fillings[high]
+
+    def _whole(self, high: float) -> float:
+        if self._held_in_part or not np.isfinite(high):
+            return high
+        sizes = [size for size in self.held if size < high]
+        fine = [size for size in sizes if size < _FINE * high]
+        sums, fresh = {0.0}, {0.0}
+        while fresh and len(sums) < _SUMS:
+            fresh = {n + size for n in fresh for size in sizes if size not in fine and n + size < high} - sums
+            sums |= fresh
+        return high if fresh or fine else max(sums)
+
+    @cached_property
+    def _fillings(self) -> dict[float, float]:
+        return {}
+
+    @cached_property
+    def _held_in_part(self) -> bool:
+        """Whether ``held`` is less than what is copied: several operations of a unit read weights."""
+        units = (step.variable for step in self.frontier.steps if step.variable < self.shares.units)
+        return any(self._readers_of_weights(unit) > 1 for unit in units)
+
+    @cached_property
+    def _late_share(self) -> float:
+        """Seconds of a copy with its latency, by those without, for what is not small."""
+        large = [
+            c.copying / (c.copying - self._latency[c.row])
+            for choices in set(self.choices)
+            for c in choices
+            if c.row >= 0 and c.copying >= SMALL * self._latency[c.row] > 0
+        ]
+        return float(max(large, default=1.0))
+
+    @cached_property
+    def _small_seconds(self) -> float:
+        """Seconds of all small copies that there can be."""
+        small = {
+            choices: max(
+                (c.copying for c in choices if c.row >= 0 and c.copying < SMALL * self._latency[c.row]),
+                default=0.0,
+            )
+            for choices in set(self.choices)
+        }
+        return float(sum(small[choices] for choices in self.choices))
 
     def ahead_beside(self, choice: Choice, ahead: Floats) -> Floats:
         """(accelerators,) the same while an operation runs whose weights are in the ring."""
-        if not choice.held:
+        if not choice.held or choice.beside:
             return ahead
         left = ahead.copy()
         left[choice.row] = max(0.0, left[choice.row] - choice.held / self.bandwidth[choice.row])
         return left
+
+    def gained(self, choice: Choice, ahead: Floats) -> Floats:
+        """(accelerators,) seconds that leads gain at most while an operation runs."""
+        return np.asarray(
+            np.minimum(self.ahead_beside(choice, ahead), choice.run - choice.beside) + choice.beside
+        )
 
     def price(self, case: Case, prices: Prices) -> Rest:
         """What is left to pay at these prices."""
@@ -318,7 +446,7 @@ class Leads:
             rest.append(each.min(axis=0))
         rest.reverse()
         kept, late = self._follow(case, allowed, rest, paid)
-        bound = float(rest[0][0] - prices.nbytes @ capacity)
+        bound = float(rest[0][0] - prices.nbytes @ capacity - worth[0].sum() * self.spare)
         return Rest(bound, prices, kept - capacity, late, tuple(rest), worth)
 
     def _table(self, stage: Stage, choices: _Choices) -> _Table:
@@ -335,7 +463,7 @@ class Leads:
         alone = [
             c.run
             + (prices.nbytes[c.row] * c.kept + worth[c.row] * c.copying if c.row >= 0 else 0.0)
-            - float(worth @ np.minimum(self.ahead_beside(c, ahead), c.run))
+            - float(worth @ self.gained(c, ahead))
             for c in choices
         ]
         found = moves + np.array(alone)[:, None]
@@ -349,7 +477,7 @@ class Leads:
     ) -> tuple[Floats, Floats]:
         """Bytes kept, and seconds of copies less those that there is time for, on the cheapest way."""
         last, ahead, state = _last_copy(allowed), self.ahead(case), 0
-        kept, late = np.zeros(len(self.rows)), np.zeros(len(self.rows))
+        kept, late = np.zeros(len(self.rows)), np.full(len(self.rows), -self.spare)
         for i, (stage, choices) in enumerate(zip(self.stages, allowed, strict=True)):
             table = self._table(stage, choices)
             index = int((paid[i][:, state] + rest[i + 1][table.onward[:, state]]).argmin())
@@ -359,7 +487,7 @@ class Leads:
                 late[c.row] += c.copying
             if i <= last:
                 late -= np.minimum(ahead, table.moves[index, state])
-                late -= np.minimum(self.ahead_beside(c, ahead), c.run)
+                late -= self.gained(c, ahead)
             state = int(table.onward[index, state])
         return kept, late
 

@@ -39,6 +39,7 @@ _FIRST_WORK = 100_000  # of the local search before the gap is closed
 _START_SECONDS = 2e-3  # per operation, from which there is time for a second start
 _NEAR = 1.2  # times the best seconds up to which a plainer start is refined too
 _DEPTH = 6  # most slots of a ring in a large graph
+_BEAM_SECONDS = 10e-3  # per operation, from which beams have time to find something
 _PROPOSING = 0.2  # part of the time for the first proposals with offload
 _MENDED = 3  # proposals that are tried to be mended at a time, the nearest first
 _TIGHTER = (0.98, 0.95, 0.9)  # of the budgets, tried where nothing is found with all of them
@@ -143,10 +144,11 @@ def _search(
 def _streamed(problem: Problem, chain: Chain, best: Evaluation | None, limits: Limits) -> Evaluation | None:
     """A better placement with streamed weights, if one is found."""
     known = [] if best is None else [best]
-    if limits.deadline is not None:  # what takes longer may not be done in time
+    left, operations = limits.left, len(problem.graph.operations)
+    if left is not None and left < _BEAM_SECONDS * operations:  # what takes longer may not be done in time
         known += quick_interleavings(problem, chain, limits.until(0.2))
     best = min(known, key=lambda each: each.seconds, default=None)
-    found = list(stream(problem, best, limits.until(0.4)))
+    found = list(stream(problem, best, limits.until(0.5)))
     if not found:
         found = list(interleavings(problem, chain, limits.until(0.3)))
     return min([*([] if best is None else [best]), *found], key=lambda each: each.seconds, default=None)

@@ -56,7 +56,12 @@ class Stage:
 
 
 def make_stages(
-    frontier: Frontier, *, alike: bool = False, free: Sequence[int] = (), most: int = _STATES, unused: int = 0
+    frontier: Frontier,
+    *,
+    alike: bool = False,
+    free: Sequence[int] = (),
+    most: int | None = None,
+    unused: int = 0,
 ) -> list[Stage]:
     """A stage for each step; in a stack, a layer's are mostly those of the layer before.
 
@@ -64,11 +69,11 @@ def make_stages(
         frontier: whose states these are.
         alike: whether values that nothing tells apart from here on are counted instead of followed.
         free: variables whose values are not followed, and cost nothing.
-        most: states between two steps, times devices.
+        most: states between two steps, times devices, beyond which values are forgotten.
         unused: bits of a state that say nothing that matters.
     """
     stages, made = list[Stage](), dict[Hashable, Stage]()
-    most = min(most, _ALL_STATES // len(frontier.steps))
+    most = min(_STATES if most is None else most, _ALL_STATES // len(frontier.steps))
     bundles: list[tuple[tuple[int, ...], ...]] = [()] * len(frontier.steps)
     if alike:
         bundles = _bundles(frontier)

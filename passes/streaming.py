@@ -24,9 +24,10 @@ __all__ = ["stream"]
 _ACCELERATORS = 9  # at most: each has its bits in a state
 _SEARCHED = 4  # settings that are searched
 _WIDTH = 300  # labels between two steps
-_PACE = 0.05  # see ``Beam.search``
-_AGAIN = ((300, 0.0, True), (300, 0.0, False), (1500, 0.05, False))  # see ``Beam.search``
-_WORK = 2_500_000  # labels that all searches may keep where time is not limited
+_AGAIN = ((300, 0.05), (300, 0.0), (1500, 0.05))  # width and pace of further searches of the best setting
+_WIDEST = 5000  # labels, where somebody asked for more time
+_MOST = 100_000
+_WORK = 2_000_000  # labels that all searches may keep where time is not limited
 _CLOSE = 2e-3  # share of the seconds that is not worth a search
 _STEP = 20  # labels that take as long as a step that is priced
 _LOOSE = 1.5  # times the seconds to be beaten, up to which a placement is worth a look
@@ -45,14 +46,13 @@ def stream(problem: Problem, best: Evaluation | None, limits: Limits) -> Iterato
     search = _Search(problem, best, limits)
     settings = make_settings(problem, limits)
     for setting in settings[:_SEARCHED]:
-        yield from search.run(setting, _WIDTH, _PACE)
-    for width, pace, alone in _AGAIN:
-        if search.setting is not None:
-            yield from search.run(search.setting, width, pace, alone=alone)
+        yield from search.run(setting)
+    yield from search.run_again()
     yield from search.run_others()
     if limits.deadline is not None:  # somebody asked for more
         for setting in settings[_SEARCHED:]:
-            yield from search.run(setting, _WIDTH, _PACE)
+            yield from search.run(setting)
+        yield from search.run_wider()
 
 
 class _Search:
@@ -78,7 +78,9 @@ class _Search:
         """Whether time is up, or the work done."""
         return self.limits.over or (self.limits.deadline is None and self.left <= 0)
 
-    def run(self, setting: Setting, width: int, pace: float, *, alone: bool = False) -> Iterator[Evaluation]:
+    def run(
+        self, setting: Setting, width: int = _WIDTH, *, pace: float = 0.0, alone: bool = True
+    ) -> Iterator[Evaluation]:
         """The placements that a beam finds, as far as each is the fastest so far."""
         self.margin.clear()
         hopeless = self.below * (1 - _CLOSE)
@@ -108,13 +110,26 @@ class _Search:
                 return
             self._learn(setting, way, found, precisely=attempt < _PRECISE)
 
+    def run_again(self) -> Iterator[Evaluation]:
+        """The best setting, in other ways."""
+        for width, pace in _AGAIN:
+            if self.setting is not None:
+                yield from self.run(self.setting, width, pace=pace, alone=False)
+
+    def run_wider(self) -> Iterator[Evaluation]:
+        """The best setting with ever more labels, as long as there is time."""
+        width = _WIDEST
+        while self.setting is not None and not self.over and width <= _MOST:
+            yield from self.run(self.setting, width)
+            width *= 4
+
     def run_others(self) -> Iterator[Evaluation]:
         """The same with other rings, as long as that helps."""
         before = None
         while self.setting is not None and self.setting is not before and not self.over:
             before = self.setting
             for other in before.others():
-                yield from self.run(other, _WIDTH, 0.0, alone=True)
+                yield from self.run(other)
 
     def _rest(self, setting: Setting) -> Rest:
         """What is left to pay in a setting."""

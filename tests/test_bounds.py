@@ -16,7 +16,7 @@ from torch import nn
 import graphplan
 from graphplan import Graph, Link, Operation, Value, Weight
 from graphplan.device import DeviceKey, read_max_memory
-from graphplan.passes import onward
+from graphplan.passes import states
 from graphplan.passes.bound import lower_bound
 from graphplan.passes.branch import Tree
 from graphplan.passes.chain import Chain
@@ -223,7 +223,7 @@ def test_narrow_searches_prove_less_and_nothing_false(seed: int, width: int) -> 
 
 
 def test_labels_may_forget_values_and_still_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onward, "_STATES", 12)
+    monkeypatch.setattr(states, "_STATES", 12)
     for seed in range(350, 365):
         problem, best = accelerated(seed, 3)
         parts = list(part_by_home(problem, Shares(problem)))

@@ -9,9 +9,11 @@ import pytest
 
 from graphplan import Graph, Link, Operation, Value, Weight
 from graphplan.device import CPU, DeviceKey, read_max_memory
+from graphplan.passes.close_by_leads import least_seconds
 from graphplan.passes.counts import count_units
 from graphplan.passes.evaluate import Problem, evaluate
 from graphplan.passes.exhaustive import search_all
+from graphplan.passes.limits import Limits
 from graphplan.passes.place import place
 from graphplan.passes.shares import Shares
 from graphplan.schedule import Assignment
@@ -138,6 +140,7 @@ def test_no_placement_is_below_the_count(case: object) -> None:
             feasible += 1
             bound, _ = count_units(Shares(problem), upper=5 * found.seconds, gap=1e-6, programs=300)
             assert bound <= found.seconds * (1 + 1e-6)
+            assert least_seconds(problem, 5 * found.seconds, Limits())[0] <= found.seconds
             assert place(problem).lower_bound <= found.seconds * (1 + 1e-6)
     assert feasible
 
@@ -188,3 +191,4 @@ def test_experts_that_read_one_value(seed: int) -> None:
     assert best is not None
     bound, _ = count_units(Shares(problem), upper=3 * best.seconds, gap=1e-6, programs=500)
     assert bound * (1 - 1e-6) <= best.seconds
+    assert 0 < least_seconds(problem, 3 * best.seconds, Limits())[0] <= best.seconds

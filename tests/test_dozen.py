@@ -18,9 +18,11 @@ from graphplan import Graph, InfeasibleError, Link, Operation, Value, Weight
 from graphplan.device import CPU, Topology, read_max_memory
 from graphplan.passes.bound import lower_bound
 from graphplan.passes.branch import Tree
+from graphplan.passes.close_by_leads import least_seconds
 from graphplan.passes.columns import ColumnGeneration
 from graphplan.passes.counts import count_units
 from graphplan.passes.evaluate import Evaluation, Problem
+from graphplan.passes.limits import Limits
 from graphplan.passes.master import mix_fractions
 from graphplan.passes.place import Solution, place
 from graphplan.passes.pricing import Pricing
@@ -155,3 +157,7 @@ def test_no_bound_exceeds_the_best(kind: str, ties: bool, seed: int) -> None:
     assert bounded.seconds <= best.seconds * TIGHT
     counted, _ = count_units(shares, upper=2 * upper, gap=1e-6, programs=300)
     assert counted * (1 - 1e-6) <= best.seconds
+    if offload:
+        least, parts = least_seconds(problem, 2 * upper, Limits())
+        assert least <= best.seconds * TIGHT
+        assert parts
