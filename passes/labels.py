@@ -62,6 +62,7 @@ class _Batch:
     """Labels after a step; arrays over them."""
 
     state: Ints
+    index: npt.NDArray[np.int32]  # of the state among those of the stage
     held: Ints  # (words, labels) units of bytes, two devices to a word
     level: Ints
     seconds: Floats  # with priced bytes
@@ -73,6 +74,7 @@ class _Batch:
         """Some of them."""
         return _Batch(
             self.state[chosen],
+            self.index[chosen],
             self.held[:, chosen],
             self.level[chosen],
             self.seconds[chosen],
@@ -164,6 +166,7 @@ class Labels:
         nothing = np.zeros(1, dtype=np.int64)
         return _Batch(
             nothing,
+            nothing.astype(np.int32),
             np.zeros((self.words, 1), dtype=np.int64),
             nothing,
             np.full(1, -float(self.onward.prices @ self.onward.spare)),
@@ -176,8 +179,8 @@ class Labels:
         """Every label on every device, but those without room or hope."""
         after, seconds = self.frontier.extend(step, batch.state)
         seconds += (self.onward.prices * step.nbytes)[:, None] + batch.seconds[None, :]
-        index = np.searchsorted(stage.states, after & ~np.int64(stage.forgotten | step.waiting))
-        rest = self.onward.rest[i + 1][np.minimum(index, len(stage.states) - 1)]
+        index = stage.onward[:, batch.index]
+        rest = self.onward.rest[i + 1][index]
         device, parent = np.nonzero(seconds + rest < below)
         word, shift = device // 2, _FIELD * (device % 2)
         held = batch.held[word, parent] + (step.nbytes // self.unit << shift)
@@ -194,7 +197,8 @@ class Labels:
         both = batch.held[:, parent]
         both[word[fits], np.arange(len(fits))] = held[fits]
         return _Batch(
-            after[device, parent],
+            stage.ordered(after[device, parent]),
+            index[device, parent],
             both,
             batch.level[parent] + ((level - before)[fits] << (_LEVEL_BITS * device)),
             seconds[device, parent],

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from graphplan.passes.leads import Case, Choice, Leads, Rest
+from graphplan.passes.leads import Case, Leads, Rest
 from graphplan.passes.states import Stage
+from graphplan.passes.ways import Choice
 
 __all__ = ["Bounded", "bound_by_labels"]
 

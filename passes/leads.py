@@ -13,31 +13,27 @@ the lower one takes memory, the upper one gives room.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import linprog
 
-from graphplan.alignment import round_up
 from graphplan.device import DeviceKey
 from graphplan.passes.frontier import Frontier
 from graphplan.passes.segments import SMALL
 from graphplan.passes.shares import Shares
 from graphplan.passes.states import Stage, make_stages
+from graphplan.passes.ways import Choice, Choices, Ways
 
-__all__ = ["Case", "Choice", "Guide", "Leads", "Prices", "Rest"]
+__all__ = ["Case", "Guide", "Leads", "Prices", "Rest"]
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 _STATES = 300  # between two steps, times devices: values that cost less to move are not followed
-_WEIGHTS = 8  # of an operation, up to which every part of them is looked at
-_PARTS = 6  # of an operation's weights that may be brought
 _FINE = 0.05  # of a ring: what is smaller fills it up
 _SUMS = 3000  # of sizes that are told apart
 _ACCURACY = 5e-4  # share of the bound that better prices could add, for which none are looked for
@@ -105,34 +101,6 @@ class Rest:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """A way to run a step.
-
-    Attributes:
-        device: of the frontier.
-        row: of the accelerator; -1 for the CPU.
-        run: seconds.
-        copying: seconds of the copies that it waits for.
-        held: bytes of these at once, at least.
-        kept: bytes of weights that stay.
-        need: bytes beside weights.
-        beside: seconds of the run that such copies may be made in.
-    """
-
-    device: int
-    row: int
-    run: float
-    copying: float = 0.0
-    held: float = 0.0
-    kept: float = 0.0
-    need: float = 0.0
-    beside: float = 0.0
-
-
-_Choices = tuple[Choice, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class _Table:
     """The choices of a step, as arrays.
 
@@ -171,19 +139,13 @@ class Leads:
         self.bandwidth = np.array([link.bandwidth for link in links])
         self._latency = np.array([link.latency for link in links])
         self.room = self.frontier.room[self.rows]
-        self._needed: dict[int, list[int]] = defaultdict(list)
-        self._readers: dict[int, int] = defaultdict(int)
-        for unit, item in shares.needs:
-            self._needed[unit].append(item)
-            self._readers[item] += 1
-        self._place = {name: i for i, name in enumerate(shares.graph.operations)}
-        self._spread = {unit for unit in range(shares.units) if self._is_spread(unit)}
-        self.spare = self._spare_seconds()
         self.stages = self._make_stages()
-        known: dict[_Choices, _Choices] = {}
-        made = [self._choices(step.variable) for step in self.frontier.steps]
+        ways = Ways(self.frontier, self.rows, links)
+        self.spare, self._held_in_part = ways.spare, ways.held_in_part
+        known: dict[Choices, Choices] = {}
+        made = [ways.choices(step.variable) for step in self.frontier.steps]
         self.choices = [known.setdefault(choices, choices) for choices in made]
-        self._tables: dict[tuple[int, _Choices], _Table] = {}
+        self._tables: dict[tuple[int, Choices], _Table] = {}
 
     def _make_stages(self) -> list[Stage]:
         frontier = self.frontier
@@ -193,121 +155,7 @@ class Leads:
         unused = (1 << 2 * frontier.count) - (1 << frontier.count if twins else 1)
         return make_stages(frontier, alike=True, free=shared, most=_STATES, unused=unused)
 
-    # -- what a step may do -----------------------------------------------------------------------
-
-    def _choices(self, variable: int) -> _Choices:
-        shares, frontier = self.shares, self.frontier
-        if variable >= shares.units:
-            return (Choice(0, -1, 0.0),)
-        found = list[Choice]()
-        for d in range(frontier.count):
-            kind = int(frontier.alike[d])
-            run = float(shares.clock[kind, variable])
-            if not np.isfinite(run):
-                continue
-            if d not in self.rows:
-                found.append(Choice(d, -1, run))
-                continue
-            row, need = self.rows.index(d), float(shares.working[kind, variable])
-            fixed, largest = self._fixed(kind, variable)
-            readers, beside = self._readers_of_weights(variable), self._beside(variable, d)
-            for nbytes, kept in self._parts(variable):
-                if variable in self._spread:  # who knows when
-                    found.append(Choice(d, row, run, kept=kept, need=need))
-                    continue
-                copying = fixed + nbytes / self.bandwidth[row] + self._late(row, nbytes)
-                held = (nbytes + largest * self.bandwidth[row]) / readers
-                found.append(Choice(d, row, run, float(copying), float(held), kept, need, beside))
-        return tuple(found)
-
-    # -- units of several operations --------------------------------------------------------------
-
-    def _is_spread(self, unit: int) -> bool:
-        """Whether other operations run between those of a unit that take time or read weights."""
-        shares, graph = self.shares, self.shares.graph
-        telling = [m for m in shares.items[unit].members if self._takes_time(m) or self._reads_weights(m)]
-        places = [self._place[member] for member in telling]
-        if len(places) < 2:
-            return False
-        between = list(graph.operations)[min(places) : max(places) + 1]
-        return any(shares.unit_of.get(name, unit) != unit for name in between)
-
-    def _takes_time(self, name: str) -> bool:
-        problem, operation = self.shares.problem, self.shares.graph.operations[name]
-        return any(problem.seconds(operation, kind.spec) > 0 for kind in self.shares.kinds)
-
-    def _reads_weights(self, name: str) -> bool:
-        graph = self.shares.graph
-        return any(n in graph.weights and graph.weights[n].nbytes for n in graph.operations[name].inputs)
-
-    def _readers_of_weights(self, unit: int) -> int:
-        """Operations of a unit that read weights, each of which may have a copy of its own."""
-        return max(1, sum(map(self._reads_weights, self.shares.items[unit].members)))
-
-    def _beside(self, unit: int, device: int) -> float:
-        """Seconds that a unit runs on a device before the last of its operations that reads weights."""
-        shares, graph = self.shares, self.shares.graph
-        members = shares.items[unit].members
-        reading = [i for i, member in enumerate(members) if self._reads_weights(member)]
-        spec = shares.topology[self.frontier.devices[device]]
-        early = members[: reading[-1]] if reading else []
-        return float(sum(shares.problem.seconds(graph.operations[name], spec) for name in early))
-
-    def _spare_seconds(self) -> float:
-        """Of units that are spread: their runs, and what their values may take to move."""
-        shares = self.shares
-        finite = np.where(np.isfinite(shares.clock), shares.clock, 0.0).max(axis=0)
-        seconds = float(finite[list(self._spread)].sum())
-        for (maker, item), table in shares.tables.items():
-            readers = [item] if item < shares.units else [u for u, i in shares.needs if i == item]
-            if self._spread & {maker, *readers}:
-                moves = table[:, 0, 1]
-                seconds += self.frontier.count * float(moves[np.isfinite(moves)].max(initial=0.0))
-        return seconds
-
-    def _fixed(self, kind: int, unit: int) -> tuple[float, float]:
-        """Seconds of the copies that a unit waits for in any case, and of those that it needs at once."""
-        shares = self.shares
-        seconds = largest = float(shares.queue[kind, unit])
-        for item in self._needed[unit]:
-            each = float(shares.queue[kind, item])
-            if np.isfinite(each) and not shares.nbytes[item]:  # its readers may share a copy
-                seconds, largest = seconds + each / self._readers[item], largest + each
-        return seconds, largest
-
-    def _late(self, row: int, nbytes: float) -> float:
-        """Of a copy's latency, the part of these bytes: small ones share a copy."""
-        small = SMALL * self._latency[row] * self.bandwidth[row]
-        return float(self._latency[row] * nbytes / max(nbytes, small, 1.0))
-
-    def _parts(self, unit: int) -> list[tuple[float, float]]:
-        """Bytes that are copied and bytes that are kept, for each part of a unit's weights."""
-        graph, shares = self.shares.graph, self.shares
-        own = [graph.weights[name] for name in self._own_weights(unit)]
-        sizes = [weight.nbytes for weight in own if weight.name in graph.streamable]
-        # weights that are copied one by one where they are not kept count for nothing here
-        aside = sum(round_up(w.nbytes) for w in own if w.fetchable and w.name not in graph.streamable)
-        total = float(shares.nbytes[unit]) - aside
-        if len(sizes) > _WEIGHTS:  # as if they could be divided
-            ends = np.linspace(0.0, 1.0, _PARTS + 1)
-            padded = sum(round_up(size) for size in sizes)
-            copied = [(part * sum(sizes), part_after * padded) for part, part_after in pairwise(ends)]
-            return [(float(n), max(0.0, total - float(taken))) for n, taken in copied]
-        sums = {(0, 0)}
-        for size in sizes:
-            sums |= {(nbytes + size, taken + round_up(size)) for nbytes, taken in sums}
-        ordered = np.array(sorted(sums), dtype=float)
-        groups = np.array_split(ordered, min(len(ordered), _PARTS))
-        # of those that are taken together the least is copied, and the most is not kept
-        return [(float(g[0, 0]), max(0.0, total - float(g[:, 1].max()))) for g in groups]
-
-    def _own_weights(self, unit: int) -> list[str]:
-        """Weights that only this unit reads and whose place is open."""
-        graph, shares = self.shares.graph, self.shares
-        members = shares.items[unit].members
-        names = dict.fromkeys(name for member in members for name in graph.operations[member].inputs)
-        found = (n for n in names if n in graph.weights and n not in shares.problem.fixed_weights)
-        return [n for n in found if {shares.unit_of.get(r) for r in graph.consumers[n]} <= {unit, None}]
+    # -- sizes -----------------------------------------------------------------------------------
 
     @cached_property
     def held(self) -> list[float]:
@@ -339,9 +187,9 @@ class Leads:
         taken = [ring[0] + need[0] for ring, need in zip(case.rings, case.needs, strict=True)]
         return np.asarray(self.room - np.array(taken))
 
-    def allowed(self, case: Case) -> list[_Choices]:
+    def allowed(self, case: Case) -> list[Choices]:
         """(steps,) what may be done in a case."""
-        capacity, known = self.capacity(case), dict[_Choices, _Choices]()
+        capacity, known = self.capacity(case), dict[Choices, Choices]()
 
         def may(c: Choice) -> bool:
             if c.row < 0:
@@ -381,12 +229,6 @@ class Leads:
     @cached_property
     def _fillings(self) -> dict[float, float]:
         return {}
-
-    @cached_property
-    def _held_in_part(self) -> bool:
-        """Whether ``held`` is less than what is copied: several operations of a unit read weights."""
-        units = (step.variable for step in self.frontier.steps if step.variable < self.shares.units)
-        return any(self._readers_of_weights(unit) > 1 for unit in units)
 
     @cached_property
     def _late_share(self) -> float:
@@ -449,7 +291,7 @@ class Leads:
         bound = float(rest[0][0] - prices.nbytes @ capacity - worth[0].sum() * self.spare)
         return Rest(bound, prices, kept - capacity, late, tuple(rest), worth)
 
-    def _table(self, stage: Stage, choices: _Choices) -> _Table:
+    def _table(self, stage: Stage, choices: Choices) -> _Table:
         key = id(stage), choices
         if key not in self._tables:
             devices = [c.device for c in choices]
@@ -457,7 +299,7 @@ class Leads:
             self._tables[key] = _Table(stage.onward[devices].astype(np.int64), moves)
         return self._tables[key]
 
-    def _paid(self, stage: Stage, choices: _Choices, prices: Prices, worth: Floats, ahead: Floats) -> Floats:
+    def _paid(self, stage: Stage, choices: Choices, prices: Prices, worth: Floats, ahead: Floats) -> Floats:
         """(choices, states) seconds with prices, less what leads gain meanwhile."""
         moves = self._table(stage, choices).moves
         alone = [
@@ -473,7 +315,7 @@ class Leads:
         return np.where(np.isfinite(moves), found, np.inf)
 
     def _follow(
-        self, case: Case, allowed: Sequence[_Choices], rest: Sequence[Floats], paid: Sequence[Floats]
+        self, case: Case, allowed: Sequence[Choices], rest: Sequence[Floats], paid: Sequence[Floats]
     ) -> tuple[Floats, Floats]:
         """Bytes kept, and seconds of copies less those that there is time for, on the cheapest way."""
         last, ahead, state = _last_copy(allowed), self.ahead(case), 0
@@ -573,7 +415,7 @@ class Guide:
         return self.rest.promise(step, index, paid, lead[rows])
 
 
-def _last_copy(allowed: Sequence[_Choices]) -> int:
+def _last_copy(allowed: Sequence[Choices]) -> int:
     """The last step that copies anything: what a lead gains after it is worth nothing."""
     copies = {choices: any(c.copying for c in choices) for choices in set(allowed)}
     return max((i for i, choices in enumerate(allowed) if copies[choices]), default=-1)

@@ -50,7 +50,7 @@ class Onward:
 
     def __init__(self, frontier: Frontier) -> None:
         self.frontier = frontier
-        self.stages = make_stages(frontier)
+        self.stages = make_stages(frontier, alike=True)
         self.spare = np.maximum(frontier.room - frontier.least, 0.0)
         self._total = float(sum(step.nbytes for step in frontier.steps))
         self.prices = np.zeros(frontier.count)

@@ -34,6 +34,7 @@ class Stage:
         forgotten: bits of values that are not followed.
         onward: (devices, states before) index of the state after.
         seconds: (devices, states before) of the step, infinite where it may not be.
+        before: bits of values that were not followed already before the step.
         bundle: where the bits of values begin that are counted instead of followed.
         mask: of the bits of one value.
     """
@@ -42,8 +43,9 @@ class Stage:
     forgotten: int
     onward: npt.NDArray[np.int32]
     seconds: Floats
-    bundle: tuple[tuple[int, ...], ...] = ()
-    mask: int = 0
+    before: int
+    bundle: tuple[tuple[int, ...], ...]
+    mask: int
 
     def ordered(self, states: Ints) -> Ints:
         """States of the frontier after this step, alike where only what is counted tells them apart."""
@@ -51,7 +53,7 @@ class Stage:
 
     def find(self, states: Ints) -> Ints:
         """Indices of states of the frontier after this step, as far as they can be reached."""
-        known = _sorted_within(states & ~np.int64(self.forgotten), self.bundle, self.mask)
+        known = self.ordered(states & ~np.int64(self.before)) & ~np.int64(self.forgotten)
         return np.minimum(np.searchsorted(self.states, known), len(self.states) - 1)
 
 
@@ -101,8 +103,10 @@ def _make_stage(
 ) -> Stage:
     after, seconds = frontier.extend(step.without(forgotten), states)
     forgotten &= ~step.closed | _uses(frontier)
-    after &= ~np.int64(forgotten)
-    after = _sorted_within(after, bundle, _mask(frontier))
+    before = forgotten
+    # what is not followed has no bits that could take another's place
+    bundle = tuple(tuple(shift for shift in shifts if not before >> shift & 1) for shifts in bundle)
+    after = _sorted_within(after & ~np.int64(before), bundle, _mask(frontier))
     known = _unique(after[np.isfinite(seconds)])
     for shift in step.open:
         if len(known) * frontier.count <= most:
@@ -111,7 +115,7 @@ def _make_stage(
         after &= ~np.int64(forgotten)
         known = _unique(known & ~np.int64(forgotten))
     onward = np.minimum(np.searchsorted(known, after), max(0, len(known) - 1))
-    return Stage(known, forgotten, onward.astype(np.int32), seconds, bundle, _mask(frontier))
+    return Stage(known, forgotten, onward.astype(np.int32), seconds, before, bundle, _mask(frontier))
 
 
 def _uses(frontier: Frontier) -> int:
@@ -179,6 +183,8 @@ def _opened(frontier: Frontier) -> list[_Open]:
 def _sorted_within(states: Ints, bundle: Sequence[Sequence[int]], mask: int) -> Ints:
     """The same states, with the bits of values that nothing tells apart in one order."""
     for shifts in bundle:
+        if len(shifts) < 2:
+            continue
         each = np.sort(np.stack([states >> shift & mask for shift in shifts]), axis=0)
         for shift, bits in zip(shifts, each, strict=True):
             states = states & ~np.int64(mask << shift) | bits << shift

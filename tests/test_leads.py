@@ -12,6 +12,7 @@ from test_counts import chain_of, experts, with_cpu
 
 from graphplan import Link, Weight
 from graphplan.device import CPU
+from graphplan.passes import leads
 from graphplan.passes.close_by_leads import least_seconds
 from graphplan.passes.evaluate import Problem, evaluate
 from graphplan.passes.lead_labels import bound_by_labels
@@ -57,7 +58,7 @@ def test_no_placement_is_faster_than_what_is_left_to_pay(seed: int, accelerators
 def test_labels_bound_higher_and_width_costs_nothing_but_height(seed: int) -> None:
     problem = problem_of(tower(40, 8 * MIB, seed=seed), 0.5)
     leads = leads_of(problem)
-    best = place(problem).evaluation.seconds
+    best = place(problem, Limits(exhaustive=False)).evaluation.seconds
     size = leads.held[-1]
     case = Case(((size, 1.5 * size),), ANYTHING.needs)
     rest = leads.highest(case)
@@ -88,7 +89,7 @@ def test_nothing_is_said_where_nothing_streams() -> None:
 
 def test_a_ring_that_is_there_takes_memory() -> None:
     problem = problem_of(tower(40, 8 * MIB), 0.5)
-    best = place(problem).evaluation.seconds
+    best = place(problem, Limits(exhaustive=False)).evaluation.seconds
     taken = int(0.25 * problem.graph.weight_bytes)
     small, large = (
         least_seconds(replace(problem, rings={0: ring}), 5 * best, Limits())[0] for ring in (0, taken)
@@ -112,3 +113,17 @@ def test_a_weight_of_the_cpu_is_copied_or_read_there() -> None:
     leads = leads_of(fixed)
     small = Case(((0.0, largest.nbytes / 2),), ANYTHING.needs)
     assert leads.highest(small).bound > leads.highest(ANYTHING).bound
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_values_that_are_forgotten_cost_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where others are alike, which are counted."""
+    problem = experts(seed)
+    case = Case(*[((0.0, np.inf),) * (len(problem.topology.devices) - 1)] * 2)
+    exact = leads_of(problem)
+    prices = exact.highest(case).prices
+    for most in (6, 12, 40):
+        monkeypatch.setattr(leads, "_STATES", most)
+        fewer = leads_of(problem)
+        assert max(len(stage.states) for stage in fewer.stages) <= most
+        assert fewer.price(case, prices).bound <= exact.price(case, prices).bound * (1 + 1e-9)
