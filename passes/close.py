@@ -86,15 +86,15 @@ def _close(incumbent: Incumbent) -> None:
 
 
 def _bound_streamed(incumbent: Incumbent, shares: Shares) -> None:
-    """By prices and labels where there is one accelerator; else by how much there is of each sort first."""
+    """By how much there is of each sort, and by prices and labels; those first that prove more."""
     timed, limits = incumbent.timed, incumbent.limits
     if sum(1 for spec in incumbent.problem.topology.devices if spec.is_accelerator) > 1:
         _count(incumbent, shares)
-        if timed:
+        if timed and not incumbent.done:
             bound_by_leads(incumbent, limits.until(_LEADS))
         return
     bound_by_leads(incumbent, limits.until(_LEADS))
-    if timed:
+    if not incumbent.done:
         _count(incumbent, shares)
 
 

@@ -32,6 +32,7 @@ _TELLING_NEED = 3e-3  # of the room, likewise
 _NEEDS = 4  # of what operations need beside weights
 _SLOTS = (2, 3, 4)  # of the largest weight
 _WIDER = 1.5  # times a ring the next larger one, from there on
+_SMALLER = 4.0  # times a ring one that is told apart where the lower end is none at all
 _APART = 1.06  # times its lower end the upper end of a size that is divided
 _ROUNDS = 8  # prices that are tried for a part
 _WIDTHS = (1000, 3000)  # labels between two steps, first and after that
@@ -39,7 +40,8 @@ _RAISE = 1.02  # times the price of bytes without labels, the one that is tried 
 _RAISES = 5  # prices that are tried
 _ACCURACY = 1e-3  # share of the bound that better ones could add, for which none are tried
 _LABELS = 150  # that take about as long as a step without labels
-_WORK = 40_000  # steps where nobody asked for time
+_FEWEST = 5  # parts without which a bound is not worth its time
+_WORK = 60_000  # steps where nobody asked for time
 _ROUNDING = 1e-9
 
 _Ends = tuple[float, ...]
@@ -66,7 +68,8 @@ def least_seconds(problem: Problem, enough: float, limits: Limits) -> tuple[floa
     """
     accelerators = sum(1 for spec in problem.topology.devices if spec.is_accelerator)
     streams = problem.streams and problem.offload and cpu_key(problem.topology) is not None
-    if not (1 <= accelerators <= _ACCELERATORS and streams):
+    hopeless = limits.deadline is None and len(problem.graph.operations) * _FEWEST * _ROUNDS > _WORK
+    if not (1 <= accelerators <= _ACCELERATORS and streams) or hopeless:
         return 0.0, 0
     search = _Search(problem, enough, limits)
     return search.run() * (1 - _ROUNDING), search.count
@@ -81,6 +84,7 @@ class _Part:
         rings: for each accelerator, ends of the sizes of its ring that are told apart here.
         needs: likewise, of what operations need beside weights.
         rest: what is left to pay.
+        tuned: whether that is at the best prices.
         searches: how many there were with labels.
     """
 
@@ -88,6 +92,7 @@ class _Part:
     rings: tuple[_Ends, ...]
     needs: tuple[_Ends, ...]
     rest: Rest
+    tuned: bool
     searches: int = 0
 
     def halves(self) -> list[tuple[tuple[_Ends, ...], tuple[_Ends, ...]]]:
@@ -104,13 +109,20 @@ class _Part:
 
     def finer(self) -> _Part | None:
         """The same, with sizes of the widest ring told apart again; None where they hardly differ."""
-        spans = [min(high, self.leads.copied) / low if low else 1.0 for low, high in self.rings]
+        spans = [self._span(low, high) for low, high in self.rings]
         row = int(np.argmax(spans))
         if spans[row] < _APART:
             return None
         low, high = self.rings[row]
-        ends = (low, low * float(np.sqrt(spans[row])), high)
-        return replace(self, rings=self._with(self.rings, row, ends))
+        middle = low * float(np.sqrt(spans[row])) if low else min(high, self.leads.copied) / _SMALLER
+        return replace(self, rings=self._with(self.rings, row, (low, middle, high)))
+
+    def _span(self, low: float, high: float) -> float:
+        """Times the lower size the upper one."""
+        high = min(high, self.leads.copied)
+        if low:
+            return high / low
+        return _SMALLER if high > _SMALLER * self.leads.held[0] else 1.0
 
 
 def _widest(ends: Sequence[_Ends]) -> int:
@@ -143,7 +155,6 @@ class _Search:
 
     def run(self) -> float:
         """Seconds that no placement goes below; 0 where there was no time to find any."""
-        near: Prices | None = None
         for homes in largest_homes(self.problem):
             if self.over:
                 return 0.0
@@ -153,7 +164,7 @@ class _Search:
             rings = tuple(self._ring_ends(leads, row) for row in rows)
             needs = tuple(_need_ends(leads, row) for row in rows)
             if all(len(ends) > 1 for ends in (*rings, *needs)):
-                near = self._bound(leads, rings, needs, near, 0.0)
+                self._bound(leads, rings, needs, None, 0.0)
         stuck = np.inf
         while self.open and self.open[0][0] < min(self.enough, stuck) and not self.over:
             seconds, _, part = heapq.heappop(self.open)
@@ -183,18 +194,37 @@ class _Search:
         near: Prices | None,
         least: float,
     ) -> Prices:
-        """Bound a part of what is known to take ``least`` seconds; returns its best prices."""
+        """Bound a part of what is known to take ``least`` seconds; returns its prices.
+
+        Args:
+            leads: with homes for the largest weights.
+            rings: of the part.
+            needs: of the part.
+            near: prices that are good for what it is a part of; if there are none, the best are looked for.
+            least: seconds.
+        """
         case = _case(rings, needs)
-        rest = leads.highest(case, near, enough=self.enough, rounds=_ROUNDS)
+        rest = self._tuned(leads, case, None) if near is None else leads.price(case, near)
         self.count += 1
-        self.work += len(leads.stages) * _ROUNDS / 2
+        self.work += len(leads.stages)
         seconds = max(rest.bound, least)
         if seconds < self.enough:
-            heapq.heappush(self.open, (seconds, next(self.order), _Part(leads, rings, needs, rest)))
-        return rest.prices if np.isfinite(rest.bound) else near or rest.prices
+            part = _Part(leads, rings, needs, rest, tuned=near is None)
+            heapq.heappush(self.open, (seconds, next(self.order), part))
+        return rest.prices
+
+    def _tuned(self, leads: Leads, case: Case, near: Prices | None) -> Rest:
+        self.work += len(leads.stages) * _ROUNDS / 2
+        return leads.highest(case, near, enough=self.enough, rounds=_ROUNDS)
 
     def _improve(self, seconds: float, part: _Part) -> bool:
         """Raise the bound of a part, or divide it; False where neither can be done."""
+        if not part.tuned:
+            rest = self._tuned(part.leads, _case(part.rings, part.needs), part.rest.prices)
+            if rest.bound < self.enough:
+                tuned = replace(part, rest=rest, tuned=True)
+                heapq.heappush(self.open, (max(seconds, rest.bound), next(self.order), tuned))
+            return True
         halves = part.halves()
         if not halves:
             if len(part.leads.rows) == 1 and part.searches < len(_WIDTHS):

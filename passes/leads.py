@@ -102,15 +102,43 @@ class Rest:
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """The choices of a step, as arrays.
+    """The choices of a step in a case, as arrays.
 
     Attributes:
         onward: (choices, states before) index of the state after.
         moves: (choices, states before) seconds of moves, infinite where it may not be.
+        during: (accelerators, choices, states before) seconds of these in which leads grow.
+        run: (choices,) seconds.
+        kept: (choices, accelerators) bytes of weights that stay.
+        late: (choices, accelerators) seconds of copies, less those that leads gain while it runs.
     """
 
     onward: Ints
     moves: Floats
+    during: Floats
+    run: Floats
+    kept: Floats
+    late: Floats
+
+    def paid(self, prices: Floats, worth: Floats) -> Floats:
+        """(choices, states) seconds with prices of bytes and of leads."""
+        alone = self.run + self.kept @ prices + self.late @ worth
+        return np.asarray(self.moves + alone[:, None] - np.tensordot(worth, self.during, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A case, for several prices.
+
+    Attributes:
+        case: what is looked at.
+        tables: (steps,) one for those that are alike; none where there is no way.
+        last: the last step that copies anything.
+    """
+
+    case: Case
+    tables: list[_Table]
+    last: int
 
 
 class Leads:
@@ -145,7 +173,7 @@ class Leads:
         known: dict[Choices, Choices] = {}
         made = [ways.choices(step.variable) for step in self.frontier.steps]
         self.choices = [known.setdefault(choices, choices) for choices in made]
-        self._tables: dict[tuple[int, Choices], _Table] = {}
+        self._known: _Prepared | None = None
 
     def _make_stages(self) -> list[Stage]:
         frontier = self.frontier
@@ -269,68 +297,63 @@ class Leads:
 
     def price(self, case: Case, prices: Prices) -> Rest:
         """What is left to pay at these prices."""
-        capacity, allowed = self.capacity(case), self.allowed(case)
-        none = np.zeros(len(self.rows))
-        if (capacity < 0).any() or not all(allowed):
-            return Rest(np.inf, prices, none, none)
+        prepared, capacity = self._prepare(case), self.capacity(case)
+        if not prepared.tables:
+            return Rest(np.inf, prices, np.zeros(len(self.rows)), np.zeros(len(self.rows)))
         worth = np.zeros((len(self.stages) + 1, len(self.rows)))
-        worth[: _last_copy(allowed) + 1] = prices.copying
-        ahead, known = self.ahead(case), dict[tuple[int, int, bool], Floats]()
-        paid = list[Floats]()
-        for i, (stage, choices) in enumerate(zip(self.stages, allowed, strict=True)):
-            key = id(stage), id(choices), bool(worth[i].any())
+        worth[: prepared.last + 1] = prices.copying
+        known: dict[tuple[int, bool], Floats] = {}
+        rest, chosen = [np.zeros(len(self.stages[-1].states))], list[Ints]()
+        for i in range(len(prepared.tables) - 1, -1, -1):
+            table, key = prepared.tables[i], (id(prepared.tables[i]), i <= prepared.last)
             if key not in known:
-                known[key] = self._paid(stage, choices, prices, worth[i], ahead)
-            paid.append(known[key])
-        rest = [np.zeros(len(self.stages[-1].states))]
-        for i in range(len(self.stages) - 1, -1, -1):
-            each = paid[i] + rest[-1][self._table(self.stages[i], allowed[i]).onward]
-            rest.append(each.min(axis=0))
+                known[key] = table.paid(prices.nbytes, worth[i])
+            each = known[key] + rest[-1][table.onward]
+            best = each.argmin(axis=0)
+            rest.append(each[best, np.arange(len(best))])
+            chosen.append(best)
         rest.reverse()
-        kept, late = self._follow(case, allowed, rest, paid)
+        kept, late = self._follow(prepared, chosen[::-1])
         bound = float(rest[0][0] - prices.nbytes @ capacity - worth[0].sum() * self.spare)
         return Rest(bound, prices, kept - capacity, late, tuple(rest), worth)
 
-    def _table(self, stage: Stage, choices: Choices) -> _Table:
-        key = id(stage), choices
-        if key not in self._tables:
-            devices = [c.device for c in choices]
-            moves = stage.seconds[devices] - np.array([c.run for c in choices])[:, None]
-            self._tables[key] = _Table(stage.onward[devices].astype(np.int64), moves)
-        return self._tables[key]
+    def _prepare(self, case: Case) -> _Prepared:
+        """Tables of a case; those of the last one are remembered."""
+        if self._known is None or self._known.case != case:
+            allowed, tables = self.allowed(case), dict[tuple[int, int], _Table]()
+            possible = (self.capacity(case) >= 0).all() and all(allowed)
+            for stage, choices in zip(self.stages, allowed, strict=True) if possible else ():
+                key = id(stage), id(choices)
+                if key not in tables:
+                    tables[key] = self._table(stage, choices, self.ahead(case))
+            each = (
+                [tables[id(s), id(c)] for s, c in zip(self.stages, allowed, strict=True)] if possible else []
+            )
+            self._known = _Prepared(case, each, _last_copy(allowed))
+        return self._known
 
-    def _paid(self, stage: Stage, choices: Choices, prices: Prices, worth: Floats, ahead: Floats) -> Floats:
-        """(choices, states) seconds with prices, less what leads gain meanwhile."""
-        moves = self._table(stage, choices).moves
-        alone = [
-            c.run
-            + (prices.nbytes[c.row] * c.kept + worth[c.row] * c.copying if c.row >= 0 else 0.0)
-            - float(worth @ self.gained(c, ahead))
-            for c in choices
-        ]
-        found = moves + np.array(alone)[:, None]
-        for each, most in zip(worth, ahead, strict=True):
-            if each:
-                found -= each * np.minimum(moves, most)
-        return np.where(np.isfinite(moves), found, np.inf)
-
-    def _follow(
-        self, case: Case, allowed: Sequence[Choices], rest: Sequence[Floats], paid: Sequence[Floats]
-    ) -> tuple[Floats, Floats]:
-        """Bytes kept, and seconds of copies less those that there is time for, on the cheapest way."""
-        last, ahead, state = _last_copy(allowed), self.ahead(case), 0
-        kept, late = np.zeros(len(self.rows)), np.full(len(self.rows), -self.spare)
-        for i, (stage, choices) in enumerate(zip(self.stages, allowed, strict=True)):
-            table = self._table(stage, choices)
-            index = int((paid[i][:, state] + rest[i + 1][table.onward[:, state]]).argmin())
-            c = choices[index]
+    def _table(self, stage: Stage, choices: Choices, ahead: Floats) -> _Table:
+        devices, run = [c.device for c in choices], np.array([c.run for c in choices])
+        moves = stage.seconds[devices] - run[:, None]
+        during = np.minimum(moves[None], ahead[:, None, None])
+        kept = np.zeros((len(choices), len(self.rows)))
+        late = -np.array([self.gained(c, ahead) for c in choices])
+        for index, c in enumerate(choices):
             if c.row >= 0:
-                kept[c.row] += c.kept
-                late[c.row] += c.copying
-            if i <= last:
-                late -= np.minimum(ahead, table.moves[index, state])
-                late -= self.gained(c, ahead)
-            state = int(table.onward[index, state])
+                kept[index, c.row] = c.kept
+                late[index, c.row] += c.copying
+        return _Table(stage.onward[devices].astype(np.int64), moves, during, run, kept, late)
+
+    def _follow(self, prepared: _Prepared, chosen: Sequence[Ints]) -> tuple[Floats, Floats]:
+        """Bytes kept, and seconds of copies less those that there is time for, on the cheapest way."""
+        kept, late, state = np.zeros(len(self.rows)), np.full(len(self.rows), -self.spare), 0
+        for i, (table, best) in enumerate(zip(prepared.tables, chosen, strict=True)):
+            index = best[state]
+            kept += table.kept[index]
+            if i <= prepared.last:
+                late += table.late[index]
+                late -= table.during[:, index, state]
+            state = table.onward[index, state]
         return kept, late
 
     # -- the best prices --------------------------------------------------------------------------
@@ -417,5 +440,5 @@ class Guide:
 
 def _last_copy(allowed: Sequence[Choices]) -> int:
     """The last step that copies anything: what a lead gains after it is worth nothing."""
-    copies = {choices: any(c.copying for c in choices) for choices in set(allowed)}
-    return max((i for i, choices in enumerate(allowed) if copies[choices]), default=-1)
+    copies = (i for i, choices in enumerate(allowed) if any(c.copying for c in choices))
+    return max(copies, default=-1)

@@ -27,9 +27,8 @@ _WIDTH = 300  # labels between two steps
 _AGAIN = ((300, 0.05), (300, 0.0), (1500, 0.05))  # width and pace of further searches of the best setting
 _WIDEST = 5000  # labels, where somebody asked for more time
 _MOST = 100_000
-_WORK = 2_000_000  # labels that all searches may keep where time is not limited
+_WORK = 4_500_000  # labels that all searches may keep where time is not limited
 _CLOSE = 2e-3  # share of the seconds that is not worth a search
-_STEP = 20  # labels that take as long as a step that is priced
 _LOOSE = 1.5  # times the seconds to be beaten, up to which a placement is worth a look
 _ROUNDS = 10  # prices that are tried for a setting
 _ATTEMPTS = 5  # searches of a setting, each with more room left free
@@ -137,7 +136,6 @@ class _Search:
         if key not in self.rests:
             near = self.prices.get(key[0])
             rest = setting.leads.highest(setting.case, near, enough=self.below, rounds=_ROUNDS)
-            self.left -= _ROUNDS * _STEP * len(setting.frontier.steps)
             self.rests[key] = rest
             if np.isfinite(rest.bound):
                 self.prices[key[0]] = rest.prices
