@@ -21,7 +21,7 @@ from graphplan.passes.leads import Case, Leads, Prices, Rest
 from graphplan.passes.limits import Limits
 from graphplan.passes.residence import cpu_key
 from graphplan.passes.settings import largest_homes
-from graphplan.passes.shares import Shares
+from graphplan.passes.shares import Shares, kinds_of
 
 __all__ = ["bound_by_leads", "least_seconds"]
 
@@ -68,8 +68,10 @@ def least_seconds(problem: Problem, enough: float, limits: Limits) -> tuple[floa
     """
     accelerators = sum(1 for spec in problem.topology.devices if spec.is_accelerator)
     streams = problem.streams and problem.offload and cpu_key(problem.topology) is not None
+    # rings of earlier calls tell devices apart that are alike otherwise
+    apart = (problem.rings or problem.growth) and any(len(kind.keys) > 1 for kind in kinds_of(problem))
     hopeless = limits.deadline is None and len(problem.graph.operations) * _FEWEST * _ROUNDS > _WORK
-    if not (1 <= accelerators <= _ACCELERATORS and streams) or hopeless:
+    if not (1 <= accelerators <= _ACCELERATORS and streams) or apart or hopeless:
         return 0.0, 0
     search = _Search(problem, enough, limits)
     return search.run() * (1 - _ROUNDING), search.count
@@ -122,7 +124,7 @@ class _Part:
         high = min(high, self.leads.copied)
         if low:
             return high / low
-        return _SMALLER if high > _SMALLER * self.leads.held[0] else 1.0
+        return _SMALLER if any(high > _SMALLER * size for size in self.leads.held[:1]) else 1.0
 
 
 def _widest(ends: Sequence[_Ends]) -> int:

@@ -88,6 +88,8 @@ class Setting:
             for nbytes, slots in product(sizes, (*_SLOTS, _SLOTS[0] + 1)):
                 if own is None or (slots, nbytes) == (own.slots, own.nbytes):
                     continue
+                if slots * nbytes > self.problem.growth.get(self.frontier.devices[d], np.inf):
+                    continue
                 ring = replace(own, slots=slots, nbytes=nbytes)
                 yield replace(self, rings=(*self.rings[:d], ring, *self.rings[d + 1 :]), bound=0.0)
 

@@ -127,3 +127,17 @@ def test_values_that_are_forgotten_cost_nothing(seed: int, monkeypatch: pytest.M
         fewer = leads_of(problem)
         assert max(len(stage.states) for stage in fewer.stages) <= most
         assert fewer.price(case, prices).bound <= exact.price(case, prices).bound * (1 + 1e-9)
+
+
+def test_a_model_without_weights_to_stream_is_bounded_too() -> None:
+    """What a call writes to stays where it is, so there is no ring at all."""
+    graph = chain_of([[Weight(f"w{i}", 4 * MIB, movable=False)] for i in range(25)], [10**10] * 25)
+    problem = with_cpu(graph, [60 * MIB], Link(10e9, 1e-5))
+    best = place(problem).evaluation.seconds
+    assert 0 < least_seconds(problem, 2 * best, Limits())[0] <= best
+
+
+def test_rings_of_earlier_calls_tell_equal_accelerators_apart() -> None:
+    problem = problem_of(tower(25, 4 * MIB), 0.3, 0.3)
+    assert least_seconds(problem, 1.0, Limits())[0] > 0
+    assert least_seconds(replace(problem, rings={1: MIB}), 1.0, Limits()) == (0.0, 0)
