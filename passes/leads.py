@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +22,7 @@ from scipy.optimize import linprog
 
 from graphplan.device import DeviceKey
 from graphplan.passes.frontier import Frontier
-from graphplan.passes.segments import SMALL
+from graphplan.passes.lead_lengths import Lengths
 from graphplan.passes.shares import Shares
 from graphplan.passes.states import Stage, make_stages
 from graphplan.passes.ways import Choice, Choices, Ways
@@ -34,8 +33,6 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 _STATES = 300  # between two steps, times devices: values that cost less to move are not followed
-_FINE = 0.05  # of a ring: what is smaller fills it up
-_SUMS = 3000  # of sizes that are told apart
 _ACCURACY = 5e-4  # share of the bound that better prices could add, for which none are looked for
 _DEAREST = 50.0  # price of the bytes that a link copies in a second, in seconds
 _FIRST = 0.4  # the same, to begin with; as much as one queue's seconds are worth
@@ -165,14 +162,14 @@ class Leads:
         self.rows = [d for d, key in enumerate(devices) if topology[key].is_accelerator]
         links = [topology.link(shares.cpu.key, devices[d]) for d in self.rows]
         self.bandwidth = np.array([link.bandwidth for link in links])
-        self._latency = np.array([link.latency for link in links])
         self.room = self.frontier.room[self.rows]
         self.stages = self._make_stages()
         ways = Ways(self.frontier, self.rows, links)
-        self.spare, self._held_in_part = ways.spare, ways.held_in_part
+        self.spare = ways.spare
         known: dict[Choices, Choices] = {}
         made = [ways.choices(step.variable) for step in self.frontier.steps]
         self.choices = [known.setdefault(choices, choices) for choices in made]
+        self._lengths = Lengths(ways, self.choices)
         self._known: _Prepared | None = None
 
     def _make_stages(self) -> list[Stage]:
@@ -185,19 +182,15 @@ class Leads:
 
     # -- sizes -----------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def held(self) -> list[float]:
         """Bytes that a ring may have to hold at once, in growing order."""
-        return sorted({c.held for choices in set(self.choices) for c in choices if c.held})
+        return self._lengths.held
 
-    @cached_property
+    @property
     def copied(self) -> float:
         """Bytes of all copies that there can be, about, and no fewer."""
-        most = {
-            choices: max((c.copying * self.bandwidth[c.row] for c in choices if c.row >= 0), default=0.0)
-            for choices in set(self.choices)
-        }
-        return float(sum(most[choices] for choices in self.choices))
+        return self._lengths.copied
 
     def needs(self, row: int) -> list[float]:
         """Bytes beside weights that operations may need on an accelerator, in growing order."""
@@ -231,69 +224,12 @@ class Leads:
         return [known[choices] for choices in self.choices]
 
     def ahead(self, case: Case) -> Floats:
-        """(accelerators,) seconds of a lead at most: what is in a ring has paid for its latency."""
-        filled = np.array([self._filled(high) for _, high in case.rings])
-        seconds = filled / self.bandwidth
-        paid = np.minimum(seconds * (1 + 1 / SMALL), seconds * self._late_share + self._small_seconds)
-        return np.asarray(paid + self.spare)
-
-    def _filled(self, high: float) -> float:
-        """Bytes that a ring of less than so many may hold: copies are whole."""
-        if high not in self._fillings:
-            self._fillings[high] = min(high, self.copied, self._whole(high))
-        return self._fillings[high]
-
-    def _whole(self, high: float) -> float:
-        if self._held_in_part or not np.isfinite(high):
-            return high
-        sizes = [size for size in self.held if size < high]
-        fine = [size for size in sizes if size < _FINE * high]
-        sums, fresh = {0.0}, {0.0}
-        while fresh and len(sums) < _SUMS:
-            fresh = {n + size for n in fresh for size in sizes if size not in fine and n + size < high} - sums
-            sums |= fresh
-        return high if fresh or fine else max(sums)
-
-    @cached_property
-    def _fillings(self) -> dict[float, float]:
-        return {}
-
-    @cached_property
-    def _late_share(self) -> float:
-        """Seconds of a copy with its latency, by those without, for what is not small."""
-        large = [
-            c.copying / (c.copying - self._latency[c.row])
-            for choices in set(self.choices)
-            for c in choices
-            if c.row >= 0 and c.copying >= SMALL * self._latency[c.row] > 0
-        ]
-        return float(max(large, default=1.0))
-
-    @cached_property
-    def _small_seconds(self) -> float:
-        """Seconds of all small copies that there can be."""
-        small = {
-            choices: max(
-                (c.copying for c in choices if c.row >= 0 and c.copying < SMALL * self._latency[c.row]),
-                default=0.0,
-            )
-            for choices in set(self.choices)
-        }
-        return float(sum(small[choices] for choices in self.choices))
+        """(accelerators,) seconds of a lead at most."""
+        return self._lengths.most([high for _, high in case.rings])
 
     def ahead_beside(self, choice: Choice, ahead: Floats) -> Floats:
         """(accelerators,) the same while an operation runs whose weights are in the ring."""
-        if not choice.held or choice.beside:
-            return ahead
-        left = ahead.copy()
-        left[choice.row] = max(0.0, left[choice.row] - choice.held / self.bandwidth[choice.row])
-        return left
-
-    def gained(self, choice: Choice, ahead: Floats) -> Floats:
-        """(accelerators,) seconds that leads gain at most while an operation runs."""
-        return np.asarray(
-            np.minimum(self.ahead_beside(choice, ahead), choice.run - choice.beside) + choice.beside
-        )
+        return self._lengths.beside(choice, ahead)
 
     def price(self, case: Case, prices: Prices) -> Rest:
         """What is left to pay at these prices."""
@@ -337,7 +273,7 @@ class Leads:
         moves = stage.seconds[devices] - run[:, None]
         during = np.minimum(moves[None], ahead[:, None, None])
         kept = np.zeros((len(choices), len(self.rows)))
-        late = -np.array([self.gained(c, ahead) for c in choices])
+        late = -np.array([self._lengths.gained(c, ahead) for c in choices])
         for index, c in enumerate(choices):
             if c.row >= 0:
                 kept[index, c.row] = c.kept
