@@ -2,7 +2,7 @@
 
 A label is a way to place the operations so far: which device holds which open value (see ``frontier``), what
 the clock and each copy queue show, when each slot was last free, and how many bytes each device keeps. Its
-promise is what ``fluid`` says of the rest; those that promise most go on (Lowerre, "The Harpy speech
+promise is what ``fluid`` or ``leads`` says of the rest; those that promise most go on (Lowerre, "The Harpy speech
 recognition system", 1976).
 """
 

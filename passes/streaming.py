@@ -2,7 +2,8 @@
 
 Where the largest weights live decides most of the rest, and so does how the memory of accelerators is
 divided: among weights, a ring, and activations. Each such setting is bounded by ``fluid``; the most promising
-are searched by ``beam`` and judged by the evaluator.
+are searched by ``beam``, which ``leads`` tells what is left to pay, and judged by the evaluator. The best is
+then changed device by device.
 """
 
 from __future__ import annotations
