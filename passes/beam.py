@@ -2,8 +2,8 @@
 
 A label is a way to place the operations so far: which device holds which open value (see ``frontier``), what
 the clock and each copy queue show, when each slot was last free, and how many bytes each device keeps. Its
-promise is what ``fluid`` or ``leads`` says of the rest; those that promise most go on (Lowerre, "The Harpy speech
-recognition system", 1976).
+promise is what ``fluid`` or ``leads`` says of the rest; those that promise most go on (Lowerre, "The Harpy
+speech recognition system", 1976).
 """
 
 from __future__ import annotations
