@@ -186,8 +186,7 @@ class Beam:
         """Seconds that no placement with these rings goes below; infinite where there is none."""
         if (self.capacity < self.least_need).any():
             return np.inf
-        found = self.fluid.seconds(0, 0.0, np.zeros(self.count), self.fluid.work.room)
-        return np.inf if found is None else found
+        return self.fluid.total
 
     def search(
         self,

@@ -18,8 +18,8 @@ from graphplan.passes.close_by_program import solve_program
 from graphplan.passes.counts import count_units
 from graphplan.passes.evaluate import Evaluation, Problem
 from graphplan.passes.incumbent import ENOUGH, Incumbent
+from graphplan.passes.least import Least
 from graphplan.passes.limits import Limits
-from graphplan.passes.master import mix_fractions
 from graphplan.passes.parts import part_by_home
 from graphplan.passes.shares import Shares
 
@@ -40,25 +40,20 @@ _LEADS = 0.8  # of the time, for a bound that knows when copies are made
 
 
 def close_gap(
-    problem: Problem, chain: Chain, best: Evaluation, bound: Bound, limits: Limits
+    problem: Problem, chain: Chain, best: Evaluation, least: Least, limits: Limits
 ) -> tuple[Evaluation, Bound]:
-    """A placement at least as good as ``best``, and a lower bound for all at least as high as ``bound``."""
-    incumbent = Incumbent(problem, chain, best, bound, limits)
+    """A placement at least as good as ``best``, and a lower bound for all at least as high as ``least``'s."""
+    incumbent = Incumbent(problem, chain, best, least.bound, limits)
     if not incumbent.done and sum(1 for spec in problem.topology.devices if spec.computes) > 1:
-        _close(incumbent)
+        _close(incumbent, least.shares)
     bound = incumbent.bound
     if bound.seconds > incumbent.best.seconds:
         bound = Bound(incumbent.best.seconds, bound.proof)
     return incumbent.best, bound
 
 
-def _close(incumbent: Incumbent) -> None:
+def _close(incumbent: Incumbent, shares: Shares) -> None:
     limits, timed = incumbent.limits, incumbent.timed
-    shares = Shares(incumbent.problem)
-    fractions = mix_fractions(shares)
-    if fractions is not None:
-        seconds = fractions.seconds * (1 - _LP_TOLERANCE)
-        incumbent.raise_bound(seconds, "operations in fractions, without moves")
     if incumbent.problem.offload and not incumbent.done:
         _bound_streamed(incumbent, shares)
     binaries = shares.units * sum(len(kind.keys) for kind in shares.kinds)

@@ -11,11 +11,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import linprog
-from scipy.sparse import csr_array, eye_array, hstack
+from scipy.sparse import csr_array
 
 __all__ = ["Fluid", "Planes", "Work"]
 
@@ -112,9 +113,14 @@ class Fluid:
         self.size = max(1.0, float(work.room.max()))
         self._write()
 
+    @cached_property
+    def _beginning(self) -> _Solved | None:
+        """The best division of everything."""
+        return self._solve(0, 0.0, np.zeros(self.devices), self.work.room)
+
     def single(self) -> Floats:
         """(devices, steps) part that is kept of each step with a sort of its own, at the beginning."""
-        solved = self._solve(0, 0.0, np.zeros(self.devices), self.work.room)
+        solved = self._beginning
         alone = self.counts[:, 0] == 1
         kept = np.zeros((self.devices, len(alone))) if solved is None else np.where(alone, solved.kept, 0.0)
         return kept[:, self.sort]
@@ -138,9 +144,9 @@ class Fluid:
         return Planes(clock, queue, room, worth @ self.counts)
 
     def _moments(self) -> Iterator[tuple[int, float, Floats, Floats]]:
-        total = self.seconds(0, 0.0, np.zeros(self.devices), self.work.room)
-        if total is None:
+        if self.total == np.inf:
             return
+        total = self.total
         for part in _MOMENTS:
             step, now = int(part * self.steps), part * total
             queues, left = np.full(self.devices, now), (1 - part) * self.work.room
@@ -158,12 +164,20 @@ class Fluid:
                 yield step, now - swing * total, queues, left
 
     def seconds(self, step: int, now: float, queues: Floats, left: Floats) -> float | None:
-        """Seconds at the end at least; None where there is no way to it."""
+        """Seconds at the end at least, from a moment on; None where there is no way to it."""
         solved = self._solve(step, now, queues, left)
         if solved is None:
             return None
         here = solved.clock * now + solved.queue @ queues - solved.room @ left
         return float(here + solved.worth @ self.counts[:, step])
+
+    @property
+    def total(self) -> float:
+        """Seconds of everything at least; infinite where there is no way to the end."""
+        solved = self._beginning
+        if solved is None:
+            return np.inf
+        return float(solved.worth @ self.counts[:, 0] - solved.room @ self.work.room)
 
     def _solve(self, step: int, now: float, queues: Floats, left: Floats) -> _Solved | None:
         devices, sorts = self.devices, len(self.first)
@@ -210,7 +224,8 @@ class Fluid:
             rows[1 : 1 + devices, kept] += np.where(self.after, rows[0, kept], 0.0)
         rows[: 1 + devices, -1] = -1.0
         self.rows = csr_array(rows)
-        self.cover = hstack([eye_array(sorts)] * (2 * devices) + [csr_array((sorts, 1))], format="csr")
+        each, variables = np.tile(np.arange(sorts), 2 * devices), np.arange(2 * devices * sorts)
+        self.cover = csr_array((np.ones(len(each)), (each, variables)), shape=(sorts, count))
         self.bounds = np.stack([np.zeros(count), high], axis=1)
         self.objective = np.zeros(count)
         self.objective[-1] = 1.0

@@ -252,6 +252,12 @@ def _with_own_items(shares: Shares) -> _Whole:
     return _Whole(clock, queue, nbytes, aside_clock, aside_queue)
 
 
+def _each_once(groups: int, times: int) -> coo_array:
+    """Rows of ones for the fractions of each group, and nothing for the makespan."""
+    row = np.tile(np.arange(groups), times)
+    return coo_array((np.ones(len(row)), (row, np.arange(len(row)))), shape=(groups, len(row) + 1))
+
+
 def mix_fractions(shares: Shares, margin: Floats | None = None) -> Fractions | None:
     """The best fractions; ``margin`` (kinds,) bytes are left free."""
     kinds, groups = len(shares.kinds), len(shares.counts)
@@ -282,7 +288,7 @@ def mix_fractions(shares: Shares, margin: Floats | None = None) -> Fractions | N
         np.concatenate([np.zeros(lines.variables - 1), [1.0]]),
         A_ub=coo_array(np.array(lines.lines)),
         b_ub=np.array(lines.right),
-        A_eq=coo_array(np.hstack([np.tile(np.eye(groups), 2 * kinds), np.zeros((groups, 1))])),
+        A_eq=_each_once(groups, 2 * kinds),
         b_eq=shares.counts.astype(float),
         bounds=np.stack([np.zeros(lines.variables), high], axis=1),
         method="highs",

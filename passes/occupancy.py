@@ -7,9 +7,9 @@ that a set of units brings about.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 
 from graphplan.device import DeviceSpec
 from graphplan.graph import Graph
@@ -18,6 +18,8 @@ __all__ = ["Held", "Occupancy"]
 
 _LATER = 6  # readers to come that are looked at
 _AROUND = 2  # readers before and after a moment that are looked at
+
+_Readers = list[tuple[int, int]]  # position and unit of each, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class _Reads:
     made: int
     nbytes: int
     kept: list[tuple[int, frozenset[int]]]
-    direct: dict[str, list[tuple[int, int]]]
+    direct: dict[str, _Readers]
 
     @property
     def first(self) -> int:
@@ -79,10 +81,15 @@ class Occupancy:
     def __init__(self, graph: Graph, unit_of: Mapping[str, int]) -> None:
         self.graph, self.unit_of = graph, unit_of
         self.index = {name: i for i, name in enumerate(graph.operations)}
-        self._live: list[list[_Reads]] = [[] for _ in self.index]
+        # for each position the values that may wait then, each with the readers of it that come around then
+        self._live: list[list[tuple[_Reads, list[_Readers]]]] = [[] for _ in self.index]
         for reads in self._reads():
-            for position in range(reads.first, reads.last + 1):
-                self._live[position].append(reads)
+            around: list[list[_Readers]] = [[] for _ in range(reads.first, reads.last + 1)]
+            for readers in reads.direct.values():
+                for position in range(readers[0][0], readers[-1][0] + 1) if readers else ():
+                    around[position - reads.first].append(readers)
+            for live, some in zip(self._live[reads.first : reads.last + 1], around, strict=True):
+                live.append((reads, some))
 
     def during(self, operation: str, device_type: str) -> list[Held]:
         """What devices of a type hold at least while it runs anywhere, beside weights."""
@@ -92,12 +99,13 @@ class Occupancy:
         if own is not None:
             made = [v.nbytes for n in ran.outputs if (v := self.graph.values[n]).alias_of is None]
             found.append(Held((*made, ran.workspace_on(device_type)), (frozenset({own}),)))
-        for reads in self._live[now]:
-            later = (units for position, units in reads.kept if position > now)
-            sets = list(islice(later, _LATER))
-            for readers in reads.direct.values():
-                sets += _across(readers, now)
-                if own is not None and any(position == now for position, _ in readers):
+        for reads, around in self._live[now]:
+            later = bisect_right(reads.kept, now, key=_position)
+            sets = [units for _, units in reads.kept[later : later + _LATER]]
+            for readers in around:
+                first, end = (side(readers, now, key=_position) for side in (bisect_left, bisect_right))
+                sets += _across(readers[max(0, first - _AROUND) : first], readers[end : end + _AROUND])
+                if own is not None and first < end:
                     sets.append(frozenset({own}))
             least = [s for s in dict.fromkeys(sets) if not any(other < s for other in sets)]
             if least:
@@ -109,7 +117,7 @@ class Occupancy:
             maker = self.graph.producer.get(name)
             if value.alias_of is not None or not value.is_tensor or not value.nbytes:
                 continue
-            direct: dict[str, list[tuple[int, int]]] = {}
+            direct: dict[str, _Readers] = {}
             makers = None if maker is None else self.unit_of.get(maker)
             start = frozenset() if makers is None else frozenset({makers})
             kept = sorted(self._follow(name, start, direct), key=lambda reader: reader[0])
@@ -121,7 +129,7 @@ class Occupancy:
                 yield _Reads(name, made, min(sizes), kept if start else [], direct)
 
     def _follow(
-        self, name: str, makers: frozenset[int], direct: dict[str, list[tuple[int, int]]]
+        self, name: str, makers: frozenset[int], direct: dict[str, _Readers]
     ) -> Iterator[tuple[int, frozenset[int]]]:
         """Whoever reads a value or a view of it, with those that must run where it does."""
         mine = direct.setdefault(name, [])
@@ -136,10 +144,12 @@ class Occupancy:
                     yield from self._follow(output, makers | {unit}, direct)
 
 
-def _across(readers: Sequence[tuple[int, int]], now: int) -> Iterator[frozenset[int]]:
-    """A copy that was brought for one reader waits for the next: the pairs around ``now``."""
-    before = [unit for position, unit in readers if position < now][-_AROUND:]
-    after = [unit for position, unit in readers if position > now][:_AROUND]
-    for first in before:
-        for second in after:
+def _across(before: _Readers, after: _Readers) -> Iterator[frozenset[int]]:
+    """A copy that was brought for one reader waits for the next."""
+    for _, first in before:
+        for _, second in after:
             yield frozenset({first, second})
+
+
+def _position(read: tuple[int, object]) -> int:
+    return read[0]

@@ -22,6 +22,7 @@ from graphplan.passes.exhaustive import search_all
 from graphplan.passes.fill import fill
 from graphplan.passes.incumbent import ENOUGH
 from graphplan.passes.interleave import interleavings, quick_interleavings
+from graphplan.passes.least import Least
 from graphplan.passes.limits import Limits
 from graphplan.passes.proposals import to_be_mended, with_offload, without_offload
 from graphplan.passes.refine import refine, repair
@@ -130,7 +131,8 @@ def _search(
             return _finish(plain, problem, chain, best, complete, limits, filled)
     proposals = joined(_known(problem, near), with_offload(problem, chain))
     best = plainer = _best(problem, chain, _in_time(proposals, limits))
-    if limits is not None and limits.exhaustive:
+    least = None if limits is None or not limits.exhaustive else Least.of(problem)
+    if limits is not None and least is not None and not least.proves(best):
         best = _streamed(problem, chain, best, limits)
     best, complete = _exhaust(problem, best, limits, fetch=True)
     if best is None:
@@ -138,7 +140,7 @@ def _search(
     beside = plainer if plainer is not None and plainer.seconds < best.seconds * _NEAR else None
     if _hurried(problem, limits):
         beside = None
-    return _finish(problem, problem, chain, best, complete, limits, beside)
+    return _finish(problem, problem, chain, best, complete, limits, beside, least)
 
 
 def _streamed(problem: Problem, chain: Chain, best: Evaluation | None, limits: Limits) -> Evaluation | None:
@@ -168,10 +170,11 @@ def _finish(
     complete: bool,
     limits: Limits | None,
     beside: Evaluation | None = None,
+    least: Least | None = None,
 ) -> Solution:
     """Refine what is not proven best, and bound it; without limits only feasibility was asked.
 
-    ``beside`` is refined too: a better start can lead to a worse end.
+    ``beside`` is refined too: a better start can lead to a worse end. ``least`` is given if it is known.
     """
     where = "" if among is problem else " on the accelerators"
     if complete:
@@ -179,6 +182,9 @@ def _finish(
     if limits is None:
         return Solution(best, 0.0, "")
     bound = lower_bound(among)
+    if limits.exhaustive and limits.improves:
+        least = least or Least.of(among)
+        bound = least.bound
     if not limits.improves or bound.seconds >= best.seconds * (1 - ENOUGH):
         return Solution(best, min(bound.seconds, best.seconds), bound.proof + where)
     starts = [best] if beside is None or beside is best else [best, beside]
@@ -186,9 +192,9 @@ def _finish(
         starts = starts[:1]
     ends = [refine(among, chain, start, _FIRST_WORK, limits.until(0.15).deadline) for start in starts]
     best = deepen(among, min(ends, key=lambda end: end.seconds), most=_DEPTH)
-    if not limits.exhaustive:
+    if least is None:
         return Solution(best, min(bound.seconds, best.seconds), bound.proof + where)
-    best, bound = close_gap(among, chain, best, bound, limits)
+    best, bound = close_gap(among, chain, best, least, limits)
     best = deepen(among, best, most=_DEPTH)
     return Solution(best, min(bound.seconds, best.seconds), bound.proof + where)
 

@@ -167,9 +167,9 @@ class Pricing:
         ``times`` as many as are too many: so that large graphs take few attempts.
         """
         open_ = {variable for frontier in wide for variable in frontier}
-        narrower = [crowd for crowd in self._crowds if open_.isdisjoint(crowd.units)]
-        if len(narrower) < len(self._crowds):
-            self._crowds = narrower
+        touching = {self._sort(crowd) for crowd in self._crowds if not open_.isdisjoint(crowd.units)}
+        if touching:  # those of every layer: else they would go layer by layer
+            self._crowds = [crowd for crowd in self._crowds if self._sort(crowd) not in touching]
             return True
         before = len(dropped), len(self.tables)
         for frontier in wide:
@@ -192,6 +192,10 @@ class Pricing:
                 for band in self.bands
             )
         ]
+
+    def _sort(self, crowd: Crowd) -> tuple[tuple[int, ...], bytes]:
+        """The same for crowds of equal units that need the same."""
+        return tuple(self.shares.group[list(crowd.units)].tolist()), crowd.nbytes.tobytes()
 
     def _refusal(self, crowd: Crowd) -> Floats:
         """The table that keeps a crowd out of the bands that have no room for it."""

@@ -121,7 +121,7 @@ def make_settings(problem: Problem, limits: Limits) -> list[Setting]:
     if not sizes:
         return []
     found: list[Setting] = []
-    for homes in _homes(problem, _anchors(problem, shares, max(sizes))):
+    for homes in _unlike(shares, _homes(problem, _anchors(problem, shares, max(sizes)))):
         settled = _settle(problem, homes)
         if settled is not None and not limits.over:
             found += _divisions(settled, Leads(Shares(settled)), sizes, limits)
@@ -131,10 +131,7 @@ def make_settings(problem: Problem, limits: Limits) -> list[Setting]:
 def largest_homes(problem: Problem) -> Iterator[dict[str, DeviceKey]]:
     """Every choice of homes for the largest weights; of devices that nothing tells apart, the first."""
     shares = Shares(replace(problem, offload=False))
-    twins = {key for kind in shares.kinds for key in kind.keys[1:]}
-    for homes in _homes(problem, _anchors(problem, shares, 0)[:1]):
-        if not twins & set(homes.values()):
-            yield homes
+    yield from _unlike(shares, _homes(problem, _anchors(problem, shares, 0)[:1]))
 
 
 def settled_problems(problem: Problem) -> Iterator[Problem]:
@@ -172,6 +169,15 @@ def _homes(problem: Problem, anchors: list[str]) -> Iterator[dict[str, DeviceKey
             taken[key] += problem.graph.weights[name].nbytes
         if all(taken[spec.key] <= spec.room for spec in devices):
             yield dict(zip(anchors, chosen, strict=True))
+
+
+def _unlike(shares: Shares, choices: Iterator[dict[str, DeviceKey]]) -> Iterator[dict[str, DeviceKey]]:
+    """Those in which devices that nothing tells apart come in order."""
+    kinds = [kind.keys for kind in shares.kinds]
+    for homes in choices:
+        used = {kind: [key for key in dict.fromkeys(homes.values()) if key in kind] for kind in kinds}
+        if all(kind[: len(keys)] == tuple(keys) for kind, keys in used.items()):
+            yield homes
 
 
 def _settle(problem: Problem, homes: dict[str, DeviceKey]) -> Problem | None:

@@ -9,10 +9,10 @@ import pytest
 from graphplan import Graph, Operation, Value, Weight
 from graphplan.device import read_max_memory
 from graphplan.passes.around import finer_split, splits_around
-from graphplan.passes.bound import lower_bound
 from graphplan.passes.chain import Chain
 from graphplan.passes.close import close_gap
 from graphplan.passes.evaluate import Problem
+from graphplan.passes.least import Least
 from graphplan.passes.limits import Limits
 from graphplan.passes.split_again import contiguous_split
 from graphplan.speeds import Speed, with_speeds
@@ -128,6 +128,6 @@ def test_a_stack_comes_out_with_its_card_full() -> None:
     problem = over(language_model(20, small_last=True), 152 * UNIT, 152 * UNIT)
     chain = Chain(problem.graph, problem.topology.devices[0])
     start = next(iter(splits_around(problem)))
-    best, bound = close_gap(problem, chain, start, lower_bound(problem), Limits())
+    best, bound = close_gap(problem, chain, start, Least.of(problem), Limits())
     assert best.feasible
     assert bound.seconds <= best.seconds <= min(start.seconds, 1.01 * bound.seconds)

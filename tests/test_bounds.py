@@ -17,7 +17,6 @@ import graphplan
 from graphplan import Graph, Link, Operation, Value, Weight
 from graphplan.device import DeviceKey, read_max_memory
 from graphplan.passes import states
-from graphplan.passes.bound import lower_bound
 from graphplan.passes.branch import Tree
 from graphplan.passes.chain import Chain
 from graphplan.passes.close import close_gap
@@ -27,6 +26,7 @@ from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.exhaustive import search_all
 from graphplan.passes.intervals import intervals
 from graphplan.passes.knapsack import Knapsack
+from graphplan.passes.least import Least
 from graphplan.passes.limits import Limits
 from graphplan.passes.master import mix_fractions
 from graphplan.passes.parts import part_by_home
@@ -145,7 +145,7 @@ def test_closing_the_gap_keeps_what_is_good_and_says_the_truth(seed: int, kind: 
     problem, best = problem_of(seed, kind, 7 if kind == "two and the CPU" else 9)
     spec = problem.topology.devices[0]
     start = place(problem, Limits(exhaustive=False)).evaluation
-    found, bound = close_gap(problem, Chain(problem.graph, spec), start, lower_bound(problem), Limits())
+    found, bound = close_gap(problem, Chain(problem.graph, spec), start, Least.of(problem), Limits())
     assert found.feasible
     assert best.seconds <= found.seconds * TIGHT <= start.seconds * TIGHT**2
     assert bound.seconds <= best.seconds * TIGHT
