@@ -52,11 +52,7 @@ class Memory:
     profile: Mapping[DeviceKey, tuple[int, ...]]
 
 
-@dataclass(slots=True)
-class _Storage:
-    device: DeviceKey
-    nbytes: int
-    last_use: int
+_LASTING = 0  # the number of all storages that are counted apart, and there for the whole call
 
 
 def measure_memory(
@@ -77,9 +73,14 @@ class _Sweep:
         self.specs = {spec.key: spec for spec in topology.devices}
         if schedule.host not in self.specs:
             self.specs[schedule.host] = DeviceSpec(schedule.host, CPU, 0, 1.0, 1.0, 0.0)
-        self.storage: dict[_Instance, _Storage] = {}
-        self.born: dict[int, list[_Storage]] = defaultdict(list)
+        # numbers in the order of birth: objects would keep the garbage collector busy
+        self.storage: dict[_Instance, int] = {}
+        self.device: list[DeviceKey] = [schedule.host]
+        self.nbytes = [0]
+        self.born = [-1]
+        self.last_use = [len(schedule.steps)]
         self.home: dict[str, DeviceKey] = {}
+        self.allocated: dict[tuple[DeviceKey, int], int] = {}  # bytes that an allocator takes for so many
 
     def run(self, with_profile: bool) -> Memory:
         resident = self._place_weights()
@@ -106,9 +107,8 @@ class _Sweep:
             if weight.kind not in ("constant", "cache"):
                 arenas[whole] += self.specs[whole].rounded(weight.nbytes)
             # a weight outlives the call, so its storage is counted once, here, and never freed
-            self.storage[weight.name, key] = _Storage(key, 0, len(self.schedule.steps))
-        for place in self.in_place:
-            self.storage[place] = _Storage(place[1], 0, len(self.schedule.steps))
+            self.storage[weight.name, key] = _LASTING
+        self.storage.update(dict.fromkeys(self.in_place, _LASTING))
         for spec in self.specs.values():
             if spec.type == CPU:
                 sizes[spec.key] += self._buffers()
@@ -130,14 +130,20 @@ class _Sweep:
         host, total = self.schedule.host, 0
         for name in self.graph.inputs:
             self.home[name] = host
-            self.storage[name, host] = _Storage(host, 0, len(self.schedule.steps))
+            self.storage[name, host] = _LASTING
             total += self.specs[host].allocated(self.graph.values[name].nbytes)
         return total
 
     def _bear(self, index: int, instance: _Instance, nbytes: int) -> None:
-        storage = _Storage(instance[1], self.specs[instance[1]].allocated(nbytes), index)
-        self.storage[instance] = storage
-        self.born[index].append(storage)
+        device = instance[1]
+        size = device, nbytes
+        if size not in self.allocated:
+            self.allocated[size] = self.specs[device].allocated(nbytes)
+        self.storage[instance] = len(self.nbytes)
+        self.device.append(device)
+        self.nbytes.append(self.allocated[size])
+        self.born.append(index)
+        self.last_use.append(index)
 
     def _use(self, index: int, instance: _Instance) -> None:
         storage = self.storage.get(instance)
@@ -146,7 +152,8 @@ class _Sweep:
                 f"step {index} reads {instance[0]!r} on {instance[1]!r}, where it is not\n"
                 + steps_around(self.schedule, index)
             )
-        storage.last_use = max(storage.last_use, index)
+        if self.last_use[storage] < index:
+            self.last_use[storage] = index
 
     def _move(self, index: int, step: Move) -> None:
         self._use(index, (step.value, step.source))
@@ -159,13 +166,13 @@ class _Sweep:
         ring = next(ring for ring in self.schedule.rings if ring.device == step.device)
         for name in ring.segments[step.segment].weights:
             # it takes no more than its slot, which is there for the whole call
-            self.storage[name, step.device] = _Storage(step.device, 0, len(self.schedule.steps))
+            self.storage[name, step.device] = _LASTING
 
     def _operate(self, index: int, step: Run) -> None:
         operation = self.graph.operations[step.operation]
         values = self.graph.values
         for name in operation.inputs:
-            if name in values and not values[name].is_tensor:
+            if name in self.graph.not_tensors:
                 continue
             where = self.home[name] if operation.host_only else step.device
             self._use(index, (name, where))
@@ -194,24 +201,28 @@ class _Sweep:
         live[self.schedule.host] += caller
         peaks = {key: Peak(nbytes, resident.get(key, 0), -1, "") for key, nbytes in live.items()}
         profile: dict[DeviceKey, list[int]] = {key: [] for key in self.specs} if with_profile else {}
-        dying: dict[int, list[_Storage]] = defaultdict(list)
+        dying: dict[int, list[int]] = defaultdict(list)
+        for number, last in enumerate(self.last_use):
+            dying[last].append(number)
         waiting = _operation_of_each_step(self.schedule)
+        self.born.append(len(self.schedule.steps))
+        number = _LASTING + 1
         for index, step in enumerate(self.schedule.steps):
-            for storage in self.born.get(index, ()):
-                live[storage.device] += storage.nbytes
-                dying[storage.last_use].append(storage)
-            device = step.destination if isinstance(step, Move | Load) else step.device
+            while self.born[number] == index:
+                live[self.device[number]] += self.nbytes[number]
+                number += 1
+            device = step.destination if isinstance(step, (Move, Load)) else step.device
             now = live[device]
             if isinstance(step, Run):
                 spec = self.specs[device]
                 workspace = self.graph.operations[step.operation].workspace_on(spec.type)
-                now += spec.allocated(workspace)
+                now += spec.allocated(workspace) if workspace else 0
             if now > peaks[device].nbytes:
                 peaks[device] = Peak(now, resident.get(device, 0), index, waiting[index])
             for key, line in profile.items():
                 line.append(now if key == device else live[key])
-            for storage in dying.get(index, ()):
-                live[storage.device] -= storage.nbytes
+            for gone in dying.get(index, ()):
+                live[self.device[gone]] -= self.nbytes[gone]
         return Memory(peaks, {key: tuple(line) for key, line in profile.items()})
 
 

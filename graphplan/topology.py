@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import torch
 
@@ -30,6 +31,11 @@ def is_figure(value: object, *, may_be_zero: bool = False) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return math.isfinite(value) and (value > 0 or (may_be_zero and value == 0))
+
+
+@cache
+def _type_of(device: str) -> str:
+    return device.partition(":")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +68,7 @@ class DeviceSpec:
     @property
     def type(self) -> str:
         """``"cuda"``, ``"sim"``, ``"cpu"``, ``"disk"``, ..."""
-        return self.device.partition(":")[0]
+        return _type_of(self.device)
 
     @property
     def computes(self) -> bool:

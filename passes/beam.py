@@ -80,7 +80,10 @@ class _Batch:
 
     def of(self, chosen: Ints) -> _Batch:
         """Some of them."""
-        return _Batch(*(getattr(self, field.name)[..., chosen] for field in fields(self)))
+        return _Batch(*(getattr(self, name).take(chosen, axis=-1) for name in _FIELDS))
+
+
+_FIELDS = tuple(field.name for field in fields(_Batch))
 
 
 class Beam:
@@ -252,9 +255,7 @@ class Beam:
                 parts.append(self._place(batch, i, d, after[d], seconds[d], brought=True))
         if not parts:
             return batch.of(np.zeros(0, dtype=np.int64))
-        joined = _Batch(
-            *(np.concatenate([getattr(p, field.name) for p in parts], axis=-1) for field in fields(_Batch))
-        )
+        joined = _Batch(*(np.concatenate([getattr(p, name) for p in parts], axis=-1) for name in _FIELDS))
         fits = (joined.kept + joined.need <= self.capacity[:, None]).all(axis=0)
         joined = joined.of(np.nonzero(fits & np.isfinite(joined.clock))[0])
         lead = self._lead(joined)

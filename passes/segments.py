@@ -30,6 +30,7 @@ from graphplan.schedule import Assignment, Load, Move, Release, Ring, Run, Segme
 __all__ = ["SMALL", "Streamed", "add_streams"]
 
 _SLOTS = 2
+_ORDER = {Release: 0, Load: 1, Wait: 2}  # of what comes right before one step
 SMALL = 4  # a copy is small while it takes less than so many times its latency
 
 
@@ -119,9 +120,9 @@ def _find_uses(graph: Graph, streamed: Streamed, steps: Sequence[Run | Move]) ->
         operation, fresh = graph.operations[step.operation], dict[str, _Span]()
         for name in operation.inputs:
             device = home.get(name, step.device) if operation.host_only else step.device
-            if (span := views.get((name, device))) is not None:
+            if views and (span := views.get((name, device))) is not None:
                 span.end = index
-            elif not operation.host_only and streamed(name, device):
+            elif name in streamed.weights and not operation.host_only and streamed(name, device):
                 fresh[name] = _Span([name], index, index, bool(graph.weights[name].part_of))
                 uses[device].append(fresh[name])
         for name in operation.outputs:
@@ -271,10 +272,10 @@ def _place_steps(
 def _interleave(steps: Sequence[Step], extra: Mapping[int, Sequence[Step]]) -> tuple[Step, ...]:
     if not extra:
         return tuple(steps)
-    order = (Release, Load, Wait)
     woven: list[Step] = []
-    for index in range(len(steps) + 1):
-        for kind in order:
-            woven.extend(step for step in extra.get(index, ()) if isinstance(step, kind))
-        woven.extend(steps[index : index + 1])
-    return tuple(woven)
+    at = 0
+    for index in sorted(extra):
+        woven += steps[at:index]
+        woven += sorted(extra[index], key=lambda step: _ORDER[type(step)])
+        at = index
+    return (*woven, *steps[at:])

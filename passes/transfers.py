@@ -74,7 +74,9 @@ class _Writer:
         device = self.assignment.operations[operation.name]
         if not operation.host_only:
             for name in operation.inputs:
-                if self.is_tensor(name) and not self.streamed(name, device):
+                if (name, device) in self.present or not self.is_tensor(name):
+                    continue
+                if not self.streamed(name, device):
                     self.bring(name, device, self._kind(name))
         self.steps.append(Run(operation.name, device))
         for name in operation.outputs:
