@@ -187,16 +187,13 @@ class ColumnGeneration:
 
     def foresee(self, rounds: int) -> float:
         """Numbers that so many rounds and a proof would touch, judged by one with the least effort."""
-        whole = self.pricing.work(Effort.WHOLE)
         first, *others = self._cheaper() or [Effort.WHOLE]
-        planned = rounds * self.pricing.work(others[-1] if others else first) + _PROOF * whole
-        if self.center is None:
-            return float(planned)
-        foreseen = self.pricing.work(first)  # at most: what repeats itself is found while it is solved
-        guess, _ = self._price(self.center, first)
-        if first is Effort.WHOLE:
-            self._guess = guess
-        return float(planned) * self.pricing.work(first) / foreseen
+        if self.center is not None:
+            guess, _ = self._price(self.center, first)
+            if first is Effort.WHOLE:
+                self._guess = guess
+        last = others[-1] if others else first
+        return float(rounds * self.pricing.work(last) + _PROOF * self.pricing.work(Effort.WHOLE))
 
     def approach(
         self, *, enough: float, work: float, deadline: float | None = None, effort: Effort = Effort.ROUGH

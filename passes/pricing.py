@@ -85,6 +85,7 @@ class _Level:
         unit: bytes of a unit of capacity.
         refusals: a table for each crowd that is in the structure.
         touched: numbers that the last solution touched, or the next might.
+        solved: whether there was one.
     """
 
     knapsack: Knapsack
@@ -92,6 +93,7 @@ class _Level:
     unit: int
     refusals: list[Floats]
     touched: int
+    solved: bool = False
 
 
 class Pricing:
@@ -254,8 +256,17 @@ class Pricing:
         dtype = np.float64 if exact else np.float32
         solve = _shared if level.knapsack.rows > 1 and level.touched >= _SHARED_WORK else Knapsack.solve
         found = solve(level.knapsack, cost, aside, tables, less, dtype)
-        level.touched = found.work
+        self._learn(level, found.work)
         return found
+
+    def _learn(self, level: _Level, touched: int) -> None:
+        """What repeats itself is found while it is solved, and is the same at all levels."""
+        if not level.solved:
+            share = touched / level.touched
+            for other in self._levels.values():
+                other.touched = other.touched if other.solved else int(other.touched * share)
+            level.solved = True
+        level.touched = touched
 
     def clock_seconds(self, kind: int, taken: Bools, aside: Bools) -> float:
         """Seconds of a share on the clock of operations and moves."""
