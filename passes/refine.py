@@ -103,6 +103,11 @@ class _Search:
         self.order = [operation.name for operation in chain.operations]
         self.near = [self._near(operation) for operation in chain.operations]
         self.names = {op.name: (*op.inputs, *op.outputs) for op in chain.operations}
+        operations = self.graph.operations
+        self.readers = {
+            name: [user for user in users if not operations[user].host_only]
+            for name, users in self.graph.consumers.items()
+        }
         self._ends: dict[str, frozenset[str]] = {}
         self._adopt(start)
 
@@ -133,8 +138,7 @@ class _Search:
         return {key for key in accelerators if busy.get(key, 0.0) < _HIDDEN * evaluation.seconds}
 
     def _readers(self, name: str) -> list[str]:
-        users = self.graph.consumers.get(name, ())
-        return [user for user in users if not self.graph.operations[user].host_only]
+        return self.readers.get(name, [])
 
     def sweep(self) -> bool:
         """Try every change once; whether one helped."""
@@ -344,7 +348,7 @@ class _Search:
 
     def _copy_seconds(self, name: str, device: Mapping[str, DeviceKey], fetched: set[str]) -> float:
         graph, topology = self.graph, self.problem.topology
-        readers = {device[reader] for reader in self._readers(name)}
+        readers = set(map(device.__getitem__, self._readers(name)))
         weight = graph.weights.get(name)
         if weight is not None:
             first = self._readers(name)
@@ -363,7 +367,8 @@ class _Search:
             if name in graph.outputs and self.problem.returns_to_host:
                 readers.add(self.problem.host)
         assert home is not None
-        return math.fsum(topology.link(home, key).seconds(nbytes) for key in readers if key != home)
+        readers.discard(home)
+        return math.fsum(topology.link(home, key).seconds(nbytes) for key in readers) if readers else 0.0
 
 
 def _copied(evaluation: Evaluation) -> int:

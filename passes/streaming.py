@@ -84,13 +84,16 @@ class _Search:
         """The placements that a beam finds, as far as each is the fastest so far."""
         self.margin.clear()
         hopeless = self.below * (1 - _CLOSE)
+        work = width * len(setting.frontier.steps)
+        if self.limits.deadline is None and width > _WIDTH and work > self.left:
+            return
         if self.over or setting.bound >= hopeless or self._rest(setting).bound >= hopeless:
             return
         for attempt in range(_ATTEMPTS):
             if self.over:
                 return
             beam = self._beam(setting)
-            self.left -= width * len(setting.frontier.steps)
+            self.left -= work
             way = beam.search(
                 # what is slower says what devices need
                 below=_LOOSE * self.below,
