@@ -10,6 +10,7 @@ import pytest
 
 from graphplan import Graph, Link, Operation, Value, Weight
 from graphplan.device import CPU, read_max_memory
+from graphplan.passes import streaming
 from graphplan.passes.beam import Beam
 from graphplan.passes.chain import Chain
 from graphplan.passes.evaluate import Problem, evaluate
@@ -155,6 +156,47 @@ def test_only_what_is_faster_is_proposed() -> None:
     seconds = [each.seconds for each in found]
     assert all(later < earlier for earlier, later in itertools.pairwise(seconds))
     assert all(again.seconds < seconds[-1] for again in stream(problem, found[-1], Limits()))
+
+
+def test_what_is_proven_best_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every copy is hidden behind what is computed: no placement takes less than its operations."""
+    graph = tower(30, 4 * MIB)
+    slow = [replace(operation, flops=1000 * operation.flops) for operation in graph.operations.values()]
+    busy = Graph(slow, graph.values.values(), graph.weights.values(), ["v0"], ["v30"])
+    monkeypatch.setattr("graphplan.passes.place.stream", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr("graphplan.passes.place.refine", lambda *_: pytest.fail("refined"))
+    solution = place(problem_of(busy, 0.6))
+    assert solution.evaluation.schedule.rings
+    assert solution.lower_bound >= 0.998 * solution.evaluation.seconds
+
+
+def test_of_accelerators_that_are_alike_the_first_is_the_first_home() -> None:
+    problem = problem_of(tower(40, 4 * MIB, large=64 * MIB), 0.6, 0.6)
+    homes = {setting.problem.fixed_weights.get("w38") for setting in make_settings(problem, Limits())}
+    assert 0 in homes
+    assert 1 not in homes
+    faster = with_speeds(problem.topology, {1: Speed(1e15, 5e12)})
+    unlike = replace(problem, topology=faster)
+    assert 1 in {s.problem.fixed_weights.get("w38") for s in make_settings(unlike, Limits())}
+
+
+def test_without_a_time_limit_no_search_is_wider_than_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of(tower(30, 4 * MIB), 0.5)
+    widths: list[int] = []
+    search = Beam.search
+
+    def watched(self: Beam, *, width: int, **others: object) -> object:
+        widths.append(width)
+        return search(self, width=width, **others)
+
+    monkeypatch.setattr(Beam, "search", watched)
+    assert list(stream(problem, None, Limits()))
+    assert max(widths) > streaming._WIDTH
+    for searches in range(1, 12):
+        widths.clear()
+        monkeypatch.setattr(streaming, "_WORK", 30 * streaming._WIDTH * searches)
+        list(stream(problem, None, Limits()))
+        assert sum(widths) < streaming._WIDTH * (searches + 1) + streaming._WIDTH * streaming._ATTEMPTS
 
 
 def test_room_is_kept_for_a_weight_that_no_ring_takes() -> None:

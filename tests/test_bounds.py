@@ -16,7 +16,7 @@ from torch import nn
 import graphplan
 from graphplan import Graph, Link, Operation, Value, Weight
 from graphplan.device import DeviceKey, read_max_memory
-from graphplan.passes import states
+from graphplan.passes import pricing, states
 from graphplan.passes.branch import Tree
 from graphplan.passes.chain import Chain
 from graphplan.passes.close import close_gap
@@ -318,6 +318,69 @@ def test_prices_found_with_less_effort_are_nearly_the_best() -> None:
     rough, quick, whole = found
     assert quick >= 0.995 * whole
     assert rough >= 0.97 * whole
+
+
+def test_what_repeats_itself_in_one_knapsack_does_so_in_the_others() -> None:
+    problem = replace(unlike(layers(600), 1.3), allowed=on_accelerators(layers(600)), offload=False)
+    knapsacks = Pricing(Shares(problem))
+    before = knapsacks.work(Effort.WHOLE)
+    generation = ColumnGeneration(knapsacks)
+    generation.approach(enough=np.inf, work=1, effort=Effort.QUICK)
+    assert knapsacks.work(Effort.WHOLE) < before
+    generation.run(enough=np.inf, work=1e9)
+    assert knapsacks.work(Effort.WHOLE) < before  # which is what it took
+
+
+def test_deep_stacks_are_narrowed_as_quickly_as_flat_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What opens too many variables in one layer does so in all."""
+    monkeypatch.setattr(pricing, "_STATES", 256)
+    assert attempts(16, monkeypatch) <= attempts(8, monkeypatch)
+
+
+def attempts(count: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Knapsacks that are prepared for so many layers whose values wait for each other."""
+    made = []
+
+    class Counted(Knapsack):
+        def __init__(self, *structure: object) -> None:
+            made.append(structure)
+            super().__init__(*structure)
+
+    monkeypatch.setattr(pricing, "Knapsack", Counted)
+    graph = waiting_layers(count)
+    size = int(graph.weight_bytes * 1.1 / 4) + (8 << 20)
+    problem = Problem(graph, read_max_memory(dict.fromkeys(range(4), size)), 0, offload=False)
+    found = pricing.Pricing(Shares(problem))
+    assert len(found.bands) > 1
+    return len(made)
+
+
+def waiting_layers(count: int) -> Graph:
+    """Layers in which a value waits while others are made of it, and all read a mask."""
+    size, inner = 1 << 20, 8 << 20
+    values, weights = [Value("x", size, size), Value("mask", size // 4, size // 4)], []
+    operations: list[Operation] = []
+
+    def run(name: str, *reads: str, nbytes: int = size, weight: int = 0) -> str:
+        if weight:
+            weights.append(Weight(f"w.{name}", weight))
+            reads = (*reads, f"w.{name}")
+        values.append(Value(name, nbytes, nbytes))
+        operations.append(Operation(f"op.{name}", "f", reads, (name,), (), 10**9, nbytes + weight))
+        return name
+
+    x = "x"
+    for i in range(count):
+        normed = run(f"norm.{i}", x, weight=4096)
+        made = [run(f"{part}.{i}", normed, weight=inner) for part in "qkv"]
+        q, k = (run(f"turned.{part}", part, "mask") for part in made[:2])
+        mixed = run(f"mixed.{i}", q, k, made[2], "mask")
+        x = run(f"add.{i}", x, run(f"o.{i}", mixed, weight=inner))
+        normed = run(f"norm2.{i}", x, weight=4096)
+        both = [run(f"{part}.{i}", normed, nbytes=2 * size, weight=2 * inner) for part in ("gate", "up")]
+        product = run(f"mul.{i}", *both, nbytes=2 * size)
+        x = run(f"add2.{i}", x, run(f"down.{i}", product, weight=2 * inner))
+    return Graph(operations, values, weights, ["x", "mask"], [x])
 
 
 def on_accelerators(graph: Graph) -> dict[str, frozenset[DeviceKey]]:
