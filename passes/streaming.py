@@ -78,19 +78,21 @@ class _Search:
         """Whether time is up, or the work done."""
         return self.limits.over or (self.limits.deadline is None and self.left <= 0)
 
+    def _allows(self, work: int) -> bool:
+        """Whether a search of so many labels is within what is left."""
+        return self.limits.deadline is not None or work <= self.left
+
     def run(
         self, setting: Setting, width: int = _WIDTH, *, pace: float = 0.0, alone: bool = True
     ) -> Iterator[Evaluation]:
         """The placements that a beam finds, as far as each is the fastest so far."""
         self.margin.clear()
         hopeless = self.below * (1 - _CLOSE)
-        work = width * len(setting.frontier.steps)
-        if self.limits.deadline is None and width > _WIDTH and work > self.left:
-            return
         if self.over or setting.bound >= hopeless or self._rest(setting).bound >= hopeless:
             return
+        work = width * len(setting.frontier.steps)
         for attempt in range(_ATTEMPTS):
-            if self.over:
+            if self.over or (width > _WIDTH and not self._allows(work)):
                 return
             beam = self._beam(setting)
             self.left -= work

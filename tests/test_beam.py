@@ -196,7 +196,7 @@ def test_without_a_time_limit_no_search_is_wider_than_what_is_left(monkeypatch: 
         widths.clear()
         monkeypatch.setattr(streaming, "_WORK", 30 * streaming._WIDTH * searches)
         list(stream(problem, None, Limits()))
-        assert sum(widths) < streaming._WIDTH * (searches + 1) + streaming._WIDTH * streaming._ATTEMPTS
+        assert sum(widths) < streaming._WIDTH * (searches + 1)
 
 
 def test_room_is_kept_for_a_weight_that_no_ring_takes() -> None:
