@@ -28,6 +28,7 @@ _ROUNDS = 15  # after which prices are near their best, mostly
 _SPEED = 5e8  # numbers that knapsacks touch in a second, about
 _EARLY = 0.75  # of the time that is left that these rounds may take to come before labels, ...
 _EARLY_WORK = 2e9  # ... numbers, where nobody asked for time
+_PREPARING = 0.3e-3  # seconds per operation that it takes at least to prepare knapsacks
 _MANY, _UNLIKE = 5, 3  # devices, and kinds of them, from which there are many labels
 
 
@@ -59,7 +60,7 @@ class Columns:
         shares = self.whole.shares
         kinds = [kind for kind, some in zip(shares.kinds, shares.runs, strict=True) if some]
         many = sum(len(kind.keys) for kind in kinds) >= _MANY
-        if self.incumbent.done or not (many or len(kinds) >= _UNLIKE):
+        if self.incumbent.done or not (many or len(kinds) >= _UNLIKE) or self._is_late(self.whole):
             return
         if self._begin(self.whole, None).foresee(_ROUNDS) > allowed:
             return
@@ -144,6 +145,8 @@ class Columns:
     def _run(
         self, part: Part, worth: Floats | None, limits: Limits, *, dives: bool, near: Part | None = None
     ) -> None:
+        if self._is_late(part):
+            return
         effort = min(1.0, part.shares.units / _LARGE, _HUGE / part.shares.units)
         work = effort * _WORK if limits.deadline is None else np.inf
         generation = self._begin(part, worth, near)
@@ -156,6 +159,11 @@ class Columns:
         self._tell()
         if dives:
             self._dive(part, generation, work / 4)
+
+    def _is_late(self, part: Part) -> bool:
+        """Whether time would be up before the knapsacks of a part are prepared."""
+        left = self.limits.left
+        return part.generation is None and left is not None and left < _PREPARING * part.shares.units
 
     def _begin(self, part: Part, worth: Floats | None, near: Part | None = None) -> ColumnGeneration:
         if part.generation is not None:
@@ -173,7 +181,7 @@ class Columns:
             self.incumbent.polish(evaluate(self.incumbent.problem, evaluation.schedule.assignment))
 
     def _tell(self) -> None:
-        if self.ran and self.ran[0].shares.ties_travel:
+        if not self.ran or self.ran[0].shares.ties_travel:
             return
         self.incumbent.raise_bound(min(part.bound for part in self.parts), self._proof())
 

@@ -18,13 +18,15 @@ _SECOND = 20_000
 _TRAIL = 100_000_000  # labels that a search may remember, 5 bytes each
 _WORK = 4_000_000  # labels that a search may make without being asked for time
 _PREPARED = 4000  # operations times devices that a second prepares for a search, about
+_STARTING = 0.5  # of the time, for few labels
+_PROMISING = 0.9  # of what is left then, for more
 _PROGRESS = 0.5  # of the way to the end that a search must have come to be made wider
 _ROOM_TRIES = 3  # searches with more room left free
 
 
 def search_labels(incumbent: Incumbent, shares: Shares, parts: list[Part]) -> None:
     """Look for placements, few labels at a time and then more."""
-    limits = incumbent.limits.until(0.5)
+    limits = incumbent.limits.until(_STARTING)
     devices = sum(len(kind.keys) for kind in shares.kinds)
     hurried = limits.left is not None and shares.units * devices * len(parts) > _PREPARED * limits.left
     if incumbent.done or hurried or not all(part.suits_labels for part in parts):
@@ -43,7 +45,8 @@ def search_labels(incumbent: Incumbent, shares: Shares, parts: list[Part]) -> No
     _search(incumbent, parts, _FIRST, limits)
     progress = [part.progress(incumbent.enough) for part in parts if part.bound < incumbent.enough]
     if min(progress, default=1.0) >= _PROGRESS:  # else a part would hold back the bound of all
-        _search(incumbent, parts, max(_FIRST, min(_SECOND, _WORK // choices)), limits)
+        width = max(_FIRST, min(_SECOND, _WORK // choices))
+        _search(incumbent, parts, width, incumbent.limits.until(_PROMISING))
 
 
 def search_wider(incumbent: Incumbent, parts: list[Part]) -> None:

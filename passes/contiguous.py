@@ -133,28 +133,28 @@ def _tables(chain: Chain, cuts: Ints) -> _Tables:
     values, weights = chain.value_reads, chain.weight_reads
     birth, death, size = chain.storages
     per_operation = _sums(weights.reader, weights.nbytes, n)
-    for row, start in enumerate(cuts[:-1]):
-        first = (values.previous < start) & (values.reader >= start)
-        again = (weights.previous >= 0) & (weights.previous < start) & (weights.reader >= start)
-        fresh = (weights.previous < start) & (weights.reader >= start)
-        bytes_in = _sums(values.reader[first], values.nbytes[first], n)
-        bytes_in += _sums(weights.reader[again], weights.nbytes[again], n)
-        count_in = np.bincount(values.reader[first], minlength=n)
-        count_in += np.bincount(weights.reader[again], minlength=n)
-        weight = _sums(weights.reader[fresh], weights.nbytes[fresh], n)
-        born = birth >= start
-        change = _sums(birth[born], size[born], n + 1) - _sums(death[born] + 1, size[born], n + 1)
-        change += _sums(values.reader[first], values.nbytes[first], n + 1)
-        change -= _sums(values.until[first] + 1, values.nbytes[first], n + 1)
-        live = np.cumsum(change)[:n] + chain.workspace
-        live[:start] = 0
-        ends = cuts[row + 1 :] - 1
-        tables.arriving[row, row + 1 :] = np.cumsum(bytes_in)[ends]
-        tables.arrivals[row, row + 1 :] = np.cumsum(count_in)[ends]
-        tables.weights[row, row + 1 :] = np.cumsum(weight)[ends]
-        tables.activations[row, row + 1 :] = np.maximum.accumulate(live)[ends]
-        widest = np.where(np.arange(n) >= start, per_operation, 0)
-        tables.widest[row, row + 1 :] = np.maximum.accumulate(widest)[ends]
+    # reads and births come in the order of operations
+    starts = [np.searchsorted(places, cuts[:-1]) for places in (values.reader, weights.reader, birth)]
+    for row, (start, v, w, b) in enumerate(zip(cuts[:-1], *starts, strict=True)):
+        count, ends, columns = n - start, cuts[row + 1 :] - 1 - start, slice(row + 1, None)
+        outside = values.previous[v:] < start
+        reader, nbytes = values.reader[v:][outside] - start, values.nbytes[v:][outside]
+        arriving = _sums(reader, nbytes, count + 1)
+        before, mine = weights.previous[w:], weights.reader[w:] - start
+        fresh, again = before < start, (before >= 0) & (before < start)
+        change = arriving + _sums(birth[b:] - start, size[b:], count + 1)
+        change -= _sums(death[b:] + 1 - start, size[b:], count + 1)
+        change -= _sums(values.until[v:][outside] + 1 - start, nbytes, count + 1)
+        arrivals = np.bincount(reader, minlength=count)
+        if again.any():
+            arriving[:-1] += _sums(mine[again], weights.nbytes[w:][again], count)
+            arrivals += np.bincount(mine[again], minlength=count)
+        live = np.cumsum(change)[:-1] + chain.workspace[start:]
+        tables.arriving[row, columns] = np.cumsum(arriving)[ends]
+        tables.arrivals[row, columns] = np.cumsum(arrivals)[ends]
+        tables.weights[row, columns] = np.cumsum(_sums(mine[fresh], weights.nbytes[w:][fresh], count))[ends]
+        tables.activations[row, columns] = np.maximum.accumulate(live)[ends]
+        tables.widest[row, columns] = np.maximum.accumulate(per_operation[start:])[ends]
     return tables
 
 

@@ -16,7 +16,7 @@ from torch import nn
 import graphplan
 from graphplan import Graph, Link, Operation, Value, Weight
 from graphplan.device import DeviceKey, read_max_memory
-from graphplan.passes import pricing, states
+from graphplan.passes import close_by_columns, close_by_labels, pricing, states
 from graphplan.passes.branch import Tree
 from graphplan.passes.chain import Chain
 from graphplan.passes.close import close_gap
@@ -401,6 +401,18 @@ def test_a_time_limit_cuts_the_search_and_not_the_truth(share: float) -> None:
         assert hasty.evaluation.feasible
         assert hasty.lower_bound <= min(whole.evaluation.seconds, hasty.evaluation.seconds) * TIGHT
         assert whole.lower_bound <= hasty.evaluation.seconds * TIGHT
+
+
+def test_knapsacks_that_there_is_no_time_to_prepare_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = waiting_layers(12)
+    topology = read_max_memory(dict.fromkeys(range(5), int(graph.weight_bytes * 0.3) + (8 << 20)))
+    problem = Problem(graph, topology, 0, offload=False)
+    monkeypatch.setattr(close_by_columns, "_PREPARING", 1e3)
+    monkeypatch.setattr(pricing.Pricing, "__init__", lambda *_: pytest.fail("prepared"))
+    monkeypatch.setattr(close_by_labels, "_PREPARED", 0)
+    solution = place(problem, Limits.within(2))
+    assert solution.evaluation.feasible
+    assert 0 < solution.lower_bound <= solution.evaluation.seconds
 
 
 def test_a_search_without_a_choice_ends() -> None:
