@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,14 +50,29 @@ def read_wishes(
     """The caller's rules; whether their names are in the graph is seen later.
 
     Raises:
-        InputError: ``pin`` is no mapping, or ``together`` no list.
+        InputError: ``pin`` is no mapping of names, ``together`` no list of them, or a flag no flag.
     """
+    for what, flag in (("offload", offload), ("cpu_compute", cpu_compute), ("balance", balance)):
+        if not isinstance(flag, bool):
+            raise InputError(f"{what} must be True or False, not {flag!r}")
     if pin is not None and not isinstance(pin, Mapping):
         raise InputError(f"pin must map names to device keys, as {{'lm_head': 0}}, not be {pin!r}")
     if isinstance(together, str) or not isinstance(together, Sequence):
         raise InputError(f"together must list names, or lists of them: write [{together!r}]")
-    groups = tuple(group if isinstance(group, str) else tuple(group) for group in together)
+    groups = tuple(_names_of(group) for group in together)
+    for name in pin or {}:
+        if not isinstance(name, str):
+            raise InputError(f"pin must map names to device keys, as {{'lm_head': 0}}: {name!r} is no name")
     return Wishes(dict(pin or {}), groups, offload, cpu_compute, balance)
+
+
+def _names_of(group: object) -> str | tuple[str, ...]:
+    if isinstance(group, str):
+        return group
+    names = tuple(group) if isinstance(group, Iterable) else ()
+    if not names or not all(isinstance(name, str) for name in names):
+        raise InputError(f"together must list names, or lists of them: {group!r} is neither")
+    return names
 
 
 def read_compile(compile: bool | Mapping[str, Any], topology: Topology) -> Mapping[str, Any] | None:

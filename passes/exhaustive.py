@@ -10,6 +10,7 @@ the model, and proves it: among placements whose weights live where a reader run
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -25,7 +26,12 @@ _LEAF = 10  # branches that take as long as judging a placement
 
 
 def search_all(
-    problem: Problem, best: Evaluation | None, *, fetch: bool, nodes: int
+    problem: Problem,
+    best: Evaluation | None,
+    *,
+    fetch: bool,
+    nodes: int,
+    deadline: float | None = None,
 ) -> tuple[Evaluation | None, bool]:
     """The best placement, and whether the search was complete.
 
@@ -34,8 +40,9 @@ def search_all(
         best: a placement to beat, or None.
         fetch: whether weights may live where none of their readers runs.
         nodes: most branches to look at.
+        deadline: ``time.monotonic()`` at which to stop, or None.
     """
-    search = _Search(problem, best, fetch, nodes)
+    search = _Search(problem, best, fetch, nodes, deadline)
     search.run()
     return search.best, search.left > 0 and not search.guessed
 
@@ -53,8 +60,11 @@ class _State:
 
 
 class _Search:
-    def __init__(self, problem: Problem, best: Evaluation | None, fetch: bool, nodes: int) -> None:
+    def __init__(
+        self, problem: Problem, best: Evaluation | None, fetch: bool, nodes: int, deadline: float | None
+    ) -> None:
         self.problem, self.best, self.fetch, self.left = problem, best, fetch, nodes
+        self.deadline = deadline
         self.graph = problem.graph
         self.specs = [spec for spec in problem.topology.devices if spec.computes]
         self.by_key = {spec.key: spec for spec in problem.topology.devices}
@@ -94,6 +104,8 @@ class _Search:
     def _operation(self, index: int, seconds: float) -> None:
         """Place operation ``index`` and all after it."""
         self.left -= 1
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            self.left = 0
         if self.left <= 0 or self._beaten(seconds + self.rest[index]):
             return
         if index == len(self.order):

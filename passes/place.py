@@ -37,6 +37,7 @@ _TINY = 12  # operations up to which that is done at length
 _NODES = 60_000  # branches of that, about a second
 _FEW_NODES = 3_000  # while looking for the smallest budgets, where there are many searches
 _FIRST_WORK = 100_000  # of the local search before the gap is closed
+_TRYING = 0.5  # part of the time for that
 _START_SECONDS = 2e-3  # per operation, from which there is time for a second start
 _NEAR = 1.2  # times the best seconds up to which a plainer start is refined too
 _DEPTH = 6  # most slots of a ring in a large graph
@@ -213,7 +214,8 @@ def _exhaust(
         return best, False
     # where nothing fits yet, what this search finds may be all that does
     nodes = _NODES if best is None or count <= _TINY else _NODES // 4
-    return search_all(problem, best, fetch=fetch, nodes=nodes)
+    deadline = None if best is None else limits.until(_TRYING).deadline
+    return search_all(problem, best, fetch=fetch, nodes=nodes, deadline=deadline)
 
 
 def _accelerators_alone(problem: Problem) -> Problem | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -401,6 +402,28 @@ def test_a_time_limit_cuts_the_search_and_not_the_truth(share: float) -> None:
         assert hasty.evaluation.feasible
         assert hasty.lower_bound <= min(whole.evaluation.seconds, hasty.evaluation.seconds) * TIGHT
         assert whole.lower_bound <= hasty.evaluation.seconds * TIGHT
+
+
+def test_trying_every_placement_ends_in_time() -> None:
+    problem, best = problem_of(3, "two and the CPU", 9)
+    assert search_all(problem, best, fetch=True, nodes=10**7, deadline=time.monotonic()) == (best, False)
+    assert search_all(problem, best, fetch=True, nodes=10**7)[1]
+
+
+@pytest.mark.parametrize("limits", [Limits(), Limits.within(60)])
+def test_a_time_limit_is_one_of_trying_every_placement(
+    limits: Limits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deadlines: list[float | None] = []
+
+    def watched(*problem: object, deadline: float | None, **others: object) -> object:
+        deadlines.append(deadline)
+        return search_all(*problem, deadline=deadline, **others)
+
+    monkeypatch.setattr("graphplan.passes.place.search_all", watched)
+    assert place(unlike(layers(8), 1.3), limits).evaluation.feasible
+    assert deadlines
+    assert all((deadline is None) == (limits.deadline is None) for deadline in deadlines)
 
 
 def test_knapsacks_that_there_is_no_time_to_prepare_are_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,6 +143,11 @@ def test_wishes_that_cannot_be(wishes: dict[str, Any], message: str) -> None:
         ({"pin": "head"}, "pin must map names to device keys"),
         ({"together": "blocks.1"}, r"together must list names, or lists of them: write \['blocks.1'\]"),
         ({"together": 1}, "together must list names"),
+        ({"together": [3]}, "together must list names, or lists of them: 3 is neither"),
+        ({"together": [[]]}, r"together must list names, or lists of them: \[\] is neither"),
+        ({"pin": {3: 1}}, "3 is no name"),
+        ({"offload": "no"}, "offload must be True or False, not 'no'"),
+        ({"balance": 1}, "balance must be True or False, not 1"),
     ],
 )
 def test_wishes_of_another_form_are_refused(wish: dict[str, Any], message: str) -> None:
