@@ -107,7 +107,8 @@ def plan(
             prefill and the decode that ``generate`` makes after the example are planned too, and have room.
         max_length: likewise the most tokens of a sequence, those in its cache counted.
         time_limit: seconds for the search, after the trace; the best placement by then is taken, with the
-            bound that was proven. None: about a second of work for most models, and the same result
+            bound that was proven. None: some work, which is seconds where the accelerators hold the
+            model and up to a minute where weights are streamed or memory is tight, and the same result
             whatever the clock says.
 
     Raises:
