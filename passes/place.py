@@ -182,10 +182,9 @@ def _finish(
         return Solution(best, best.seconds, f"every placement{where} tried")
     if limits is None:
         return Solution(best, 0.0, "")
-    bound = lower_bound(among)
     if limits.exhaustive and limits.improves:
         least = least or Least.of(among)
-        bound = least.bound
+    bound = lower_bound(among) if least is None else least.bound
     if not limits.improves or bound.seconds >= best.seconds * (1 - ENOUGH):
         return Solution(best, min(bound.seconds, best.seconds), bound.proof + where)
     starts = [best] if beside is None or beside is best else [best, beside]
