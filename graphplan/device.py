@@ -16,7 +16,7 @@ import torch
 from accelerate.utils import convert_file_size_to_int
 
 from graphplan.cards import find_card
-from graphplan.errors import BudgetError, DeviceError
+from graphplan.errors import BudgetError, DeviceError, readable_bytes
 from graphplan.machine import (
     Machine,
     accelerator_type,
@@ -109,11 +109,20 @@ def _check_links(links: object, keys: Set[DeviceKey]) -> None:
 def _with_reserve(specs: tuple[DeviceSpec, ...], reserve: Reserve) -> tuple[DeviceSpec, ...]:
     if not isinstance(reserve, Mapping):
         nbytes = _read_bytes("reserve", reserve, "reserve")
-        return tuple(replace(spec, reserve=nbytes) for spec in specs)
+        return tuple(_reserved(spec, nbytes, "reserve") for spec in specs)
     if unknown := set(reserve) - {spec.key for spec in specs}:
         raise DeviceError(f"reserve names {unknown.pop()!r}, which is not in max_memory")
     sizes = {key: _read_bytes(key, value, f"reserve[{key!r}]") for key, value in reserve.items()}
-    return tuple(replace(spec, reserve=sizes.get(spec.key, 0)) for spec in specs)
+    return tuple(_reserved(spec, sizes.get(spec.key, 0), f"reserve[{spec.key!r}]") for spec in specs)
+
+
+def _reserved(spec: DeviceSpec, nbytes: int, name: str) -> DeviceSpec:
+    if spec.computes and nbytes > spec.memory > 0:
+        raise BudgetError(
+            f"{name} = {readable_bytes(nbytes)} is more than max_memory[{spec.key!r}] = "
+            f"{readable_bytes(spec.memory)}: nothing would be left to plan with"
+        )
+    return replace(spec, reserve=nbytes)
 
 
 def require_present(topology: Topology) -> None:
@@ -167,7 +176,10 @@ def _spec(key: object, memory: int) -> DeviceSpec:
     try:
         device = torch.device(key)
     except RuntimeError as error:
-        raise DeviceError(f"{key!r} is no device: {str(error).splitlines()[0]}") from error
+        raise DeviceError(
+            f"{key!r} is no device: write an accelerator's index (0, 1, ...), 'cpu', 'disk', or a name such "
+            "as 'cuda:0'"
+        ) from error
     if device.type == CPU:
         return DeviceSpec(key, CPU, memory, *_CPU_SPEED, _CPU_OVERHEAD)
     if device.type == "meta":

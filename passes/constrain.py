@@ -66,6 +66,8 @@ def constrain(problem: Problem, wishes: Wishes) -> Problem:
     allowed: dict[str, frozenset[DeviceKey]] = {}
     fixed: dict[str, DeviceKey] = dict(problem.fixed_weights)
     accelerators = frozenset(s.key for s in problem.topology.devices if s.is_accelerator)
+    if not wishes.offload:
+        _check_no_offload(wishes, problem.topology, accelerators)
     if not (wishes.cpu_compute and wishes.offload) and accelerators:
         allowed.update(dict.fromkeys(graph.operations, accelerators))
     for name, key in fixed.items():  # what is written stays where an earlier plan has put it
@@ -74,7 +76,7 @@ def constrain(problem: Problem, wishes: Wishes) -> Problem:
             allowed.update(dict.fromkeys(readers, frozenset({key})))
     for name, key in wishes.pin.items():
         _pin(graph, problem.topology, name, key, allowed, fixed)
-    _agree(graph, allowed)
+    _agree(graph, allowed, wishes)
     return replace(
         problem,
         graph=graph,
@@ -83,6 +85,14 @@ def constrain(problem: Problem, wishes: Wishes) -> Problem:
         offload=wishes.offload,
         balance=wishes.balance,
     )
+
+
+def _check_no_offload(wishes: Wishes, topology: Topology, accelerators: frozenset[DeviceKey]) -> None:
+    if not accelerators:
+        raise PlanError("offload=False asks for accelerators only, and max_memory names none: add one")
+    for name, key in wishes.pin.items():
+        if key in topology and key not in accelerators:
+            raise PlanError(f"pin={{{name!r}: {key!r}}} contradicts offload=False: leave one of them out")
 
 
 def _pin(
@@ -175,7 +185,7 @@ def _tied(graph: Graph, groups: Sequence[Sequence[str]]) -> Graph:
     )
 
 
-def _agree(graph: Graph, allowed: dict[str, frozenset[DeviceKey]]) -> None:
+def _agree(graph: Graph, allowed: dict[str, frozenset[DeviceKey]], wishes: Wishes) -> None:
     """Let every member of a group be allowed what all are."""
     for group in graph.together:
         rules = [allowed[name] for name in group if name in allowed]
@@ -183,8 +193,21 @@ def _agree(graph: Graph, allowed: dict[str, frozenset[DeviceKey]]) -> None:
             continue
         common = frozenset.intersection(*rules)
         if not common:
-            listed = ", ".join(sorted(group)[:4])
-            raise PlanError(
-                f"{listed} must share a device, and what they write, or pin, sends them to different ones"
-            )
+            raise PlanError(_contradiction(graph, group, wishes))
         allowed.update(dict.fromkeys(group, common))
+
+
+def _contradiction(graph: Graph, group: frozenset[str], wishes: Wishes) -> str:
+    """Which of the caller's names send the members of a group to different devices."""
+    asked = [list(names) for names in wishes.groups if any(_meets(graph, name, group) for name in names)]
+    pins = {name: key for name, key in wishes.pin.items() if _meets(graph, name, group)}
+    listed = ", ".join(sorted(group)[:4]) + (", ..." if len(group) > 4 else "")
+    why = "".join(f"together={names!r} and " for names in asked)
+    what = f"pin={pins!r} contradict" if pins else "the weights that they write contradict"
+    return f"{why}{what} each other: {listed} must share a device"
+
+
+def _meets(graph: Graph, name: str, group: frozenset[str]) -> bool:
+    weight = graph.weight_named(name)
+    readers = graph.consumers.get(weight.name, ()) if weight is not None and not weight.fetchable else ()
+    return not group.isdisjoint([*_found(graph, name), *readers])

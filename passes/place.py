@@ -110,11 +110,12 @@ def _search(
     spec = next((s for s in problem.topology.devices if s.is_accelerator), problem.topology.devices[0])
     chain = Chain(problem.graph, spec)
     if problem.balance:
+        several = sum(1 for spec in problem.topology.devices if spec.is_accelerator) > 1
         even = contiguous_split(problem, chain, use_cpu=False, fetch=False, balance=True)
-        if even is not None and even.feasible:
+        if several and even is not None and even.feasible:
             bound = lower_bound(problem)
             return Solution(even, min(bound.seconds, even.seconds), bound.proof)
-        if limits is not None:
+        if limits is not None and not (even is not None and even.feasible):
             warnings.warn(
                 "balance=True: the model does not fit the accelerators in even pieces, so it is placed to "
                 "move the fewest bytes instead",

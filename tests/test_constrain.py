@@ -77,6 +77,11 @@ def test_without_offload_the_cpu_is_no_way_out() -> None:
     assert set(placed_chain({**budgets, **caught.value.needed}, offload=False).values()) == {0}
 
 
+def test_without_offload_there_must_be_an_accelerator() -> None:
+    with pytest.raises(graphplan.PlanError, match="max_memory names none"):
+        placed_chain({"cpu": 1 << 20}, offload=False)
+
+
 def test_without_cpu_compute_weights_are_fetched() -> None:
     problem = Problem(chain(6), read_max_memory({0: 12 * KIB, "cpu": 1 << 20}), "cpu")
     found = place(constrain(problem, Wishes(cpu_compute=False))).evaluation
@@ -89,6 +94,13 @@ def test_balance_spreads_what_would_fit_one_device() -> None:
     assert set(placed_chain(budgets).values()) == {0}
     devices = placed_chain(budgets, balance=True)
     assert [list(devices.values()).count(key) for key in budgets] == [2, 2, 2]
+
+
+def test_a_balance_on_one_accelerator_asks_for_nothing() -> None:
+    problem = Problem(chain(6), read_max_memory({0: 1 << 20, "cpu": 1 << 20}), "cpu")
+    plain, balanced = place(problem), place(constrain(problem, Wishes(balance=True)))
+    assert balanced.lower_bound == plain.lower_bound
+    assert balanced.evaluation.seconds == plain.evaluation.seconds
 
 
 def test_a_balance_that_cannot_be_is_warned_of() -> None:
@@ -127,6 +139,13 @@ def test_a_reserve_that_leaves_too_little_is_in_the_error() -> None:
         ({"pin": {"embed": 0, "head": "cpu"}}, "pin puts 'embed.weight' on 0"),
         ({"together": ["nonsense"]}, "together="),
         ({"pin": {"blocks.0": 0, "blocks.1": "cpu"}, "together": [["blocks.0", "blocks.1"]]}, "must share"),
+        (
+            {"pin": {"blocks.0": 0, "blocks.1": "cpu"}, "together": ["blocks"]},
+            r"together=\['blocks'\] and pin=\{'blocks.0': 0, 'blocks.1': 'cpu'\} contradict",
+        ),
+        ({"pin": {"head": "cpu"}, "offload": False}, r"pin=\{'head': 'cpu'\} contradicts offload=False"),
+        ({"reserve": "80KiB"}, r"reserve = 80.00 KiB .* is more than max_memory\[0\] = 64.00 KiB"),
+        ({"reserve": {"cpu": "1GiB"}}, r"reserve\['cpu'\] = 1.00 GiB .* is more than max_memory\['cpu'\]"),
         ({"reserve": {5: 1}}, "reserve names 5"),
         ({"reserve": -1}, "negative"),
     ],
