@@ -72,6 +72,30 @@ class Graph:
                 found[name].append(operation.name)
         return {name: tuple(users) for name, users in found.items()}
 
+    @cached_property
+    def readers(self) -> dict[str, tuple[str, ...]]:
+        """Value or weight -> the operations that read its data, and not only its shape; in order."""
+        host_only = {operation.name for operation in self.operations.values() if operation.host_only}
+        return {
+            name: tuple(user for user in users if user not in host_only)
+            for name, users in self.consumers.items()
+        }
+
+    def tied(self, groups: Iterable[Iterable[str]]) -> Graph:
+        """The same graph with the members of each group tied, beside what is together already."""
+        ties: nx.Graph[str] = nx.Graph()
+        for names in (*self.together, *groups):
+            nx.add_path(ties, sorted(names))
+        return Graph(
+            self.operations.values(),
+            self.values.values(),
+            self.weights.values(),
+            self.inputs,
+            self.outputs,
+            [frozenset(members) for members in nx.connected_components(ties) if len(members) > 1],
+            shapes_known=self.shapes_known,
+        )
+
     def _digraph(self) -> nx.DiGraph[str]:
         digraph: nx.DiGraph[str] = nx.DiGraph()
         for operation in self.operations.values():

@@ -262,8 +262,7 @@ def _closure(graph: Graph, names: Sequence[str]) -> list[str]:
         inputs = {name for op in found for name in graph.operations[op].inputs}
         for name in inputs:
             if name in graph.weights and not graph.weights[name].fetchable:
-                users = graph.consumers[name]
-                found |= {user for user in users if not graph.operations[user].host_only}
+                found |= set(graph.readers[name])
         if len(found) == before:
             return [name for name in graph.operations if name in found]
 

@@ -66,8 +66,7 @@ def _entangled(graph: Graph, root: str, members: list[str], order: Mapping[str, 
     readers = [
         (order[reader], reader, name)
         for name in members
-        for reader in dict.fromkeys(graph.consumers.get(name, ()))
-        if not graph.operations[reader].host_only
+        for reader in dict.fromkeys(graph.readers.get(name, ()))
     ]
     writers = {reader for name in inside for reader in graph.consumers.get(name, ())}
     for writer in sorted(writers, key=lambda name: order[name]):

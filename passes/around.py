@@ -59,21 +59,17 @@ def _shared(problem: Problem) -> list[str]:
     graph = problem.graph
     least = _SHARED * graph.weight_bytes
     large = (w.name for w in graph.weights.values() if w.nbytes >= max(1, least))
-    return [n for n in large if n not in problem.fixed_weights and len(_readers(graph, n)) > 1]
-
-
-def _readers(graph: Graph, weight: str) -> list[str]:
-    return [name for name in graph.consumers.get(weight, ()) if not graph.operations[name].host_only]
+    return [n for n in large if n not in problem.fixed_weights and len(graph.readers.get(n, ())) > 1]
 
 
 def _may_run(problem: Problem, weights: list[str], key: DeviceKey) -> bool:
-    readers = (reader for name in weights for reader in _readers(problem.graph, name))
+    readers = (reader for name in weights for reader in problem.graph.readers.get(name, ()))
     return all(key in problem.allowed.get(reader, {key}) for reader in readers)
 
 
 def _split(problem: Problem, graph: Graph, homes: Homes, limit: int) -> Evaluation | None:
     """Pieces of ``graph``, an order of the problem's, with these weights and their readers settled."""
-    readers = {name: _readers(graph, name) for name in homes}
+    readers = {name: graph.readers.get(name, ()) for name in homes}
     settled = {reader: homes[name] for name, listed in readers.items() for reader in listed}
     # one end of the sequence may be where such a weight is: the last, which most often reads all of it
     last = {listed[-1]: frozenset({homes[name]}) for name, listed in readers.items()}

@@ -67,12 +67,7 @@ def _fastest_seconds(problem: Problem, computing: list[DeviceSpec]) -> float:
 
 def _read_weights(graph: Graph) -> dict[str, list[str]]:
     """Weight -> the operations that read its data."""
-    found = {}
-    for name in graph.weights:
-        readers = [r for r in graph.consumers.get(name, ()) if not graph.operations[r].host_only]
-        if readers:
-            found[name] = readers
-    return found
+    return {name: list(graph.readers[name]) for name in graph.weights if graph.readers.get(name)}
 
 
 def _overflow_seconds(problem: Problem, accelerators: list[DeviceSpec], fastest: float, held: int) -> float:

@@ -12,8 +12,6 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import networkx as nx
-
 from graphplan.device import DISK, DeviceKey, Topology
 from graphplan.errors import PlanError
 from graphplan.graph import Graph
@@ -72,8 +70,7 @@ def constrain(problem: Problem, wishes: Wishes) -> Problem:
         allowed.update(dict.fromkeys(graph.operations, accelerators))
     for name, key in fixed.items():  # what is written stays where an earlier plan has put it
         if name in graph.weights and not graph.weights[name].fetchable:
-            readers = (r for r in graph.consumers.get(name, ()) if not graph.operations[r].host_only)
-            allowed.update(dict.fromkeys(readers, frozenset({key})))
+            allowed.update(dict.fromkeys(graph.readers.get(name, ()), frozenset({key})))
     for name, key in wishes.pin.items():
         _pin(graph, problem.topology, name, key, allowed, fixed)
     _agree(graph, allowed, wishes)
@@ -168,21 +165,11 @@ def _tied(graph: Graph, groups: Sequence[Sequence[str]]) -> Graph:
     """The graph with the caller's groups beside those that memory ties."""
     if not groups:
         return graph
-    ties: nx.Graph[str] = nx.Graph()
-    for names in graph.together:
-        nx.add_path(ties, sorted(names))
-    for group in groups:
-        members = [op for name in group for op in _operations(graph, name, f"together={list(group)!r}")]
-        nx.add_path(ties, members)
-    return Graph(
-        graph.operations.values(),
-        graph.values.values(),
-        graph.weights.values(),
-        graph.inputs,
-        graph.outputs,
-        [frozenset(members) for members in nx.connected_components(ties) if len(members) > 1],
-        shapes_known=graph.shapes_known,
+    members = (
+        [op for name in names for op in _operations(graph, name, f"together={list(names)!r}")]
+        for names in groups
     )
+    return graph.tied(members)
 
 
 def _agree(graph: Graph, allowed: dict[str, frozenset[DeviceKey]], wishes: Wishes) -> None:

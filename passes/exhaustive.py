@@ -89,14 +89,10 @@ class _Search:
         return last
 
     def run(self) -> None:
-        unread = [name for name in self.graph.weights if not self._readers(name)]
+        unread = [name for name in self.graph.weights if not self.graph.readers.get(name, ())]
         # one that only the accelerators can keep may be in the way after all
         self.guessed = bool(unread) and not any(spec.device == CPU for spec in self.specs)
         self._operation(0, 0.0)
-
-    def _readers(self, name: str) -> list[str]:
-        users = self.graph.consumers.get(name, ())
-        return [user for user in users if not self.graph.operations[user].host_only]
 
     def _beaten(self, seconds: float) -> bool:
         return self.best is not None and seconds >= self.best.seconds * (1 - _TOLERANCE)
@@ -175,13 +171,13 @@ class _Search:
         weight = self.graph.weights[name]
         if not weight.fetchable:
             return [key]
-        if len(self._readers(name)) == 1 and not self.fetch:
+        if len(self.graph.readers.get(name, ())) == 1 and not self.fetch:
             return [key]
         others = [spec.key for spec in self._opened() if spec.key != key and spec.type != DISK]
         if not self.fetch:  # a later reader's device
             return [key, *(other for other in others if self.by_key[other].is_accelerator)]
         cpu = [spec.key for spec in self.specs if spec.device == CPU and spec.key != key]
-        return [key, *(others if len(self._readers(name)) > 1 else cpu)]
+        return [key, *(others if len(self.graph.readers.get(name, ())) > 1 else cpu)]
 
     def _settle(self, index: int, key: DeviceKey, seconds: float) -> None:
         """Bring the inputs, run the operation, count what is certainly alive."""

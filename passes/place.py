@@ -16,6 +16,7 @@ from graphplan.errors import InfeasibleError, readable_bytes
 from graphplan.passes.bound import lower_bound
 from graphplan.passes.chain import Chain
 from graphplan.passes.close import close_gap
+from graphplan.passes.coarsen import coarsen
 from graphplan.passes.depth import deepen
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.exhaustive import search_all
@@ -152,7 +153,7 @@ def _streamed(problem: Problem, chain: Chain, best: Evaluation | None, limits: L
     if left is not None and left < _BEAM_SECONDS * operations:  # what takes longer may not be done in time
         known += quick_interleavings(problem, chain, limits.until(0.2))
     best = min(known, key=lambda each: each.seconds, default=None)
-    found = list(stream(problem, best, limits.until(0.5)))
+    found = list(stream(coarsen(problem, chain), best, limits.until(0.5)))
     if not found:
         found = list(interleavings(problem, chain, limits.until(0.3)))
     return min([*([] if best is None else [best]), *found], key=lambda each: each.seconds, default=None)
@@ -236,7 +237,7 @@ def _least_held(problem: Problem, keys: frozenset[DeviceKey]) -> int:
     """Bytes of the weights that only these devices may read, and nothing else may hold."""
     graph, found = problem.graph, 0
     for weight in graph.weights.values():
-        readers = [r for r in graph.consumers.get(weight.name, ()) if not graph.operations[r].host_only]
+        readers = graph.readers.get(weight.name, ())
         if readers and weight.name not in problem.fixed_weights:
             found += weight.nbytes if all(problem.allowed[reader] <= keys for reader in readers) else 0
     return found

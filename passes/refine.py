@@ -103,11 +103,7 @@ class _Search:
         self.order = [operation.name for operation in chain.operations]
         self.near = [self._near(operation) for operation in chain.operations]
         self.names = {op.name: (*op.inputs, *op.outputs) for op in chain.operations}
-        operations = self.graph.operations
-        self.readers = {
-            name: [user for user in users if not operations[user].host_only]
-            for name, users in self.graph.consumers.items()
-        }
+        self.readers = self.graph.readers
         self._ends: dict[str, frozenset[str]] = {}
         self._adopt(start)
 
@@ -137,8 +133,8 @@ class _Search:
         accelerators = (spec.key for spec in self.devices if spec.is_accelerator)
         return {key for key in accelerators if busy.get(key, 0.0) < _HIDDEN * evaluation.seconds}
 
-    def _readers(self, name: str) -> list[str]:
-        return self.readers.get(name, [])
+    def _readers(self, name: str) -> tuple[str, ...]:
+        return self.readers.get(name, ())
 
     def sweep(self) -> bool:
         """Try every change once; whether one helped."""

@@ -48,7 +48,7 @@ def reside(problem: Problem, operations: Mapping[str, DeviceKey], fetched: Itera
     homes: dict[str, DeviceKey] = {}
     taken: dict[DeviceKey, int] = defaultdict(int)
     for weight in graph.weights.values():
-        readers = [r for r in graph.consumers.get(weight.name, ()) if not graph.operations[r].host_only]
+        readers = graph.readers.get(weight.name, ())
         home: DeviceKey | None = fixed.get(weight.name)
         if home is None and weight.name in away and weight.fetchable:
             home = cpu

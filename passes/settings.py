@@ -26,6 +26,7 @@ __all__ = ["Setting", "largest_homes", "make_settings", "movable_weights", "sett
 Floats = npt.NDArray[np.float64]
 
 _ANCHOR = 0.08  # of the largest room: a weight from which on its home is chosen first
+_WORTH = 0.01  # of a unit's largest weight, from which another is worth a copy of its own
 _ANCHORS = 3  # whose homes are chosen, at most
 _HOMES = 9  # choices of these, at most
 _ALIKE = 2  # settings with the same homes, and the same rings everywhere
@@ -184,11 +185,10 @@ def _settle(problem: Problem, homes: dict[str, DeviceKey]) -> Problem | None:
     """The problem with these homes, which are where these weights are read; None where that may not be."""
     graph, allowed = problem.graph, dict(problem.allowed)
     for name, home in homes.items():
-        for reader in graph.consumers.get(name, ()):
-            if not graph.operations[reader].host_only:
-                allowed[reader] = allowed.get(reader, frozenset({home})) & {home}
-                if not allowed[reader]:
-                    return None
+        for reader in graph.readers.get(name, ()):
+            allowed[reader] = allowed.get(reader, frozenset({home})) & {home}
+            if not allowed[reader]:
+                return None
     fixed = {**problem.fixed_weights, **homes}
     return replace(problem, offload=False, fixed_weights=fixed, allowed=allowed)
 
@@ -197,19 +197,19 @@ def _settle(problem: Problem, homes: dict[str, DeviceKey]) -> Problem | None:
 
 
 def movable_weights(problem: Problem, shares: Shares, item: int) -> list[str]:
-    """The weights of a unit that only it reads and that may be streamed."""
+    """The weights of a unit that only it reads and that may be streamed; not those that are hardly worth it."""
     graph = problem.graph
     inputs = dict.fromkeys(
         n for member in shares.items[item].members for n in graph.operations[member].inputs
     )
     weights = (graph.weights[name] for name in inputs if name in graph.weights)
-    return [w.name for w in weights if may_stream(problem, w) and _read_once(problem, w.name)]
+    found = [w for w in weights if may_stream(problem, w) and _read_once(problem, w.name)]
+    least = _WORTH * max((w.nbytes for w in found), default=0)
+    return [w.name for w in found if w.nbytes >= least]
 
 
 def _read_once(problem: Problem, name: str) -> bool:
-    graph = problem.graph
-    readers = (r for r in graph.consumers.get(name, ()) if not graph.operations[r].host_only)
-    return len(list(readers)) == 1
+    return len(problem.graph.readers.get(name, ())) == 1
 
 
 def _movable(problem: Problem, shares: Shares) -> Floats:

@@ -212,7 +212,7 @@ def may_stream(problem: Problem, weight: Weight) -> bool:
 
 
 def _level(graph: Graph, weight: Weight) -> int:
-    readers = [r for r in graph.consumers.get(weight.name, ()) if not graph.operations[r].host_only]
+    readers = graph.readers.get(weight.name, ())
     if any(2 * graph.operations[r].bytes_accessed < weight.nbytes for r in readers):
         return _TABLES
     return 0 if len(readers) == 1 else _TABLES - 1
