@@ -323,9 +323,9 @@ def _most_promising(batch: _Batch, width: int) -> Ints:
     mixed = batch.state * _MIX[0]
     for kept in batch.kept:
         mixed = (mixed ^ (mixed >> 31)) * _MIX[1] + kept.astype(np.int64)
-    order = np.lexsort((batch.clock, batch.promise, mixed))
-    fresh = np.concatenate([[True], mixed[order][1:] != mixed[order][:-1]])
-    order = order[fresh]
-    if len(order) > width:
-        order = order[np.argpartition(batch.promise[order], width)[:width]]
-    return np.sort(order)
+    order = np.argsort(batch.promise, kind="stable")
+    if len(order) > 4 * width:
+        order = order[: 4 * width]
+    _, first = np.unique(mixed[order], return_index=True)
+    order = order[np.sort(first)]
+    return np.sort(order[:width])

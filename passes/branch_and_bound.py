@@ -30,6 +30,7 @@ Bools = npt.NDArray[np.bool_]
 
 _TRIED = 4  # variables that are tried out before one of them is parted
 _KNOWN = 2  # trials of a variable after which its gain is known
+_PROGRESS = 0.01  # part of what is missing that a bound must rise by
 _VIOLATED = 1e-9  # of rows, from which on they cannot be kept
 _WHOLE = 1e-6  # what differs less from a whole number is one
 
@@ -42,6 +43,7 @@ def least(
     *,
     enough: float,
     programs: int,
+    patience: int | None = None,
     deadline: float | None = None,
 ) -> float:
     """A number that the variable cannot be below; infinite where the rows cannot be kept.
@@ -53,9 +55,10 @@ def least(
         whole: (variables,) those that are whole.
         enough: a bound that needs no improvement.
         programs: linear programs to solve at most.
+        patience: so many of them must raise the bound by some of what is missing, or they are the last.
         deadline: ``time.monotonic()`` at which to stop, or None.
     """
-    search = _Search(_Relaxation(rows, variable, len(high)), whole, enough)
+    search = _Search(_Relaxation(rows, variable, len(high)), whole, enough, patience or programs)
     return search.run(np.zeros(len(high)), high, programs, deadline)
 
 
@@ -165,9 +168,10 @@ class _Gains:
 class _Search:
     """Parts what has the lowest bound, again and again."""
 
-    def __init__(self, relaxation: _Relaxation, whole: Bools, enough: float) -> None:
-        self.relaxation, self.whole, self.enough = relaxation, whole, enough
+    def __init__(self, relaxation: _Relaxation, whole: Bools, enough: float, patience: int) -> None:
+        self.relaxation, self.whole, self.enough, self.patience = relaxation, whole, enough, patience
         self.solved = 0
+        self._seen = (0, -np.inf)  # programs, and the bound after them
         self.gains: dict[int, _Gains] = {}
         self._order = count()
         self._open: list[tuple[float, int, _Part]] = []
@@ -178,8 +182,11 @@ class _Search:
 
     def run(self, low: Floats, high: Floats, programs: int, deadline: float | None) -> float:
         self._add(self._part(low, high, -np.inf))
+        self._seen = self.solved, self.bound
         while self._open and self.bound < self.enough and self.solved < programs:
             if deadline is not None and time.monotonic() > deadline:
+                break
+            if self._stuck():
                 break
             part = self._open[0][2]
             children = self._parted(part)
@@ -189,6 +196,14 @@ class _Search:
             for child in children:
                 self._add(child)
         return float(self.bound)
+
+    def _stuck(self) -> bool:
+        """Whether the last programs have hardly raised the bound."""
+        solved, bound = self._seen
+        if self.solved - solved < self.patience:
+            return False
+        self._seen = self.solved, self.bound
+        return self.bound - bound < _PROGRESS * (self.enough - bound)
 
     def _add(self, part: _Part | None) -> None:
         if part is not None:

@@ -32,6 +32,7 @@ _STREAMED_BINARIES = 150
 _MANY_BINARIES = 6000
 _PROGRAM_SECONDS = 2.0  # below which HiGHS would rather overrun than find anything
 _COUNTING_PROGRAMS = 400  # linear ones, where nobody asked for time
+_PATIENCE = 100  # of these without progress
 _MOST_PROGRAMS = 10_000  # all are remembered
 _PROVEN = 2.5e-3  # gap from which columns are not worth the wait, where nobody asked for time
 _SPLIT_SECONDS = 0.8e-3  # per operation: of a split in all places
@@ -112,6 +113,7 @@ def _count(incumbent: Incumbent, shares: Shares) -> None:
         upper=incumbent.best.seconds,
         gap=ENOUGH / 2,
         programs=_MOST_PROGRAMS if incumbent.timed else _COUNTING_PROGRAMS,
+        patience=None if incumbent.timed else _PATIENCE,
         deadline=limits.deadline,
     )
     proof = f"program of the counts of {sorts} sorts of operations"

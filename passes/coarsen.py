@@ -1,7 +1,7 @@
-"""Operations that a search need not part: the light ones go with the heavy one that they lie beside.
+"""Operations that a search of streamed weights need not part: light ones go with the heavy one beside them.
 
-What is small in bytes of weights is decided by what lies around it: an activation runs where the projection
-before it runs. Where one heavy operation ends and the next begins is cut where the fewest bytes cross.
+Where an operation runs that reads few weights is decided by what lies around it. Between two heavy operations
+the order is cut where the fewest bytes cross.
 """
 
 from __future__ import annotations
@@ -28,70 +28,90 @@ _LONGEST = 16  # operations that are placed as one
 
 
 def coarsen(problem: Problem, chain: Chain) -> Problem:
-    """The same problem with pieces of its order tied together; each has at most one heavy operation."""
+    """The same problem with pieces of its order tied together; each has at most one heavy operation.
+
+    What holds for a placement of it holds for the same one of ``problem``, which has others beside.
+    """
     if chain.count <= _SMALL:
         return problem
-    cuts = [0, *sorted(set(_Cuts(problem, chain).all())), chain.count]
-    groups = [
-        [operation.name for operation in chain.operations[begin:end]] for begin, end in pairwise(cuts)
-    ]
-    return replace(problem, graph=problem.graph.tied(groups))
+    cuts = [0, *_Order(problem, chain).cuts(), chain.count]
+    pieces = ([operation.name for operation in chain.operations[a:b]] for a, b in pairwise(cuts))
+    return replace(problem, graph=problem.graph.tied(pieces))
 
 
-class _Cuts:
-    """Where to part an order."""
+class _Order:
+    """What is known of an order to cut it."""
 
     def __init__(self, problem: Problem, chain: Chain) -> None:
         self.problem, self.chain = problem, chain
-        self.may = np.zeros(chain.count + 1, dtype=bool)
-        self.may[chain.positions(chain.count + 1)] = True
+        self.allowed = np.zeros(chain.count + 1, dtype=bool)
+        self.allowed[chain.positions(chain.count + 1)] = True
 
-    def all(self) -> Iterator[int]:
-        """Positions between two heavy operations, and more of them where these are far apart."""
-        heavy, begin = self._heavy(), 0
-        for before, after in pairwise([*heavy, self.chain.count]):
+    def cuts(self) -> list[int]:
+        """Positions at which to cut, in order."""
+        found = {0, self.chain.count, *self._rules()}
+        for before, after in pairwise([*self._heavy, self.chain.count]):
             position = self._lowest(before + 1, after)
             if position is not None:
-                yield from self._further(begin, position)
-                yield position
-                begin = position
-        for index in heavy:
-            if self._is_cheap_on_cpu(index) or self._shares(index):
-                yield from (index, index+1)
+                found.add(position)
+        for index in self._heavy:
+            if self._is_apart(index):
+                found |= {index, index + 1}
+        for first, last in pairwise(sorted(found)):
+            found.update(self._further(first, last))
+        return sorted(found - {0, self.chain.count})
 
-    def _heavy(self) -> list[int]:
-        nbytes = self._nbytes
-        usual = nbytes[nbytes > 0].mean() if nbytes.any() else 0.0
-        return [int(i) for i in np.nonzero(nbytes > _LIGHT * usual)[0]]
+    def _rules(self) -> Iterator[int]:
+        """Positions between operations that may not run on the same devices."""
+        rules = [self.problem.allowed.get(operation.name) for operation in self.chain.operations]
+        for position, (before, after) in enumerate(pairwise(rules), 1):
+            if before != after:
+                yield position
 
     @cached_property
     def _nbytes(self) -> Floats:
-        """(operations,) bytes of weights."""
+        """(operations,) bytes of weights that each reads."""
         reads = self.chain.weight_reads
         return np.bincount(reads.reader, reads.nbytes, minlength=self.chain.count).astype(float)
 
-    def _shares(self, index: int) -> bool:
-        """Whether others read its weights too."""
-        graph = self.problem.graph
-        return any(n in graph.weights and len(graph.readers[n]) > 1 for n in self.chain.operations[index].inputs)
+    @cached_property
+    def _heavy(self) -> list[int]:
+        reading = self._nbytes[self._nbytes > 0]
+        least = _LIGHT * float(reading.mean()) if len(reading) else 0.0
+        return [int(index) for index in np.nonzero(self._nbytes > least)[0]]
 
-    def _is_cheap_on_cpu(self, index: int) -> bool:
-        """Whether the CPU computes it sooner than its weights can be copied."""
+    @cached_property
+    def _bandwidth(self) -> float:
+        """Bytes per second at which an accelerator can be brought weights."""
+        topology = self.problem.topology
+        cpu = cpu_key(topology)
+        links = [topology.link(cpu, spec.key) for spec in topology.devices if spec.is_accelerator and cpu]
+        return max((link.bandwidth for link in links), default=np.inf)
+
+    def _is_apart(self, index: int) -> bool:
+        """Whether an operation may well run where its neighbours do not.
+
+        The CPU computes it before its weights could be copied, or others settle where its weights are.
+        """
+        graph, operation = self.problem.graph, self.chain.operations[index]
+        if any(name in graph.weights and len(graph.readers[name]) > 1 for name in operation.inputs):
+            return True
         cpu = cpu_key(self.problem.topology)
-        if cpu is None: return False
-        bw = max(self.problem.topology.link(cpu,s.key).bandwidth for s in self.problem.topology.devices if s.is_accelerator)
-        return self.problem.seconds(self.chain.operations[index], self.problem.topology[cpu]) < self._nbytes[index]/bw
+        if cpu is None:
+            return False
+        seconds = self.problem.seconds(operation, self.problem.topology[cpu])
+        return bool(seconds < self._nbytes[index] / self._bandwidth)
 
     def _lowest(self, first: int, last: int) -> int | None:
         """The position from ``first`` to ``last`` that the fewest bytes cross; the first of equals."""
-        positions = [p for p in range(first, last + 1) if self.may[p]]
+        positions = [p for p in range(first, last + 1) if self.allowed[p]]
         return min(positions, key=lambda p: self.chain.crossing[p], default=None)
 
-    def _further(self, begin: int, end: int) -> Iterator[int]:
+    def _further(self, first: int, last: int) -> Iterator[int]:
         """Cuts of a piece that is too long."""
-        while end - begin > _LONGEST:
-            position = self._lowest(begin + _LONGEST // 2, min(begin + _LONGEST, end - 1))
+        while last - first > _LONGEST:
+            position = self._lowest(first + _LONGEST // 2, min(first + _LONGEST, last - 1))
             if position is None:
                 return
             yield position
-            begin = position
+            first = position

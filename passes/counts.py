@@ -86,7 +86,13 @@ class _Tie:
 
 
 def count_units(
-    shares: Shares, *, upper: float, gap: float, programs: int, deadline: float | None = None
+    shares: Shares,
+    *,
+    upper: float,
+    gap: float,
+    programs: int,
+    patience: int | None = None,
+    deadline: float | None = None,
 ) -> tuple[float, int]:
     """Seconds that no placement goes below, and how many sorts of operations there are.
 
@@ -95,10 +101,11 @@ def count_units(
         upper: seconds of a known placement.
         gap: relative gap at which to stop.
         programs: linear programs to solve at most.
+        patience: of them that may pass without progress.
         deadline: ``time.monotonic()`` at which to stop, or None.
     """
     program = _Program(shares, upper)
-    return program.solve(gap, programs, deadline), len(program.sorts)
+    return program.solve(gap, programs, patience, deadline), len(program.sorts)
 
 
 class _Program:
@@ -320,7 +327,7 @@ class _Program:
             self.rows.add([(there, float(count)), (x[index], -1.0)], 0.0, np.inf)
             self.rows.add([*kept, (there, extra)], -np.inf, room)
 
-    def solve(self, gap: float, programs: int, deadline: float | None) -> float:
+    def solve(self, gap: float, programs: int, patience: int | None, deadline: float | None) -> float:
         """Seconds that no placement goes below."""
         whole = np.array(self.integer)
         found = least(
@@ -330,6 +337,7 @@ class _Program:
             whole,
             enough=self.upper * (1 - gap) / self.scale,
             programs=programs,
+            patience=patience,
             deadline=deadline,
         )
         return min(self.upper, found * self.scale)

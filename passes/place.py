@@ -36,6 +36,7 @@ __all__ = ["Solution", "place", "sketch"]
 _SMALL = 20  # operations up to which every placement is tried
 _TINY = 12  # operations up to which that is done at length
 _NODES = 60_000  # branches of that, about a second
+_SHORTER, _SHORTEST = 3, 16  # how much less of it for more operations, and where there is a placement
 _FEW_NODES = 3_000  # while looking for the smallest budgets, where there are many searches
 _FIRST_WORK = 100_000  # of the local search before the gap is closed
 _TRYING = 0.5  # part of the time for that
@@ -213,8 +214,9 @@ def _exhaust(
         return (best, False) if best is not None else search_all(problem, None, fetch=fetch, nodes=_FEW_NODES)
     if not limits.exhaustive:
         return best, False
-    # where nothing fits yet, what this search finds may be all that does
-    nodes = _NODES if best is None or count <= _TINY else _NODES // 4
+    nodes = _NODES
+    if count > _TINY:  # where nothing fits yet, what this search finds may be all that does
+        nodes //= _SHORTER if best is None else _SHORTEST
     deadline = None if best is None else limits.until(_TRYING).deadline
     return search_all(problem, best, fetch=fetch, nodes=nodes, deadline=deadline)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -26,7 +26,7 @@ __all__ = ["Setting", "largest_homes", "make_settings", "movable_weights", "sett
 Floats = npt.NDArray[np.float64]
 
 _ANCHOR = 0.08  # of the largest room: a weight from which on its home is chosen first
-_WORTH = 0.01  # of a unit's largest weight, from which another is worth a copy of its own
+_WORTH = 0.01  # of the most that an operation of a unit reads, from which another is worth a copy of its own
 _ANCHORS = 3  # whose homes are chosen, at most
 _HOMES = 9  # choices of these, at most
 _ALIKE = 2  # settings with the same homes, and the same rings everywhere
@@ -68,6 +68,11 @@ class Setting:
     def frontier(self) -> Frontier:
         """Whose devices and steps these are."""
         return self.leads.frontier
+
+    @property
+    def shape(self) -> Hashable:
+        """Equal for settings with the same homes, rings and levels."""
+        return id(self.leads), self.rings, self.levels
 
     @property
     def case(self) -> Case:
@@ -197,15 +202,23 @@ def _settle(problem: Problem, homes: dict[str, DeviceKey]) -> Problem | None:
 
 
 def movable_weights(problem: Problem, shares: Shares, item: int) -> list[str]:
-    """The weights of a unit that only it reads and that may be streamed; not those that are hardly worth it."""
+    """The weights of a unit that only it reads and that may be streamed.
+
+    Those of one operation share a copy; an operation with few of them is not worth another.
+    """
     graph = problem.graph
-    inputs = dict.fromkeys(
-        n for member in shares.items[item].members for n in graph.operations[member].inputs
-    )
-    weights = (graph.weights[name] for name in inputs if name in graph.weights)
-    found = [w for w in weights if may_stream(problem, w) and _read_once(problem, w.name)]
-    least = _WORTH * max((w.nbytes for w in found), default=0)
-    return [w.name for w in found if w.nbytes >= least]
+    movable = {
+        member: [w for w in dict.fromkeys(graph.operations[member].inputs) if _is_movable(problem, w)]
+        for member in shares.items[item].members
+    }
+    nbytes = {member: sum(graph.weights[w].nbytes for w in names) for member, names in movable.items()}
+    least = _WORTH * max(nbytes.values(), default=0)
+    return [w for member, names in movable.items() if nbytes[member] >= least for w in names]
+
+
+def _is_movable(problem: Problem, name: str) -> bool:
+    weight = problem.graph.weights.get(name)
+    return weight is not None and may_stream(problem, weight) and _read_once(problem, name)
 
 
 def _read_once(problem: Problem, name: str) -> bool:

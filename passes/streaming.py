@@ -8,7 +8,7 @@ then changed device by device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -30,6 +30,8 @@ _WIDEST = 5000  # labels, where somebody asked for more time
 _MOST = 100_000
 _WORK = 4_500_000  # labels that all searches may keep where time is not limited
 _CLOSE = 2e-3  # share of the seconds that is not worth a search
+_SHORT = 300  # steps from which a search takes longer: what it finds is judged too
+_HOPELESS = 1.02  # times the seconds to be beaten, from which a search is not repeated with more care
 _LOOSE = 1.5  # times the seconds to be beaten, up to which a placement is worth a look
 _ROUNDS = 10  # prices that are tried for a setting
 _ATTEMPTS = 5  # searches of a setting, each with more room left free
@@ -66,6 +68,7 @@ class _Search:
         self.problem, self.limits = problem, limits
         self.below = np.inf if best is None else best.seconds
         self.setting: Setting | None = None
+        self.tried: set[Hashable] = set()
         self.left = _WORK
         # device and operation -> bytes beside the weights while it runs; device -> bytes to leave free
         self.needs: dict[tuple[object, str], float] = {}
@@ -90,7 +93,7 @@ class _Search:
         hopeless = self.below * (1 - _CLOSE)
         if self.over or setting.bound >= hopeless or self._rest(setting).bound >= hopeless:
             return
-        work = width * len(setting.frontier.steps)
+        work = width * max(_SHORT, len(setting.frontier.steps))
         for attempt in range(_ATTEMPTS):
             if self.over or (width > _WIDTH and not self._allows(work)):
                 return
@@ -114,6 +117,8 @@ class _Search:
                     yield found
                 return
             self._learn(setting, way, found, precisely=attempt < _PRECISE)
+            if min(way.seconds, found.seconds) > _HOPELESS * self.below:
+                return  # with more room left free it only gets slower
 
     def run_again(self) -> Iterator[Evaluation]:
         """The best setting, in other ways."""
@@ -134,7 +139,9 @@ class _Search:
         while self.setting is not None and self.setting is not before and not self.over:
             before = self.setting
             for other in before.others():
-                yield from self.run(other)
+                if other.shape not in self.tried:
+                    self.tried.add(other.shape)
+                    yield from self.run(other)
 
     def _rest(self, setting: Setting) -> Rest:
         """What is left to pay in a setting."""

@@ -1,0 +1,124 @@
+"""An order in pieces of one heavy operation each, for searches of streamed weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from test_beam import MIB, SLOW_CPU
+
+from graphplan import Graph, Link, Operation, Value, Weight
+from graphplan.device import CPU, read_max_memory
+from graphplan.passes.chain import Chain
+from graphplan.passes.coarsen import coarsen
+from graphplan.passes.evaluate import Problem
+from graphplan.passes.limits import Limits
+from graphplan.passes.settings import make_settings, movable_weights
+from graphplan.passes.streaming import stream
+from graphplan.speeds import with_speeds
+
+FEW = 4096
+
+
+def stack(layers: int, *, table: int = 0, tied: bool = False, light: int = 3) -> Graph:
+    """A table, and layers of a norm, a matrix, and operations without weights, which make ever less."""
+    weights, operations, values = [Weight("table", table or FEW)], list[Operation](), [Value("v0", FEW, FEW)]
+
+    def add(name: str, inputs: tuple[str, ...], nbytes: int, flops: int) -> None:
+        read = sum(weight.nbytes for weight in weights if weight.name in inputs)
+        values.append(Value(name, nbytes, nbytes))
+        accessed = read + 2 * nbytes if name != "look" else 2 * nbytes
+        operations.append(Operation(name, "f", (*inputs,), (name,), (), flops, accessed))
+
+    add("look", ("v0", "table"), FEW, 100)
+    before = "look"
+    for i in range(layers):
+        weights.extend([Weight(f"norm{i}.w", 512), Weight(f"matrix{i}.w", MIB)])
+        add(f"norm{i}", (before, f"norm{i}.w"), 2 * FEW, 1000)
+        add(f"matrix{i}", (f"norm{i}", f"matrix{i}.w"), 3 * FEW, 50_000_000)
+        before = f"matrix{i}"
+        for k in range(light):
+            add(f"light{i}.{k}", (before,), FEW if k == light - 1 else 2 * FEW, 1000)
+            before = f"light{i}.{k}"
+    add("head", (before, "table") if tied else (before,), FEW, 1000)
+    return Graph(operations, values, weights, ["v0"], ["head"])
+
+
+def problem_of(graph: Graph, *shares: float) -> Problem:
+    budgets = {i: int(share * graph.weight_bytes) + MIB for i, share in enumerate(shares)}
+    links = {("cpu", i): Link(10e9, 1e-5) for i in range(len(shares))}
+    return Problem(graph, with_speeds(read_max_memory({**budgets, CPU: "64GiB"}, links), SLOW_CPU), CPU)
+
+
+def pieces(problem: Problem) -> list[list[str]]:
+    """The operations in order, those together that are placed as one."""
+    chain = Chain(problem.graph, problem.topology.devices[0])
+    coarse = coarsen(problem, chain).graph
+    piece_of = {name: group for group in coarse.together for name in group}
+    found: dict[frozenset[str], list[str]] = {}
+    for name in coarse.operations:
+        found.setdefault(piece_of.get(name, frozenset([name])), []).append(name)
+    return list(found.values())
+
+
+def test_a_piece_is_a_heavy_operation_and_what_lies_around_it() -> None:
+    found = pieces(problem_of(stack(30), 0.6))
+    assert found[1] == ["norm1", "matrix1", "light1.0", "light1.1", "light1.2"]
+    assert found[-1] == ["norm29", "matrix29", "light29.0", "light29.1", "light29.2", "head"]
+    assert [name for piece in found for name in piece] == list(stack(30).operations)
+
+
+def test_what_the_cpu_computes_before_its_weights_are_copied_is_apart() -> None:
+    found = pieces(problem_of(stack(30, table=64 * MIB), 0.6))
+    assert found[:2] == [["look"], ["norm0", "matrix0", "light0.0", "light0.1", "light0.2"]]
+
+
+def test_readers_of_one_weight_are_apart() -> None:
+    found = pieces(problem_of(stack(30, table=64 * MIB, tied=True), 0.6))
+    assert found[0] == ["look"]
+    assert found[-1] == ["head"]
+
+
+def test_what_may_run_elsewhere_is_apart() -> None:
+    problem = problem_of(stack(30), 0.4, 0.4)
+    pinned = replace(problem, allowed={"light3.1": frozenset({1})})
+    assert ["light3.1"] in pieces(pinned)
+    assert ["light3.1"] not in pieces(problem)
+
+
+def test_a_piece_is_not_long() -> None:
+    found = pieces(problem_of(stack(4, light=50), 0.6))
+    assert max(map(len, found)) <= 16
+    assert [name for piece in found for name in piece] == list(stack(4, light=50).operations)
+
+
+def test_small_graphs_and_ties_are_left_as_they_are() -> None:
+    problem = problem_of(stack(10), 0.6)
+    assert coarsen(problem, Chain(problem.graph, problem.topology.devices[0])) is problem
+    graph = stack(30).tied([["matrix4", "norm5"]])
+    found = pieces(problem_of(graph, 0.6))
+    assert ["norm4", "matrix4", "light4.0", "light4.1", "light4.2", "norm5"] in found
+    assert ["matrix5", "light5.0", "light5.1", "light5.2"] in found
+
+
+def test_a_light_weight_of_a_piece_is_kept_when_the_heavy_one_is_brought() -> None:
+    problem = problem_of(stack(30), 0.4)
+    coarse = coarsen(problem, Chain(problem.graph, problem.topology.devices[0]))
+    setting = make_settings(coarse, Limits())[0]
+    shares = setting.frontier.shares
+    brought = [movable_weights(setting.problem, shares, item) for item in range(shares.units)]
+    assert ["matrix3.w"] in brought
+    assert not any("norm3.w" in names for names in brought)
+
+
+def test_a_coarse_search_finds_what_a_fine_one_does() -> None:
+    for shares in ((0.5,), (0.3, 0.3)):
+        problem = problem_of(stack(40), *shares)
+        chain = Chain(problem.graph, problem.topology.devices[0])
+        fine = min(found.seconds for found in stream(problem, None, Limits()))
+        coarse = list(stream(coarsen(problem, chain), None, Limits()))
+        assert all(found.feasible for found in coarse)
+        assert min(found.seconds for found in coarse) <= fine * 1.01
+        homes = coarse[-1].schedule.assignment.weights
+        assert set(homes.values()) == {*range(len(shares)), CPU}
+        assert np.isfinite(fine)
