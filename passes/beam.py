@@ -27,6 +27,7 @@ Floats = npt.NDArray[np.float64]
 
 _MOSTLY = 0.5  # part of an operation on one device, from which on that is where it belongs
 _TINY = 0.01  # of the smallest room that weights take together which are not worth a decision
+_AMONG = 4  # times the labels that are kept: so many are looked at for such as are alike
 _MIX = np.array([-7046029254386353131, 2862933555777941757])
 
 
@@ -324,8 +325,7 @@ def _most_promising(batch: _Batch, width: int) -> Ints:
     for kept in batch.kept:
         mixed = (mixed ^ (mixed >> 31)) * _MIX[1] + kept.astype(np.int64)
     order = np.argsort(batch.promise, kind="stable")
-    if len(order) > 4 * width:
-        order = order[: 4 * width]
+    order = order[: _AMONG * width]
     _, first = np.unique(mixed[order], return_index=True)
     order = order[np.sort(first)]
     return np.sort(order[:width])

@@ -119,3 +119,17 @@ def test_what_cuts_of_highs_put_above_the_best_placement(seed: int) -> None:
     problem, best = problem_of(seed, "two and the CPU", 6)
     counted, _ = count_units(Shares(problem), upper=2 * best.seconds, gap=1e-6, programs=1000)
     assert counted * (1 - 1e-6) <= best.seconds
+
+
+def test_it_gives_up_where_programs_raise_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    solved = list[int]()
+    solve = branch_and_bound._Relaxation.solve
+    monkeypatch.setattr(branch_and_bound._Relaxation, "solve", lambda *args: solved.append(1) or solve(*args))
+    rows, count = Rows(), 16
+    rows.add([(i, 2.0) for i in range(count)], count + 1.0, count + 1.0)  # an odd number: no way, seen late
+    high, whole = np.ones(count + 1), np.arange(count + 1) < count
+    for patience, most in ((20, 40), (None, 300)):
+        solved.clear()
+        found = least(rows, count, high, whole, enough=0.5, programs=300, patience=patience)
+        assert found == pytest.approx(0.0, abs=1e-9)
+        assert most - 20 <= len(solved) <= most + 20
