@@ -123,6 +123,7 @@ class Beam:
         self.slots = np.array([1 if ring is None else ring.slots for ring in rings])
         # seconds that a queue may be ahead of the clock
         self.ahead = np.array([0.0 if r is None else r.slots * r.nbytes / r.bandwidth for r in rings])
+        self.before, self.after = frontier.beside
         self.least_need = self._least_need()
         self.movable = np.minimum(movable[self.variables], self.nbytes)
         self.fixed = frontier.shares.queue[frontier.alike][:, self.variables]
@@ -281,8 +282,9 @@ class Beam:
             queue, free = queue.copy(), free.copy()
             # the slot that has been free for the longest time
             queue[d] = np.maximum(queue[d], free[d, self.slots[d] - 1]) + copying
-            clock = np.maximum(clock - run, queue[d]) + run
-            free[d] = np.concatenate([clock[None, :], free[d, :-1]])
+            rest = run - float(self.before[d, i])
+            clock = np.maximum(clock - rest, queue[d]) + rest
+            free[d] = np.concatenate([clock[None, :] - self.after[d, i], free[d, :-1]])
         count = len(clock)
         choice = np.full(count, 2 * d + brought, dtype=np.int64)
         return _Batch(after, clock, queue, free, kept, need, clock, np.arange(count), choice)

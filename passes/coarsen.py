@@ -6,6 +6,7 @@ the order is cut where the fewest bytes cross.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -56,7 +57,7 @@ class _Order:
                 found.add(position)
         for index in self._heavy:
             if self._is_apart(index):
-                found |= {index, index + 1}
+                found |= {self._begin(index), index + 1}
         for first, last in pairwise(sorted(found)):
             found.update(self._further(first, last))
         return sorted(found - {0, self.chain.count})
@@ -69,10 +70,19 @@ class _Order:
                 yield position
 
     @cached_property
+    def _reads(self) -> list[frozenset[str]]:
+        """The weights whose data each operation reads, through views too; views of weights read none."""
+        graph, found = self.problem.graph, list[frozenset[str]]()
+        for operation in self.chain.operations:
+            read = {graph.root(name) for name in operation.inputs} & graph.weights.keys()
+            found.append(frozenset(read - {graph.root(name) for name in operation.outputs}))
+        return found
+
+    @cached_property
     def _nbytes(self) -> Floats:
         """(operations,) bytes of weights that each reads."""
-        reads = self.chain.weight_reads
-        return np.bincount(reads.reader, reads.nbytes, minlength=self.chain.count).astype(float)
+        weights = self.problem.graph.weights
+        return np.array([float(sum(weights[name].nbytes for name in names)) for names in self._reads])
 
     @cached_property
     def _heavy(self) -> list[int]:
@@ -93,14 +103,26 @@ class _Order:
 
         The CPU computes it before its weights could be copied, or others settle where its weights are.
         """
-        graph, operation = self.problem.graph, self.chain.operations[index]
-        if any(name in graph.weights and len(graph.readers[name]) > 1 for name in operation.inputs):
+        if self._reads[index] & self._shared:
             return True
         cpu = cpu_key(self.problem.topology)
         if cpu is None:
             return False
-        seconds = self.problem.seconds(operation, self.problem.topology[cpu])
+        seconds = self.problem.seconds(self.chain.operations[index], self.problem.topology[cpu])
         return bool(seconds < self._nbytes[index] / self._bandwidth)
+
+    @cached_property
+    def _shared(self) -> frozenset[str]:
+        """Weights that several operations read."""
+        counts = Counter(name for names in self._reads for name in names)
+        return frozenset(name for name, count in counts.items() if count > 1)
+
+    def _begin(self, index: int) -> int:
+        """Where what it reads begins: views of its weights go with it."""
+        begin = index
+        while begin > 0 and self.chain.crossing[begin] >= self._nbytes[index]:
+            begin -= 1
+        return begin
 
     def _lowest(self, first: int, last: int) -> int | None:
         """The position from ``first`` to ``last`` that the fewest bytes cross; the first of equals."""

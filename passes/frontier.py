@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,8 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 _BITS = 62  # of a state
+_HEAVY = 0.01  # of the most that an operation of a unit reads, up to which another is not waited for
+_HEAVY = 0.01  # of the most that an operation of a unit reads, up to which no copy is waited for
 _NEGLIGIBLE = 2e-3  # share of the room: of less than that a state says nothing
 _WINDOWS = 24  # pieces of the order, each of which needs some bytes for activations
 
@@ -281,6 +284,37 @@ class Frontier:
         for step in self.steps:
             step.heavy = sum(1 << d for d in range(self.count) if extra[d] and step.needs[d] >= level[d])
         return np.asarray(extra, dtype=np.int64)
+
+    @cached_property
+    def beside(self) -> tuple[Floats, Floats]:
+        """(devices, steps) seconds of a step before what reads its weights begins, and after its end."""
+        before, after = np.zeros((2, self.count, len(self.steps)))
+        for i, step in enumerate(self.steps):
+            heavy = self._heavy_members(step.variable)
+            if heavy is None:
+                continue
+            for d, row in enumerate(self.alike):
+                seconds = self._member_seconds(step.variable, row)
+                before[d, i], after[d, i] = sum(seconds[: heavy.start]), sum(seconds[heavy.stop :])
+        return before, after
+
+    def _heavy_members(self, variable: int) -> range | None:
+        """From the first to the last operation of a unit that reads much of its weights; None if none does."""
+        graph, members = self.shares.graph, self.shares.items[variable].members
+        if len(members) < 2:
+            return None
+        nbytes = []
+        for operation in map(graph.operations.__getitem__, members):
+            views = {graph.root(name) for name in operation.outputs}
+            read = {graph.root(name) for name in operation.inputs} - views
+            nbytes.append(sum(graph.weights[name].nbytes for name in read & graph.weights.keys()))
+        heavy = [k for k, size in enumerate(nbytes) if size > _HEAVY * max(nbytes)]
+        return range(heavy[0], heavy[-1] + 1) if heavy else None
+
+    def _member_seconds(self, variable: int, row: int) -> list[float]:
+        shares, spec = self.shares, self.shares.kinds[row].spec
+        members = shares.items[variable].members
+        return [shares.problem.seconds(shares.graph.operations[name], spec) for name in members]
 
     def evenly(self, values: Floats) -> Floats:
         """(devices,) the mean over devices that are alike."""
