@@ -71,12 +71,8 @@ class _Order:
 
     @cached_property
     def _reads(self) -> list[frozenset[str]]:
-        """The weights whose data each operation reads, through views too; views of weights read none."""
-        graph, found = self.problem.graph, list[frozenset[str]]()
-        for operation in self.chain.operations:
-            read = {graph.root(name) for name in operation.inputs} & graph.weights.keys()
-            found.append(frozenset(read - {graph.root(name) for name in operation.outputs}))
-        return found
+        """The weights whose data each operation reads."""
+        return [self.problem.graph.weights_read(operation.name) for operation in self.chain.operations]
 
     @cached_property
     def _nbytes(self) -> Floats:

@@ -299,15 +299,11 @@ class Frontier:
         return before, after
 
     def _heavy_members(self, variable: int) -> range | None:
-        """From the first to the last operation of a unit that reads much of its weights; None if none does."""
+        """From the first to the last operation of a unit that reads much; None if none reads weights."""
         graph, members = self.shares.graph, self.shares.items[variable].members
         if len(members) < 2:
             return None
-        nbytes = []
-        for operation in map(graph.operations.__getitem__, members):
-            views = {graph.root(name) for name in operation.outputs}
-            read = {graph.root(name) for name in operation.inputs} - views
-            nbytes.append(sum(graph.weights[name].nbytes for name in read & graph.weights.keys()))
+        nbytes = [sum(graph.weights[w].nbytes for w in graph.weights_read(name)) for name in members]
         heavy = [k for k, size in enumerate(nbytes) if size > _HEAVY * max(nbytes)]
         return range(heavy[0], heavy[-1] + 1) if heavy else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from test_beam import MIB, SLOW_CPU
 
 from graphplan import Graph, Link, Operation, Value, Weight
@@ -99,6 +100,47 @@ def test_small_graphs_and_ties_are_left_as_they_are() -> None:
     found = pieces(problem_of(graph, 0.6))
     assert ["norm4", "matrix4", "light4.0", "light4.1", "light4.2", "norm5"] in found
     assert ["matrix5", "light5.0", "light5.1", "light5.2"] in found
+
+
+def viewed(layers: int) -> Graph:
+    """Layers of a view of a matrix, what reads the view, and operations without weights."""
+    weights, operations, values = list[Weight](), list[Operation](), [Value("v0", FEW, FEW)]
+    before = "v0"
+    for i in range(layers):
+        weights.append(Weight(f"matrix{i}", 8 * MIB))
+        made = [Value(f"view{i}", 0, 8 * MIB, alias_of=f"matrix{i}")]
+        operations.append(Operation(f"view{i}", "t", (f"matrix{i}",), (f"view{i}",), (), 0, 0))
+        inputs = (before, f"view{i}")
+        for name in (f"read{i}", f"light{i}"):
+            made.append(Value(name, FEW, FEW))
+            operations.append(Operation(name, "f", inputs, (name,), (), 10_000_000, FEW))
+            inputs = (name,)
+        values += made
+        before = f"light{i}"
+    return Graph(operations, values, weights, ["v0"], [before])
+
+
+def test_a_view_of_weights_goes_with_what_reads_it() -> None:
+    graph = viewed(50)
+    assert graph.weights_read("view4") == frozenset()
+    assert graph.weights_read("read4") == {"matrix4"}
+    problem = problem_of(graph, 0.6)  # the CPU is sooner done than a copy
+    assert pieces(problem)[8:10] == [["view4", "read4"], ["light4"]]
+
+
+def test_a_piece_waits_for_its_copy_where_its_heavy_operation_begins() -> None:
+    problem = problem_of(stack(40), 0.3, 0.3)
+    coarse = coarsen(problem, Chain(problem.graph, problem.topology.devices[0]))
+    frontier = make_settings(coarse, Limits())[0].frontier
+    i = next(
+        i for i, s in enumerate(frontier.steps) if "matrix7" in frontier.shares.items[s.variable].members
+    )
+    before, after = (float(seconds[0, i]) for seconds in frontier.beside)
+    spec, operations = problem.topology[0], problem.graph.operations
+    assert before == pytest.approx(problem.seconds(operations["norm7"], spec))
+    assert after == pytest.approx(sum(problem.seconds(operations[f"light7.{k}"], spec) for k in range(3)))
+    fine = make_settings(problem, Limits())[0].frontier
+    assert not any(seconds.any() for seconds in fine.beside)
 
 
 def test_a_light_weight_of_a_piece_is_kept_when_the_heavy_one_is_brought() -> None:
