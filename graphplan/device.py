@@ -109,18 +109,21 @@ def _check_links(links: object, keys: Set[DeviceKey]) -> None:
 def _with_reserve(specs: tuple[DeviceSpec, ...], reserve: Reserve) -> tuple[DeviceSpec, ...]:
     if not isinstance(reserve, Mapping):
         nbytes = _read_bytes("reserve", reserve, "reserve")
-        return tuple(_reserved(spec, nbytes, "reserve") for spec in specs)
+        return tuple(
+            _reserved(spec, nbytes, "reserve") if spec.is_accelerator else replace(spec, reserve=nbytes)
+            for spec in specs
+        )
     if unknown := set(reserve) - {spec.key for spec in specs}:
-        raise DeviceError(f"reserve names {unknown.pop()!r}, which is not in max_memory")
+        raise DeviceError(f"reserve names {min(unknown, key=repr)!r}, which is not in max_memory")
     sizes = {key: _read_bytes(key, value, f"reserve[{key!r}]") for key, value in reserve.items()}
     return tuple(_reserved(spec, sizes.get(spec.key, 0), f"reserve[{spec.key!r}]") for spec in specs)
 
 
 def _reserved(spec: DeviceSpec, nbytes: int, name: str) -> DeviceSpec:
-    if spec.computes and nbytes > spec.memory > 0:
+    if nbytes >= spec.memory > 0:
         raise BudgetError(
-            f"{name} = {readable_bytes(nbytes)} is more than max_memory[{spec.key!r}] = "
-            f"{readable_bytes(spec.memory)}: nothing would be left to plan with"
+            f"{name} = {readable_bytes(nbytes)} leaves nothing of max_memory[{spec.key!r}] = "
+            f"{readable_bytes(spec.memory)}: reserve less, or leave the device out"
         )
     return replace(spec, reserve=nbytes)
 

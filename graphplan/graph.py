@@ -177,8 +177,10 @@ class Graph:
         return name
 
     def weights_read(self, name: str) -> frozenset[str]:
-        """The weights whose data an operation reads, through views too; one that makes a view reads none."""
+        """The weights whose data an operation reads, through views too; what makes a view reads none."""
         operation = self.operations[name]
+        if operation.host_only:
+            return frozenset()
         views = {self.root(value) for value in operation.outputs}
         return frozenset({self.root(value) for value in operation.inputs} & self.weights.keys()) - views
 

@@ -322,11 +322,11 @@ class Beam:
 
 
 def _most_promising(batch: _Batch, width: int) -> Ints:
-    """The labels that go on: of those alike in state and bytes, one."""
+    """The labels that go on: of those alike in state and bytes, one, as far as many are looked at."""
     mixed = batch.state * _MIX[0]
     for kept in batch.kept:
         mixed = (mixed ^ (mixed >> 31)) * _MIX[1] + kept.astype(np.int64)
-    order = np.argsort(batch.promise, kind="stable")
+    order = np.lexsort((batch.clock, batch.promise))
     order = order[: _AMONG * width]
     _, first = np.unique(mixed[order], return_index=True)
     order = order[np.sort(first)]

@@ -55,10 +55,13 @@ def least(
         whole: (variables,) those that are whole.
         enough: a bound that needs no improvement.
         programs: linear programs to solve at most.
-        patience: so many of them must raise the bound by some of what is missing, or they are the last.
+        patience: programs after which to stop unless they have raised the bound by a hundredth of what is
+            missing; None: never.
         deadline: ``time.monotonic()`` at which to stop, or None.
     """
-    search = _Search(_Relaxation(rows, variable, len(high)), whole, enough, patience or programs)
+    search = _Search(
+        _Relaxation(rows, variable, len(high)), whole, enough, programs if patience is None else patience
+    )
     return search.run(np.zeros(len(high)), high, programs, deadline)
 
 

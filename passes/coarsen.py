@@ -21,6 +21,7 @@ from graphplan.passes.residence import cpu_key
 
 __all__ = ["coarsen"]
 
+Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 
 _SMALL = 100  # operations up to which each is placed by itself
@@ -29,9 +30,9 @@ _LONGEST = 16  # operations that are placed as one
 
 
 def coarsen(problem: Problem, chain: Chain) -> Problem:
-    """The same problem with pieces of its order tied together; each has at most one heavy operation.
+    """The same problem with pieces of its order tied together; each has one heavy operation at most.
 
-    What holds for a placement of it holds for the same one of ``problem``, which has others beside.
+    But for groups, whose pieces become one. A placement of it is one of ``problem``, which has others beside.
     """
     if chain.count <= _SMALL:
         return problem
@@ -45,24 +46,32 @@ class _Order:
 
     def __init__(self, problem: Problem, chain: Chain) -> None:
         self.problem, self.chain = problem, chain
-        self.allowed = np.zeros(chain.count + 1, dtype=bool)
-        self.allowed[chain.positions(chain.count + 1)] = True
+        self.allowed = self._apart()
+
+    def _apart(self) -> Bools:
+        """(positions,) where no group is parted, but for those that are spread out."""
+        found = np.ones(self.chain.count + 1, dtype=bool)
+        for group in self.problem.graph.together:
+            members = [self.chain.index[name] for name in group]
+            if max(members) - min(members) < _LONGEST:
+                found[min(members) + 1 : max(members) + 1] = False
+        return found
 
     def cuts(self) -> list[int]:
         """Positions at which to cut, in order."""
-        found = {0, self.chain.count, *self._rules()}
+        found = {0, self.chain.count, *self._rule_changes()}
         for before, after in pairwise([*self._heavy, self.chain.count]):
             position = self._lowest(before + 1, after)
             if position is not None:
                 found.add(position)
         for index in self._heavy:
             if self._is_apart(index):
-                found |= {self._begin(index), index + 1}
+                found |= {self._first_view(index), index + 1}
         for first, last in pairwise(sorted(found)):
             found.update(self._further(first, last))
         return sorted(found - {0, self.chain.count})
 
-    def _rules(self) -> Iterator[int]:
+    def _rule_changes(self) -> Iterator[int]:
         """Positions between operations that may not run on the same devices."""
         rules = [self.problem.allowed.get(operation.name) for operation in self.chain.operations]
         for position, (before, after) in enumerate(pairwise(rules), 1):
@@ -91,11 +100,12 @@ class _Order:
         """Bytes per second at which an accelerator can be brought weights."""
         topology = self.problem.topology
         cpu = cpu_key(topology)
-        links = [topology.link(cpu, spec.key) for spec in topology.devices if spec.is_accelerator and cpu]
+        accelerators = [spec.key for spec in topology.devices if spec.is_accelerator]
+        links = [] if cpu is None else [topology.link(cpu, key) for key in accelerators]
         return max((link.bandwidth for link in links), default=np.inf)
 
     def _is_apart(self, index: int) -> bool:
-        """Whether an operation may well run where its neighbours do not.
+        """Whether an operation is to be placed without its neighbours.
 
         The CPU computes it before its weights could be copied, or others settle where its weights are.
         """
@@ -113,12 +123,18 @@ class _Order:
         counts = Counter(name for names in self._reads for name in names)
         return frozenset(name for name, count in counts.items() if count > 1)
 
-    def _begin(self, index: int) -> int:
-        """Where what it reads begins: views of its weights go with it."""
-        begin = index
-        while begin > 0 and self.chain.crossing[begin] >= self._nbytes[index]:
-            begin -= 1
-        return begin
+    def _first_view(self, index: int) -> int:
+        """The first operation that makes a view of what one reads, shortly before it; or itself."""
+        graph, chain, first = self.problem.graph, self.chain, index
+        for name in chain.operations[index].inputs:
+            while name in graph.producer and graph.root(name) in graph.weights:
+                made = graph.values[name]
+                if index - chain.index[graph.producer[name]] < _LONGEST:
+                    first = min(first, chain.index[graph.producer[name]])
+                if made.alias_of is None:
+                    break
+                name = made.alias_of
+        return first
 
     def _lowest(self, first: int, last: int) -> int | None:
         """The position from ``first`` to ``last`` that the fewest bytes cross; the first of equals."""
@@ -130,6 +146,7 @@ class _Order:
         while last - first > _LONGEST:
             position = self._lowest(first + _LONGEST // 2, min(first + _LONGEST, last - 1))
             if position is None:
-                return
-            yield position
+                position = next((p for p in range(first + _LONGEST + 1, last) if self.allowed[p]), last)
+            if position < last:
+                yield position
             first = position

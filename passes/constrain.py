@@ -188,10 +188,13 @@ def _contradiction(graph: Graph, group: frozenset[str], wishes: Wishes) -> str:
     """Which of the caller's names send the members of a group to different devices."""
     asked = [list(names) for names in wishes.groups if any(_meets(graph, name, group) for name in names)]
     pins = {name: key for name, key in wishes.pin.items() if _meets(graph, name, group)}
+    said = [f"together={names!r}" for names in asked]
+    said += [f"pin={pins!r}"] if pins else []
+    said += ["cpu_compute=False"] if not wishes.cpu_compute else []
+    if len(set(pins.values())) < 2:  # weights that are written stay where an earlier plan has put them
+        said.append("where weights that they write live")
     listed = ", ".join(sorted(group)[:4]) + (", ..." if len(group) > 4 else "")
-    why = "".join(f"together={names!r} and " for names in asked)
-    what = f"pin={pins!r} contradict" if pins else "the weights that they write contradict"
-    return f"{why}{what} each other: {listed} must share a device"
+    return f"{' and '.join(said)} contradict each other: {listed} must share a device"
 
 
 def _meets(graph: Graph, name: str, group: frozenset[str]) -> bool:

@@ -101,7 +101,7 @@ def count_units(
         upper: seconds of a known placement.
         gap: relative gap at which to stop.
         programs: linear programs to solve at most.
-        patience: of them that may pass without progress.
+        patience: as in :func:`graphplan.passes.branch_and_bound.least`.
         deadline: ``time.monotonic()`` at which to stop, or None.
     """
     program = _Program(shares, upper)

@@ -26,7 +26,6 @@ Floats = npt.NDArray[np.float64]
 
 _BITS = 62  # of a state
 _HEAVY = 0.01  # of the most that an operation of a unit reads, up to which another is not waited for
-_HEAVY = 0.01  # of the most that an operation of a unit reads, up to which no copy is waited for
 _NEGLIGIBLE = 2e-3  # share of the room: of less than that a state says nothing
 _WINDOWS = 24  # pieces of the order, each of which needs some bytes for activations
 

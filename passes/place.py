@@ -112,12 +112,12 @@ def _search(
     spec = next((s for s in problem.topology.devices if s.is_accelerator), problem.topology.devices[0])
     chain = Chain(problem.graph, spec)
     if problem.balance:
-        several = sum(1 for spec in problem.topology.devices if spec.is_accelerator) > 1
         even = contiguous_split(problem, chain, use_cpu=False, fetch=False, balance=True)
-        if several and even is not None and even.feasible:
+        fits = even is not None and even.feasible
+        if even is not None and fits and sum(1 for s in problem.topology.devices if s.is_accelerator) > 1:
             bound = lower_bound(problem)
             return Solution(even, min(bound.seconds, even.seconds), bound.proof)
-        if limits is not None and not (even is not None and even.feasible):
+        if limits is not None and not fits:
             warnings.warn(
                 "balance=True: the model does not fit the accelerators in even pieces, so it is placed to "
                 "move the fewest bytes instead",
@@ -154,7 +154,10 @@ def _streamed(problem: Problem, chain: Chain, best: Evaluation | None, limits: L
     if left is not None and left < _BEAM_SECONDS * operations:  # what takes longer may not be done in time
         known += quick_interleavings(problem, chain, limits.until(0.2))
     best = min(known, key=lambda each: each.seconds, default=None)
-    found = list(stream(coarsen(problem, chain), best, limits.until(0.5)))
+    coarse = coarsen(problem, chain)
+    found = list(stream(coarse, best, limits.until(0.5)))
+    if not found and coarse is not problem:
+        found = list(stream(problem, best, limits.until(0.3)))
     if not found:
         found = list(interleavings(problem, chain, limits.until(0.3)))
     return min([*([] if best is None else [best]), *found], key=lambda each: each.seconds, default=None)

@@ -71,7 +71,7 @@ class Setting:
 
     @property
     def shape(self) -> Hashable:
-        """Equal for settings with the same homes, rings and levels."""
+        """Equal for settings with the same homes, rings and levels, of those that are made together."""
         return id(self.leads), self.rings, self.levels
 
     @property

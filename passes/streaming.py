@@ -62,6 +62,7 @@ class _Search:
 
     Attributes:
         setting: of the best placement; None until one is found.
+        tried: shapes of settings that have been searched.
     """
 
     def __init__(self, problem: Problem, best: Evaluation | None, limits: Limits) -> None:
@@ -89,6 +90,7 @@ class _Search:
         self, setting: Setting, width: int = _WIDTH, *, pace: float = 0.0, alone: bool = True
     ) -> Iterator[Evaluation]:
         """The placements that a beam finds, as far as each is the fastest so far."""
+        self.tried.add(setting.shape)
         self.margin.clear()
         hopeless = self.below * (1 - _CLOSE)
         if self.over or setting.bound >= hopeless or self._rest(setting).bound >= hopeless:
@@ -140,7 +142,6 @@ class _Search:
             before = self.setting
             for other in before.others():
                 if other.shape not in self.tried:
-                    self.tried.add(other.shape)
                     yield from self.run(other)
 
     def _rest(self, setting: Setting) -> Rest:
