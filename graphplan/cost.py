@@ -6,21 +6,31 @@ Waterman, Patterson, CACM 2009), plus the device's overhead; one that only makes
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from graphplan.device import DeviceSpec, Topology
 from graphplan.graph import Operation
 from graphplan.schedule import Load, Move
 
-__all__ = ["move_seconds", "operation_seconds"]
+__all__ = ["all_seconds", "move_seconds", "operation_seconds"]
 
 
 def operation_seconds(operation: Operation, device: DeviceSpec) -> float:
     """Modelled seconds of one operation; infinite where the device does not compute."""
+    return all_seconds((operation,), device)[0]
+
+
+def all_seconds(operations: Iterable[Operation], device: DeviceSpec) -> list[float]:
+    """Modelled seconds of each operation, in order."""
     if not device.computes:
-        return float("inf")
-    if operation.host_only or not (operation.flops or operation.bytes_accessed):
-        return 0.0
-    work = max(operation.flops / device.flops, operation.bytes_accessed / device.bandwidth)
-    return device.overhead + work
+        return [float("inf") for _ in operations]
+    flops, bandwidth, overhead = device.flops, device.bandwidth, device.overhead
+    return [
+        overhead + max(operation.flops / flops, operation.bytes_accessed / bandwidth)
+        if (operation.flops or operation.bytes_accessed) and not operation.host_only
+        else 0.0
+        for operation in operations
+    ]
 
 
 def move_seconds(move: Move | Load, topology: Topology) -> float:

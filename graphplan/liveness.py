@@ -14,10 +14,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from graphplan.device import CPU, DISK, DeviceKey, DeviceSpec, Topology
 from graphplan.errors import VerificationError
 from graphplan.graph import Graph
-from graphplan.schedule import STAGED_BYTES, Load, Move, Run, Schedule, Wait, read_in_place
+from graphplan.schedule import STAGED_BYTES, Move, Run, Schedule, Step, Wait, read_in_place
 
 __all__ = ["Memory", "Peak", "measure_memory"]
 
@@ -78,7 +80,7 @@ class _Sweep:
         self.device: list[DeviceKey] = [schedule.host]
         self.nbytes = [0]
         self.born = [-1]
-        self.last_use = [len(schedule.steps)]
+        self.last_use = [-1]
         self.home: dict[str, DeviceKey] = {}
         self.allocated: dict[tuple[DeviceKey, int], int] = {}  # bytes that an allocator takes for so many
 
@@ -136,14 +138,18 @@ class _Sweep:
 
     def _bear(self, index: int, instance: _Instance, nbytes: int) -> None:
         device = instance[1]
-        size = device, nbytes
-        if size not in self.allocated:
-            self.allocated[size] = self.specs[device].allocated(nbytes)
         self.storage[instance] = len(self.nbytes)
         self.device.append(device)
-        self.nbytes.append(self.allocated[size])
+        self.nbytes.append(self._allocated(device, nbytes))
         self.born.append(index)
         self.last_use.append(index)
+
+    def _allocated(self, device: DeviceKey, nbytes: int) -> int:
+        size = device, nbytes
+        found = self.allocated.get(size)
+        if found is None:
+            found = self.allocated[size] = self.specs[device].allocated(nbytes)
+        return found
 
     def _use(self, index: int, instance: _Instance) -> None:
         storage = self.storage.get(instance)
@@ -152,8 +158,7 @@ class _Sweep:
                 f"step {index} reads {instance[0]!r} on {instance[1]!r}, where it is not\n"
                 + steps_around(self.schedule, index)
             )
-        if self.last_use[storage] < index:
-            self.last_use[storage] = index
+        self.last_use[storage] = index  # steps come in order
 
     def _move(self, index: int, step: Move) -> None:
         self._use(index, (step.value, step.source))
@@ -170,9 +175,9 @@ class _Sweep:
 
     def _operate(self, index: int, step: Run) -> None:
         operation = self.graph.operations[step.operation]
-        values = self.graph.values
+        values, not_tensors = self.graph.values, self.graph.not_tensors
         for name in operation.inputs:
-            if name in self.graph.not_tensors:
+            if name in not_tensors:
                 continue
             where = self.home[name] if operation.host_only else step.device
             self._use(index, (name, where))
@@ -197,42 +202,47 @@ class _Sweep:
                 self._use(end, (value.name, self.home[value.name]))
 
     def _sweep(self, resident: Mapping[DeviceKey, int], caller: int, with_profile: bool) -> Memory:
-        live = {key: resident.get(key, 0) for key in self.specs}
-        live[self.schedule.host] += caller
-        peaks = {key: Peak(nbytes, resident.get(key, 0), -1, "") for key, nbytes in live.items()}
-        profile: dict[DeviceKey, list[int]] = {key: [] for key in self.specs} if with_profile else {}
-        dying: dict[int, list[int]] = defaultdict(list)
-        for number, last in enumerate(self.last_use):
-            dying[last].append(number)
-        waiting = _operation_of_each_step(self.schedule)
-        self.born.append(len(self.schedule.steps))
-        number = _LASTING + 1
-        for index, step in enumerate(self.schedule.steps):
-            while self.born[number] == index:
-                live[self.device[number]] += self.nbytes[number]
-                number += 1
-            device = step.destination if isinstance(step, (Move, Load)) else step.device
-            now = live[device]
-            if isinstance(step, Run):
-                spec = self.specs[device]
-                workspace = self.graph.operations[step.operation].workspace_on(spec.type)
-                now += spec.allocated(workspace) if workspace else 0
-            if now > peaks[device].nbytes:
-                peaks[device] = Peak(now, resident.get(device, 0), index, waiting[index])
-            for key, line in profile.items():
-                line.append(now if key == device else live[key])
-            for gone in dying.get(index, ()):
-                live[self.device[gone]] -= self.nbytes[gone]
-        return Memory(peaks, {key: tuple(line) for key, line in profile.items()})
+        steps = self.schedule.steps
+        number_of = {key: number for number, key in enumerate(self.specs)}
+        owner = np.array([number_of[key] for key in self.device])
+        nbytes, born, last = (np.array(part) for part in (self.nbytes, self.born, self.last_use))
+        active = np.array([number_of[_device_of(step)] for step in steps], dtype=np.int64)
+        workspace = np.array([self._workspace(step) for step in steps], dtype=np.int64)
+        peaks: dict[DeviceKey, Peak] = {}
+        profile: dict[DeviceKey, tuple[int, ...]] = {}
+        for key, number in number_of.items():
+            lasting = resident.get(key, 0) + (caller if key == self.schedule.host else 0)
+            peaks[key] = Peak(lasting, resident.get(key, 0), -1, "")
+            mine = np.flatnonzero(owner[1:] == number) + 1  # without what lasts
+            change = np.bincount(born[mine], nbytes[mine], len(steps) + 2)
+            change -= np.bincount(last[mine] + 1, nbytes[mine], len(steps) + 2)
+            live = lasting + change[: len(steps)].cumsum().astype(np.int64)
+            acting = np.flatnonzero(active == number)
+            live[acting] += workspace[acting]
+            if with_profile:
+                profile[key] = tuple(live.tolist())
+            if len(acting):
+                step = int(acting[live[acting].argmax()])  # the first of equals
+                if live[step] > lasting:
+                    peaks[key] = Peak(int(live[step]), resident.get(key, 0), step, self._operation_of(step))
+        return Memory(peaks, profile)
+
+    def _workspace(self, step: Step) -> int:
+        """Bytes that an allocator takes for what an operation needs while it runs."""
+        if not isinstance(step, Run):
+            return 0
+        spec = self.specs[step.device]
+        nbytes = self.graph.operations[step.operation].workspace_on(spec.type)
+        return self._allocated(step.device, nbytes) if nbytes else 0
+
+    def _operation_of(self, index: int) -> str:
+        """The operation that runs at a step, or the first one after it."""
+        following = (step.operation for step in self.schedule.steps[index:] if isinstance(step, Run))
+        return next(following, "output")
 
 
-def _operation_of_each_step(schedule: Schedule) -> list[str]:
-    names, following = [""] * len(schedule.steps), "output"
-    for index in range(len(schedule.steps) - 1, -1, -1):
-        step = schedule.steps[index]
-        following = step.operation if isinstance(step, Run) else following
-        names[index] = following
-    return names
+def _device_of(step: Step) -> DeviceKey:
+    return step.destination if isinstance(step, Move) else step.device
 
 
 def steps_around(schedule: Schedule, index: int, reach: int = 5) -> str:

@@ -9,6 +9,7 @@ at least once per further device.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import networkx as nx
@@ -59,10 +60,8 @@ def lower_bound(problem: Problem) -> Bound:
 
 
 def _fastest_seconds(problem: Problem, computing: list[DeviceSpec]) -> float:
-    return sum(
-        min(problem.seconds(operation, spec) for spec in computing)
-        for operation in problem.graph.operations.values()
-    )
+    clocks = (problem.clock(spec).values() for spec in computing)
+    return math.fsum(map(min, zip(*clocks, strict=True)))
 
 
 def _read_weights(graph: Graph) -> dict[str, list[str]]:

@@ -166,6 +166,8 @@ class ColumnGeneration:
         """With what to begin: efforts that take much less than the next."""
         found, least = list[Effort](), _CHEAP * self.pricing.work(Effort.WHOLE)
         for effort in (Effort.QUICK, Effort.ROUGH):
+            if effort is Effort.ROUGH and self.pricing.least_rough_work >= least:
+                continue  # it is not worth making them
             if self.pricing.work(effort) < least:
                 found.append(effort)
                 least = _CHEAP * self.pricing.work(effort)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from graphplan.cost import operation_seconds
+from graphplan.cost import all_seconds
 from graphplan.device import DeviceKey, DeviceSpec, Topology
 from graphplan.graph import Graph, Operation
 from graphplan.liveness import Memory, Peak, measure_memory
@@ -51,13 +51,26 @@ class Problem:
     rings: Mapping[DeviceKey, int] = field(default_factory=dict)
     growth: Mapping[DeviceKey, int] = field(default_factory=dict)
     streams: bool = True
+    # what each operation takes on each device: asked for at every evaluation
+    _clocks: dict[DeviceKey, dict[str, float]] = field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
 
     def seconds(self, operation: Operation, spec: DeviceSpec) -> float:
         """Seconds of an operation on a device, infinite where it may not run."""
-        allowed = self.allowed.get(operation.name)
-        if allowed is not None and spec.key not in allowed:
-            return float("inf")
-        return operation_seconds(operation, spec)
+        return self.clock(spec)[operation.name]
+
+    def clock(self, spec: DeviceSpec) -> Mapping[str, float]:
+        """The same of each operation, in the graph's order."""
+        found = self._clocks.get(spec.key)
+        if found is None:
+            operations = self.graph.operations
+            found = dict(zip(operations, all_seconds(operations.values(), spec), strict=True))
+            for name, allowed in self.allowed.items():
+                if spec.key not in allowed and name in found:
+                    found[name] = math.inf
+            self._clocks[spec.key] = found
+        return found
 
     def obey(self, operations: Mapping[str, DeviceKey]) -> dict[str, DeviceKey]:
         """The same devices, but for operations that may not run there: those go where they may."""

@@ -69,9 +69,8 @@ class _Search:
         self.specs = [spec for spec in problem.topology.devices if spec.computes]
         self.by_key = {spec.key: spec for spec in problem.topology.devices}
         self.order = list(self.graph.operations.values())
-        self.seconds = [
-            {spec.key: problem.seconds(operation, spec) for spec in self.specs} for operation in self.order
-        ]
+        clocks = {spec.key: problem.clock(spec) for spec in self.specs}
+        self.seconds = [{key: clock[op.name] for key, clock in clocks.items()} for op in self.order]
         fastest = [min(row.values()) for row in self.seconds]
         self.rest = [sum(fastest[i:]) for i in range(len(fastest) + 1)]
         self.last = self._last_reads()

@@ -24,7 +24,7 @@ from graphplan.passes.knapsack_solution import STEP_WORK, Chosen, Solution
 from graphplan.passes.sameness import Sameness, alike
 from graphplan.passes.spaces import Space, shared_spaces
 
-__all__ = ["Chosen", "Elimination", "Knapsack", "Step", "frontier_order"]
+__all__ = ["STEP_WORK", "Chosen", "Elimination", "Knapsack", "Step", "frontier_order"]
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

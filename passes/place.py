@@ -39,6 +39,7 @@ _NODES = 60_000  # branches of that, about a second
 _SHORTER, _SHORTEST = 3, 16  # how much less of it for more operations, and where there is a placement
 _FEW_NODES = 3_000  # while looking for the smallest budgets, where there are many searches
 _FIRST_WORK = 100_000  # of the local search before the gap is closed
+_SOME, _LITTLE = 0.15, 0.05  # parts of the time for it, the second where there is hardly any
 _TRYING = 0.5  # part of the time for that
 _START_SECONDS = 2e-3  # per operation, from which there is time for a second start
 _NEAR = 1.2  # times the best seconds up to which a plainer start is refined too
@@ -196,7 +197,8 @@ def _finish(
     starts = [best] if beside is None or beside is best else [best, beside]
     if limits.deadline is not None:  # the second one in the end, if there is time
         starts = starts[:1]
-    ends = [refine(among, chain, start, _FIRST_WORK, limits.until(0.15).deadline) for start in starts]
+    part = _LITTLE if _hurried(among, limits) else _SOME
+    ends = [refine(among, chain, start, _FIRST_WORK, limits.until(part).deadline) for start in starts]
     best = deepen(among, min(ends, key=lambda end: end.seconds), most=_DEPTH)
     if least is None:
         return Solution(best, min(bound.seconds, best.seconds), bound.proof + where)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphplan.passes.bands import Band, Crowd, make_bands
-from graphplan.passes.knapsack import Chosen, Knapsack, Step
+from graphplan.passes.knapsack import STEP_WORK, Chosen, Knapsack, Step
 from graphplan.passes.remainders import with_remainders
 from graphplan.passes.shares import Shares
 
@@ -132,12 +132,16 @@ class Pricing:
             if not wide or not self._narrow(wide, limit, dropped, 1 << attempt // _PATIENCE):
                 break
         self._kept, self._kept_needs = kept, needs
+        self._learned = 1.0  # share of the work that is left where what repeats itself is known
         self._table_kinds, self._table_kind = _distinct([self.tables[pair] for pair in kept])
         refusals, kinds = _distinct([self._refusal(crowd) for crowd in self._crowds])
         tables = [refusals[kind] for kind in kinds]
         every = np.arange(len(rows))
         self._levels = {Effort.WHOLE: _Level(knapsack, every, self.unit, tables, knapsack.work)}
-        self._add_cheaper_levels(sizes, [*kept, *needs], rooms, top)
+        self._add_quick_level(sizes, [*kept, *needs])
+        # sizes to the nearest coarse unit, and capacities as much larger or smaller as all of them are
+        self._coarse = self.unit * max(1, top // _ROUGH_UNITS)
+        self._rooms = rooms
         self._crowded = np.zeros((len(self._crowds), shares.units), dtype=bool)
         for index, crowd in enumerate(self._crowds):
             self._crowded[index, list(crowd.units)] = True
@@ -147,21 +151,26 @@ class Pricing:
         apart = [self.tables[pair][:, 0, 1] for pair in kept]
         self._apart = np.array(apart, dtype=float).reshape(len(kept), len(shares.kinds)).T
 
-    def _add_cheaper_levels(
-        self, sizes: Ints, scopes: Sequence[tuple[int, ...]], rooms: Floats, top: int
-    ) -> None:
-        """Those without a proof: their rows refuse nothing, so that they need no tables of crowds."""
+    def _add_quick_level(self, sizes: Ints, scopes: Sequence[tuple[int, ...]]) -> None:
+        """Rows without a proof refuse nothing, so that they need no tables of crowds."""
         rows = _roomiest(self.bands)
         knapsack = self._levels[Effort.WHOLE].knapsack.of_rows(rows)
         if self._crowds:
             knapsack = Knapsack(sizes, scopes, knapsack.capacities)
         self._levels[Effort.QUICK] = _Level(knapsack, rows, self.unit, [], knapsack.work)
-        # sizes to the nearest coarse unit, and capacities as much larger or smaller as all of them are
-        coarse = self.unit * max(1, top // _ROUGH_UNITS)
-        nearest = np.rint(self.shares.nbytes / coarse).astype(np.int64)
-        grown = float(nearest.sum()) * coarse / max(float(self.shares.nbytes.sum()), 1.0)
-        knapsack = Knapsack(nearest, scopes, np.floor(rooms[rows] * grown / coarse).astype(np.int64))
-        self._levels[Effort.ROUGH] = _Level(knapsack, rows, coarse, [], knapsack.work)
+
+    def _level(self, effort: Effort) -> _Level:
+        """The knapsacks of an effort; the rough ones are made when they are first asked for."""
+        found = self._levels.get(effort)
+        if found is None:
+            rows, coarse, nbytes = self._levels[Effort.QUICK].rows, self._coarse, self.shares.nbytes
+            nearest = np.rint(nbytes / coarse).astype(np.int64)
+            grown = float(nearest.sum()) * coarse / max(float(nbytes.sum()), 1.0)
+            capacities = np.floor(self._rooms[rows] * grown / coarse).astype(np.int64)
+            knapsack = Knapsack(nearest, [*self._kept, *self._kept_needs], capacities)
+            found = _Level(knapsack, rows, coarse, [], int(knapsack.work * self._learned))
+            self._levels[effort] = found
+        return found
 
     def _narrow(self, wide: Sequence[tuple[int, ...]], limit: int, dropped: set[int], times: int) -> bool:
         """Leave out what opens too many variables at once: crowds, then cheap values, then cheap pairs.
@@ -217,11 +226,16 @@ class Pricing:
 
     def work(self, effort: Effort) -> int:
         """Numbers that :meth:`best` touched the last time, or might touch."""
-        return self._levels[effort].touched
+        return self._level(effort).touched
+
+    @property
+    def least_rough_work(self) -> float:
+        """What the steps of the knapsacks take by themselves: of that, coarse units save nothing."""
+        return self._learned * STEP_WORK * (1 + self._levels[Effort.QUICK].knapsack.count)
 
     def kinds(self, effort: Effort) -> Ints:
         """(rows,) the kind of device of each knapsack that is solved."""
-        found: Ints = self.row_kind[self._levels[effort].rows]
+        found: Ints = self.row_kind[self._level(effort).rows]
         return found
 
     def best(
@@ -236,7 +250,7 @@ class Pricing:
             effort: which knapsacks.
             exact: in double precision, as a proof needs it.
         """
-        level, shares = self._levels[effort], self.shares
+        level, shares = self._level(effort), self.shares
         rows = self.row_kind[level.rows]
         with np.errstate(invalid="ignore"):  # 0 x infinity, where an operation may not run
             clock, queue = shares.clock[rows] * prices.compute, shares.queue[rows]
@@ -263,6 +277,7 @@ class Pricing:
         """What repeats itself is found while it is solved, and is the same at all levels."""
         if not level.solved:
             share = touched / level.touched
+            self._learned *= share
             for other in self._levels.values():
                 other.touched = other.touched if other.solved else int(other.touched * share)
             level.solved = True

@@ -95,9 +95,7 @@ class _Search:
         self.devices = [spec for spec in problem.topology.devices if spec.computes]
         self.cpu = cpu_key(problem.topology)
         self.room = {spec.key: spec.room for spec in self.devices}
-        self.seconds = {
-            spec.key: [problem.seconds(op, spec) for op in chain.operations] for spec in self.devices
-        }
+        self.seconds = {spec.key: list(problem.clock(spec).values()) for spec in self.devices}
         groups = [sorted(group, key=chain.index.__getitem__) for group in self.graph.together]
         self.together = {name: group for group in groups for name in group}
         self.order = [operation.name for operation in chain.operations]

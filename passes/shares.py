@@ -251,9 +251,9 @@ class Shares:
         self.nbytes = np.array([item.nbytes for item in self.items], dtype=np.int64)
         self.clock, self.queue = np.zeros((rows, len(self.items))), np.zeros((rows, len(self.items)))
         for row, kind in enumerate(self.kinds):
+            seconds = self.problem.clock(kind.spec)
             for index in range(self.units):
-                operations = (self.graph.operations[name] for name in self.items[index].members)
-                self.clock[row, index] += sum(self.problem.seconds(op, kind.spec) for op in operations)
+                self.clock[row, index] += sum(seconds[name] for name in self.items[index].members)
         for item, clock, queue in self._costs:
             self.clock[:, item] += clock
             self.queue[:, item] += queue
