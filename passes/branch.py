@@ -28,10 +28,12 @@ class Tree:
 
     Attributes:
         looked: how many parts have been looked at.
+        late: whether there was no time left for another round in any.
     """
 
     def __init__(self, root: ColumnGeneration) -> None:
         self.looked = 0
+        self.late = False
         self._order = count()
         self._open = [(root.bound, next(self._order), root)]
         self._whole = np.inf  # the lowest bound of parts whose mixture has no fractions to part by
@@ -55,18 +57,20 @@ class Tree:
             work: numbers that the knapsacks may touch.
             deadline: ``time.monotonic()`` at which to stop, or None.
         """
-        while self._open and self._open[0][0] < min(enough, self._whole) and work > 0:
+        while self._open and self._open[0][0] < min(enough, self._whole) and work > 0 and not self.late:
             if deadline is not None and time.monotonic() > deadline:
                 break
             _, _, part = heapq.heappop(self._open)
             limits = _limits(part)
             if not limits:
                 self._whole = min(self._whole, part.bound)
+            self.late = bool(limits) and deadline is not None
             for limit in limits:
                 child = part.with_limit(limit)
                 begun = child.rounds
                 child.run(enough=enough, work=self._each, deadline=deadline)
                 work -= (child.rounds - begun + 1) * self._each / _ROUNDS
+                self.late &= child.rounds == begun
                 self.looked += 1
                 heapq.heappush(self._open, (child.bound, next(self._order), child))
         return self.bound

@@ -127,7 +127,7 @@ class Columns:
             if part.generation is None or not part.generation.converged:
                 return
             work -= self._branch(part, part.generation, work)
-            if part.tree is None or part.tree.lowest is None:
+            if part.tree is None or part.tree.lowest is None or part.tree.late:
                 return
 
     def _branch(self, part: Part, generation: ColumnGeneration, work: float) -> float:

@@ -73,6 +73,7 @@ class ColumnGeneration:
         self._guess = 0.0  # the bound in single precision
         self._proven = 0.0
         self._took: dict[Effort, float] = {}  # seconds of the last solution
+        self._foreseen: dict[Effort, float] = {}  # what the first prices brought
         self.rounds = 0
         self.converged = self.futile = False
         self.gone = np.zeros(shares.units, dtype=bool)
@@ -153,14 +154,25 @@ class ColumnGeneration:
         for effort in [] if self._guess else self._cheaper():
             if effort is Effort.QUICK or not self.rounds:
                 work -= self.approach(enough=enough, work=0.7 * work, deadline=deadline, effort=effort)
+        if deadline is not None and self.rounds and not self._guess and self._would_end(_PROOF) < deadline:
+            # prices that cost little are near the best, mostly: what they prove is not left to the end
+            self._guess = self._prove()
         tried = self.rounds
         self._go_on(enough, work, deadline, Effort.WHOLE)
         if self.futile:
             return self.bound
         hurried = self.rounds == tried and (deadline is None or self._would_end(_PROOF) < deadline)
         if self.center is not None and (self._guess > self.bound or (not self._guess and hurried)):
-            self.bound = max(self.bound, self._price(self.center, Effort.WHOLE, exact=True)[0])
+            self._prove()
         return self.bound
+
+    def _prove(self) -> float:
+        """The bound of the best prices, in double precision."""
+        if self.center is None:
+            return 0.0
+        proven, _ = self._price(self.center, Effort.WHOLE, exact=True)
+        self.bound = max(self.bound, proven)
+        return proven
 
     def _cheaper(self) -> list[Effort]:
         """With what to begin: efforts that take much less than the next."""
@@ -192,6 +204,7 @@ class ColumnGeneration:
         first, *others = self._cheaper() or [Effort.WHOLE]
         if self.center is not None:
             guess, _ = self._price(self.center, first)
+            self._foreseen[first] = guess
             if first is Effort.WHOLE:
                 self._guess = guess
         last = others[-1] if others else first
@@ -212,6 +225,7 @@ class ColumnGeneration:
         """Round by round; the work that was done."""
         done, smoothing, took = 0.0, _SMOOTHING, 0.0
         guesses: list[float] = []
+        self._guess = self._guess or self._foreseen.pop(effort, 0.0)
         while (done < work or not done) and self._guess < enough and not self.converged:
             begun = time.monotonic()
             whole = _PROOF + (effort is Effort.WHOLE)  # rounds: there is a proof to come
@@ -230,7 +244,8 @@ class ColumnGeneration:
                 tried = _blend(self.center, mixture.prices, smoothing if self._guess else 1.0)
             bound, fresh = self._price(tried, effort)
             done += self.pricing.work(effort)
-            if bound > self._guess or self.center is None:
+            raised = bound > self._guess
+            if raised or self.center is None:
                 self.center, self._guess = tried, bound
             elif self._width > _NARROWEST:
                 self._width *= _NARROWER
@@ -242,7 +257,7 @@ class ColumnGeneration:
             guesses.append(self._guess)
             if len(guesses) > _STALLED and self._guess < (1 + _STALL[effort]) * guesses[-1 - _STALLED]:
                 break
-            smoothing = _SMOOTHING if fresh else 0.0
+            smoothing = _SMOOTHING if fresh or raised else 0.0
             took = time.monotonic() - begun
         return done
 
@@ -318,6 +333,7 @@ class ColumnGeneration:
         rest = copy.copy(self)
         rest.columns, rest._seen = list(self.columns), set(self._seen)
         rest.bound, rest._guess, rest.converged = 0.0, 0.0, False
+        rest._foreseen = {}
         return rest
 
 

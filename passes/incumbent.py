@@ -9,7 +9,8 @@ from graphplan.passes.bound import Bound
 from graphplan.passes.chain import Chain
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.limits import Limits
-from graphplan.passes.refine import refine, repair
+from graphplan.passes.refine import refine
+from graphplan.passes.repair import repair
 from graphplan.passes.residence import follow, reside
 from graphplan.passes.shares import Shares
 

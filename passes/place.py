@@ -26,7 +26,8 @@ from graphplan.passes.interleave import interleavings, quick_interleavings
 from graphplan.passes.least import Least
 from graphplan.passes.limits import Limits
 from graphplan.passes.proposals import to_be_mended, with_offload, without_offload
-from graphplan.passes.refine import refine, repair
+from graphplan.passes.refine import refine
+from graphplan.passes.repair import repair
 from graphplan.passes.split_again import contiguous_split
 from graphplan.passes.streaming import stream
 from graphplan.schedule import Assignment
