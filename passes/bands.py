@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from graphplan.device import DeviceSpec
 from graphplan.graph import Graph
-from graphplan.passes.occupancy import Occupancy
+from graphplan.passes.occupancy import Held, Occupancy
 
 __all__ = ["Band", "Crowd", "find_crowds", "make_bands"]
 
@@ -88,11 +88,13 @@ def _crowd(
     if len(types) > 1 and "cpu" in types:
         types -= {"cpu"}
     held = occupancy.during(name, sorted(types)[0])
-    sure = [one for one in held if any(units <= {own} for units in one.units)]
+    sure, waiting = list[Held](), list[Held]()
+    for one in held:
+        (sure if any(units <= {own} for units in one.units) else waiting).append(one)
     units = {own}
-    waiting = sorted((one for one in held if one not in sure), key=lambda one: -sum(one.nbytes))
-    for one in waiting:
-        near = [s for s in one.units if all(place[u] - place[own] <= _SOON for u in s)]
+    latest = place[own] + _SOON
+    for one in sorted(waiting, key=lambda one: -sum(one.nbytes)):
+        near = [s for s in one.units if all(place[u] <= latest for u in s)]
         best = min(near, key=lambda s: (len(s - units), max(place[u] for u in s)), default=None)
         if best is not None and len(units | best) <= _MEMBERS:
             units |= best

@@ -30,6 +30,7 @@ Bools = npt.NDArray[np.bool_]
 
 _TRIED = 4  # variables that are tried out before one of them is parted
 _KNOWN = 2  # trials of a variable after which its gain is known
+_LEAST_SECONDS = 0.05  # of a linear program: with less HiGHS would only fail
 _PROGRESS = 0.01  # part of what is missing that a bound must rise by
 _VIOLATED = 1e-9  # of rows, from which on they cannot be kept
 _WHOLE = 1e-6  # what differs less from a whole number is one
@@ -59,9 +60,8 @@ def least(
             missing; None: never.
         deadline: ``time.monotonic()`` at which to stop, or None.
     """
-    search = _Search(
-        _Relaxation(rows, variable, len(high)), whole, enough, programs if patience is None else patience
-    )
+    relaxation = _Relaxation(rows, variable, len(high), deadline)
+    search = _Search(relaxation, whole, enough, programs if patience is None else patience)
     return search.run(np.zeros(len(high)), high, programs, deadline)
 
 
@@ -83,7 +83,8 @@ class _Relaxed:
 class _Relaxation:
     """The rows for scipy, with any limits of the variables."""
 
-    def __init__(self, rows: Rows, variable: int, variables: int) -> None:
+    def __init__(self, rows: Rows, variable: int, variables: int, deadline: float | None = None) -> None:
+        self.deadline = deadline
         constraint = rows.constraint(variables)
         matrix, low, high = constraint.A.tocsr(), constraint.lb, constraint.ub
         equal = low == high
@@ -103,15 +104,20 @@ class _Relaxation:
             b_eq=self.at,
             bounds=np.column_stack([low, high]),
             method="highs",
-            options={"presolve": False},  # which takes longer than it saves
+            options={"presolve": False, **self._time_limit},  # presolving takes longer than it saves
         )
         if found.status == 2 and self._impossible(low, high):
             return None
-        if found.status != 0:  # HiGHS gave up: nothing is known
+        if found.status != 0:  # HiGHS gave up, or had no time: nothing is known
             return _Relaxed(-np.inf, low, np.zeros(len(low)))
         less, equal = np.minimum(found.ineqlin.marginals, 0.0), found.eqlin.marginals
         weight = abs(self.less).T @ -less + abs(self.equal).T @ np.abs(equal)
         return _Relaxed(self._bound(self.objective, less, equal, low, high), found.x, weight)
+
+    @property
+    def _time_limit(self) -> dict[str, float]:
+        left = None if self.deadline is None else self.deadline - time.monotonic()
+        return {} if left is None else {"time_limit": max(_LEAST_SECONDS, left)}
 
     def _bound(self, objective: Floats, less: Floats, equal: Floats, low: Floats, high: Floats) -> float:
         """What the objective cannot be below, by any duals of which those of ``less`` are not positive."""
@@ -131,6 +137,7 @@ class _Relaxation:
             b_eq=self.at,
             bounds=[*zip(low, high, strict=True), *[(0.0, None)] * (count + 2 * fewer)],
             method="highs",
+            options=self._time_limit,
         )
         if found.status != 0:
             return False

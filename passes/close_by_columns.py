@@ -28,7 +28,8 @@ _ROUNDS = 15  # after which prices are near their best, mostly
 _SPEED = 5e8  # numbers that knapsacks touch in a second, about
 _EARLY = 0.75  # of the time that is left that these rounds may take to come before labels, ...
 _EARLY_WORK = 2e9  # ... numbers, where nobody asked for time
-_PREPARING = 0.3e-3  # seconds per operation that it takes at least to prepare knapsacks
+_PREPARING = 0.3e-3  # seconds per operation that it takes at least to prepare knapsacks, ...
+_WAITING = 1e-5  # ... and for each that runs while a value waits
 _MANY, _UNLIKE = 5, 3  # devices, and kinds of them, from which there are many labels
 
 
@@ -163,7 +164,9 @@ class Columns:
     def _is_late(self, part: Part) -> bool:
         """Whether time would be up before the knapsacks of a part are prepared."""
         left = self.limits.left
-        return part.generation is None and left is not None and left < _PREPARING * part.shares.units
+        if part.generation is not None or left is None:
+            return False
+        return left < _PREPARING * part.shares.units + _WAITING * part.shares.waits
 
     def _begin(self, part: Part, worth: Floats | None, near: Part | None = None) -> ColumnGeneration:
         if part.generation is not None:

@@ -87,7 +87,7 @@ class _Filling:
         """For operations that stay together; their weights are counted there."""
         read = [name for one in operations for name in one.inputs if name in self.graph.weights]
         known = [self.homes[name] for name in read if name in self.homes]
-        fresh = set(read) - set(self.homes)
+        fresh = {name for name in read if name not in self.homes}
         need = sum(self.order[0].rounded(self.graph.weights[name].nbytes) for name in fresh)
         key: DeviceKey | None
         if known:

@@ -27,9 +27,9 @@ _MOST = 400  # pieces of each kind; beyond that only the longest are taken
 def intervals(shares: Shares) -> Iterator[Interval]:
     """(kind, units) of pieces between the cheapest cuts, one for each number of units of each group."""
     cuts = _cheapest_cuts(shares)
-    one_hot = np.zeros((shares.units + 1, len(shares.counts)), dtype=np.int64)
+    one_hot = np.zeros((shares.units + 1, len(shares.counts)), dtype=np.int32)
     one_hot[np.arange(1, shares.units + 1), shares.group] = 1
-    before = one_hot.cumsum(axis=0)[cuts]
+    before = one_hot.cumsum(axis=0, dtype=np.int32)[cuts]
     nbytes = np.concatenate([[0], shares.nbytes[: shares.units].cumsum()])[cuts]
     for kind in range(len(shares.kinds)):
         runs = np.concatenate([[0], np.isfinite(shares.clock[kind, : shares.units]).cumsum()])[cuts]
@@ -41,7 +41,7 @@ def intervals(shares: Shares) -> Iterator[Interval]:
 
 def _fitting(
     cuts: npt.NDArray[np.int64],
-    before: npt.NDArray[np.int64],
+    before: npt.NDArray[np.int32],
     nbytes: npt.NDArray[np.int64],
     runs: npt.NDArray[np.int64],
     room: float,

@@ -107,7 +107,9 @@ class Occupancy:
                 sets += _across(readers[max(0, first - _AROUND) : first], readers[end : end + _AROUND])
                 if own is not None and first < end:
                     sets.append(frozenset({own}))
-            least = [s for s in dict.fromkeys(sets) if not any(other < s for other in sets)]
+            least = list(dict.fromkeys(sets))
+            if len(least) > 1:
+                least = [s for s in least if not any(other < s for other in least)]
             if least:
                 found.append(Held((reads.nbytes,), tuple(least), reads.made < 0))
         return found

@@ -133,3 +133,20 @@ def test_it_gives_up_where_programs_raise_nothing(monkeypatch: pytest.MonkeyPatc
         found = least(rows, count, high, whole, enough=0.5, programs=300, patience=patience)
         assert found == pytest.approx(0.0, abs=1e-9)
         assert most - 20 <= len(solved) <= most + 20
+
+
+def test_no_program_takes_longer_than_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a large graph takes seconds, and HiGHS knows of no time but what it is told."""
+    rows, high, whole = random_rows(3)
+    solve, allowed = branch_and_bound.linprog, list[float]()
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        allowed.append(kwargs["options"].get("time_limit", np.inf))
+        return solve(*args, **kwargs)
+
+    monkeypatch.setattr(branch_and_bound, "linprog", timed)
+    least(rows, len(high) - 1, high, whole, enough=np.inf, programs=9, deadline=time.monotonic() + 30.0)
+    assert 0 < min(allowed) <= max(allowed) <= 30.0
+    allowed.clear()
+    least(rows, len(high) - 1, high, whole, enough=np.inf, programs=9)
+    assert set(allowed) == {np.inf}
