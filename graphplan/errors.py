@@ -96,8 +96,8 @@ class InfeasibleError(GraphplanError):
     """No placement was found within the budgets.
 
     Attributes:
-        needed: device key -> bytes: the smallest budgets found to do, when all budgets grow in
-            the proportion in which they were given.
+        needed: device key -> bytes: budgets that do. Near the smallest when all grow in the proportion in
+            which they were given; one device may do with less where others have more.
         available: device key -> bytes that ``max_memory`` allowed.
         operation: the operation at which the tightest device reaches its need, or None.
         device: the key of that tightest device, or None.

@@ -61,7 +61,8 @@ class Plan:
         topology: the devices, their budgets and the links between them.
         schedule: every move and every operation of one call, in order.
         makespan: modelled seconds of one call.
-        lower_bound: seconds below which no placement within the budgets can go.
+        lower_bound: seconds below which no placement within the budgets can go; of those that offload
+            nothing where the accelerators hold the model (``proof`` ends in "on the accelerators").
         proof: what proved the bound.
         method: how the model was captured.
         wishes: what the caller asked for.

@@ -124,7 +124,7 @@ class Mover:
             best.excess,
             best.operation,
             self.along,
-            obstacle or _compared(slower, self._prefers_accelerators(key)),
+            obstacle or _compared(slower, self._offloads(key, best)),
         )
 
     def _is_here(self, key: DeviceKey) -> bool:
@@ -232,8 +232,10 @@ class Mover:
         shown = ", ".join(self.along[:3]) + (", ..." if len(self.along) > 3 else "")
         return f"it must stay together with {shown}, which would come along"
 
-    def _prefers_accelerators(self, key: DeviceKey) -> bool:
-        return self.plan.topology[key].device == CPU
+    def _offloads(self, key: DeviceKey, best: _Outcome) -> bool:
+        """Whether the CPU would compute, or keep weights to be fetched where none are now."""
+        streams = any(one.schedule.rings for one in best.found)
+        return self.plan.topology[key].device == CPU or (streams and not self.plan.schedule.rings)
 
 
 def _problems(plan: Plan) -> list[Problem]:
@@ -281,11 +283,14 @@ def _short(outcome: _Outcome) -> str:
     return f"{' and '.join(parts)}{where}" if parts else ""
 
 
-def _compared(slower: float, on_cpu: bool) -> str:
+def _compared(slower: float, offloads: bool) -> str:
     if slower > EPSILON:
         return f"slower by {time_text(slower)}"
-    if on_cpu:
-        return "the CPU computes, and keeps weights, only where the accelerators do not hold the model"
+    if offloads:
+        faster = f"faster by {time_text(-slower)}, but " if slower < -EPSILON else ""
+        return (
+            f"{faster}the CPU computes, and keeps weights, only where the accelerators do not hold the model"
+        )
     if slower < -EPSILON:
         return f"nothing: faster by {time_text(-slower)}, which the search has not found"
     return "nothing: it takes as long"

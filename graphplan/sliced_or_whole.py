@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from graphplan.errors import InfeasibleError
+from graphplan.errors import InfeasibleError, readable_bytes
 from graphplan.formulation import Formulation
 from graphplan.passes.annotate import Annotator
 from graphplan.passes.limits import Limits
 from graphplan.passes.oversized import find_oversized, offered_parts
 from graphplan.passes.place import sketch
+from graphplan.passes.residence import cpu_key
 from graphplan.passes.slicing import is_sliceable, slice_weights
 from graphplan.settling import Choice, settle
 from graphplan.signature import BoundCall
 
 __all__ = ["choose"]
 
+_CROWDED = 0.4  # of what an accelerator has for a weight: larger ones are sliced where nothing fits whole
 _HOPE = 1.1  # a sketch of more than so many times the seconds of another plan is not worth refining
 
 
@@ -35,9 +37,17 @@ def choose(formulation: Formulation, annotator: Annotator, call: BoundCall | Non
     """
     annotator = _sliced_as_before(formulation, annotator)
     limits = Limits.within(formulation.options.time_limit)
-    sliced = _best_slicing(formulation, annotator, call) if formulation.committed.homes is None else None
+    first = formulation.committed.homes is None  # later plans find weights in the parts that they have
+    sliced = _best_slicing(formulation, annotator, call) if first else None
     if sliced is None:
-        return settle(formulation, annotator, call, limits)
+        try:
+            return settle(formulation, annotator, call, limits)
+        except InfeasibleError as error:
+            # a weight may fit by itself, and leave nothing for the rest
+            sliced = _best_slicing(formulation, annotator, call, share=_CROWDED) if first else None
+            if sliced is None:
+                raise _with_hint(formulation, annotator, call, error) from None
+        return settle(formulation, sliced.annotator, call, limits)
     whole = None
     if sketch(formulation.constrained(annotator, call)) is not None:
         whole = settle(formulation, annotator, call, limits.until(0.5))
@@ -57,13 +67,14 @@ def _sliced_as_before(formulation: Formulation, annotator: Annotator) -> Annotat
     return annotator.of(slice_weights(annotator.capture, here)) if here else annotator
 
 
-def _best_slicing(formulation: Formulation, annotator: Annotator, call: BoundCall | None) -> _Sketch | None:
+def _best_slicing(
+    formulation: Formulation, annotator: Annotator, call: BoundCall | None, *, share: float = 1.0
+) -> _Sketch | None:
     """Oversized weights in as many parts as seem best; None where no number of parts would do."""
-    wishes, capture, weights = formulation.options.wishes, annotator.capture, annotator.weights
-    named = {*wishes.pin, *(name for group in wishes.groups for name in group)}
+    capture, weights = annotator.capture, annotator.weights
     oversized = [
         one
-        for one in find_oversized(formulation.constrained(annotator, call), named)
+        for one in find_oversized(formulation.constrained(annotator, call), _named(formulation), share=share)
         if is_sliceable(capture, one.weight.name) and weights.has_rows(one.weight.name)
     ]
     best: _Sketch | None = None
@@ -75,6 +86,34 @@ def _best_slicing(formulation: Formulation, annotator: Annotator, call: BoundCal
         if found is not None:
             best = _Sketch(sliced, found.seconds)
     return best
+
+
+def _with_hint(
+    formulation: Formulation, annotator: Annotator, call: BoundCall | None, error: InfeasibleError
+) -> InfeasibleError:
+    """The error, and where a weight that no accelerator holds could be sliced, if it might not be here."""
+    problem = formulation.constrained(annotator, call)
+    rooms = [spec.room for spec in problem.topology.devices if spec.is_accelerator]
+    if not rooms or (problem.offload and cpu_key(problem.topology) is not None):
+        return error
+    weights = problem.graph.weights.values()
+    large = [w for w in weights if w.nbytes > max(rooms) and is_sliceable(annotator.capture, w.name)]
+    if not large:
+        return error
+    return InfeasibleError(
+        f"{error}. {large[0].name!r} ({readable_bytes(large[0].nbytes)}) is larger than what any accelerator "
+        "may hold: it is computed in slices where the whole may live on the CPU, which takes a budget for "
+        "'cpu' in max_memory, and not offload=False",
+        needed=error.needed,
+        available=error.available,
+        operation=error.operation,
+        device=error.device,
+    )
+
+
+def _named(formulation: Formulation) -> set[str]:
+    wishes = formulation.options.wishes
+    return {*wishes.pin, *(name for group in wishes.groups for name in group)}
 
 
 def _faster(whole: Choice, sliced: Choice) -> Choice:

@@ -32,7 +32,7 @@ def solve_program(incumbent: Incumbent, shares: Shares, limits: Limits) -> None:
 
 def _propose(incumbent: Incumbent, shares: Shares, limits: Limits) -> Program:
     """Better placements, as far as there are; the program with the most moments and no margin."""
-    margin, watched = np.zeros(len(shares.kinds)), list[tuple[int, str]]()
+    margin, watched = np.zeros(len(shares.kinds)), dict[tuple[int, str], int]()
     exact = program = Program(shares, margin, watched)
     for _ in range(_TRIES):
         if incumbent.done or limits.over:
@@ -50,12 +50,13 @@ def _propose(incumbent: Incumbent, shares: Shares, limits: Limits) -> Program:
         incumbent.polish(found)
         if found.feasible:
             break
-        more = _moments(incumbent, shares, found) - set(watched)
-        watched += sorted(more)
-        if not more:
+        over = _moments(incumbent, shares, found)
+        for moment, nbytes in sorted(over.items()):  # watched already: there is more than is counted
+            watched[moment] = watched[moment] + _more(nbytes) if moment in watched else 0
+        if not over:
             margin = _more_room(shares, margin, found)
         program = Program(shares, margin, watched)
-        exact = exact if margin.any() else program
+        exact = exact if margin.any() or any(watched.values()) else program
     return exact
 
 
@@ -71,20 +72,24 @@ def _bound(incumbent: Incumbent, shares: Shares, program: Program, limits: Limit
     incumbent.raise_bound(bounded.seconds, f"mixed-integer program of {shares.units} operations, {how}")
 
 
-def _moments(incumbent: Incumbent, shares: Shares, found: Evaluation) -> set[tuple[int, str]]:
-    """(kind, operation) at which devices hold more than they may."""
-    operations = incumbent.problem.graph.operations
-    return {
-        (row, name)
-        for row, kind in enumerate(shares.kinds)
-        for key in kind.keys
-        if key in found.excess and (name := found.peak(key).operation) in operations
-    }
+def _moments(incumbent: Incumbent, shares: Shares, found: Evaluation) -> dict[tuple[int, str], int]:
+    """(kind, operation) at which devices hold more than they may, and by how many bytes."""
+    operations, over = incumbent.problem.graph.operations, dict[tuple[int, str], int]()
+    for row, kind in enumerate(shares.kinds):
+        for key in kind.keys:
+            name = found.peak(key).operation
+            if key in found.excess and name in operations:
+                over[row, name] = max(found.excess[key], over.get((row, name), 0))
+    return over
+
+
+def _more(nbytes: int) -> int:
+    return int(1.05 * nbytes) + 1
 
 
 def _more_room(shares: Shares, margin: Floats, found: Evaluation) -> Floats:
     """Leave as much more free on each kind of device as it was over."""
     more = margin.copy()
     for row, kind in enumerate(shares.kinds):
-        more[row] += 1.05 * max((found.excess.get(key, 0) for key in kind.keys), default=0)
+        more[row] += _more(max((found.excess.get(key, 0) for key in kind.keys), default=0))
     return more

@@ -10,10 +10,14 @@ from dataclasses import replace
 
 from graphplan.device import DeviceKey
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
+from graphplan.passes.transfers import build_schedule
+from graphplan.schedule import Assignment
+from graphplan.timeline import call_seconds
 
-__all__ = ["deepen"]
+__all__ = ["deepen", "least_seconds"]
 
 _TOLERANCE = 1e-12
+_MANY = 1 << 30  # slots: one for each segment
 
 
 def deepen(problem: Problem, found: Evaluation, most: int | None = None) -> Evaluation:
@@ -43,6 +47,20 @@ def deepen(problem: Problem, found: Evaluation, most: int | None = None) -> Eval
                 break
             deepest = trial
     return deepest
+
+
+def least_seconds(problem: Problem, assignment: Assignment) -> float:
+    """Seconds that a placement takes at least: with a slot for each segment, whether they fit or not."""
+    slots = {spec.key: _MANY if problem.streams else 0 for spec in problem.topology.devices}
+    schedule = build_schedule(
+        problem.graph,
+        problem.topology,
+        replace(assignment, slots=slots),
+        problem.host,
+        returns_to_host=problem.returns_to_host,
+        rings=problem.rings,
+    )
+    return call_seconds(problem.graph, problem.topology, schedule, problem.seconds)
 
 
 def _with_slots(problem: Problem, found: Evaluation, key: DeviceKey, count: int) -> Evaluation:

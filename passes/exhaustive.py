@@ -15,14 +15,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from graphplan.device import CPU, DISK, DeviceKey, DeviceSpec
-from graphplan.passes.depth import deepen
+from graphplan.passes.depth import deepen, least_seconds
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.residence import reside
 
 __all__ = ["search_all"]
 
 _TOLERANCE = 1e-9
-_LEAF = 10  # branches that take as long as judging a placement
+_LEAF = 10  # branches that take as long as the clock of a placement, ...
+_JUDGED = 50  # ... and as judging one that may be the best
 
 
 def search_all(
@@ -209,7 +210,10 @@ class _Search:
                     seconds += topology.link(key, self.problem.host).seconds(value.copy_bytes)
         held += self._alive_at_home(index, key)
         before = state.most[key]
-        if state.resident[key] + max(before, held) <= spec.room and not self._beaten(copying):
+        # copies come in the order of their use: this operation waits for all that has been copied by then
+        seconds = max(seconds, copying + self.seconds[index][key])
+        late = self._beaten(seconds + self.rest[index + 1])
+        if state.resident[key] + max(before, held) <= spec.room and not late:
             state.most[key] = max(before, held)
             state.copying[key] = copying
             state.present.update(arrived)
@@ -254,6 +258,10 @@ class _Search:
     def _leaf(self) -> None:
         self.left -= _LEAF
         settled = replace(self.problem, fixed_weights={**self.problem.fixed_weights, **self.state.home})
-        found = deepen(self.problem, evaluate(self.problem, reside(settled, self.state.device)))
+        assignment = reside(settled, self.state.device)
+        if self._beaten(least_seconds(self.problem, assignment)):
+            return
+        self.left -= _JUDGED
+        found = deepen(self.problem, evaluate(self.problem, assignment))
         if found.feasible and not self._beaten(found.seconds):
             self.best = found

@@ -2,7 +2,8 @@
 
 A value is still there if it was made on the device before, or brought there for a reader, and is read there
 later. So it is once its maker or an earlier reader, and a reader yet to come, are known to run there: bytes
-that a set of units brings about.
+that a set of units brings about. Where nobody has read it yet, its maker is enough, wherever it will be read:
+a copy is made right before its first reader.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class _Reads:
         nbytes: of the smallest form of it that may be on a device.
         kept: position, and the units that keep it where it was made: maker, views and reader.
         direct: position and unit of those that read one name of it, by name.
+        maker: the unit that makes it, if one does.
     """
 
     name: str
@@ -58,6 +60,7 @@ class _Reads:
     nbytes: int
     kept: list[tuple[int, frozenset[int]]]
     direct: dict[str, _Readers]
+    maker: frozenset[int]
 
     @property
     def first(self) -> int:
@@ -101,6 +104,9 @@ class Occupancy:
             found.append(Held((*made, ran.workspace_on(device_type)), (frozenset({own}),)))
         for reads, around in self._live[now]:
             later = bisect_right(reads.kept, now, key=_position)
+            if later == 0 and reads.kept:
+                found.append(Held((reads.nbytes,), (reads.maker,)))
+                continue
             sets = [units for _, units in reads.kept[later : later + _LATER]]
             for readers in around:
                 first, end = (side(readers, now, key=_position) for side in (bisect_left, bisect_right))
@@ -128,7 +134,7 @@ class Occupancy:
                 readers.sort()
             if any(direct.values()):
                 made = -1 if maker is None else self.index[maker]
-                yield _Reads(name, made, min(sizes), kept if start else [], direct)
+                yield _Reads(name, made, min(sizes), kept if start else [], direct, start)
 
     def _follow(
         self, name: str, makers: frozenset[int], direct: dict[str, _Readers]

@@ -32,12 +32,13 @@ class Oversized:
     fewest: int
 
 
-def find_oversized(problem: Problem, named: Collection[str] = ()) -> list[Oversized]:
+def find_oversized(problem: Problem, named: Collection[str] = (), *, share: float = 1.0) -> list[Oversized]:
     """The weights that are worth slicing.
 
     Args:
         problem: with the caller's rules; what these fix is left whole.
         named: operations that the caller has named, which stay as they are too.
+        share: of what an accelerator has for a weight, above which it is oversized.
     """
     found = []
     accelerators = [spec for spec in problem.topology.devices if spec.is_accelerator]
@@ -54,8 +55,8 @@ def find_oversized(problem: Problem, named: Collection[str] = ()) -> list[Oversi
         if all(_is_gathered_on_cpu(problem, reader, weight) for reader in readers):
             continue
         rooms = [_room_beside(problem.graph, reader, weight, accelerators) for reader in readers]
-        if rooms and weight.nbytes > min(rooms):
-            room = max(min(rooms), ALIGNMENT)
+        if rooms and weight.nbytes > share * min(rooms):
+            room = max(int(share * min(rooms)), ALIGNMENT)
             found.append(Oversized(weight, max(2, math.ceil(weight.nbytes / room))))
     return found
 
@@ -72,16 +73,16 @@ def _is_gathered_on_cpu(problem: Problem, operation: Operation, weight: Weight) 
 
 
 def _room_beside(graph: Graph, operation: Operation, weight: Weight, accelerators: list[DeviceSpec]) -> int:
-    """Bytes that the roomiest accelerator has beside what an operation reads, makes and takes."""
-    values = [graph.values[name] for name in operation.inputs if name in graph.values]
-    made = [graph.values[name] for name in operation.outputs]
-    others = [graph.weights[n] for n in operation.inputs if n in graph.weights and n != weight.name]
+    """Bytes that the roomiest accelerator has for a weight beside what else an operation takes."""
+    values = [graph.values[name].copy_bytes for name in operation.inputs if name in graph.values]
+    values += [graph.values[name].nbytes for name in operation.outputs]
+    others = [graph.weights[n].nbytes for n in operation.inputs if n in graph.weights and n != weight.name]
     return max(
         spec.room
-        - sum(spec.rounded(value.copy_bytes) for value in values)
-        - sum(spec.rounded(value.nbytes) for value in made)
-        - sum(spec.rounded(other.nbytes) for other in others)
-        - operation.workspace_on(spec.type)
+        - sum(spec.allocated(nbytes) for nbytes in values if nbytes)
+        - spec.allocated(operation.workspace_on(spec.type))
+        # what an allocator takes beyond the weight's own bytes is not there for it either
+        - (spec.resident([*others, weight.nbytes]) - weight.nbytes)
         for spec in accelerators
     )
 

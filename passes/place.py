@@ -214,6 +214,8 @@ def _exhaust(
     """Every placement of a small graph, and whether all were tried."""
     count = sum(1 for operation in problem.graph.operations.values() if not operation.host_only)
     devices = sum(1 for spec in problem.topology.devices if spec.computes)
+    if devices < 2 and best is not None:
+        return best, _nowhere_else(problem)
     if count > _SMALL or devices < 2 or (fetch and not problem.offload):
         return best, False
     if limits is None:
@@ -225,6 +227,12 @@ def _exhaust(
         nodes //= _SHORTER if best is None else _SHORTEST
     deadline = None if best is None else limits.until(_TRYING).deadline
     return search_all(problem, best, fetch=fetch, nodes=nodes, deadline=deadline)
+
+
+def _nowhere_else(problem: Problem) -> bool:
+    """Whether a weight can only be where it is read, on the one device that computes."""
+    others = [spec for spec in problem.topology.devices if not spec.computes]
+    return not others and not problem.fixed_weights
 
 
 def _accelerators_alone(problem: Problem) -> Problem | None:

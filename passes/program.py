@@ -9,7 +9,7 @@ HiGHS (Huangfu and Hall, 2018) proposes placements, through scipy; bounds are of
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,10 +21,11 @@ from graphplan.passes.occupancy import Held, Occupancy
 from graphplan.passes.rows import Rows
 from graphplan.passes.shares import Shares
 
-__all__ = ["Bounded", "Program", "Proposed"]
+__all__ = ["Bounded", "Program", "Proposed", "Watched"]
 
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
+Watched = Mapping[tuple[int, str], int]
 
 _NEEDY = 24  # units whose working set is counted on each device
 _LATEST = 10.0  # times the seconds of a known placement, which no better one reaches
@@ -56,12 +57,14 @@ class Bounded:
     met: bool
 
 
-def _held_at(shares: Shares, watched: Iterable[tuple[int, str]]) -> list[tuple[int, list[Held]]]:
-    moments = list(watched)
-    if not moments:
+def _held_at(shares: Shares, watched: Watched) -> list[tuple[int, list[Held], int]]:
+    if not watched:
         return []
     occupancy = Occupancy(shares.graph, shares.unit_of)
-    return [(row, occupancy.during(name, shares.kinds[row].spec.type)) for row, name in moments]
+    return [
+        (row, occupancy.during(name, shares.kinds[row].spec.type), uncounted)
+        for (row, name), uncounted in watched.items()
+    ]
 
 
 class Program:
@@ -70,14 +73,13 @@ class Program:
     Args:
         shares: its costs and sizes.
         margin: (kinds,) bytes that are left free beyond what must be.
-        watched: (kind, operation): moments at which activations that wait are counted too.
+        watched: (kind, operation): moments at which activations that wait are counted too, each with the
+            bytes that are left free then for what this does not count.
     """
 
-    def __init__(
-        self, shares: Shares, margin: Floats | None = None, watched: Iterable[tuple[int, str]] = ()
-    ) -> None:
+    def __init__(self, shares: Shares, margin: Floats | None = None, watched: Watched | None = None) -> None:
         self.shares = shares
-        self.held = _held_at(shares, watched)
+        self.held = _held_at(shares, watched or {})
         self.devices = [(row, key) for row, kind in enumerate(shares.kinds) for key in kind.keys]
         self.margin = np.zeros(len(shares.kinds)) if margin is None else margin
         self.count = 0
@@ -154,12 +156,13 @@ class Program:
         ]
         room = float(shares.room[row] - self.margin[row]) / self.memory_scale
         self.rows.add(kept, -np.inf, room)
-        for watched, held in self.held:
+        for watched, held, uncounted in self.held:
             if watched == row:
                 spec = shares.kinds[row].spec
                 mine = [o for o in held if not (o.is_input and shares.host in shares.kinds[row].keys)]
                 extra_terms = [(self._held(x, one), one.allocated(spec) / self.memory_scale) for one in mine]
-                self.rows.add([*kept, *extra_terms], -np.inf, float(shares.room[row]) / self.memory_scale)
+                most = float(shares.room[row] - uncounted) / self.memory_scale
+                self.rows.add([*kept, *extra_terms], -np.inf, most)
         needs = shares.working[row]
         for unit in np.argsort(-needs, kind="stable")[:_NEEDY]:
             extra = float(needs[unit]) / self.memory_scale

@@ -3,19 +3,22 @@
 A copy hides behind the operations that run meanwhile, so the streamed weights are spread evenly over the
 seconds of the device's operations: of sixty equal blocks of which thirty are streamed, every other one.
 Large weights come first, since each copy has its latency; a table of which a few rows are read comes
-last, since all of it would be copied.
+last, since all of it would be copied. Where copies take little longer than their latency, neighbours are
+copied together: what is streamed is then one run of the order, too.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from graphplan.device import DeviceKey
 from graphplan.graph import Graph, Weight
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.residence import cpu_key, reside
+from graphplan.passes.segments import SMALL
 
 __all__ = ["fetch_excess", "may_stream"]
 
@@ -65,12 +68,26 @@ def fetch_excess(
     best: Evaluation | None = None
     for level in range(_TABLES + 1):
         allowed = {key: [c for c in listed if c.level <= level] for key, listed in candidates.items()}
-        spread = _Spread(problem, operations, allowed, rounds).run(excess)
-        if spread is not None and (best is None or spread.seconds < best.seconds):
-            best = spread
+        ways = [_spread_evenly]
+        if level >= _TABLES - 1 and _is_small(problem, cpu, allowed):
+            ways += [_first, _last, _largest]
+        for choose in ways:
+            spread = _Spread(problem, operations, allowed, rounds, choose).run(excess)
+            if spread is not None and (best is None or spread.seconds < best.seconds):
+                best = spread
         if best is not None and level == _TABLES - 1:  # a table of which few rows are read is the last resort
             return best
     return best
+
+
+def _is_small(problem: Problem, cpu: DeviceKey, candidates: Mapping[DeviceKey, Sequence[_Candidate]]) -> bool:
+    """Whether most copies would take little longer than their latency."""
+    few = total = 0
+    for key, listed in candidates.items():
+        link = problem.topology.link(cpu, key)
+        few += sum(1 for c in listed if c.nbytes < SMALL * link.latency * link.bandwidth)
+        total += len(listed)
+    return 2 * few > total
 
 
 class _Spread:
@@ -82,8 +99,10 @@ class _Spread:
         operations: Mapping[str, DeviceKey],
         candidates: Mapping[DeviceKey, list[_Candidate]],
         rounds: int,
+        choose: Callable[[list[_Candidate], int], list[_Candidate]],
     ) -> None:
         self.problem, self.operations, self.rounds = problem, operations, rounds
+        self.choose = choose
         self.candidates = candidates
         self.cpu = cpu_key(problem.topology)
 
@@ -127,7 +146,7 @@ class _Spread:
     def _choose(self, wanted: Mapping[DeviceKey, int]) -> set[str]:
         chosen: set[str] = set()
         for key, nbytes in wanted.items():
-            for candidate in _spread_evenly(self.candidates.get(key, []), nbytes):
+            for candidate in self.choose(self.candidates.get(key, []), nbytes):
                 chosen.update(candidate.names)
         return chosen
 
@@ -152,6 +171,22 @@ def _spread_evenly(candidates: list[_Candidate], wanted: int) -> list[_Candidate
         chosen.append(left.pop(enough[-1] if enough else 0))
         taken += chosen[-1].nbytes
     return chosen
+
+
+def _first(candidates: list[_Candidate], wanted: int) -> list[_Candidate]:
+    """The first candidates of at least ``wanted`` bytes."""
+    before = accumulate((c.nbytes for c in candidates), initial=0)
+    return [candidate for candidate, nbytes in zip(candidates, before, strict=False) if nbytes < wanted]
+
+
+def _last(candidates: list[_Candidate], wanted: int) -> list[_Candidate]:
+    """The last candidates of at least ``wanted`` bytes."""
+    return _first(candidates[::-1], wanted)
+
+
+def _largest(candidates: list[_Candidate], wanted: int) -> list[_Candidate]:
+    """The fewest candidates of at least ``wanted`` bytes: each copy has its latency."""
+    return _first(sorted(candidates, key=lambda candidate: -candidate.nbytes), wanted)
 
 
 def _candidates(problem: Problem, found: Evaluation) -> dict[DeviceKey, list[_Candidate]]:
