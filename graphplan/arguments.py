@@ -40,14 +40,17 @@ def read_model(model: Any) -> nn.Module:
 
 
 def read_wishes(
-    pin: Mapping[str, DeviceKey] | None,
+    pin: Mapping[str, DeviceKey | torch.device] | None,
     together: Sequence[str | Sequence[str]],
+    topology: Topology,
     *,
     offload: bool,
     cpu_compute: bool,
     balance: bool,
 ) -> Wishes:
     """The caller's rules; whether their names are in the graph is seen later.
+
+    A pin may name a device as torch does, ``"cuda:0"`` or ``torch.device("cuda", 0)``, for its key.
 
     Raises:
         InputError: ``pin`` is no mapping of names, ``together`` no list of them, or a flag no flag.
@@ -63,7 +66,16 @@ def read_wishes(
     for name in pin or {}:
         if not isinstance(name, str):
             raise InputError(f"pin must map names to device keys, as {{'lm_head': 0}}: {name!r} is no name")
-    return Wishes(dict(pin or {}), groups, offload, cpu_compute, balance)
+    pins = {name: _key_of(topology, device) for name, device in (pin or {}).items()}
+    return Wishes(pins, groups, offload, cpu_compute, balance)
+
+
+def _key_of(topology: Topology, device: DeviceKey | torch.device) -> DeviceKey:
+    """The key of a device that torch's name, or the key itself, stands for; others are refused later."""
+    if isinstance(device, str | torch.device):
+        keys = {spec.device: spec.key for spec in topology.devices}
+        return keys.get(str(device), str(device))
+    return device
 
 
 def _names_of(group: object) -> str | tuple[str, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from graphplan.agreement import compare, eager_result
@@ -58,7 +59,7 @@ def plan(
     dynamic_shapes: Any = None,
     links: Links | None = None,
     return_outputs: bool = True,
-    pin: Mapping[str, DeviceKey] | None = None,
+    pin: Mapping[str, DeviceKey | torch.device] | None = None,
     together: Sequence[str | Sequence[str]] = (),
     offload: bool = True,
     cpu_compute: bool = True,
@@ -87,8 +88,8 @@ def plan(
         links: (source key, destination key) -> :class:`graphplan.Link`, where it differs from
             25 GB/s and 15 microseconds. It holds in both directions unless the other is given too.
         return_outputs: whether results go back to the device of the first tensor input.
-        pin: module, operation, parameter or buffer -> device key. A module runs there, and its
-            weights live there; a parameter or buffer lives there.
+        pin: module, operation, parameter or buffer -> device key, or the device as torch names it. A
+            module runs there, and its weights live there; a parameter or buffer lives there.
         together: modules, or lists of them, that must not be split over devices.
         offload: False for accelerators only: what does not fit them is an error.
         cpu_compute: False where the CPU may keep weights, but not compute.
@@ -120,7 +121,7 @@ def plan(
         InfeasibleError: no placement fits; the smallest budgets that would do are in the error.
     """
     topology = with_speeds(read_max_memory(max_memory, links, reserve), devices)
-    wishes = read_wishes(pin, together, offload=offload, cpu_compute=cpu_compute, balance=balance)
+    wishes = read_wishes(pin, together, topology, offload=offload, cpu_compute=cpu_compute, balance=balance)
     extents = Extents(max_batch, max_length)
     options = Options(dynamic_shapes, False, return_outputs, wishes, extents, time_limit=time_limit)
     model = read_model(model)
@@ -145,7 +146,7 @@ def partition(
     return_outputs: bool = True,
     grad: bool = False,
     compile: bool | Mapping[str, Any] = False,
-    pin: Mapping[str, DeviceKey] | None = None,
+    pin: Mapping[str, DeviceKey | torch.device] | None = None,
     together: Sequence[str | Sequence[str]] = (),
     offload: bool = True,
     cpu_compute: bool = True,
@@ -209,7 +210,7 @@ def partition(
     """
     topology = with_speeds(read_max_memory(max_memory, links, reserve), devices)
     require_present(topology)
-    wishes = read_wishes(pin, together, offload=offload, cpu_compute=cpu_compute, balance=balance)
+    wishes = read_wishes(pin, together, topology, offload=offload, cpu_compute=cpu_compute, balance=balance)
     extents = Extents(max_batch, max_length)
     compiled = read_compile(compile, topology)
     options = Options(dynamic_shapes, grad, return_outputs, wishes, extents, compiled, time_limit)

@@ -14,7 +14,7 @@ from graphplan.passes.transfers import build_schedule
 from graphplan.schedule import Assignment
 from graphplan.timeline import call_seconds
 
-__all__ = ["deepen", "least_seconds"]
+__all__ = ["deepen", "deepest_seconds"]
 
 _TOLERANCE = 1e-12
 _MANY = 1 << 30  # slots: one for each segment
@@ -49,7 +49,7 @@ def deepen(problem: Problem, found: Evaluation, most: int | None = None) -> Eval
     return deepest
 
 
-def least_seconds(problem: Problem, assignment: Assignment) -> float:
+def deepest_seconds(problem: Problem, assignment: Assignment) -> float:
     """Seconds that a placement takes at least: with a slot for each segment, whether they fit or not."""
     slots = {spec.key: _MANY if problem.streams else 0 for spec in problem.topology.devices}
     schedule = build_schedule(

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from graphplan.device import CPU, DISK, DeviceKey, DeviceSpec
-from graphplan.passes.depth import deepen, least_seconds
+from graphplan.passes.depth import deepen, deepest_seconds
 from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.passes.residence import reside
 
@@ -259,7 +259,7 @@ class _Search:
         self.left -= _LEAF
         settled = replace(self.problem, fixed_weights={**self.problem.fixed_weights, **self.state.home})
         assignment = reside(settled, self.state.device)
-        if self._beaten(least_seconds(self.problem, assignment)):
+        if self._beaten(deepest_seconds(self.problem, assignment)):
             return
         self.left -= _JUDGED
         found = deepen(self.problem, evaluate(self.problem, assignment))

@@ -43,6 +43,7 @@ _FIRST_WORK = 100_000  # of the local search before the gap is closed
 _SOME, _LITTLE = 0.15, 0.05  # parts of the time for it, the second where there is hardly any
 _TRYING = 0.5  # part of the time for that
 _START_SECONDS = 2e-3  # per operation, from which there is time for a second start
+_SECOND_SECONDS = 20e-3  # per operation, from which there is time to refine it too
 _NEAR = 1.2  # times the best seconds up to which a plainer start is refined too
 _DEPTH = 6  # most slots of a ring in a large graph
 _BEAM_SECONDS = 4e-3  # per operation, from which beams have time to find something
@@ -196,7 +197,8 @@ def _finish(
     if not limits.improves or bound.seconds >= best.seconds * (1 - ENOUGH):
         return Solution(best, min(bound.seconds, best.seconds), bound.proof + where)
     starts = [best] if beside is None or beside is best else [best, beside]
-    if limits.deadline is not None:  # the second one in the end, if there is time
+    left = limits.left
+    if left is not None and left < _SECOND_SECONDS * len(among.graph.operations):
         starts = starts[:1]
     part = _LITTLE if _hurried(among, limits) else _SOME
     ends = [refine(among, chain, start, _FIRST_WORK, limits.until(part).deadline) for start in starts]

@@ -35,6 +35,15 @@ def test_a_pinned_module_runs_and_lives_where_it_is_told() -> None:
     plan.verify()
 
 
+@pytest.mark.parametrize("name", ["cuda:0", torch.device("cuda", 0), 0])
+def test_a_pin_may_name_a_device_as_torch_does(name: Any) -> None:
+    plan = graphplan.plan(
+        nn.Linear(8, 8), {0: 1 << 20, 1: 1 << 20}, (torch.randn(2, 8),), pin={"weight": name}
+    )
+    assert plan.placement["weight"] == 0
+    assert plan.wishes.pin == {"weight": 0}
+
+
 def test_a_pinned_parameter_lives_there_and_is_fetched() -> None:
     plan = graphplan.plan(
         Tied().eval(), {0: "64KiB", "cpu": "1MiB"}, (IDS,), pin={"blocks.1.0.weight": "cpu"}

@@ -503,3 +503,30 @@ def test_the_original_stays_as_it_was() -> None:
         _, model, x = sliced_head(machine, memory)
         assert all(parameter.device.type == "cpu" for parameter in model.parameters())
         assert torch.equal(model(x), Head()(x))
+
+
+def test_what_fits_but_for_the_allocators_share_is_sliced() -> None:
+    """CUDA's allocator may take 1 MiB more than a large weight has: so much less is there for it."""
+    model = nn.Sequential(nn.Linear(256, 4096), nn.ReLU(), nn.Linear(4096, 256))
+    for memory in (4_334_592, 4_834_592, 5_234_592):
+        plan = graphplan.plan(model, {0: memory, "cpu": 1 << 30}, (torch.randn(8, 256),), cpu_compute=False)
+        assert plan.parts
+        assert plan.peak_bytes[0] <= memory
+
+
+def test_what_fits_by_itself_and_not_beside_a_pinned_weight_is_sliced() -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(2)))
+    memory = {0: int(1.7 * 256 * 256 * 4) + 16 * KIB, "cpu": 1 << 30}
+    plan = graphplan.plan(model, memory, (torch.randn(1, 256),), pin={"0.weight": 0}, cpu_compute=False)
+    assert {part.part_of for part in plan.graph.parts} == {"1.weight"}
+    assert plan.peak_bytes[0] <= memory[0]
+
+
+@pytest.mark.parametrize("options", [{"offload": False}, {}])
+def test_without_a_cpu_the_error_says_that_one_is_needed(options: dict[str, bool]) -> None:
+    model = nn.Linear(256, 4096, bias=False)
+    memory: dict[int | str, int] = dict.fromkeys(range(3), 3_901_132)
+    with pytest.raises(graphplan.InfeasibleError, match=r"'weight'.*computed in slices.*'cpu' in max_memory"):
+        graphplan.plan(
+            model, memory | ({"cpu": 1 << 30} if options else {}), (torch.randn(8, 256),), **options
+        )
