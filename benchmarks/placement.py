@@ -10,10 +10,11 @@ the place of older ones.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from baselines import baselines
@@ -92,9 +93,11 @@ def measure(instance: Instance, times: Sequence[float]) -> Result:
         if result.solved and result.solved[-1].gap <= 0:
             result.solved.append(_again(result.solved[-1], limit))
             continue
+        problem = replace(instance.problem)  # without what the last search has remembered of it
+        gc.collect()  # of what was there before: a collection of all of torch takes as long as a sketch
         start = time.perf_counter()
         try:
-            found = place(instance.problem, Limits.within(limit))
+            found = place(problem, Limits.within(limit))
         except InfeasibleError as error:
             result.error = str(error)
             break

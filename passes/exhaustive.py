@@ -261,7 +261,8 @@ class _Search:
         assignment = reside(settled, self.state.device)
         if self._beaten(deepest_seconds(self.problem, assignment)):
             return
-        self.left -= _JUDGED
+        if self.best is not None:  # else this may be the only one that fits
+            self.left -= _JUDGED
         found = deepen(self.problem, evaluate(self.problem, assignment))
         if found.feasible and not self._beaten(found.seconds):
             self.best = found
