@@ -3,7 +3,8 @@
 A value is still there if it was made on the device before, or brought there for a reader, and is read there
 later. So it is once its maker or an earlier reader, and a reader yet to come, are known to run there: bytes
 that a set of units brings about. Where nobody has read it yet, its maker is enough, wherever it will be read:
-a copy is made right before its first reader.
+a copy is made right before its first reader. Who has to remember these sets for a whole order may do without
+that: a value that waits from one layer to the next would be in all that is between.
 """
 
 from __future__ import annotations
@@ -94,8 +95,14 @@ class Occupancy:
             for live, some in zip(self._live[reads.first : reads.last + 1], around, strict=True):
                 live.append((reads, some))
 
-    def during(self, operation: str, device_type: str) -> list[Held]:
-        """What devices of a type hold at least while it runs anywhere, beside weights."""
+    def during(self, operation: str, device_type: str, *, unread: bool = False) -> list[Held]:
+        """What devices of a type hold at least while it runs anywhere, beside weights.
+
+        Args:
+            operation: that runs.
+            device_type: of the devices.
+            unread: whether to count what nobody has read yet wherever it was made.
+        """
         ran, now = self.graph.operations[operation], self.index[operation]
         own = self.unit_of.get(operation)
         found = []
@@ -104,7 +111,7 @@ class Occupancy:
             found.append(Held((*made, ran.workspace_on(device_type)), (frozenset({own}),)))
         for reads, around in self._live[now]:
             later = bisect_right(reads.kept, now, key=_position)
-            if later == 0 and reads.kept:
+            if unread and later == 0 and reads.kept:
                 found.append(Held((reads.nbytes,), (reads.maker,)))
                 continue
             sets = [units for _, units in reads.kept[later : later + _LATER]]

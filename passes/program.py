@@ -62,7 +62,7 @@ def _held_at(shares: Shares, watched: Watched) -> list[tuple[int, list[Held], in
         return []
     occupancy = Occupancy(shares.graph, shares.unit_of)
     return [
-        (row, occupancy.during(name, shares.kinds[row].spec.type), uncounted)
+        (row, occupancy.during(name, shares.kinds[row].spec.type, unread=True), uncounted)
         for (row, name), uncounted in watched.items()
     ]
 

@@ -18,7 +18,7 @@ def graph(late: tuple[str, ...]) -> Graph:
 
 
 def held(graph: Graph, operation: str) -> dict[tuple[int, ...], tuple[frozenset[int], ...]]:
-    found: list[Held] = Occupancy(graph, UNITS).during(operation, "cuda")
+    found: list[Held] = Occupancy(graph, UNITS).during(operation, "cuda", unread=True)
     return {one.nbytes: one.units for one in found}
 
 
@@ -38,7 +38,9 @@ def test_what_nobody_has_read_yet_is_where_it_was_made() -> None:
     )
     occupancy = Occupancy(waiting, UNITS)
     for operation in ("b", "c"):
-        unread = [one for one in occupancy.during(operation, "cuda") if one.units == (frozenset({0}),)]
+        unread = [
+            one for one in occupancy.during(operation, "cuda", unread=True) if one.units == (frozenset({0}),)
+        ]
         assert [one.nbytes for one in unread] == [(1024,)]
 
 
