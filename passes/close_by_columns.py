@@ -30,7 +30,7 @@ _EARLY = 0.75  # of the time that is left that these rounds may take to come bef
 _EARLY_WORK = 2e9  # ... numbers, where nobody asked for time
 _PREPARING = 0.3e-3  # seconds per operation that it takes at least to prepare knapsacks, ...
 _WAITING = 1e-5  # ... and for each that runs while a value waits
-_MANY, _UNLIKE = 5, 3  # devices, and kinds of them, from which there are many labels
+_MANY, _UNLIKE = 5, 4  # devices, and kinds of them, from which there are many labels
 
 
 class Columns:

@@ -119,7 +119,8 @@ def _search(
         fits = even is not None and even.feasible
         if even is not None and fits and sum(1 for s in problem.topology.devices if s.is_accelerator) > 1:
             bound = lower_bound(problem)
-            return Solution(even, min(bound.seconds, even.seconds), bound.proof)
+            proof = f"{bound.proof}, of the fastest placement, even or not"
+            return Solution(even, min(bound.seconds, even.seconds), proof)
         if limits is not None and not fits:
             warnings.warn(
                 "balance=True: the model does not fit the accelerators in even pieces, so it is placed to "
