@@ -11,6 +11,7 @@ from graphplan.passes.dive import dive
 from graphplan.passes.evaluate import evaluate
 from graphplan.passes.incumbent import Incumbent
 from graphplan.passes.limits import Limits
+from graphplan.passes.occupancy import count_waits
 from graphplan.passes.parts import Part
 from graphplan.passes.pricing import Effort
 from graphplan.passes.shares import Shares
@@ -166,7 +167,7 @@ class Columns:
         left = self.limits.left
         if part.generation is not None or left is None:
             return False
-        return left < _PREPARING * part.shares.units + _WAITING * part.shares.waits
+        return left < _PREPARING * part.shares.units + _WAITING * count_waits(part.shares.graph)
 
     def _begin(self, part: Part, worth: Floats | None, near: Part | None = None) -> ColumnGeneration:
         if part.generation is not None:

@@ -84,7 +84,7 @@ def _moments(incumbent: Incumbent, shares: Shares, found: Evaluation) -> dict[tu
 
 
 def _more(nbytes: int) -> int:
-    return int(1.05 * nbytes) + 1
+    return int(1.05 * nbytes) + 1 if nbytes else 0
 
 
 def _more_room(shares: Shares, margin: Floats, found: Evaluation) -> Floats:

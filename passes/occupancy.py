@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from graphplan.device import DeviceSpec
 from graphplan.graph import Graph
 
-__all__ = ["Held", "Occupancy"]
+__all__ = ["Held", "Occupancy", "count_waits"]
 
 _LATER = 6  # readers to come that are looked at
 _AROUND = 2  # readers before and after a moment that are looked at
@@ -157,6 +157,15 @@ class Occupancy:
             for output in self.graph.operations[reader].outputs:
                 if self.graph.values[output].alias_of == name:
                     yield from self._follow(output, makers | {unit}, direct)
+
+
+def count_waits(graph: Graph) -> int:
+    """Operations that run while a value waits, summed over values: what looking at each of them takes."""
+    index = {name: i for i, name in enumerate(graph.operations)}
+    readers = {name: graph.readers.get(name, ()) for name in graph.values}
+    return sum(
+        index[some[-1]] - index.get(graph.producer.get(name, ""), 0) for name, some in readers.items() if some
+    )
 
 
 def _across(before: _Readers, after: _Readers) -> Iterator[frozenset[int]]:

@@ -102,17 +102,6 @@ class Shares:
         is_host = [self.host in kind.keys for kind in self.kinds]
         return find_crowds(self.graph, self.unit_of, specs, is_host)
 
-    @cached_property
-    def waits(self) -> int:
-        """Operations that run while a value waits, summed over values: what finding crowds takes."""
-        index = {name: i for i, name in enumerate(self.graph.operations)}
-        readers = {name: self.graph.readers.get(name, ()) for name in self.graph.values}
-        return sum(
-            index[some[-1]] - index.get(self.graph.producer.get(name, ""), 0)
-            for name, some in readers.items()
-            if some
-        )
-
     # -- what is in a share -----------------------------------------------------------------------
 
     def _make_units(self) -> None:

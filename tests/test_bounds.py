@@ -17,7 +17,7 @@ from torch import nn
 import graphplan
 from graphplan import Graph, Link, Operation, Value, Weight
 from graphplan.device import DeviceKey, read_max_memory
-from graphplan.passes import close_by_columns, close_by_labels, pricing, states
+from graphplan.passes import branch, close_by_columns, close_by_labels, pricing, states
 from graphplan.passes.branch import Tree
 from graphplan.passes.chain import Chain
 from graphplan.passes.close import close_gap
@@ -29,7 +29,7 @@ from graphplan.passes.intervals import intervals
 from graphplan.passes.knapsack import Knapsack
 from graphplan.passes.least import Least
 from graphplan.passes.limits import Limits
-from graphplan.passes.master import mix_fractions
+from graphplan.passes.master import Limit, mix_fractions
 from graphplan.passes.parts import part_by_home
 from graphplan.passes.place import place
 from graphplan.passes.pricing import Effort, Pricing
@@ -486,3 +486,18 @@ def test_a_limited_plan_keeps_its_budgets() -> None:
     hasty = graphplan.plan(model, budgets, (x,), time_limit=0.05)
     assert all(hasty.peak_bytes[i] <= hasty.topology[i].memory for i in (0, 1))
     assert 0 <= hasty.gap < 1
+
+
+def test_branches_are_left_alone_where_there_is_no_time_for_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other would be made until the deadline, and not one of them looked into."""
+    problem, best = problem_of(100, next(iter(KINDS)), 9)
+    generation = ColumnGeneration(Pricing(Shares(problem)), [best])
+    generation.run(enough=np.inf, work=1e8)
+    generation._took = dict.fromkeys(Effort, 1e6)  # seconds that a round takes, as far as it knows
+    parted = [Limit(0, 0, 0, least=False), Limit(0, 0, 1, least=True)]
+    monkeypatch.setattr(branch, "_limits", lambda part: parted)
+    tree = Tree(generation)
+    work = 20.0 * generation.pricing.work(Effort.WHOLE)
+    tree.grow(enough=np.inf, work=work, deadline=time.monotonic() + 60.0)
+    assert tree.looked == 2
+    assert tree.bound >= generation.bound
