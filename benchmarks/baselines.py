@@ -1,32 +1,27 @@
 """Placements by others for the same problem, judged by the same evaluator.
 
-Four: sequential fill, contiguous pieces, accelerate's device map and transformers' own. The last two
-know nothing of activations: where the evaluator finds a budget passed, they are asked again with less.
+Three: sequential fill, accelerate's device map and transformers' own. The last two know nothing of
+activations: where the evaluator finds a device over its budget, they are asked again with less memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
+from planner_api import Problem, evaluate, reside
 from skeletons import skeleton
 from torch import nn
 
-from graphplan.comparison import REPAIRS, Baseline, best, device_maps, judged
+from graphplan.comparison import Baseline, best, device_maps, judged
 from graphplan.device import CPU, DeviceKey, DeviceSpec, Topology
-from graphplan.graph import Graph
-from graphplan.passes.chain import Chain
-from graphplan.passes.contiguous import split
-from graphplan.passes.evaluate import Evaluation, Problem, evaluate
-from graphplan.passes.residence import reside
-from graphplan.passes.spread import fetch_excess
 from graphplan.schedule import Assignment
 
 
 def baselines(
     problem: Problem, model: nn.Module | None = None, no_split: Sequence[str] = ("Block",)
 ) -> list[Baseline]:
-    """All four; of several ways to ask, the fastest within the budgets, else the nearest.
+    """All three; where one can be asked in several ways, its fastest placement within the budgets.
 
     Args:
         problem: what to place.
@@ -34,34 +29,23 @@ def baselines(
         no_split: names of module classes that device maps keep whole.
     """
     model = skeleton(problem.graph) if model is None else model
-    found = []
-    for name, proposed in (("sequential fill", sequential_fill), ("contiguous", contiguous)):
-        found.append(best(list(_with_ties(problem, name, proposed))))
-    return [*found, *device_maps(problem, model, no_split)]
+    filled = sequential_fill(problem)
+    ways = [judged(problem, "sequential fill", "", lambda: filled)]
+    if any(len(readers) > 1 for readers in _readers(problem).values()):
+        pulled = _readers_together(problem, filled)
+        ways.append(judged(problem, "sequential fill", "readers together", lambda: pulled))
+    return [best(ways), *device_maps(problem, model, no_split)]
 
 
-def _with_ties(
-    problem: Problem, name: str, propose: Callable[[Problem], Assignment | None]
-) -> Iterator[Baseline]:
-    """As it is, and with each reader of a tied weight where the first one is."""
-
-    def pulled() -> Assignment | None:
-        found = propose(problem)
-        return None if found is None else _pull(problem, found)
-
-    yield judged(problem, name, "", lambda: propose(problem))
-    if any(len(readers) > 1 for readers in _readers(problem.graph).values()):
-        yield judged(problem, name, "ties together", pulled)
+def _readers(problem: Problem) -> dict[str, tuple[str, ...]]:
+    return {name: problem.graph.consumers.get(name, ()) for name in problem.graph.weights}
 
 
-def _readers(graph: Graph) -> dict[str, tuple[str, ...]]:
-    return {name: graph.consumers.get(name, ()) for name in graph.weights}
-
-
-def _pull(problem: Problem, assignment: Assignment) -> Assignment:
+def _readers_together(problem: Problem, assignment: Assignment) -> Assignment:
+    """Each reader of a shared weight on the device of the first one."""
     operations = dict(assignment.operations)
-    for readers in _readers(problem.graph).values():
-        operations.update(dict.fromkeys(readers, operations[readers[0]]))
+    for readers in _readers(problem).values():
+        operations.update(dict.fromkeys(readers, operations[readers[0]]) if readers else {})
     return reside(problem, operations)
 
 
@@ -71,7 +55,7 @@ def accelerators(topology: Topology) -> list[DeviceSpec]:
 
 
 def peak_activation(problem: Problem) -> int:
-    """The most bytes beside weights that a call takes when one accelerator runs all of it."""
+    """The most bytes beside weights when one accelerator runs the whole model."""
     spec = replace(accelerators(problem.topology)[0], memory=1 << 62, reserve=0)
     alone = replace(
         problem, topology=replace(problem.topology, devices=(spec,)), fixed_weights={}, allowed={}
@@ -81,14 +65,11 @@ def peak_activation(problem: Problem) -> int:
     return peak.nbytes - peak.weights
 
 
-# -- first fit in the order of execution -------------------------------------------------------------
-
-
 def sequential_fill(problem: Problem) -> Assignment:
-    """Each operation on the first device with room left for its weights; no device is gone back to.
+    """First fit in the order of execution: once a device is full, it is not returned to.
 
-    Room for the peak of activations is kept on every device. What no device has room for goes on the
-    last.
+    Memory for the peak of activations is left free on every device. What fits nowhere goes on the last
+    device.
     """
     graph, activations = problem.graph, peak_activation(problem)
     order = [*accelerators(problem.topology), *(s for s in problem.topology.devices if s.key == CPU)]
@@ -108,46 +89,3 @@ def sequential_fill(problem: Problem) -> Assignment:
         names.update(weights)
         operations[operation.name] = spec.key
     return reside(problem, operations)
-
-
-# -- one contiguous piece for each device ------------------------------------------------------------
-
-
-def contiguous(problem: Problem) -> Assignment | None:
-    """The best split into contiguous pieces, one for each accelerator, any number for the CPU."""
-    chain = Chain(problem.graph, accelerators(problem.topology)[0])
-    ways = [(False, False)]
-    if CPU in problem.topology:
-        ways += [(True, False), (False, True), (True, True)]
-    found = [
-        evaluation
-        for use_cpu, fetch in ways
-        for growth in (1, 2)
-        if (evaluation := _split(problem, chain, use_cpu, fetch, growth)) is not None
-    ]
-    feasible = [evaluation for evaluation in found if evaluation.feasible]
-    chosen = min(feasible, key=lambda e: e.seconds) if feasible else next(iter(found), None)
-    return None if chosen is None else chosen.schedule.assignment
-
-
-def _split(problem: Problem, chain: Chain, use_cpu: bool, fetch: bool, growth: int) -> Evaluation | None:
-    """Pieces that keep the budgets, or the last tried; ``growth``: how fast room is taken off."""
-    shrink: dict[DeviceKey, int] = {}
-    found: Evaluation | None = None
-    for _ in range(REPAIRS):
-        pieces = split(chain, problem, use_cpu=use_cpu, fetch=fetch, shrink=shrink)
-        if pieces is None:
-            break
-        operations = {
-            operation.name: piece.device
-            for piece in pieces
-            for operation in chain.operations[piece.start : piece.end]
-        }
-        found = evaluate(problem, reside(problem, operations))
-        if found.excess and fetch:
-            found = fetch_excess(problem, operations) or found
-        if found.feasible:
-            break
-        for key, excess in found.excess.items():
-            shrink[key] = max(shrink.get(key, 0) + excess, growth * shrink.get(key, 0))
-    return found

@@ -54,18 +54,23 @@ def _other(other: Data) -> str:
 
 def _placement(data: Data) -> str:
     names = [other["name"] for other in data["results"][0]["others"]]
-    header = ["instance", "operations", "devices", "our ms", "gap", *names]
+    header = ["instance", "operations", "devices", "our ms", "gap", "CPU s", *names]
     rows = []
     for result in data["results"]:
-        last = result["solved"][-1] if result["solved"] else None
-        own = (
-            ["-", result["error"]] if last is None else [_ms(last["makespan"]), f"{100 * last['gap']:.2f} %"]
-        )
+        runs = result["runs"]
+        run = next((run for run in runs if run["limit"] is None), runs[-1] if runs else None)
+        if run is None:
+            own = ["-", result["error"], "-"]
+        else:
+            own = [_ms(run["seconds"]), f"{100 * run['gap']:.2f} %", _cpu(run["cpu_seconds"])]
         sizes = [str(result["operations"]), str(result["devices"])]
         rows.append([result["instance"], *sizes, *own, *map(_other, result["others"])])
-    met = f"{data['met']} of {data['targets']} targets for the gap are met. "
     beaten = f"Another placement within the budgets is faster on {data['beaten']} of {len(rows)} instances."
-    return f"{markdown(header, rows)}\n\n{met}{beaten}"
+    return f"{markdown(header, rows)}\n\n{beaten}"
+
+
+def _cpu(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.1f}"
 
 
 def _real_models(data: Data) -> str:
@@ -180,18 +185,6 @@ def _sweep(data: Data) -> str:
     return f"{good}\n\n{table}"
 
 
-def _dnn(data: Data, which: str, reference: str) -> str:
-    header = ["input", "nodes", "accelerators", reference, "ours", "ratio", "bound", "gap"]
-    rows = []
-    for row in data[which]:
-        compared = row["reference"] if row["reference"] is not None else row.get("contiguous")
-        ratio = "-" if not compared else f"{row['ours'] / compared:.4f}"
-        shown = "-" if not compared else f"{compared:.3f}"
-        figures = [shown, f"{row['ours']:.3f}", ratio, f"{row['bound']:.3f}", f"{100 * row['gap']:.1f} %"]
-        rows.append([row["name"], str(row["nodes"]), str(row["accelerators"]), *figures])
-    return markdown(header, rows)
-
-
 _RENDERERS: dict[str, Callable[[Data], str]] = {
     "placement": _placement,
     "real_models": _real_models,
@@ -200,8 +193,4 @@ _RENDERERS: dict[str, Callable[[Data], str]] = {
     "planning_time": _planning_time,
     "scaling": _scaling,
     "sweep": _sweep,
-    "dnn_partitioning": lambda data: (
-        f"Latency of one call:\n\n{_dnn(data, 'latency', 'best of others')}\n\n"
-        f"Time between results of a pipeline:\n\n{_dnn(data, 'throughput', 'contiguous optimum')}"
-    ),
 }

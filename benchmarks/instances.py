@@ -1,8 +1,8 @@
 """The instances of the placement benchmark: graphs with devices to place them on.
 
 Cards have names for their speed: A is twice the B and five times the C in FLOP/s. Links carry
-25 GB/s with 15 microseconds of latency. Everything is torch-free; a call's inputs and outputs are
-with the CPU.
+25 GB/s with 15 microseconds of latency. Everything is torch-free; inputs and outputs of the model
+are in CPU memory.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from networks import clip, llama, moe, random_layers, segformer, t5, towers, unet
+from planner_api import Problem
 
 from graphplan.device import CPU, DeviceSpec, Link, Topology
 from graphplan.graph import Graph
-from graphplan.passes.evaluate import Problem
 
 GIB = 1 << 30
 _OVERHEAD = 4e-6  # one kernel launch
@@ -48,21 +48,11 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A graph, devices, and what is asked of the planner.
-
-    Attributes:
-        name: its key in ``INSTANCES``.
-        graph: what to place.
-        topology: on what.
-        target_gap: the gap that must be proven, as a share.
-        seconds: within which it must be.
-    """
+    """A graph, and the devices to place it on; ``name`` is its key in its set."""
 
     name: str
     graph: Graph
     topology: Topology
-    target_gap: float
-    seconds: float
 
     @property
     def problem(self) -> Problem:
@@ -86,79 +76,79 @@ def _llama_8b() -> Graph:
 
 
 def _llama_8b_two() -> Instance:
-    return Instance("llama-8b-two", _llama_8b(), devices([Card(A, 10), Card(B, 8)]), 0.005, 2)
+    return Instance("llama-8b-two", _llama_8b(), devices([Card(A, 10), Card(B, 8)]))
 
 
 def _llama_8b_four() -> Instance:
     cards = [Card(A, 5), Card(B, 5), Card(B, 4), Card(C, 3)]
-    return Instance("llama-8b-four", _llama_8b(), devices(cards), 0.01, 10)
+    return Instance("llama-8b-four", _llama_8b(), devices(cards))
 
 
 def _llama_8b_streamed() -> Instance:
     topology = devices([Card(A, 6), Card(B, 4)], cpu_gib=64)
-    return Instance("llama-8b-streamed", _llama_8b(), topology, 0.03, 10)
+    return Instance("llama-8b-streamed", _llama_8b(), topology)
 
 
 def _llama_70b() -> Instance:
     cards = [Card(A, 24)] * 4 + [Card(B, 16)] * 4
-    return Instance("llama-70b", llama(80, 8192, 28672, 1024, 128256, 512), devices(cards), 0.005, 2)
+    return Instance("llama-70b", llama(80, 8192, 28672, 1024, 128256, 512), devices(cards))
 
 
 def _llama_405b() -> Instance:
     graph = llama(126, 16384, 53248, 1024, 128256, 512, tied=False)
-    return Instance("llama-405b", graph, devices([Card(TOP, 110)] * 8), 0.005, 2)
+    return Instance("llama-405b", graph, devices([Card(TOP, 110)] * 8))
 
 
 def _t5() -> Instance:
     cards = [Card(A, 0.5), Card(B, 0.5), Card(B, 0.4), Card(C, 0.4)]
-    return Instance("t5", t5(24, 1024, 2816, 32128, 512, 64), devices(cards), 0.01, 10)
+    return Instance("t5", t5(24, 1024, 2816, 32128, 512, 64), devices(cards))
 
 
 def _unet() -> Instance:
     cards = [Card(A, 0.9), Card(B, 0.8), Card(C, 0.8)]
-    return Instance("unet", unet(), devices(cards), 0.005, 2)
+    return Instance("unet", unet(), devices(cards))
 
 
 def _moe_four() -> Instance:
     cards = [Card(A, 2.0), Card(B, 1.5), Card(B, 1.5), Card(C, 1.2)]
-    return Instance("moe-four", moe(16, 2048, 1408, 16, 4, 64000, 256), devices(cards), 0.01, 10)
+    return Instance("moe-four", moe(16, 2048, 1408, 16, 4, 64000, 256), devices(cards))
 
 
 def _moe_cpu() -> Instance:
     graph = moe(16, 2048, 1408, 16, 4, 64000, 1)
-    return Instance("moe-cpu", graph, devices([Card(A, 2.5)], cpu_gib=64), 0.01, 10)
+    return Instance("moe-cpu", graph, devices([Card(A, 2.5)], cpu_gib=64))
 
 
 def _clip() -> Instance:
     cards = [Card(A, 0.40), Card(B, 0.25), Card(C, 0.25)]
-    return Instance("clip", clip((24, 1024, 257), (12, 768, 77)), devices(cards), 0.005, 2)
+    return Instance("clip", clip((24, 1024, 257), (12, 768, 77)), devices(cards))
 
 
 def _segformer_cpu() -> Instance:
     graph = segformer()
     share = 0.9 * graph.weight_bytes / GIB
     topology = devices([Card(SLOW, share)], cpu_gib=64, cpu=Speed(0.5e12, 30e9))
-    return Instance("segformer-cpu", graph, topology, 0.005, 2)
+    return Instance("segformer-cpu", graph, topology)
 
 
 def _segformer_two() -> Instance:
     graph = segformer()
     size = graph.weight_bytes / GIB
     cards = [Card(MIDDLE, 0.14 * size), Card(SLOW, 0.92 * size)]
-    return Instance("segformer-two", graph, devices(cards), 0.005, 2)
+    return Instance("segformer-two", graph, devices(cards))
 
 
 def _deepseek() -> Instance:
     """DeepSeek-MoE 16B: 28 layers of 64 small experts and a shared one, the first layer dense."""
     graph = moe(28, 2048, 1408, 64, 6, 102400, 256, tied=False, shared=2816, dense=10944)
-    return Instance("deepseek-moe", graph, devices([Card(A, 9)] * 4), 0.01, 10)
+    return Instance("deepseek-moe", graph, devices([Card(A, 9)] * 4))
 
 
 def _ten_branches() -> Instance:
     widths = [512, 768, 1024, 1280, 640, 1536, 896, 2048, 768, 1152]
     depths = [12, 8, 10, 6, 14, 5, 9, 4, 16, 7]
     cards = [Card(A, 0.6), Card(B, 0.4), Card(B, 0.3), Card(C, 0.3)]
-    return Instance("ten-branches", towers(widths, depths, 256), devices(cards), 0.01, 10)
+    return Instance("ten-branches", towers(widths, depths, 256), devices(cards))
 
 
 INSTANCES: dict[str, Callable[[], Instance]] = {
@@ -197,4 +187,4 @@ def _sized(name: str, graph: Graph, count: int, speeds: Sequence[Speed]) -> Inst
     live = sum(sorted((value.nbytes for value in graph.values.values()), reverse=True)[:20])
     gib = (1.2 * graph.weight_bytes / count + largest + live) / GIB
     cards = [Card(speeds[i % len(speeds)], gib) for i in range(count)]
-    return Instance(name, graph, devices(cards), 0.01, 10)
+    return Instance(name, graph, devices(cards))

@@ -1,10 +1,13 @@
-"""How near to optimal plans are proven to be, how soon, and how others' placements compare.
+"""The planner on the benchmark's instances: estimated time, proven gap, and what planning costs.
 
-python benchmarks/placement.py [--instances unet,clip] [--times 1,2,10,60]
+python benchmarks/placement.py [--set first|second] [--seed 7] [--instances unet,clip]
+                               [--limits default,10] [--no-baselines] [--best]
 
-For each instance: the gap after each time limit, and the ratio of our modelled seconds to those of
-sequential fill, of contiguous pieces, and of accelerate's and transformers' maps. Rows of some instances take
-the place of older ones.
+Each instance is planned once for each limit: ``default`` is the search without a time limit, a number is
+a limit in seconds. Plans are compared with the best one known, with the prototype of the search, and with
+baselines under the same evaluator. New results of an instance replace its old ones. The second set needs
+the seed that it is drawn from. ``--no-baselines`` keeps the baselines of earlier results; ``--best``
+prints the best known plans, these included, as they are written in ``BEST``.
 """
 
 from __future__ import annotations
@@ -12,141 +15,141 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from baselines import baselines
-from instances import INSTANCES, Instance
+from instances import INSTANCES, Instance, random_chain
+from known_plans import BEST, PROTOTYPE
+from planner_api import Limits, place
 from report import RESULTS, table, write
+from second_set import second_set
 
 from graphplan.comparison import LESS, Baseline
 from graphplan.errors import InfeasibleError, readable_bytes
-from graphplan.passes.limits import Limits
-from graphplan.passes.place import place
 
-OVERRUN = 1.1  # a limit is kept when it is passed by no more than this
-SAME = 1 + 1e-9  # a ratio of equals, rounding apart
+_EQUAL = 1 + 1e-9  # ratio up to which two times are equal
 
 
 @dataclass(frozen=True, slots=True)
-class Solved:
-    """What the planner had after a time limit. Times are seconds."""
+class Run:
+    """One plan; ``limit`` is None for the default search. Times are seconds."""
 
-    limit: float
-    took: float
-    makespan: float
+    limit: float | None
+    seconds: float
     lower_bound: float
+    cpu_seconds: float
+    wall_seconds: float
     proof: str
 
     @property
+    def effort(self) -> str:
+        """The limit in words."""
+        return "default" if self.limit is None else f"{self.limit:g} s"
+
+    @property
     def gap(self) -> float:
-        """Share of the makespan that lies above the bound."""
-        return 1 - self.lower_bound / self.makespan if self.makespan else 0.0
+        """Share of the time that lies above the bound."""
+        return 1 - self.lower_bound / self.seconds if self.seconds else 0.0
 
 
 @dataclass(slots=True)
 class Result:
-    """One instance."""
+    """One instance; ``best`` is the time of the best plan known, in seconds."""
 
     instance: Instance
-    solved: list[Solved] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
     others: list[Baseline] = field(default_factory=list)
+    best: float = math.inf
     error: str = ""
 
     @property
-    def makespan(self) -> float | None:
-        """After the longest limit."""
-        return self.solved[-1].makespan if self.solved else None
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the target gap was proven in the target time; None if no such limit was run."""
-        within = [s for s in self.solved if s.limit <= self.instance.seconds]
-        if self.error:
-            return False
-        if not within or within[-1].limit < self.instance.seconds:
-            return None
-        kept = within[-1].took <= OVERRUN * self.instance.seconds
-        return kept and within[-1].gap <= self.instance.target_gap
+    def main(self) -> Run | None:
+        """The run that baselines are compared with: the default, else the one with the longest limit."""
+        return next((run for run in self.runs if run.limit is None), self.runs[-1] if self.runs else None)
 
     def ratio(self, other: Baseline) -> float | None:
-        """Our seconds by another's; None where one of the two placed nothing."""
-        if self.makespan is None or not other.seconds:
-            return None
-        return self.makespan / other.seconds
+        """Our time divided by another's; None where one of the two placed nothing."""
+        return self.main.seconds / other.seconds if self.main and other.seconds else None
 
     def beaten_by(self) -> list[str]:
-        """Names of those whose placement keeps the budgets and is faster than ours."""
-        return [
-            other.name
-            for other in self.others
-            if other.feasible and (self.error or (self.ratio(other) or 0.0) > SAME)
-        ]
+        """Names of the baselines within the budgets that are faster."""
+        feasible = [other for other in self.others if other.feasible]
+        return [other.name for other in feasible if self.error or (self.ratio(other) or 0.0) > _EQUAL]
 
 
-def measure(instance: Instance, times: Sequence[float]) -> Result:
-    """Solve an instance under each limit, and let the others place it."""
+def measure(instance: Instance, limits: Sequence[float | None], *, compare: bool = True) -> Result:
+    """Plan an instance once for each limit; ``compare``: let the baselines place it too."""
     result = Result(instance)
-    for limit in times:
-        if result.solved and result.solved[-1].gap <= 0:
-            result.solved.append(_again(result.solved[-1], limit))
-            continue
-        problem = replace(instance.problem)  # without what the last search has remembered of it
-        gc.collect()  # of what was there before: a collection of all of torch takes as long as a sketch
-        start = time.perf_counter()
+    for limit in limits:
+        problem = instance.problem  # a new one: what a search remembers of its problem stays with that
+        gc.collect()
+        cpu, wall = time.process_time(), time.perf_counter()
         try:
             found = place(problem, Limits.within(limit))
         except InfeasibleError as error:
             result.error = str(error)
             break
-        took = time.perf_counter() - start
-        makespan = found.evaluation.seconds
-        result.solved.append(Solved(limit, took, makespan, found.lower_bound, found.proof))
-    result.others = baselines(instance.problem)
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+        run = Run(limit, found.evaluation.seconds, found.lower_bound, cpu, wall, found.proof)
+        result.runs.append(run)
+    result.others = baselines(instance.problem) if compare else []
+    known = BEST.get(instance.name, math.inf) / 1e3
+    result.best = min([known, *(run.seconds for run in result.runs)])
     return result
 
 
-def _again(solved: Solved, limit: float) -> Solved:
-    """An optimum needs no second search."""
-    return Solved(limit, solved.took, solved.makespan, solved.lower_bound, solved.proof)
+# -- tables ----------------------------------------------------------------------------------------
 
 
-def gap_table(results: Sequence[Result], times: Sequence[float]) -> str:
-    """Gaps over time, with the target."""
-    header = ["instance", "operations", "devices", *(f"gap {t:g} s" for t in times)]
-    header += ["target", "met", "ms", "bound ms", "took s", "proof"]
-    return table(header, [_gap_row(result, times) for result in results])
+def plan_table(results: Sequence[Result]) -> str:
+    """A line for each run."""
+    header = ["instance", "operations", "devices", "effort", "ms", "ratio to best", "gap", "CPU s", "wall s"]
+    header += ["prototype", "worse than it", "proof"]
+    return table(header, [line for result in results for line in _plan_lines(result)])
 
 
-def _gap_row(result: Result, times: Sequence[float]) -> list[str]:
+def _plan_lines(result: Result) -> list[list[str]]:
     instance = result.instance
-    row = [instance.name, str(len(instance.graph.operations)), str(len(instance.topology.devices))]
-    gaps = {solved.limit: f"{100 * solved.gap:.2f} %" for solved in result.solved}
-    row += [gaps.get(t, "-") for t in times]
-    row += [f"{100 * instance.target_gap:g} % in {instance.seconds:g} s", _word(result.met)]
-    if not result.solved:
-        return [*row, "-", "-", "-", result.error]
-    last = result.solved[-1]
-    took = "/".join(f"{solved.took:.1f}" for solved in result.solved)
-    return [*row, f"{1e3 * last.makespan:.3f}", f"{1e3 * last.lower_bound:.3f}", took, last.proof]
+    sizes = [instance.name, str(len(instance.graph.operations)), str(len(instance.topology.devices))]
+    lines = [_plan_line(result, sizes, run) for run in result.runs]
+    return [*lines, [*sizes, *["-"] * 8, result.error]] if result.error else lines
 
 
-def _word(met: bool | None) -> str:
-    return "-" if met is None else "yes" if met else "NO"
+def _plan_line(result: Result, sizes: list[str], run: Run) -> list[str]:
+    ratio, gap = run.seconds / result.best, 100 * run.gap
+    line = [*sizes, run.effort, f"{1e3 * run.seconds:.3f}", f"{ratio:.4f}", f"{gap:.2f} %"]
+    line += [f"{run.cpu_seconds:.2f}", f"{run.wall_seconds:.2f}"]
+    known = PROTOTYPE.get(result.instance.name) if run.limit is None else None
+    if known is None:
+        return [*line, "-", "-", run.proof]
+    return [*line, str(known), ", ".join(known.worse(ratio, gap, run.cpu_seconds)) or "no", run.proof]
+
+
+def totals(results: Sequence[Result]) -> str:
+    """Seconds of planning, of all instances together, for each effort."""
+    lines = []
+    for effort in dict.fromkeys(run.effort for result in results for run in result.runs):
+        runs = [run for result in results for run in result.runs if run.effort == effort]
+        cpu, wall = sum(run.cpu_seconds for run in runs), sum(run.wall_seconds for run in runs)
+        lines.append(f"{effort}: {cpu:.1f} CPU s, {wall:.1f} s of wall time for {len(runs)} instances")
+    return "\n".join(lines)
 
 
 def ratio_table(results: Sequence[Result]) -> str:
-    """Our seconds by the others', at most 1 wanted."""
-    names = [other.name for other in results[0].others]
-    header = ["instance", "ms", *names, "beaten by"]
+    """Our time divided by the baselines', of the instances that have some."""
+    compared = [result for result in results if result.others]
+    names = [other.name for other in compared[0].others] if compared else []
     rows = []
-    for result in results:
-        ms = "-" if result.makespan is None else f"{1e3 * result.makespan:.3f}"
+    for result in compared:
+        ms = "-" if result.main is None else f"{1e3 * result.main.seconds:.3f}"
         cells = [_ratio_cell(result, other) for other in result.others]
         rows.append([result.instance.name, ms, *cells, ", ".join(result.beaten_by()) or "none"])
-    return table(header, rows)
+    return table(["instance", "ms", *names, "beaten by"], rows)
 
 
 def _ratio_cell(result: Result, other: Baseline) -> str:
@@ -158,27 +161,25 @@ def _ratio_cell(result: Result, other: Baseline) -> str:
     if other.over:
         return f"over by {_short(other.over)} ({ms})"
     ratio = result.ratio(other)
-    if ratio is None:
-        return ms
-    return f"{ratio:.4f} ({ms})" + ("  !" if ratio > SAME else "")
+    return ms if ratio is None else f"{ratio:.4f} ({ms})" + ("  !" if ratio > _EQUAL else "")
 
 
 def _short(nbytes: int) -> str:
     return readable_bytes(nbytes).partition(" (")[0]
 
 
+# -- results ---------------------------------------------------------------------------------------
+
+
 def as_data(result: Result) -> dict[str, Any]:
     """For JSON."""
-    instance = result.instance
     return {
-        "instance": instance.name,
-        "operations": len(instance.graph.operations),
-        "devices": len(instance.topology.devices),
-        "weight_bytes": instance.graph.weight_bytes,
-        "target_gap": instance.target_gap,
-        "target_seconds": instance.seconds,
-        "met": result.met,
-        "solved": [{**asdict(solved), "gap": solved.gap} for solved in result.solved],
+        "instance": result.instance.name,
+        "operations": len(result.instance.graph.operations),
+        "devices": len(result.instance.topology.devices),
+        "weight_bytes": result.instance.graph.weight_bytes,
+        "best": result.best if math.isfinite(result.best) else None,
+        "runs": [{**asdict(run), "gap": run.gap} for run in result.runs],
         "others": [
             {**asdict(other), "excess": None, "feasible": other.feasible, "ratio": result.ratio(other)}
             for other in result.others
@@ -188,48 +189,68 @@ def as_data(result: Result) -> dict[str, Any]:
     }
 
 
+def recorded(results: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """Name of an instance -> its row in the results file."""
+    path = results / "placement.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["results"] if path.is_file() else []
+    return {row["instance"]: row for row in rows}
+
+
+def recall(result: Result, row: Mapping[str, Any] | None) -> None:
+    """Take the best known time from the recorded row, and baselines that were not measured again."""
+    if row is None:
+        return
+    result.best = min(result.best, row["best"] or math.inf)
+    if not result.others:
+        names = {each.name for each in fields(Baseline)}
+        result.others = [Baseline(**{k: v for k, v in old.items() if k in names}) for old in row["others"]]
+
+
+def keep(found: Sequence[Result], results: Path = RESULTS) -> Path:
+    """Write these results, in place of older ones of the same instances."""
+    rows = {**recorded(results), **{result.instance.name: as_data(result) for result in found}}
+    order = [*INSTANCES, *sorted(set(rows) - set(INSTANCES))]
+    kept = [rows[name] for name in order if name in rows]
+    beaten = sum(bool(row["beaten_by"]) for row in kept)
+    return write("placement", {"beaten": beaten, "results": kept}, results)
+
+
+def _read_limit(text: str) -> float | None:
+    return None if text == "default" else float(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--instances", default=",".join(INSTANCES))
-    parser.add_argument("--times", default="1,2,10,60")
+    parser.add_argument("--set", choices=("first", "second"), default="first")
+    parser.add_argument("--seed", type=int, help="of the second set")
+    parser.add_argument("--instances", help="names, separated by commas; by default the whole set")
+    parser.add_argument("--limits", default="default", help="default, or seconds, separated by commas")
+    parser.add_argument("--no-baselines", action="store_true")
+    parser.add_argument("--best", action="store_true")
     options = parser.parse_args()
-    chosen = options.instances.split(",")
-    times = sorted(float(t) for t in options.times.split(","))
-    if unknown := set(chosen) - set(INSTANCES):
-        parser.error(f"no instance {unknown.pop()!r}: there are {', '.join(INSTANCES)}")
-    results = []
+    if (options.set == "second") != (options.seed is not None):
+        parser.error("--set second and --seed go together")
+    makers = INSTANCES if options.seed is None else second_set(options.seed)
+    chosen = options.instances.split(",") if options.instances else list(makers)
+    if unknown := set(chosen) - set(makers):
+        parser.error(f"no instance {min(unknown)!r}: there are {', '.join(makers)}")
+    limits = sorted({_read_limit(text) for text in options.limits.split(",")}, key=lambda t: t or 0.0)
+    place(random_chain(30, 2).problem, Limits.within(1.0))  # imports and first-use caches
+    results: list[Result] = []
     for name in chosen:
-        results.append(measure(INSTANCES[name](), times))
+        results.append(measure(makers[name](), limits, compare=not options.no_baselines))
+        recall(results[-1], recorded().get(name))
+        path = keep(results)
         print(f"{len(results)}/{len(chosen)} {name}", flush=True)
-    print("\nProven gap after each time limit")
-    print(gap_table(results, times))
-    print("\nOur seconds by those of others (at most 1 wanted), under the same evaluator")
+    print(f"\n{plan_table(results)}\n{totals(results)}")
+    print("\nOur time divided by the baselines' (at most 1 is wanted), under the same evaluator")
     print(ratio_table(results))
-    print("first: its map as users ask for it, where that passes a budget   !: faster than ours")
-    met = sum(result.met is True for result in results)
-    asked = sum(result.met is not None for result in results)
-    beaten = sum(bool(result.beaten_by()) for result in results)
-    print(f"\n{met} of {asked} gap targets met; beaten by another within the budgets on {beaten} instances")
-    rows = {name: as_data(result) for name, result in zip(chosen, results, strict=True)}
-    print(f"wrote {write('placement', summary_of(rows, times))}")
-
-
-def summary_of(rows: dict[str, dict[str, Any]], times: list[float]) -> dict[str, Any]:
-    """With the rows of the other instances as they were, where the same times were asked."""
-    path = RESULTS / "placement.json"
-    before = json.loads(path.read_text()) if path.exists() else {}
-    if before.get("times") == times:
-        rows = {**{row["instance"]: row for row in before["results"]}, **rows}
-    results = [rows[name] for name in INSTANCES if name in rows]
-    return {
-        "targets": sum(row["met"] is not None for row in results),
-        "met": sum(row["met"] is True for row in results),
-        "beaten": sum(bool(row["beaten_by"]) for row in results),
-        "times": times,
-        "results": results,
-    }
+    print("first: the map as users ask for it, where it exceeds a budget   !: faster than ours")
+    if options.best:
+        print("\n" + "\n".join(f'    "{r.instance.name}": {1e3 * r.best:.4f},' for r in results))
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -14,14 +14,13 @@ from typing import Any
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch
+from planner_api import Problem, place
 from report import table, write
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphplan.device import read_max_memory
 from graphplan.passes.annotate import annotate
-from graphplan.passes.evaluate import Problem
 from graphplan.passes.lower import lower
-from graphplan.passes.place import place
 from graphplan.passes.simplify import simplify
 from graphplan.passes.verify import verify_lowered
 from graphplan.tracing import capture

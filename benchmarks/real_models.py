@@ -29,6 +29,7 @@ from baselines import accelerators, peak_activation
 from instances import GIB, A, B, C, Card, Speed, devices
 from models import MODELS
 from packing import Packing, items, pack, sizes_of
+from planner_api import Problem
 from report import RESULTS, table, write
 from torch import nn
 
@@ -36,7 +37,6 @@ from graphplan.comparison import Baseline, allocated_weights, device_maps, offlo
 from graphplan.device import CPU, DeviceKey, Topology
 from graphplan.errors import GraphplanError, InfeasibleError
 from graphplan.graph import Graph
-from graphplan.passes.evaluate import Problem
 from graphplan.placement import Plan
 from graphplan.planner import Compiler, Options
 from graphplan.twin import Twin

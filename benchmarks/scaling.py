@@ -19,9 +19,8 @@ from pathlib import Path
 
 import numpy as np
 from instances import Instance, random_chain, stack
+from planner_api import place
 from report import RESULTS, table, write
-
-from graphplan.passes.place import place
 
 LAYER = 15  # operations of a layer of ``stack``
 

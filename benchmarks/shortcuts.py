@@ -12,12 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from planner_api import FIRST_PLACEMENT, Limits, Solution, caller_of_place, place
+
 from graphplan import capturing
 from graphplan.captured import Capture
 from graphplan.errors import CaptureError
-from graphplan.passes import disk
-from graphplan.passes.limits import Limits
-from graphplan.passes.place import Solution, place
 
 __all__ = ["one_trace", "short_search"]
 
@@ -49,7 +48,7 @@ def short_search() -> Iterator[None]:
     """The planner stops after its first good placement."""
 
     def quick(problem: Any, _limits: Limits | None = None, **options: Any) -> Solution:
-        return place(problem, Limits(exhaustive=False), **options)
+        return place(problem, FIRST_PLACEMENT, **options)
 
-    with patch.object(disk, "place", quick):
+    with patch.object(caller_of_place, "place", quick):
         yield

@@ -9,17 +9,14 @@ what stays can do with fewer than ``least``, since all memory may hold weights t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import report
+from planner_api import Evaluation, Problem, evaluate, place, reside
 
 from graphplan import Graph, Operation, Value, Weight
 from graphplan.device import DeviceSpec, Link, Topology
-from graphplan.passes.depth import deepen
-from graphplan.passes.evaluate import Evaluation, Problem, evaluate
-from graphplan.passes.residence import reside
-from graphplan.passes.spread import fetch_excess
 from graphplan.timeline import make_timeline
 
 WEIGHT = 64 << 20  # bytes of one operation's weight; a block has two
@@ -106,10 +103,7 @@ def main() -> None:
 
 def measure(case: Case) -> dict[str, Any]:
     problem = case.problem()
-    everywhere = dict.fromkeys(problem.graph.operations, 0)
-    found = fetch_excess(problem, everywhere)
-    assert found is not None
-    found = deepen(problem, found, most=6)
+    found = place(problem).evaluation
     timeline = make_timeline(problem.graph, problem.topology, found.schedule)
     assert abs(timeline.seconds - found.seconds) <= 1e-12 * found.seconds
     compute, copy = timeline.busy("run"), timeline.busy("load", 0)
@@ -120,7 +114,7 @@ def measure(case: Case) -> dict[str, Any]:
         "held": case.held,
         "ratio": case.ratio,
         "slots": len(ring.slots),
-        "loads": len(ring.segments) / 2,
+        "loads": len(streamed(found)) / 2,
         "least_loads": case.blocks - case.held,
         "seconds": found.seconds,
         "compute": compute,
@@ -131,13 +125,18 @@ def measure(case: Case) -> dict[str, Any]:
     }
 
 
+def streamed(found: Evaluation) -> list[str]:
+    """Names of the weights that are copied in one forward pass."""
+    (ring,) = found.schedule.rings
+    return [name for segment in ring.segments for name in segment.weights]
+
+
 def from_the_end(problem: Problem, found: Evaluation) -> Evaluation:
     """As many weights streamed, with as many slots, but the last ones of the model."""
     (ring,) = found.schedule.rings
-    names = list(problem.graph.weights)[-len(ring.segments) :]
+    names = list(problem.graph.weights)[-len(streamed(found)) :]
     assignment = reside(problem, dict.fromkeys(problem.graph.operations, 0), names)
-    slots = {0: len(ring.slots)}
-    return evaluate(problem, type(assignment)(assignment.operations, assignment.weights, slots))
+    return evaluate(problem, replace(assignment, slots={0: len(ring.slots)}))
 
 
 if __name__ == "__main__":

@@ -89,26 +89,29 @@ def test_tables_are_of_the_results() -> None:
             assert row.get("form", row.get("way")) in text
 
 
-def test_a_table_of_placements_says_what_was_not_met(tmp_path: Path) -> None:
+def test_a_table_of_placements_shows_the_default_search(tmp_path: Path) -> None:
     other = {"name": "accelerate", "seconds": 2.0, "over": 0, "ratio": 0.5}
     over = {"name": "transformers", "seconds": 2.0, "over": 3_000_000, "ratio": 0.5}
-    solved = {"makespan": 1.0, "gap": 0.25}
+    run = {"limit": None, "seconds": 1.0, "gap": 0.25, "cpu_seconds": 2.5}
+    longer = {"limit": 60.0, "seconds": 0.5, "gap": 0.0, "cpu_seconds": None}
     first = {
         "instance": "a",
         "operations": 3,
         "devices": 2,
-        "solved": [solved],
+        "runs": [run, longer],
         "others": [other, over],
         "error": "",
     }
-    failed = {**first, "instance": "b", "solved": [], "error": "no | luck"}
+    failed = {**first, "instance": "b", "runs": [], "error": "no | luck"}
+    limited = {**first, "instance": "c", "runs": [longer]}
     data = {"machine": {"date": "d", "processor": "p", "cores": 1, "gpus": [], "versions": {}}}
-    data |= {"targets": 2, "met": 1, "beaten": 1, "results": [first, failed]}
+    data |= {"beaten": 1, "results": [first, failed, limited]}
     (tmp_path / "placement.json").write_text(json.dumps(data), encoding="utf-8")
     text = tables(tmp_path)["placement"]
-    assert "| a | 3 | 2 | 1000.000 | 25.00 % | 0.500 | over budget by 3 MB |" in text
+    assert "| a | 3 | 2 | 1000.000 | 25.00 % | 2.5 | 0.500 | over budget by 3 MB |" in text
+    assert "| c | 3 | 2 | 500.000 | 0.00 % | - |" in text
     assert "no \\| luck" in text
-    assert "1 of 2 targets" in text
+    assert "faster on 1 of 3 instances" in text
     assert markdown(["x"], [["y"]]) == "| x |\n| :-- |\n| y |"
 
 
