@@ -1,0 +1,1 @@
+"""Placement: a problem enters, a placement with a lower bound on every other leaves."""

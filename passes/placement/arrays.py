@@ -1,0 +1,310 @@
+"""A problem as flat arrays: exact seconds and peaks of placements in which nothing is streamed.
+
+The evaluator writes a schedule and takes milliseconds; here a placement is a vector of devices, and
+takes a fraction of one. Items are what can be copied: tensors that operations make, inputs, and weights.
+An item has one source, and costs one copy for each further device that reads it::
+
+    seconds = sum over operations of compute[device, operation]
+            + sum over items, and devices that read them elsewhere, of latency + bytes / bandwidth
+
+The results equal the evaluator's (tests/test_arrays.py), but for bytes of weights that nobody reads.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from graphplan.device import DeviceKey, DeviceSpec
+from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.residence import follow, reside
+from graphplan.schedule import Assignment
+
+__all__ = ["Arrays", "Bools", "Floats", "Ints"]
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+
+class Arrays:
+    """Flat arrays of a problem.
+
+    Attributes:
+        keys: devices: those that compute come first, then the others, the host's last.
+        specs: of the devices that compute.
+        host: index of the caller's device.
+        compute: (devices that compute, operations) seconds, infinite where it may not run.
+        latency: (devices, devices) seconds from row to column.
+        per_byte: (devices, devices) seconds per byte.
+        names: of items: tensors first, then weights.
+        values: how many items are tensors.
+        nbytes: (items,) bytes of a copy.
+        source: (items,) the operation that makes it, or the first that reads a weight; -1 for what is fixed.
+        fixed: (items,) device of what is fixed, else -1.
+        item, reader: (reads,) pairs; the reader ``operations`` stands for the end, on the host.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.graph = problem, problem.graph
+        topology = problem.topology
+        self.specs: list[DeviceSpec] = [spec for spec in topology.devices if spec.computes]
+        self.keys: list[DeviceKey] = [spec.key for spec in self.specs]
+        self.computing = len(self.keys)
+        self.keys += [spec.key for spec in topology.devices if not spec.computes]
+        if problem.host not in self.keys:
+            self.keys.append(problem.host)
+        self.number = {key: d for d, key in enumerate(self.keys)}
+        self.host = self.number[problem.host]
+        self.operations = list(self.graph.operations.values())
+        self.count = len(self.operations)
+        self.index = {operation.name: i for i, operation in enumerate(self.operations)}
+        self.compute = np.array([list(problem.clock(spec).values()) for spec in self.specs]).reshape(
+            self.computing, self.count
+        )
+        self._read_links()
+        self._list_items()
+        self._list_reads()
+        self._add_write_backs()
+        self.units = self._make_units()
+        self.room = np.array([float(spec.room) for spec in self.specs])
+
+    def _read_links(self) -> None:
+        count, topology = len(self.keys), self.problem.topology
+        self.latency, self.per_byte = np.zeros((count, count)), np.zeros((count, count))
+        for a, source in enumerate(self.keys):
+            for b, target in enumerate(self.keys):
+                if a != b:
+                    link = topology.link(source, target)
+                    self.latency[a, b], self.per_byte[a, b] = link.latency, 1.0 / link.bandwidth
+
+    def _list_items(self) -> None:
+        graph, outputs = self.graph, set(self.graph.outputs)
+        tensors = [value for value in graph.values.values() if value.is_tensor]
+        weights = [w for w in graph.weights.values() if graph.readers.get(w.name) or w.name in outputs]
+        self.tensors, self.weights, self.values = tensors, weights, len(tensors)
+        self.names = [item.name for item in (*tensors, *weights)]
+        self.item_of = {name: v for v, name in enumerate(self.names)}
+        self.nbytes = np.array([v.copy_bytes for v in tensors] + [w.nbytes for w in weights], dtype=float)
+        self.source = np.full(len(self.names), -1)
+        self.fixed = np.full(len(self.names), -1)
+        for v, value in enumerate(tensors):
+            maker = graph.producer.get(value.name)
+            if maker is None:
+                self.fixed[v] = self.host
+            else:
+                self.source[v] = self.index[maker]
+        for v, weight in enumerate(weights, self.values):
+            home, readers = self.problem.fixed_weights.get(weight.name), graph.readers.get(weight.name)
+            if home is not None:
+                self.fixed[v] = self.number[home]
+            elif readers:
+                self.source[v] = self.index[readers[0]]
+            else:  # returned, and read by nobody: where ``reside`` puts it
+                self.fixed[v] = self.number[reside(self.problem, self._anywhere()).weights[weight.name]]
+
+    def _anywhere(self) -> dict[str, DeviceKey]:
+        return dict.fromkeys(self.graph.operations, self.keys[0])
+
+    def _list_reads(self) -> None:
+        reads, looks = [], []
+        for i, operation in enumerate(self.operations):
+            into = looks if operation.host_only else reads
+            into += [(self.item_of[name], i) for name in operation.inputs if name in self.item_of]
+        if self.problem.returns_to_host:
+            made = [n for n in self.graph.outputs if n in self.item_of]
+            reads += [(self.item_of[name], self.count) for name in dict.fromkeys(made)]
+        table = np.array(reads, dtype=np.int64).reshape(-1, 2)
+        self.item, self.reader = table[:, 0], table[:, 1]
+        table = np.array(looks, dtype=np.int64).reshape(-1, 2)
+        self.looked_at, self.looking = table[:, 0], table[:, 1]  # by operations that only read sizes
+
+    def _add_write_backs(self) -> None:
+        """What a forward pass changes of its inputs is copied back: a cost of the operation that does."""
+        self.written: list[tuple[int, int]] = []
+        for name in self.graph.changed_inputs:
+            first = next(
+                i for i, op in enumerate(self.operations) if any(self.graph.root(m) == name for m in op.mutates)
+            )
+            for d in range(self.computing):
+                if d != self.host:
+                    self.compute[d, first] += self._copy_seconds(self.item_of[name], d, self.host)
+            self.written.append((self.item_of[name], first))
+
+    def _copy_seconds(self, item: int, source: int, target: int) -> float:
+        return float(self.latency[source, target] + self.nbytes[item] * self.per_byte[source, target])
+
+    def _make_units(self) -> list[list[int]]:
+        """Macro-operations in order: what must share a device. Those that make host scalars are in none."""
+        group = {name: members for members in self.graph.together for name in members}
+        self.unit_of = np.full(self.count, -1)
+        units: list[list[int]] = []
+        for i, operation in enumerate(self.operations):
+            if operation.host_only or self.unit_of[i] >= 0:
+                continue
+            names = group.get(operation.name, frozenset({operation.name}))
+            members = sorted(self.index[name] for name in names)
+            members = [m for m in members if not self.operations[m].host_only]
+            self.unit_of[members] = len(units)
+            units.append(members)
+        return units
+
+    # -- placements ---------------------------------------------------------------------------------
+
+    def homes(self, devices: Ints, chosen: Ints | None = None) -> Ints:
+        """(items,) the device of each item's source.
+
+        Args:
+            devices: (operations,) indices.
+            chosen: (items,) homes that are decided, -1 where the first reader decides.
+        """
+        found: Ints = np.where(self.fixed >= 0, self.fixed, devices[self.source])
+        return found if chosen is None else np.where((chosen >= 0) & (self.fixed < 0), chosen, found)
+
+    def seconds(self, devices: Ints, chosen: Ints | None = None) -> float:
+        """Estimated seconds of a forward pass."""
+        where, home = np.append(devices, self.host), self.homes(devices, chosen)
+        target, source = where[self.reader], home[self.item]
+        moved = target != source
+        copies = np.unique(self.item[moved] * len(self.keys) + target[moved])
+        item, target = np.divmod(copies, len(self.keys))
+        source = home[item]
+        moves = self.latency[source, target] + self.nbytes[item] * self.per_byte[source, target]
+        return float(self.compute[devices, np.arange(self.count)].sum() + moves.sum())
+
+    @cached_property
+    def _sizes(self) -> tuple[Floats, Floats, Floats]:
+        """Bytes that an allocator takes on each device: (items, devices) made there, copied there; workspace."""
+        known: dict[tuple[str, int], int] = {}
+
+        def allocated(spec: DeviceSpec, nbytes: int) -> int:
+            size = spec.type, nbytes
+            if size not in known:
+                known[size] = spec.allocated(nbytes) if nbytes else 0
+            return known[size]
+
+        made, copied = np.zeros((2, len(self.names), len(self.keys)))
+        workspace = np.zeros((self.computing, self.count + 1))
+        sizes = self.nbytes.astype(np.int64).tolist()
+        for d, spec in enumerate(self.specs):
+            made[: self.values, d] = [allocated(spec, value.nbytes) for value in self.tensors]
+            copied[:, d] = [allocated(spec, nbytes) for nbytes in sizes]
+            workspace[d, :-1] = [allocated(spec, op.workspace_on(spec.type)) for op in self.operations]
+        return made, copied, workspace
+
+    @cached_property
+    def _views(self) -> tuple[Ints, list[Ints]]:
+        """(items,) what each is a view of; the items at each depth of views of views."""
+        base, depth = np.full(len(self.names), -1), np.zeros(len(self.names), dtype=np.int64)
+        for v, value in enumerate(self.tensors):
+            if value.alias_of in self.item_of and self.source[v] >= 0:
+                base[v] = self.item_of[value.alias_of]
+                depth[v] = depth[base[v]] + 1
+        return base, [np.flatnonzero(depth == level) for level in range(1, int(depth.max(initial=0)) + 1)]
+
+    @cached_property
+    def _staying(self) -> Ints:
+        """Items that are live at the end where they are made."""
+        found = [self.item_of[value.name] for value in self.tensors if value.stays]
+        if not self.problem.returns_to_host:
+            found += [self.item_of[name] for name in self.graph.outputs if name in self.item_of]
+        return np.array(found, dtype=np.int64)
+
+    def peaks(self, devices: Ints, chosen: Ints | None = None) -> Floats:
+        """(devices that compute,) most bytes at once."""
+        width, end = len(self.keys), self.count
+        where, home = np.append(devices, self.host), self.homes(devices, chosen)
+        target = where[self.reader]
+        moved = target != home[self.item]
+        instance = self.item * width + target
+        born, last = np.full(len(self.names) * width, -1), np.full(len(self.names) * width, -2)
+        born[instance[::-1]] = self.reader[::-1]  # a copy is made right before its first reader
+        last[instance] = self.reader
+        at_home = np.arange(len(self.names)) * width + home
+        born[at_home] = np.where(self.fixed >= 0, -1, self.source)
+        born[at_home[self.values :]] = -1  # weights are there all the time
+        np.maximum.at(last, self.looked_at * width + home[self.looked_at], self.looking)
+        np.maximum.at(last, self.item[moved] * width + home[self.item[moved]], born[instance[moved]])
+        last[at_home[self._staying]] = end
+        for item, operation in self.written:
+            last[item * width + devices[operation]] = end
+        last = np.maximum(last, born)
+        made, copied, workspace = self._sizes
+        base, levels = self._views
+        root = np.arange(len(last))
+        for level in levels:
+            root[at_home[level]] = root[base[level] * width + home[level]]
+        for level in reversed(levels):
+            np.maximum.at(last, root[at_home[level]], last[at_home[level]])
+        nbytes = copied.ravel().copy()
+        nbytes[at_home] = made[np.arange(len(self.names)), home]
+        live = np.flatnonzero((root == np.arange(len(last))) & (born >= 0) & (nbytes > 0))
+        live = live[live % width < self.computing]
+        device = live % width
+        change = np.zeros((self.computing, end + 2))
+        np.add.at(change, (device, born[live]), nbytes[live])
+        np.add.at(change, (device, last[live] + 1), -nbytes[live])
+        profile = change.cumsum(axis=1)[:, : end + 1] + workspace
+        acting = where[None, :] == np.arange(self.computing)[:, None]
+        # a copy that is made is live from its move on, which is a step of the target's
+        found: Floats = np.where(acting, profile, 0.0).max(axis=1) + self.resident(home)
+        return found
+
+    @cached_property
+    def _apart(self) -> Bools:
+        """(weights,) those with an allocation of their own: constants, caches, parts of sliced weights."""
+        return np.array([bool(w.part_of) or w.kind in ("constant", "cache") for w in self.weights], dtype=bool)
+
+    @cached_property
+    def weight_bytes(self) -> Floats:
+        """(weights,) bytes in a device's storage of weights."""
+        spec = self.specs[0]
+        return np.array([float(spec.rounded(w.nbytes)) for w in self.weights])
+
+    def resident(self, home: Ints) -> Floats:
+        """(devices that compute,) bytes of the weights that reside there, and of the caller's inputs."""
+        where, found = home[self.values :], np.zeros(self.computing)
+        stored = np.bincount(where[~self._apart], self.weight_bytes[~self._apart], len(self.keys))
+        for d, spec in enumerate(self.specs):
+            alone = np.flatnonzero(self._apart & (where == d)).tolist()
+            ring = self.problem.rings.get(spec.key)
+            sizes = [self.weights[w].nbytes for w in alone] + ([ring] if ring else [])
+            found[d] = spec.resident([int(stored[d]), *sizes])
+            if d == self.host:
+                found[d] += sum(spec.allocated(self.graph.values[n].nbytes) for n in self.graph.inputs)
+        return found
+
+    def fits(self, devices: Ints, chosen: Ints | None = None) -> bool:
+        """Whether every budget is kept."""
+        return bool((self.peaks(devices, chosen) <= self.room).all())
+
+    # -- to and from assignments --------------------------------------------------------------------
+
+    def expand(self, units: Ints) -> Ints:
+        """(operations,) devices, from those of macro-operations; host scalars go with what they read."""
+        placed = {
+            self.operations[i].name: self.keys[d]
+            for members, d in zip(self.units, units.tolist(), strict=True)
+            for i in members
+        }
+        if not placed:
+            return np.zeros(self.count, dtype=np.int64)
+        found = follow(self.graph, placed)
+        return np.array([self.number[found[operation.name]] for operation in self.operations], dtype=np.int64)
+
+    def assignment(self, devices: Ints, chosen: Ints | None = None) -> Assignment:
+        """For the evaluator."""
+        names = (operation.name for operation in self.operations)
+        operations = {name: self.keys[d] for name, d in zip(names, devices.tolist(), strict=True)}
+        homes = {}
+        if chosen is not None:
+            decided = np.flatnonzero((chosen >= 0) & (self.fixed < 0) & (np.arange(len(chosen)) >= self.values))
+            homes = {self.names[v]: self.keys[chosen[v]] for v in decided}
+        return reside(self.problem, operations, homes=homes)
+
+    def devices(self, assignment: Assignment) -> Ints:
+        """(operations,) of an assignment."""
+        found = [self.number[assignment.operations[operation.name]] for operation in self.operations]
+        return np.array(found, dtype=np.int64)

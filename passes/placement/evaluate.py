@@ -1,0 +1,86 @@
+"""The only judge of a placement: it writes the schedule, counts its bytes and runs its clocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from graphplan.device import DeviceKey
+from graphplan.liveness import Memory, Peak, measure_memory
+from graphplan.passes.placement.problem import Problem
+from graphplan.passes.transfers import build_schedule
+from graphplan.schedule import Assignment, Schedule
+from graphplan.timeline import call_seconds
+
+__all__ = ["Evaluation", "evaluate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """An assignment's schedule, memory and estimated seconds.
+
+    ``excess`` maps each device over its budget to the bytes by which it is over.
+    """
+
+    schedule: Schedule
+    memory: Memory
+    seconds: float
+    excess: Mapping[DeviceKey, int]
+
+    @property
+    def feasible(self) -> bool:
+        """Whether every budget is kept and every operation runs where it may."""
+        return not self.excess and math.isfinite(self.seconds)
+
+    @property
+    def assignment(self) -> Assignment:
+        """What was judged."""
+        return self.schedule.assignment
+
+    def peak(self, key: DeviceKey) -> Peak:
+        """The peak of one device."""
+        return self.memory.peaks[key]
+
+
+def evaluate(problem: Problem, assignment: Assignment) -> Evaluation:
+    """Judge an assignment.
+
+    Prefetch buffers of which it says nothing get one slot where two do not fit.
+    """
+    if not problem.streams:
+        assignment = replace(assignment, slots=dict.fromkeys(problem.topology.keys, 0))
+    elif not all(assignment.slots.values()):
+        assignment = replace(assignment, slots={key: max(1, n) for key, n in assignment.slots.items()})
+    found = _judge(problem, assignment)
+    tight = {
+        ring.device: 1
+        for ring in found.schedule.rings
+        if ring.device in found.excess and ring.device not in assignment.slots and len(ring.slots) > 1
+    }
+    if not tight:
+        return found
+    again = _judge(problem, replace(assignment, slots={**assignment.slots, **tight}))
+    return again if sum(again.excess.values()) < sum(found.excess.values()) else found
+
+
+def _judge(problem: Problem, assignment: Assignment) -> Evaluation:
+    graph, topology = problem.graph, problem.topology
+    schedule = build_schedule(
+        graph,
+        topology,
+        assignment,
+        problem.host,
+        returns_to_host=problem.returns_to_host,
+        rings=problem.rings,
+    )
+    memory = measure_memory(graph, topology, schedule)
+    seconds = call_seconds(graph, topology, schedule, problem.seconds)
+    excess = {
+        spec.key: over for spec in topology.devices if (over := memory.peaks[spec.key].nbytes - spec.room) > 0
+    }
+    for ring in schedule.rings:
+        over = ring.nbytes - problem.growth.get(ring.device, ring.nbytes)
+        if over > 0:
+            excess[ring.device] = max(over, excess.get(ring.device, 0))
+    return Evaluation(schedule, memory, seconds, excess)

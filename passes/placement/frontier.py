@@ -1,0 +1,516 @@
+"""The frontier of live values: what matters of the operations placed so far to those that follow.
+
+Macro-operations are placed in order; a weight that several of them read is a variable of its own, its home,
+placed before its first reader. Between two steps a *state* says which devices hold each value that is
+still to be read and, where links differ, which of them made it, and which devices are in use at all.
+Equal states have equal futures but for bytes, so that dynamic programming over states is exact.
+
+A state is a row of bits in as many 62-bit words as it takes. Where there are too many states, the cheapest
+values are relaxed: their copies cost nothing, and what is computed stays a lower bound. Exchangeable devices
+come into use in order, and values that the same steps read at the same cost are sorted.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence, Set
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from graphplan.passes.placement.arrays import Arrays, Bools, Floats, Ints
+from graphplan.passes.placement.symmetry import device_classes
+
+__all__ = ["Frontier", "Stage", "Step", "Touch", "make_stages"]
+
+_WORD = 62  # bits of a word that hold a state, the sign apart
+_WORDS = 2  # of a state; values beyond these are relaxed
+
+
+@dataclass(slots=True)
+class _Value:
+    """What is copied to each device that reads it and did not make it.
+
+    Attributes:
+        maker: the step's variable; -1 for what has a fixed source.
+        readers: variables.
+        seconds: (devices, devices) from row to column; of a fixed source all rows are equal.
+    """
+
+    maker: int
+    readers: tuple[int, ...]
+    seconds: Floats
+    first: int = 0
+    last: int = 0
+
+    @property
+    def highest(self) -> float:
+        finite = self.seconds[np.isfinite(self.seconds)]
+        return float(finite.max(initial=0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Touch:
+    """A value that the variable of a step makes or reads.
+
+    Attributes:
+        slot: where its bits are.
+        makes: whether it is made here, else read.
+        seconds: (devices, devices) of a copy, one row where the source does not matter; None where nothing
+            is copied yet: made and not read before, or read and not made before.
+    """
+
+    slot: int
+    makes: bool
+    seconds: Floats | None
+
+
+@dataclass(slots=True)
+class Step:
+    """Placing one variable: a macro-operation, or the home of a weight that several read.
+
+    Attributes:
+        variable: number of the macro-operation; beyond these, of the shared weight.
+        seconds: (devices,) infinite where it may not be.
+        nbytes: of the weights that reside with it.
+        movable: those of them that may be streamed instead.
+        needs: (devices,) bytes of activations and workspace while it runs.
+        touches: values that it makes or reads.
+        closed: slots of values that are read no more.
+        open: slots of live values after it, the cheapest first.
+        alike: slots of values that nothing tells apart from here on.
+    """
+
+    variable: int
+    seconds: Floats
+    nbytes: float
+    movable: float
+    needs: Floats
+    touches: list[Touch] = field(default_factory=list)
+    closed: tuple[int, ...] = ()
+    open: tuple[int, ...] = ()
+    alike: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def signature(self) -> Hashable:
+        """Equal for steps that lead from equal states to equal states in equal seconds."""
+        touches = tuple((t.slot, t.makes, None if t.seconds is None else t.seconds.tobytes()) for t in self.touches)
+        return self.seconds.tobytes(), touches, self.closed, self.open, self.alike
+
+
+class Frontier:
+    """The steps of a problem.
+
+    Args:
+        arrays: of the problem.
+        streaming: whether accelerators may read weights from CPU memory, copied beside what is computed.
+        first: a shared weight (index among ``shared``) whose home is placed before everything else.
+
+    Attributes:
+        devices: how many compute.
+        shared: items that are weights with several readers and no fixed home.
+        fixed_queue: (devices, macro-operations) seconds of copying weights that are fixed in CPU memory.
+        steps: in order.
+    """
+
+    def __init__(self, arrays: Arrays, *, streaming: bool = False, first: int | None = None) -> None:
+        self.arrays, self.streaming = arrays, streaming
+        self.devices, self.units = arrays.computing, len(arrays.units)
+        self.cpu = next((d for d, spec in enumerate(arrays.specs) if not spec.is_accelerator), None)
+        self._classify()
+        values = self._values()
+        self.needs_home = any(self._depends_on_source(value) for value in values)
+        self.width = self.devices * (2 if self.needs_home else 1)
+        self.per_word = max(1, _WORD // self.width)
+        self.mask = (1 << self.devices) - 1
+        classes = device_classes(arrays)
+        self.before = [(b, a) for members in classes for a, b in zip(members, members[1:], strict=False)]
+        self.steps = self._make_steps(values, first)
+
+    # -- reading the problem -------------------------------------------------------------------------
+
+    def _classify(self) -> None:
+        """Weights by who reads them: one macro-operation (its own), several (shared), or fixed."""
+        arrays = self.arrays
+        readers: dict[int, list[int]] = defaultdict(list)
+        for item, reader in zip(arrays.item.tolist(), arrays.reader.tolist(), strict=True):
+            if reader < arrays.count and arrays.unit_of[reader] not in readers[item][-1:]:
+                readers[item].append(int(arrays.unit_of[reader]))
+        self.readers = {item: tuple(dict.fromkeys(units)) for item, units in readers.items()}
+        self.own: list[list[int]] = [[] for _ in range(self.units)]
+        self.shared: list[int] = []
+        for item in range(arrays.values, len(arrays.names)):
+            units = self.readers.get(item, ())
+            if arrays.fixed[item] >= 0 or not units:
+                continue
+            if len(units) == 1:
+                self.own[units[0]].append(item)
+            else:
+                self.shared.append(item)
+
+    def is_streamable(self, item: int) -> bool:
+        """Whether accelerators may read a weight through their prefetch buffers."""
+        weight = self.arrays.weights[item - self.arrays.values]
+        return (
+            self.streaming
+            and self.arrays.problem.streams
+            and self.cpu is not None
+            and weight.nbytes > 0
+            and weight.name in self.arrays.graph.streamable
+        )
+
+    def _values(self) -> list[_Value]:
+        """Values that cross between steps, those with one maker and the same readers as one."""
+        arrays, count = self.arrays, self.devices
+        returned = set(arrays.item[arrays.reader == arrays.count].tolist())
+        found: dict[tuple[int, tuple[int, ...]], Floats] = {}
+        self.clock = np.array([arrays.compute[:, members].sum(axis=1) for members in arrays.units]).T
+        self.clock = self.clock.reshape(count, self.units)
+        self.fixed_queue = np.zeros((count, self.units))
+        self.constant = 0.0  # seconds of copies that do not depend on the placement
+        for item in range(len(arrays.names)):
+            seconds = self._copies(item)
+            maker = -1
+            if arrays.fixed[item] < 0 and item < arrays.values:
+                maker = int(arrays.unit_of[arrays.source[item]])
+            if item in returned:
+                if maker >= 0:
+                    self.clock[:, maker] += seconds[:count, arrays.host]
+                elif item < arrays.values or arrays.fixed[item] >= 0:
+                    self.constant += seconds[arrays.fixed[item], arrays.host]
+                seconds[:, arrays.host] = 0.0
+            if item in self.shared:
+                maker = self.units + self.shared.index(item)
+            elif item >= arrays.values and arrays.fixed[item] < 0:
+                continue
+            readers = tuple(unit for unit in self.readers.get(item, ()) if unit != maker)
+            if not readers:
+                continue
+            if maker < 0:
+                seconds = np.repeat(seconds[arrays.fixed[item]][None, :], len(seconds), axis=0)
+                if len(readers) == 1:
+                    self.clock[:, readers[0]] += seconds[0, :count]
+                    continue
+            key = maker, readers
+            found[key] = found.get(key, 0.0) + seconds[:count, :count]
+        return [_Value(maker, readers, seconds) for (maker, readers), seconds in found.items() if seconds.any()]
+
+    def _copies(self, item: int) -> Floats:
+        """(devices, devices) seconds of a copy; 0 where it goes through prefetch buffers."""
+        arrays = self.arrays
+        seconds: Floats = arrays.latency + arrays.nbytes[item] * arrays.per_byte
+        np.fill_diagonal(seconds, 0.0)
+        if item >= arrays.values and self.is_streamable(item):
+            assert self.cpu is not None
+            accelerators = [d for d, spec in enumerate(arrays.specs) if spec.is_accelerator]
+            if arrays.fixed[item] == self.cpu:
+                for d in accelerators:
+                    queue = arrays.nbytes[item] * arrays.per_byte[self.cpu, d]
+                    readers = self.readers.get(item, ())
+                    if len(readers) == 1:
+                        self.fixed_queue[d, readers[0]] += queue
+            seconds[self.cpu, accelerators] = 0.0
+        return seconds
+
+    def _depends_on_source(self, value: _Value) -> bool:
+        """Whether a copy to some device costs more from one device than from another."""
+        if value.maker < 0:
+            return False
+        makers = self._makers(value)
+        return any(len({value.seconds[h, d] for h in makers if h != d}) > 1 for d in range(self.devices))
+
+    # -- steps ---------------------------------------------------------------------------------------
+
+    def _make_steps(self, values: list[_Value], first: int | None) -> list[Step]:
+        earlier: dict[int, list[int]] = defaultdict(list)
+        front = [] if first is None else [self.units + first]
+        for k, item in enumerate(self.shared):
+            if k != first:
+                earlier[min(self.readers[item])].append(self.units + k)
+        order = front + [v for unit in range(self.units) for v in (*earlier[unit], unit)]
+        place = {variable: i for i, variable in enumerate(order)}
+        steps = [self._step(variable) for variable in order]
+        touched: dict[int, list[_Value]] = defaultdict(list)
+        for value in values:
+            places = {place[v] for v in (value.maker, *value.readers) if v >= 0}
+            value.first, value.last = min(places), max(places)
+            for i in places:
+                touched[i].append(value)
+        self._give_slots(steps, touched, place)
+        self._find_alike(steps, touched, place)
+        return steps
+
+    def _step(self, variable: int) -> Step:
+        arrays = self.arrays
+        if variable >= self.units:
+            item = self.shared[variable - self.units]
+            seconds = np.array([0.0 if self._may_hold(d) else np.inf for d in range(self.devices)])
+            nbytes = float(arrays.weight_bytes[item - arrays.values])
+            return Step(variable, seconds, nbytes, 0.0, np.zeros(self.devices))
+        nbytes = sum(float(arrays.weight_bytes[item - arrays.values]) for item in self.own[variable])
+        movable = sum(
+            float(arrays.weight_bytes[item - arrays.values]) for item in self.own[variable] if self.is_streamable(item)
+        )
+        return Step(variable, self.clock[:, variable].copy(), nbytes, movable, self._working_set(variable))
+
+    def _may_hold(self, device: int) -> bool:
+        """Whether a shared weight may reside on a device, where nothing runs it."""
+        is_accelerator = self.arrays.specs[device].is_accelerator
+        return is_accelerator or self.streaming or bool(np.isfinite(self.arrays.compute[device]).any())
+
+    def _working_set(self, unit: int) -> Floats:
+        """(devices,) bytes that the neediest operation of a macro-operation takes beside all weights."""
+        arrays, found = self.arrays, np.zeros(self.devices)
+        graph = arrays.graph
+        for i in arrays.units[unit]:
+            operation = arrays.operations[i]
+            roots: dict[str, int] = {}
+            for name in operation.inputs:
+                value, root = graph.values.get(name), graph.root(name)
+                if value is None or not value.is_tensor or root in graph.weights:
+                    continue
+                held = max(graph.values[root].nbytes, graph.values[root].copy_bytes)
+                roots[root] = max(roots.get(root, 0), min(value.copy_bytes, held))
+            made = [graph.values[name].nbytes for name in operation.outputs]
+            for d, spec in enumerate(arrays.specs):
+                mine = [n for root, n in roots.items() if not (d == arrays.host and root in graph.inputs)]
+                parts = [*mine, *made, operation.workspace_on(spec.type)]
+                found[d] = max(found[d], sum(spec.allocated(nbytes) for nbytes in parts if nbytes))
+        return found
+
+    def _give_slots(self, steps: list[Step], touched: dict[int, list[_Value]], place: dict[int, int]) -> None:
+        """A slot for each value while it is live; slot 0 says which devices are in use."""
+        free = list(range(_WORDS * self.per_word - 1, 0, -1))
+        slots: dict[int, int] = {}
+        cost: dict[int, float] = {}
+        for i, step in enumerate(steps):
+            closed = []
+            for value in sorted(touched[i], key=lambda v: -v.highest):
+                if value.first == i and free:
+                    slot = slots[id(value)] = free.pop()
+                    cost[slot] = value.highest
+                if id(value) not in slots:
+                    continue
+                step.touches.append(self._touch(value, i, slots[id(value)], place))
+                if value.last == i:
+                    closed.append(slots[id(value)])
+            for slot in closed:
+                del cost[slot]
+            free += reversed(closed)
+            step.closed = tuple(sorted(closed))
+            step.open = tuple(sorted(cost, key=lambda slot: (cost[slot], slot)))
+        self.slot_of = slots
+        self.words = 1 + max(slots.values(), default=0) // self.per_word
+
+    def _touch(self, value: _Value, i: int, slot: int, place: dict[int, int]) -> Touch:
+        maker = -1 if value.maker < 0 else place[value.maker]
+        if maker == i:
+            return Touch(slot, True, value.seconds if value.first < i else None)
+        if maker > i:
+            return Touch(slot, False, None)
+        return Touch(slot, False, value.seconds if self.needs_home else self._same_from_all(value))
+
+    def _same_from_all(self, value: _Value) -> Floats:
+        """(1, devices) seconds of a copy, which do not depend on its source."""
+        if value.maker < 0:
+            return value.seconds[:1]
+        found = np.zeros((1, self.devices))
+        for d in range(self.devices):
+            others = [h for h in self._makers(value) if h != d]
+            found[0, d] = value.seconds[others[0], d] if others else 0.0
+        return found
+
+    def _makers(self, value: _Value) -> list[int]:
+        """Devices that a value may be made on."""
+        if value.maker >= self.units:
+            return list(range(self.devices))
+        return np.flatnonzero(np.isfinite(self.clock[:, value.maker])).tolist()
+
+    def _find_alike(self, steps: list[Step], touched: dict[int, list[_Value]], place: dict[int, int]) -> None:
+        """Live values with the same readers from here on, at the same cost: the experts of a layer, say."""
+        live: list[tuple[_Value, int, list[int]]] = []
+        for i, step in enumerate(steps):
+            for value in touched[i]:
+                made_first = value.maker < 0 or place[value.maker] == value.first
+                if value.first == i and made_first and id(value) in self.slot_of:
+                    slot = self.slot_of[id(value)]
+                    live.append((value, slot, sorted(place[v] for v in value.readers)))
+            live = [each for each in live if each[0].last > i]
+            groups: dict[Hashable, list[int]] = defaultdict(list)
+            for value, slot, readers in live:
+                left = tuple(p for p in readers if p > i)
+                groups[left, value.seconds.tobytes(), value.maker < 0].append(slot)
+            step.alike = tuple(tuple(sorted(slots)) for slots in groups.values() if len(slots) > 1)
+
+    # -- states --------------------------------------------------------------------------------------
+
+    def start(self) -> Ints:
+        """(words, 1) the state before the first step."""
+        return np.zeros((self.words, 1), dtype=np.int64)
+
+    def extend(self, step: Step, states: Ints, relaxed: Set[int] = frozenset()) -> tuple[Ints, Floats]:
+        """The states after a step on each device, and its seconds there.
+
+        Args:
+            step: what is placed.
+            states: (words, states).
+            relaxed: slots of values whose copies cost nothing.
+
+        Returns:
+            (devices, words, states), (devices, states).
+        """
+        count, devices = states.shape[1], np.arange(self.devices)
+        after = np.repeat(states[None], self.devices, axis=0)
+        seconds = np.repeat(step.seconds[:, None], count, axis=1)
+        bits = np.left_shift(np.int64(1), devices)[:, None]
+        if self.before:
+            for device, other in self.before:
+                seconds[device, (states[0] >> other & 1) == 0] = np.inf
+            after[:, 0] |= bits
+        for touch in step.touches:
+            if touch.slot in relaxed:
+                continue
+            word, shift = self._at(touch.slot)
+            held = states[word] >> shift & self.mask
+            if touch.makes:
+                if touch.seconds is not None:  # those who have read it before
+                    there = (held[None, :] >> devices[:, None] & 1).astype(bool)
+                    for reader in range(self.devices):
+                        seconds += np.where(there[reader], touch.seconds[:, reader][:, None], 0.0)
+                after[:, word] |= bits << shift
+                if self.needs_home:
+                    after[:, word] |= bits << (shift + self.devices)
+                continue
+            if touch.seconds is not None:
+                missing = (held[None, :] >> devices[:, None] & 1) == 0
+                seconds += np.where(missing, self._arrival(touch.seconds, states[word], shift), 0.0)
+            after[:, word] |= bits << shift
+        for slot in step.closed:
+            word, shift = self._at(slot)
+            after[:, word] &= ~np.int64((1 << self.width) - 1 << shift)
+        return after, seconds
+
+    def _arrival(self, seconds: Floats, words: Ints, shift: int) -> Floats:
+        """(devices, states) of a copy from where it was made."""
+        if not self.needs_home:
+            return seconds[0][:, None]
+        home = words >> (shift + self.devices) & self.mask
+        made = np.frexp(np.maximum(home, 1).astype(float))[1] - 1  # the number of the only bit
+        return np.where(home[None, :] > 0, seconds[made].T, seconds[0][:, None])
+
+    def _at(self, slot: int) -> tuple[int, int]:
+        word, place = divmod(slot, self.per_word)
+        return word, place * self.width
+
+    def without(self, states: Ints, slots: Set[int]) -> Ints:
+        """States of which nothing is known in these slots."""
+        found = states.copy()
+        for slot in slots:
+            word, shift = self._at(slot)
+            found[..., word, :] &= ~np.int64((1 << self.width) - 1 << shift)
+        return found
+
+    def ordered(self, states: Ints, alike: Sequence[Sequence[int]]) -> Ints:
+        """States with the bits of values that nothing tells apart in one order."""
+        if not alike:
+            return states
+        found, bits = states.copy(), (1 << self.width) - 1
+        for slots in alike:
+            places = [self._at(slot) for slot in slots]
+            each = np.sort(np.stack([found[..., word, :] >> shift & bits for word, shift in places]), axis=0)
+            for (word, shift), values in zip(places, each, strict=True):
+                found[..., word, :] &= ~np.int64(bits << shift)
+                found[..., word, :] |= values << shift
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The states after a step, and the transitions to them.
+
+    Attributes:
+        states: (words, states) in lexicographic order.
+        onward: (devices, states before) index of the state after.
+        seconds: (devices, states before) infinite where it may not be.
+        relaxed: slots of values that are not followed after the step.
+        dropped: slots that were not followed before it.
+        alike: as of the step, without these.
+    """
+
+    states: Ints
+    onward: npt.NDArray[np.int32]
+    seconds: Floats
+    relaxed: frozenset[int]
+    dropped: frozenset[int]
+    alike: tuple[tuple[int, ...], ...]
+
+    def find(self, frontier: Frontier, states: Ints) -> Ints:
+        """Indices of the states that these exact ones are relaxed to."""
+        known = frontier.ordered(frontier.without(states, self.dropped), self.alike)
+        return _search(self.states, frontier.without(known, self.relaxed))
+
+
+def make_stages(frontier: Frontier, most: int) -> list[Stage]:
+    """A stage for each step; in a stack, a layer's are mostly those of the layer before.
+
+    Args:
+        frontier: whose states these are.
+        most: states between two steps, times devices, beyond which values are relaxed.
+    """
+    stages: list[Stage] = []
+    made: dict[Hashable, Stage] = {}
+    states, relaxed = frontier.start(), frozenset[int]()
+    for step in frontier.steps:
+        key = step.signature, relaxed, states.tobytes(), states.shape
+        stage = made.get(key)
+        if stage is None:
+            stage = made[key] = _make_stage(frontier, step, states, relaxed, most)
+        stages.append(stage)
+        states, relaxed = stage.states, stage.relaxed
+    return stages
+
+
+def _make_stage(frontier: Frontier, step: Step, states: Ints, relaxed: frozenset[int], most: int) -> Stage:
+    after, seconds = frontier.extend(step, states, relaxed)
+    dropped = relaxed - set(step.closed)
+    followed = (tuple(slot for slot in slots if slot not in dropped) for slots in step.alike)
+    alike = tuple(slots for slots in followed if len(slots) > 1)
+    after = frontier.ordered(frontier.without(after, dropped), alike)
+    possible = np.isfinite(seconds)
+    known = _unique(after.transpose(1, 0, 2)[:, possible])
+    relaxed = frozenset(dropped)
+    for slot in step.open:
+        if known.shape[1] * frontier.devices <= most:
+            break
+        relaxed |= {slot}
+        known = _unique(frontier.without(known, {slot}))
+    after = frontier.without(after, relaxed)
+    flat = after.transpose(1, 0, 2).reshape(frontier.words, -1)
+    onward = _search(known, flat).reshape(frontier.devices, -1)
+    return Stage(known, onward.astype(np.int32), seconds, relaxed, frozenset(dropped), alike)
+
+
+def _unique(states: Ints) -> Ints:
+    """(words, states) each once, in lexicographic order."""
+    if not states.shape[1]:
+        return states
+    order = np.lexsort(states[::-1]) if len(states) > 1 else np.argsort(states[0], kind="stable")
+    found = states[:, order]
+    new: Bools = np.ones(found.shape[1], dtype=bool)
+    new[1:] = (found[:, 1:] != found[:, :-1]).any(axis=0)
+    return found[:, new]
+
+
+def _search(known: Ints, wanted: Ints) -> Ints:
+    """Index of each wanted state among known ones in lexicographic order; of another where it is unknown."""
+    if len(known) == 1:
+        return np.minimum(np.searchsorted(known[0], wanted[0]), max(0, known.shape[1] - 1))
+    count = known.shape[1]
+    both = np.concatenate([known, wanted], axis=1)
+    order = np.lexsort(both[::-1])  # stable: a known state comes before equal wanted ones
+    is_known = order < count
+    position = np.maximum(is_known.cumsum() - 1, 0)
+    found = np.empty(len(order), dtype=np.int64)
+    found[order] = position
+    return found[count:]

@@ -1,0 +1,284 @@
+"""Label-setting search over the frontier: a resource-constrained shortest path.
+
+A label is a placement of the first operations: its state, its clock, and the bytes that it puts on each
+device. Labels grow by one step at a time, each on every device; those of equal state and bytes keep the
+fastest (Irnich and Desaulniers, "Shortest path problems with resource constraints", 2005). A label's
+f-value, its priced clock plus the relaxation's cost to the end, is a lower bound of its completions: what
+cannot beat the best known placement is dropped. While no step has more labels than ``width`` the search is
+exact for the relaxed problem; where one has, it is a beam, and the least f-value dropped is the bound.
+
+Where weights are streamed, a label also has the end of each device's copy queue and the times at which its
+prefetch slots are free; the f-value weighs the queue by its price, and proves nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from graphplan.passes.placement.arrays import Floats, Ints
+from graphplan.passes.placement.params import Effort
+from graphplan.passes.placement.relaxation import Buffers, Relaxation
+
+__all__ = ["Completion", "LabelSearch", "search_labels"]
+
+_MIX = np.int64(-7046029254386353131)  # an odd number that scatters bits
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A placement that a search has found.
+
+    Attributes:
+        seconds: by the clock of the labels.
+        device: (variables,) of each macro-operation, then the home of each shared weight.
+        streamed: (variables,) whether its movable weights are streamed.
+        spare: (devices,) bytes of the room that weights leave.
+    """
+
+    seconds: float
+    device: Ints
+    streamed: Ints
+    spare: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class LabelSearch:
+    """The result: completions, the fastest first, and seconds that none can be below."""
+
+    completions: tuple[Completion, ...]
+    bound: float
+    exact: bool
+
+
+@dataclass(slots=True)
+class _Labels:
+    """Columns are labels.
+
+    Attributes:
+        state: (words, labels).
+        clock: (labels,) seconds.
+        nbytes: (devices, labels).
+        queue: (devices, labels) when the copies so far are done; no rows where nothing is streamed.
+        free: (devices, slots, labels) when each prefetch slot is free, the latest first.
+        parent: (labels,) index among the labels of the step before.
+        option: (labels,) twice the device, and one more where weights are streamed.
+        value: (labels,) the f-value.
+    """
+
+    state: Ints
+    clock: Floats
+    nbytes: Floats
+    queue: Floats
+    free: Floats
+    parent: Ints
+    option: Ints
+    value: Floats
+
+    @property
+    def count(self) -> int:
+        return len(self.clock)
+
+    def take(self, which: Ints) -> _Labels:
+        return _Labels(
+            self.state[:, which],
+            self.clock[which],
+            self.nbytes[:, which],
+            self.queue[:, which],
+            self.free[:, :, which],
+            self.parent[which],
+            self.option[which],
+            self.value[which],
+        )
+
+
+def search_labels(
+    relaxation: Relaxation, width: int, below: float, effort: Effort, margin: Floats | None = None
+) -> LabelSearch:
+    """Complete placements by label setting.
+
+    Args:
+        relaxation: with prices.
+        width: labels kept after a step.
+        below: seconds of a known placement; what cannot be faster is dropped.
+        effort: what is charged.
+        margin: (devices,) bytes to leave free, where exact peaks passed a budget; the bound then says nothing.
+    """
+    return _Search(relaxation, width, below, effort, margin).run()
+
+
+class _Search:
+    def __init__(
+        self, relaxation: Relaxation, width: int, below: float, effort: Effort, margin: Floats | None
+    ) -> None:
+        self.relaxation, self.frontier = relaxation, relaxation.frontier
+        self.width, self.below, self.effort = width, below, effort
+        count = self.frontier.devices
+        self.buffers = relaxation.buffers or Buffers.none(count)
+        self.streams = relaxation.buffers is not None and relaxation._streams
+        self.room = relaxation.room - (0.0 if margin is None else margin)
+        prices = relaxation.prices
+        self.per_byte, self.weight = prices.per_byte, prices.queue
+        self.dropped = np.inf
+        self.trail: list[tuple[Ints, Ints]] = []
+        self.constant = self.frontier.constant - float(self.per_byte @ relaxation.room)
+
+    def run(self) -> LabelSearch:
+        count = self.frontier.devices
+        rows, slots = (count, max(1, int(self.buffers.slots.max()))) if self.streams else (0, 0)
+        labels = _Labels(
+            self.frontier.start(),
+            np.zeros(1),
+            np.zeros((count, 1)),
+            np.zeros((rows, 1)),
+            np.zeros((rows, slots, 1)),
+            np.zeros(1, dtype=np.int64),
+            np.zeros(1, dtype=np.int64),
+            np.zeros(1),
+        )
+        for i in range(len(self.frontier.steps)):
+            labels = self._grow(i, labels)
+            if not labels.count:
+                return LabelSearch((), min(self.below, self.dropped), not np.isfinite(self.dropped))
+            self.trail.append((labels.parent.astype(np.int32), labels.option.astype(np.int16)))
+            if self.effort.over:
+                return LabelSearch((), 0.0, exact=False)
+        seconds = labels.clock + self.frontier.constant
+        order = np.argsort(seconds, kind="stable")[: self.effort.params.completions]
+        found = tuple(self._trace(int(label), labels, seconds) for label in order)
+        bound = min(self.below, self.dropped, float(seconds.min()))
+        return LabelSearch(found, bound, not np.isfinite(self.dropped))
+
+    def _grow(self, i: int, labels: _Labels) -> _Labels:
+        """The labels after a step."""
+        relaxation, step = self.relaxation, self.frontier.steps[i]
+        stage, rest = relaxation.stages[i], relaxation.rest[i + 1]
+        after, seconds = self.frontier.extend(step, labels.state)
+        self.effort.charge(6.0 * seconds.size)
+        grown = []
+        for d in range(self.frontier.devices):
+            held = labels.nbytes[d] + step.nbytes
+            able = np.flatnonzero(np.isfinite(seconds[d]) & (held <= self.room[d]))
+            if len(able) and self._may_stay(i, d):
+                grown.append(self._placed(i, d, labels, able, after[d], seconds[d], streamed=False))
+            if np.isfinite(relaxation.copy[d, i]):
+                able = self._able_to_stream(i, d, labels, seconds[d])
+                if len(able):
+                    grown.append(self._placed(i, d, labels, able, after[d], seconds[d], streamed=True))
+        if not grown:
+            return labels.take(np.zeros(0, dtype=np.int64))
+        found = _joined(grown)
+        if step.alike:
+            found.state = self.frontier.ordered(found.state, step.alike)
+        found.value = self._values(found, rest[stage.find(self.frontier, found.state)])
+        return self._best(found)
+
+    def _may_stay(self, i: int, d: int) -> bool:
+        """Weights that are fixed in CPU memory pass a slot, if it is large enough."""
+        return not (self.streams and self.relaxation.fixed_queue[d, i]) or bool(self.buffers.slots[d])
+
+    def _able_to_stream(self, i: int, d: int, labels: _Labels, seconds: Floats) -> Ints:
+        step, cpu = self.frontier.steps[i], self.relaxation.cpu
+        able = np.isfinite(seconds) & (labels.nbytes[d] + step.nbytes - step.movable <= self.room[d])
+        if cpu is not None:
+            able &= labels.nbytes[cpu] + step.movable <= self.room[cpu]
+        return np.flatnonzero(able)
+
+    def _placed(
+        self, i: int, d: int, labels: _Labels, able: Ints, after: Ints, seconds: Floats, *, streamed: bool
+    ) -> _Labels:
+        """Some labels with a step on a device."""
+        relaxation, step = self.relaxation, self.frontier.steps[i]
+        found = labels.take(able)
+        found.state = after[:, able]
+        found.clock = found.clock + seconds[able]
+        found.nbytes[d] += step.nbytes - (step.movable if streamed else 0.0)
+        if streamed and relaxation.cpu is not None:
+            found.nbytes[relaxation.cpu] += step.movable
+        found.parent = able
+        found.option = np.full(len(able), 2 * d + streamed)
+        copying = relaxation.fixed_queue[d, i] + (self._copy_seconds(i, d) if streamed else 0.0)
+        if self.streams and copying:
+            slot = int(self.buffers.slots[d]) - 1
+            found.queue[d] = np.maximum(found.queue[d], found.free[d, slot]) + copying
+            own = step.seconds[d]
+            found.clock = np.maximum(found.clock - own, found.queue[d]) + own
+            found.free[d, 1:] = found.free[d, :-1].copy()
+            found.free[d, 0] = found.clock
+        return found
+
+    def _copy_seconds(self, i: int, d: int) -> float:
+        """Of streaming a step's weights; a single slot is waited for by the clock of the labels."""
+        arrays, cpu = self.frontier.arrays, self.relaxation.cpu
+        assert cpu is not None
+        return float(arrays.latency[cpu, d] + self.frontier.steps[i].movable * arrays.per_byte[cpu, d])
+
+    def _values(self, labels: _Labels, rest: Floats) -> Floats:
+        priced = self.per_byte @ labels.nbytes + self.constant + rest
+        if not self.streams:
+            return np.asarray(labels.clock + priced)
+        # copying that is behind the clock by more than the buffers hold cannot catch up
+        least = labels.clock[None, :] - self.relaxation.ahead[:, None]
+        last = labels.free[np.arange(len(self.buffers.slots)), np.maximum(self.buffers.slots - 1, 0)]
+        queue = np.minimum(np.maximum(np.maximum(labels.queue, least), last), labels.clock[None, :])
+        weighed = (1.0 - self.weight.sum()) * labels.clock + self.weight @ queue
+        return np.maximum(weighed + priced, labels.clock)
+
+    def _best(self, labels: _Labels) -> _Labels:
+        """Without dominated labels, and with no more than ``width``."""
+        order = np.argsort(labels.value, kind="stable")
+        order = order[labels.value[order] < self.below]
+        if len(order) > 4 * self.width:
+            self._drop(labels.value[order[4 * self.width :]])
+            order = order[: 4 * self.width]
+        labels = labels.take(order)
+        labels = labels.take(_undominated(labels))
+        if labels.count > self.width:
+            self._drop(labels.value[self.width :])
+            labels = labels.take(np.arange(self.width))
+        return labels
+
+    def _drop(self, values: Floats) -> None:
+        if len(values):
+            self.dropped = min(self.dropped, float(values.min()))
+
+    def _trace(self, label: int, labels: _Labels, seconds: Floats) -> Completion:
+        frontier = self.frontier
+        count = frontier.units + len(frontier.shared)
+        device, streamed = np.full(count, -1), np.zeros(count, dtype=np.int64)
+        total, spare = float(seconds[label]), self.relaxation.room - labels.nbytes[:, label]
+        for step, (parent, option) in zip(reversed(frontier.steps), reversed(self.trail), strict=True):
+            device[step.variable], streamed[step.variable] = divmod(int(option[label]), 2)
+            label = int(parent[label])
+        return Completion(total, device, streamed, spare)
+
+
+def _joined(parts: list[_Labels]) -> _Labels:
+    if len(parts) == 1:
+        return parts[0]
+    return _Labels(
+        np.concatenate([p.state for p in parts], axis=1),
+        np.concatenate([p.clock for p in parts]),
+        np.concatenate([p.nbytes for p in parts], axis=1),
+        np.concatenate([p.queue for p in parts], axis=1),
+        np.concatenate([p.free for p in parts], axis=2),
+        np.concatenate([p.parent for p in parts]),
+        np.concatenate([p.option for p in parts]),
+        np.concatenate([p.value for p in parts]),
+    )
+
+
+def _undominated(labels: _Labels) -> Ints:
+    """Of labels in the order of their f-values, the first of each state and bytes."""
+    mixed = np.zeros(labels.count, dtype=np.int64)
+    for row in (*labels.state, *labels.nbytes.astype(np.int64)):
+        mixed = (mixed ^ (mixed >> 29)) * _MIX + row
+    order = np.argsort(mixed, kind="stable")
+    one, other = order[:-1], order[1:]
+    same = mixed[one] == mixed[other]
+    same &= (labels.state[:, one] == labels.state[:, other]).all(axis=0)
+    same &= (labels.nbytes[:, one] == labels.nbytes[:, other]).all(axis=0)
+    keep = np.ones(labels.count, dtype=bool)
+    keep[other[same]] = False
+    return np.flatnonzero(keep)

@@ -1,0 +1,264 @@
+"""Hill climbing over placements without streaming: runs of operations, and homes of shared weights, move.
+
+A move is priced by the copies that it changes, and judged by exact peaks only where it helps. Three goals
+share the moves: fewer seconds, fewer bytes over a budget (repair), and more head-room on the fullest device
+at the same seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from graphplan.passes.placement.arrays import Arrays, Floats, Ints
+from graphplan.passes.placement.params import Effort
+
+__all__ = ["LocalSearch"]
+
+_TOLERANCE = 1e-9  # relative: a gain below that is rounding
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """Operations ``start .. start + length - 1``, and what must be with them, go to a device."""
+
+    seconds: float
+    start: int
+    length: int
+    device: int
+
+
+class LocalSearch:
+    """A placement that is improved in place.
+
+    Args:
+        arrays: of the problem.
+        devices: (operations,) where to begin.
+        effort: what is charged.
+        chosen: (items,) homes of shared weights that are decided, -1 elsewhere; None for none.
+    """
+
+    def __init__(self, arrays: Arrays, devices: Ints, effort: Effort, chosen: Ints | None = None) -> None:
+        self.arrays, self.effort = arrays, effort
+        self.devices = devices.copy()
+        self.chosen = np.full(len(arrays.names), -1) if chosen is None else chosen.copy()
+        self._index()
+        self._reset()
+
+    def _index(self) -> None:
+        arrays = self.arrays
+        self.reads: list[list[int]] = [[] for _ in range(arrays.count + 1)]
+        for item, reader in zip(arrays.item.tolist(), arrays.reader.tolist(), strict=True):
+            self.reads[reader].append(item)
+        self.makes: list[list[int]] = [[] for _ in range(arrays.count)]
+        for item, source in enumerate(arrays.source.tolist()):
+            if source >= 0 and arrays.fixed[item] < 0:
+                self.makes[source].append(item)
+        self.unit = arrays.unit_of.tolist()
+        self.nbytes = arrays.nbytes.tolist()
+        count = len(arrays.keys)
+        self.latency = [[float(arrays.latency[a, b]) for b in range(count)] for a in range(count)]
+        self.per_byte = [[float(arrays.per_byte[a, b]) for b in range(count)] for a in range(count)]
+        own = np.zeros(arrays.count)
+        weights = np.arange(arrays.values, len(arrays.names))
+        weights = weights[(arrays.source[weights] >= 0) & (arrays.fixed[weights] < 0)]
+        np.add.at(own, arrays.source[weights], arrays.weight_bytes[weights - arrays.values])
+        self.own_bytes = own
+        readers: dict[int, set[int]] = {}
+        for item, reader in zip(arrays.item.tolist(), arrays.reader.tolist(), strict=True):
+            if item >= arrays.values and reader < arrays.count:
+                readers.setdefault(item, set()).add(self.unit[reader])
+        self.shared = [v for v, units in readers.items() if len(units) > 1 and arrays.fixed[v] < 0]
+
+    def _reset(self) -> None:
+        arrays = self.arrays
+        self.where = [*self.devices.tolist(), arrays.host]
+        self.home = arrays.homes(self.devices, self.chosen).tolist()
+        self.readers = [[0] * len(arrays.keys) for _ in arrays.names]
+        for item, reader in zip(arrays.item.tolist(), arrays.reader.tolist(), strict=True):
+            self.readers[item][self.where[reader]] += 1
+        self.seconds = arrays.seconds(self.devices, self.chosen)
+        self.peaks = arrays.peaks(self.devices, self.chosen)
+
+    @property
+    def excess(self) -> float:
+        """Bytes over all budgets."""
+        return float(np.maximum(self.peaks - self.arrays.room, 0.0).sum())
+
+    @property
+    def fullness(self) -> float:
+        """Share of its budget that the fullest accelerator uses."""
+        return _fullness(self.arrays, self.peaks)
+
+    # -- goals ---------------------------------------------------------------------------------------
+
+    def climb(self) -> None:
+        """Take moves that save seconds and keep the budgets, until none does."""
+        improved = True
+        while improved and not self.effort.over:
+            improved = self._move_homes()
+            for move in sorted(self._moves(), key=lambda m: m.seconds):
+                if self.effort.over:
+                    return
+                improved |= self._try(move, self._saves, -_TOLERANCE * self.seconds)
+
+    def repair(self) -> bool:
+        """Take moves off devices that are over their budgets, the cheapest for what they free first."""
+        while self.excess and not self.effort.over:
+            before, over = self.excess, self.peaks > self.arrays.room
+            moves = [m for m in self._moves(off=over) if not over[m.device]]
+            freed = np.concatenate([[0.0], self.own_bytes.cumsum()])
+            spare = np.maximum(self.arrays.room - self.peaks, 0.0)
+
+            def price(move: _Move, freed: Floats = freed, spare: Floats = spare, most: float = before) -> float:
+                nbytes = min(freed[move.start + move.length] - freed[move.start], spare[move.device], most)
+                delta = self._delta(self._run(move), move.device)
+                return (delta + 1e-6) / max(nbytes, 1.0)
+
+            moves.sort(key=price)
+            self.effort.charge(20.0 * len(moves))
+            if not any(self._try(move, self._frees, np.inf) for move in moves[:24]):
+                return False
+        return not self.excess
+
+    def balance(self, most: float) -> None:
+        """Take moves that leave the fullest accelerator more room, while seconds are at most ``most``."""
+        improved = True
+        while improved and not self.effort.over:
+            improved = False
+            full = np.zeros(self.arrays.computing, dtype=bool)
+            full[int((self.peaks / np.maximum(self.arrays.room, 1.0) * self._accelerates).argmax())] = True
+            moves = sorted(self._moves(off=full), key=lambda m: -m.length)
+            for move in moves:
+                if full[move.device] or self.effort.over:
+                    continue
+                if self._try(move, self._empties, most - self.seconds):
+                    improved = True
+                    break
+
+    @property
+    def _accelerates(self) -> Floats:
+        return np.array([float(spec.is_accelerator) for spec in self.arrays.specs])
+
+    def _saves(self, peaks: Floats) -> bool:
+        return bool((peaks <= self.arrays.room).all())
+
+    def _frees(self, peaks: Floats) -> bool:
+        return float(np.maximum(peaks - self.arrays.room, 0.0).sum()) < self.excess
+
+    def _empties(self, peaks: Floats) -> bool:
+        return self._saves(peaks) and _fullness(self.arrays, peaks) < self.fullness * (1 - 1e-3)
+
+    # -- moves ---------------------------------------------------------------------------------------
+
+    def _moves(self, off: Ints | None = None) -> Iterator[_Move]:
+        """Runs of one, two, four, ... operations, next to where they would go, by their own seconds."""
+        arrays, count = self.arrays, self.arrays.count
+        own = arrays.compute[self.devices, np.arange(count)]
+        with np.errstate(invalid="ignore"):
+            change = np.where(np.isfinite(arrays.compute), arrays.compute - own, np.inf)
+        able = np.concatenate([np.zeros((arrays.computing, 1)), np.isinf(change).cumsum(axis=1)], axis=1)
+        total = np.where(np.isinf(change), 0.0, change)
+        total = np.concatenate([np.zeros((arrays.computing, 1)), total.cumsum(axis=1)], axis=1)
+        copies = self.seconds - float(own.sum())
+        length = 1
+        while length <= count:
+            starts = np.arange(count - length + 1)
+            starts = starts[:: max(1, len(starts) // 2048)]
+            self.effort.charge(arrays.computing * len(starts))
+            for device in range(arrays.computing):
+                seconds = total[device, starts + length] - total[device, starts]
+                fine = able[device, starts + length] == able[device, starts]
+                left = np.where(starts > 0, self.devices[np.maximum(starts - 1, 0)], -1)
+                right = np.where(starts + length < count, self.devices[np.minimum(starts + length, count - 1)], -1)
+                ends = (self.devices[starts] != device) | (self.devices[starts + length - 1] != device)
+                if off is None:
+                    fine &= (seconds < copies) & ends
+                    fine &= (left == device) | (right == device) | (length <= 2)
+                else:
+                    fine &= off[self.devices[starts]] | off[self.devices[starts + length - 1]]
+                    fine &= (left == device) | (right == device) | (length <= 2) | (starts % length == 0)
+                for at in np.flatnonzero(fine).tolist():
+                    yield _Move(float(seconds[at]), int(starts[at]), length, device)
+            length *= 2
+
+    def _run(self, move: _Move) -> list[int]:
+        """The operations of a move, whole macro-operations, as far as they are elsewhere."""
+        units = dict.fromkeys(self.unit[move.start : move.start + move.length])
+        return [
+            i for unit in units if unit >= 0 for i in self.arrays.units[unit] if self.where[i] != move.device
+        ]
+
+    def _delta(self, run: list[int], device: int) -> float:
+        """Seconds that moving these operations adds."""
+        compute, where = self.arrays.compute, self.where
+        changed: dict[int, list[int]] = {}
+        homes: dict[int, int] = {}
+        delta = 0.0
+        for i in run:
+            here = where[i]
+            delta += compute[device, i] - compute[here, i]
+            for item in self.reads[i]:
+                counts = changed.get(item)
+                if counts is None:
+                    counts = changed[item] = self.readers[item].copy()
+                counts[here] -= 1
+                counts[device] += 1
+            for item in self.makes[i]:
+                if self.chosen[item] < 0:
+                    homes[item] = device
+                    changed.setdefault(item, self.readers[item].copy())
+        for item, counts in changed.items():
+            home = self.home[item]
+            delta += self._copies(item, homes.get(item, home), counts)
+            delta -= self._copies(item, home, self.readers[item])
+        self.effort.charge(2.0 * (len(run) + len(changed)))
+        return float(delta)
+
+    def _copies(self, item: int, home: int, counts: list[int]) -> float:
+        """Seconds of the copies of an item to the devices that read it."""
+        latency, per_byte, nbytes = self.latency[home], self.per_byte[home], self.nbytes[item]
+        return sum(
+            latency[d] + nbytes * per_byte[d] for d, count in enumerate(counts) if count and d != home
+        )
+
+    def _try(self, move: _Move, accepts: Callable[[Floats], bool], most: float) -> bool:
+        """Take a move if it adds less than ``most`` seconds and its exact peaks are accepted."""
+        run = self._run(move)
+        if not run or not np.isfinite(self.arrays.compute[move.device, run]).all():
+            return False
+        if self._delta(run, move.device) >= most:
+            return False
+        trial = self.devices.copy()
+        trial[run] = move.device
+        return self._judge(trial, self.chosen, accepts)
+
+    def _judge(self, devices: Ints, chosen: Ints, accepts: Callable[[Floats], bool]) -> bool:
+        self.effort.charge(float(10 * self.arrays.count))
+        peaks = self.arrays.peaks(devices, chosen)
+        if not accepts(peaks):
+            return False
+        self.devices, self.chosen = devices, chosen
+        self._reset()
+        return True
+
+    def _move_homes(self) -> bool:
+        """Let shared weights reside with another of their readers, where that saves seconds."""
+        improved = False
+        for item in self.shared:
+            here = self._copies(item, self.home[item], self.readers[item])
+            for device in [d for d, count in enumerate(self.readers[item]) if count and d != self.home[item]]:
+                if self._copies(item, device, self.readers[item]) < here - _TOLERANCE * self.seconds:
+                    chosen = self.chosen.copy()
+                    chosen[item] = device
+                    if self._judge(self.devices.copy(), chosen, self._saves):
+                        improved = True
+                        break
+        return improved
+
+
+def _fullness(arrays: Arrays, peaks: Floats) -> float:
+    used = [p / max(r, 1.0) for p, r, s in zip(peaks, arrays.room, arrays.specs, strict=True) if s.is_accelerator]
+    return float(max(used, default=0.0))

@@ -1,0 +1,79 @@
+"""What is asked of the planner, and what it answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from graphplan.cost import all_seconds
+from graphplan.device import CPU, DeviceKey, DeviceSpec, Topology
+from graphplan.graph import Graph, Operation
+
+__all__ = ["Problem", "cpu_key"]
+
+
+def cpu_key(topology: Topology) -> DeviceKey | None:
+    """The caller's key for the CPU, or None where it has no budget."""
+    return next((spec.key for spec in topology.devices if spec.device == CPU), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One forward pass to place.
+
+    Attributes:
+        graph: operations in a fixed order, their values and weights.
+        topology: devices, budgets (bytes), links.
+        host: key or name of the caller's device, where inputs are.
+        returns_to_host: whether outputs are moved back there.
+        fixed_weights: weights that have a home already: pinned by the caller, or placed by an
+            earlier plan of the same model.
+        allowed: operation -> devices that it may run on; one that is not named may run on all.
+        offload: whether the CPU may compute, and hold weights that accelerators read, where the
+            accelerators do not hold the model.
+        balance: minimise the longest stage instead of the sum.
+        rings: device -> bytes of the prefetch buffers that plans of other calls have there already.
+        growth: device -> bytes that these may have at most, where those calls leave no more room.
+        streams: False where autograd keeps weights after the call: they are then copied one by one.
+    """
+
+    graph: Graph
+    topology: Topology
+    host: DeviceKey
+    returns_to_host: bool = True
+    fixed_weights: Mapping[str, DeviceKey] = field(default_factory=dict)
+    allowed: Mapping[str, frozenset[DeviceKey]] = field(default_factory=dict)
+    offload: bool = True
+    balance: bool = False
+    rings: Mapping[DeviceKey, int] = field(default_factory=dict)
+    growth: Mapping[DeviceKey, int] = field(default_factory=dict)
+    streams: bool = True
+    # seconds of each operation by device: asked for at every evaluation
+    _clocks: dict[DeviceKey, tuple[DeviceSpec, dict[str, float]]] = field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
+
+    def seconds(self, operation: Operation, spec: DeviceSpec) -> float:
+        """Seconds of an operation on a device, infinite where it may not run."""
+        return self.clock(spec)[operation.name]
+
+    def clock(self, spec: DeviceSpec) -> Mapping[str, float]:
+        """The same of each operation, in the graph's order."""
+        known = self._clocks.get(spec.key)
+        if known is None or (known[0] is not spec and known[0] != spec):
+            operations = self.graph.operations
+            found = dict(zip(operations, all_seconds(operations.values(), spec), strict=True))
+            for name, allowed in self.allowed.items():
+                if spec.key not in allowed and name in found:
+                    found[name] = math.inf
+            known = self._clocks[spec.key] = spec, found
+        return known[1]
+
+    def obey(self, operations: Mapping[str, DeviceKey]) -> dict[str, DeviceKey]:
+        """The same devices, but for operations that may not run there: those go where they may."""
+        obeyed = dict(operations)
+        for name, allowed in self.allowed.items():
+            if name in obeyed and obeyed[name] not in allowed:
+                obeyed[name] = next(key for key in self.topology.keys if key in allowed)
+        return obeyed

@@ -1,0 +1,332 @@
+"""The Lagrangian relaxation: bytes have a price instead of a limit, and so have seconds of copying.
+
+With prices ``price[d] >= 0`` per byte and ``share[d] >= 0`` of the clock, ``sum(share) <= 1``, every
+placement within the budgets takes at least::
+
+    min over all placements of  (1 - sum(share)) * clock + sum over d of share[d] * queue[d]
+                                + price[d] * (bytes[d] - room[d])
+
+since it takes at least its clock and at least each device's copying, and passes no room. The minimum is a
+shortest path over the frontier's states; the costs to the end guide the label-setting search. The best
+prices are found by cutting planes (Kelley, "The cutting-plane method for solving convex programs", 1960),
+from those of the linear program that divides operation classes over devices in fractions, copies left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import scipy.sparse as sparse
+from scipy.optimize import linprog
+
+from graphplan.passes.placement.arrays import Bools, Floats, Ints
+from graphplan.passes.placement.frontier import Frontier, Stage
+from graphplan.passes.placement.params import Effort
+
+__all__ = ["Buffers", "Prices", "Relaxation"]
+
+_HIGHEST = 100.0  # price of all bytes of a device, in lower bounds: a box that keeps Kelley's method finite
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """How prefetch buffers limit streaming.
+
+    Attributes:
+        slots: (devices,) of the accelerators' buffers; 0 where nothing is streamed.
+        nbytes: (devices,) of each slot.
+    """
+
+    slots: Ints
+    nbytes: Floats
+
+    @classmethod
+    def none(cls, devices: int) -> Buffers:
+        """Nothing is streamed."""
+        return cls(np.zeros(devices, dtype=np.int64), np.zeros(devices))
+
+    @property
+    def total(self) -> Floats:
+        """(devices,) bytes of all slots."""
+        return self.slots * self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Seconds per byte of each device, and the share of the clock that its copying is weighed by."""
+
+    per_byte: Floats
+    queue: Floats
+
+
+class Relaxation:
+    """A frontier with a configuration of memory.
+
+    Args:
+        frontier: whose steps are placed.
+        stages: of it.
+        buffers: prefetch buffers that are set aside; None for a bound that holds whatever their sizes.
+
+    Attributes:
+        room: (devices,) bytes for weights at most.
+        stay: (devices, steps) whether a step may have its weights reside there.
+        copy: (devices, steps) seconds of streaming the movable weights; infinite where they may not be.
+        bound: the highest lower bound so far, seconds.
+        prices: of that bound.
+        rest: (states,) before each step and after the last, the priced cost to the end.
+        possible: whether some placement may exist.
+    """
+
+    def __init__(self, frontier: Frontier, stages: list[Stage], buffers: Buffers | None) -> None:
+        self.frontier, self.stages = frontier, stages
+        arrays, steps = frontier.arrays, frontier.steps
+        count = frontier.devices
+        self.accelerator: Bools = np.array([spec.is_accelerator for spec in arrays.specs], dtype=bool)
+        self.nbytes = np.array([step.nbytes for step in steps])
+        self.movable = np.array([step.movable for step in steps])
+        self.needs = np.array([step.needs for step in steps]).T
+        self.fixed_queue = np.zeros((count, len(steps)))
+        for i, step in enumerate(steps):
+            if step.variable < frontier.units:
+                self.fixed_queue[:, i] = frontier.fixed_queue[:, step.variable]
+        self.seconds = np.array([step.seconds for step in steps]).T
+        self.cpu = frontier.cpu if frontier.streaming else None
+        self.buffers = buffers
+        self._set_room()
+        self._set_copies()
+        self.bound, self.rest = 0.0, list[Floats]()
+        self.prices = Prices(np.zeros(count), np.zeros(count))
+        self.possible = all(stage.states.shape[1] for stage in stages) and bool((self.room >= 0).all())
+
+    def _set_room(self) -> None:
+        arrays = self.frontier.arrays
+        only_fixed = np.where(arrays.fixed >= 0, arrays.fixed, len(arrays.keys))
+        fixed = arrays.resident(only_fixed)
+        # a device where weights reside runs something: at least the least needy operation
+        runs = np.array([step.variable < self.frontier.units for step in self.frontier.steps])
+        needs = np.where(np.isfinite(self.seconds) & runs, self.needs, np.inf)
+        least = needs.min(axis=1, initial=np.inf)
+        self.least = least = np.where(np.isfinite(least), least, 0.0)
+        self.room = arrays.room - fixed - least
+        if self.buffers is not None:
+            self.room = self.room - self.buffers.total
+
+    def _set_copies(self) -> None:
+        arrays = self.frontier.arrays
+        self.copy = np.full(self.seconds.shape, np.inf)
+        self.ahead = np.full(self.frontier.devices, np.inf)
+        if self.cpu is None:
+            return
+        per_byte = arrays.per_byte[self.cpu, : self.frontier.devices]
+        latency = arrays.latency[self.cpu, : self.frontier.devices]
+        for d in np.flatnonzero(self.accelerator).tolist():
+            able = (self.movable > 0) & np.isfinite(self.seconds[d])
+            seconds = self.movable * per_byte[d]
+            if self.buffers is not None:
+                able &= (self.movable <= self.buffers.nbytes[d]) & (self.buffers.slots[d] > 0)
+                seconds = seconds + latency[d]
+                if self.buffers.slots[d] == 1:  # the next copy waits for the reader of this one
+                    seconds = seconds + np.where(np.isfinite(self.seconds[d]), self.seconds[d], 0.0)
+                self.ahead[d] = self.buffers.total[d] * per_byte[d]
+            self.copy[d] = np.where(able, seconds, np.inf)
+
+    @property
+    def _streams(self) -> bool:
+        return bool(np.isfinite(self.copy).any() or self.fixed_queue.any())
+
+    # -- prices --------------------------------------------------------------------------------------
+
+    def improve(self, enough: float, effort: Effort, rounds: int | None = None) -> None:
+        """Look for prices with a higher bound.
+
+        Args:
+            enough: seconds that no bound needs to pass.
+            effort: what is charged.
+            rounds: cutting planes at most.
+        """
+        if not self.possible:
+            self.bound = np.inf
+            return
+        params = effort.params
+        point = self._first_prices() if not self.rest else self._as_point(self.prices)
+        if point is None:
+            self.possible, self.bound = False, np.inf
+            return
+        cuts: list[tuple[float, Floats]] = []
+        for _ in range(params.price_rounds if rounds is None else rounds):
+            prices = self._as_prices(point)
+            point = self._as_point(prices)
+            bound, rest, slope = self._dual(prices)
+            slope = self._even(slope)
+            effort.charge(2.0 * sum(stage.seconds.size for stage in self.stages))
+            if not np.isfinite(bound):
+                self.possible, self.bound = False, np.inf
+                return
+            cuts.append((bound - slope @ point, slope))
+            if not self.rest or bound > self.bound:
+                self.bound, self.prices, self.rest = max(bound, 0.0), prices, rest
+            if self.bound >= enough or effort.over:
+                return
+            highest, proposed = self._highest(cuts)
+            if highest - self.bound < params.price_accuracy * abs(self.bound):
+                return
+            point = (self._as_point(self.prices) + proposed) / 2
+
+    @property
+    def _scale(self) -> Floats:
+        """(devices,) seconds that all bytes of a device are worth at a price of one."""
+        return np.maximum(self.frontier.arrays.room, 1.0)
+
+    def _as_point(self, prices: Prices) -> Floats:
+        return np.concatenate([prices.per_byte * self._scale, prices.queue])
+
+    def _even(self, point: Floats) -> Floats:
+        """The mean over the devices of each class: what is best for all of them is best for their mean."""
+        count, even = self.frontier.devices, point.copy()
+        for members in _members(self.frontier):
+            for part in (0, count):
+                even[[m + part for m in members]] = point[[m + part for m in members]].mean()
+        return even
+
+    def _as_prices(self, point: Floats) -> Prices:
+        count, even = self.frontier.devices, self._even(point)
+        queue = np.clip(even[count:], 0.0, 1.0) * self._weighable
+        return Prices(np.maximum(even[:count], 0.0) / self._scale, queue / max(1.0, float(queue.sum())))
+
+    @property
+    def _weighable(self) -> Bools:
+        return (np.isfinite(self.copy) | (self.fixed_queue > 0)).any(axis=1)
+
+    def _highest(self, cuts: list[tuple[float, Floats]]) -> tuple[float, Floats]:
+        """The highest bound that the cutting planes leave possible, and its prices."""
+        count, unit = self.frontier.devices, max(self.bound, 1e-12)  # for HiGHS, whose tolerances are absolute
+        slopes = np.array([slope for _, slope in cuts])
+        slopes[:, count:] /= unit
+        rows = np.hstack([np.ones((len(cuts), 1)), -slopes])
+        one_clock = np.concatenate([[0.0], np.zeros(count), np.ones(count)])
+        found = linprog(
+            np.concatenate([[-1.0], np.zeros(2 * count)]),
+            A_ub=np.vstack([rows, one_clock]),
+            b_ub=np.append([height / unit for height, _ in cuts], 1.0),
+            bounds=[(None, 4.0), *[(0.0, _HIGHEST)] * count, *[(0.0, float(w)) for w in self._weighable]],
+            method="highs",
+        )
+        if found.x is None:
+            return self.bound, self._as_point(self.prices)
+        proposed = np.asarray(found.x[1:])
+        proposed[:count] *= unit
+        return -float(found.fun) * unit, proposed
+
+    def _options(self, prices: Prices) -> tuple[Floats, Floats]:
+        """(devices, steps) priced bytes and copying of weights that reside there, and that are streamed."""
+        per_byte, queue = prices.per_byte[:, None], prices.queue[:, None]
+        stay = per_byte * self.nbytes + queue * self.fixed_queue
+        away = stay - per_byte * self.movable + queue * np.where(np.isfinite(self.copy), self.copy, 0.0)
+        if self.cpu is not None:
+            away = away + prices.per_byte[self.cpu] * self.movable
+        return stay, np.where(np.isfinite(self.copy), away, np.inf)
+
+    def _clock(self, stage: Stage, prices: Prices) -> Floats:
+        """(devices, states) seconds of a step, less the copying that they hide."""
+        weight = prices.queue[:, None, None] * np.minimum(stage.seconds[None], self.ahead[:, None, None])
+        return np.where(np.isfinite(stage.seconds), stage.seconds - weight.sum(axis=0), np.inf)
+
+    def _dual(self, prices: Prices) -> tuple[float, list[Floats], Floats]:
+        """The bound at these prices, the costs to the end, and the slope of the bound in the prices."""
+        stay, away = self._options(prices)
+        extra = np.minimum(stay, away)
+        clocks: dict[int, Floats] = {}
+        rest = [np.zeros(self.stages[-1].states.shape[1])]
+        weighed = bool(prices.queue.any())
+        for i in range(len(self.stages) - 1, -1, -1):
+            stage = self.stages[i]
+            clock = stage.seconds
+            if weighed:
+                if id(stage) not in clocks:
+                    clocks[id(stage)] = self._clock(stage, prices)
+                clock = clocks[id(stage)]
+            each = rest[-1][stage.onward]
+            each += clock
+            each += extra[:, i : i + 1]
+            rest.append(each.min(axis=0))
+        rest.reverse()
+        nbytes, queue, clock_sum, state = np.zeros(len(self.room)), np.zeros(len(self.room)), np.zeros(len(self.room)), 0
+        for i, stage in enumerate(self.stages):
+            onward = stage.onward[:, state]
+            clock = clocks[id(stage)][:, state] if weighed else stage.seconds[:, state]
+            d = int((clock + extra[:, i] + rest[i + 1][onward]).argmin())
+            seconds = stage.seconds[d, state]
+            if not np.isfinite(seconds):
+                break
+            streamed = away[d, i] < stay[d, i]
+            nbytes[d] += self.nbytes[i] - (self.movable[i] if streamed else 0.0)
+            if streamed and self.cpu is not None:
+                nbytes[self.cpu] += self.movable[i]
+            queue[d] += self.fixed_queue[d, i] + (self.copy[d, i] if streamed else 0.0)
+            clock_sum += np.minimum(seconds, self.ahead)
+            state = int(onward[d])
+        slope = np.concatenate([(nbytes - self.room) / self._scale, queue - clock_sum])
+        return float(rest[0][0] - prices.per_byte @ self.room) + self.frontier.constant, rest, slope
+
+    def _first_prices(self) -> Floats | None:
+        """From the linear program of operation classes over devices; None where it has no solution."""
+        count = self.frontier.devices
+        columns = np.vstack([np.where(np.isfinite(self.seconds), self.seconds, -1.0), self.nbytes, self.movable])
+        columns = np.vstack([columns, self.fixed_queue, np.where(np.isfinite(self.copy), self.copy, -1.0)])
+        kinds, first, number = np.unique(columns.T.round(12), axis=0, return_index=True, return_counts=True)
+        seconds = self.seconds[:, first].T
+        copy, queue = self.copy[:, first].T, self.fixed_queue[:, first].T
+        nbytes, movable = self.nbytes[first][:, None], self.movable[first][:, None]
+        able, may_copy = np.isfinite(seconds), np.isfinite(copy)
+        if not able.any(axis=1).all():
+            return None
+        seconds, copy, classes = np.where(able, seconds, 0.0), np.where(may_copy, copy, 0.0), len(kinds)
+        makespan = 2 * classes * count
+        rows, limits = [], []
+
+        def add(stay: Floats, away: Floats, last: float, limit: float) -> None:
+            rows.append(np.concatenate([stay.ravel(), away.ravel(), [last]]))
+            limits.append(limit)
+
+        add(seconds, seconds, -1.0, 0.0)
+        for d in range(count):
+            one = np.zeros((1, count))
+            one[0, d] = 1.0
+            add(queue * one, (queue + copy) * one, -1.0, 0.0)
+        for d in range(count):
+            one = np.zeros((1, count))
+            one[0, d] = 1.0
+            away = (nbytes - movable) * one
+            if d == self.cpu:
+                away = away + movable
+            add(nbytes * one / self._scale[d], away / self._scale[d], 0.0, self.room[d] / self._scale[d])
+        upper = np.concatenate([np.where(able, np.inf, 0.0).ravel(), np.where(may_copy, np.inf, 0.0).ravel(), [np.inf]])
+        each = sparse.kron(sparse.identity(classes), np.ones((1, count)))
+        objective = np.zeros(makespan + 1)
+        objective[makespan] = 1.0
+        found = linprog(
+            objective,
+            A_ub=sparse.csr_matrix(np.array(rows)),
+            b_ub=limits,
+            A_eq=sparse.hstack([each, each, sparse.csr_matrix((classes, 1))]),
+            b_eq=number,
+            bounds=np.column_stack([np.zeros(len(upper)), upper]),
+            method="highs",
+        )
+        if found.x is None:  # HiGHS' word is not a proof: begin without prices
+            return np.zeros(2 * count)
+        duals = np.maximum(-found.ineqlin.marginals, 0.0)
+        return np.concatenate([duals[1 + count :], duals[1 : 1 + count]])
+
+
+def _members(frontier: Frontier) -> list[list[int]]:
+    """Devices by class."""
+    classes: list[list[int]] = [[d] for d in range(frontier.devices)]
+    for device, other in frontier.before:
+        mine = next(members for members in classes if other in members)
+        its = next(members for members in classes if device in members)
+        if mine is not its:
+            mine += its
+            classes.remove(its)
+    return classes

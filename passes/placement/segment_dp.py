@@ -1,0 +1,508 @@
+"""Dynamic programming over contiguous segments: the shortest path over cuts of the order.
+
+A state is how many devices of each class are used, and on which the last segment runs; an edge is one
+more segment. Segments of a stack of layers are optimal to a tenth of a percent (placement of a chain:
+Bokhari, "Partitioning problems in parallel, pipelined, and distributed computing", 1988). Weights that
+several operations read are given a home first, one after the other, and their readers go there, as an
+embedding that is also the head asks for: A, B, ..., A.
+
+Each arrival is priced at the link from the segment before, inputs at the host's. The tables are close to
+exact; :class:`~graphplan.passes.placement.arrays.Arrays` and the evaluator have the last word.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from graphplan.passes.placement.arrays import Arrays, Floats, Ints
+from graphplan.passes.placement.params import Effort
+from graphplan.passes.placement.symmetry import device_classes
+
+__all__ = ["Segment", "SegmentDP"]
+
+Homes = Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Operations ``start .. end - 1`` on a device; ``excess`` bytes of weights do not fit there."""
+
+    start: int
+    end: int
+    device: int
+    excess: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """Of segments by the cut where they start (rows) and how many cuts later they end (columns).
+
+    Bytes and numbers of arrivals from the host and from earlier segments, bytes of weights, the most bytes
+    of activations at once, and the largest bytes of weights that one operation reads.
+    """
+
+    host_bytes: Floats
+    host_count: Floats
+    peer_bytes: Floats
+    peer_count: Floats
+    weights: Floats
+    activations: Floats
+    widest: Floats
+
+
+@dataclass(slots=True)
+class _Row:
+    """The best seconds with which a state reaches each cut, and the segment that ends there."""
+
+    seconds: Floats
+    origin: Ints
+    start: Ints
+
+    @classmethod
+    def empty(cls, cuts: int) -> _Row:
+        return cls(np.full(cuts, np.inf), np.full(cuts, -1), np.full(cuts, -1))
+
+
+class SegmentDP:
+    """Segments of a problem's order.
+
+    Args:
+        arrays: of the problem.
+        effort: what is charged.
+        streaming: whether a segment may keep the excess of its weights in CPU memory.
+        use_cpu: whether the CPU may have segments, any number of them.
+        slowest: minimise the longest segment instead of the sum.
+        part_groups: whether a cut may part operations that must share a device, which then go together.
+    """
+
+    def __init__(
+        self,
+        arrays: Arrays,
+        effort: Effort,
+        *,
+        streaming: bool = False,
+        use_cpu: bool = False,
+        slowest: bool = False,
+        part_groups: bool = False,
+    ) -> None:
+        self.arrays, self.effort = arrays, effort
+        self.streaming, self.slowest = streaming, slowest
+        specs = arrays.specs
+        self.cpu = next((d for d, s in enumerate(specs) if not s.is_accelerator), None) if use_cpu else None
+        self.classes = [c for c in device_classes(arrays) if specs[c[0]].is_accelerator]
+        self._read()
+        self.cuts = self._cuts(part_groups)
+
+    # -- the order -----------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """Reads in order, with the operation at which each item was last at hand."""
+        arrays = self.arrays
+        inner = arrays.reader < arrays.count
+        self.read_item, self.read_by = arrays.item[inner], arrays.reader[inner]
+        at = np.where(arrays.source >= 0, arrays.source, -1)
+        at[arrays.values :] = -1
+        previous = np.empty(len(self.read_item), dtype=np.int64)
+        for k, (item, reader) in enumerate(zip(self.read_item.tolist(), self.read_by.tolist(), strict=True)):
+            previous[k] = at[item]
+            at[item] = reader
+        self.previous = previous
+        self.is_weight = self.read_item >= arrays.values
+        fixed = arrays.fixed[self.read_item]
+        self.is_fixed = self.is_weight & (fixed >= 0)
+        # the last operation that needs an item, views included
+        last = np.full(len(arrays.names), -1)
+        np.maximum.at(last, arrays.item, arrays.reader)
+        np.maximum.at(last, arrays.looked_at, arrays.looking)
+        last = np.maximum(last, arrays.source)
+        base, levels = arrays._views
+        for level in reversed(levels):
+            np.maximum.at(last, base[level], last[level])
+        self.last = np.minimum(last, arrays.count - 1)
+
+    @cached_property
+    def crossing(self) -> Floats:
+        """(positions,) bytes of values that are read after it and made before."""
+        arrays = self.arrays
+        change = np.zeros(arrays.count + 2)
+        inner = ~self.is_weight & (self.previous >= 0)
+        np.add.at(change, self.previous[inner] + 1, arrays.nbytes[self.read_item[inner]])
+        np.add.at(change, self.read_by[inner] + 1, -arrays.nbytes[self.read_item[inner]])
+        return change.cumsum()[: arrays.count + 1]
+
+    def _cuts(self, part_groups: bool) -> Ints:
+        """The ends, and positions that few bytes cross, spread evenly over the weights."""
+        arrays, params = self.arrays, self.effort.params
+        allowed = np.ones(arrays.count + 1, dtype=bool)
+        for members in () if part_groups else arrays.units:
+            allowed[members[0] + 1 : members[-1] + 1] = False
+        allowed[[0, -1]] = True
+        found = np.flatnonzero(allowed)
+        steps = len(self._states) * len(self.classes) * (1 if self._uniform else len(self.classes))
+        limit = int(np.clip(math.sqrt(params.segment_visits / max(1, steps)), 32, params.segment_cuts))
+        if len(found) <= limit:
+            return found
+        bytes_at = self.crossing[found]
+        bytes_at[[0, -1]] = np.inf
+        low = np.ones(len(found), dtype=bool)
+        low[1:-1] = (bytes_at[1:-1] <= bytes_at[:-2]) & (bytes_at[1:-1] <= bytes_at[2:])
+        found = found[low]
+        if len(found) <= limit:
+            return found
+        inner = found[1:-1]
+        order = np.argsort(self.crossing[inner], kind="stable")
+        stretch = np.floor(self._progress[inner] * (limit // 2)).astype(np.int64)
+        _, first = np.unique(stretch[order], return_index=True)
+        kept = order[np.sort(first)]
+        rest = order[~np.isin(order, kept)][: max(0, limit - 2 - len(kept))]
+        return np.concatenate([found[:1], np.sort(inner[np.concatenate([kept, rest])]), found[-1:]])
+
+    @cached_property
+    def _progress(self) -> Floats:
+        """(positions,) share of the weights, and of the operations, that lies before each."""
+        arrays = self.arrays
+        fresh = self.is_weight & (self.previous < 0)
+        nbytes = np.bincount(self.read_by[fresh], arrays.nbytes[self.read_item[fresh]], arrays.count)
+        each = nbytes / max(float(nbytes.sum()), 1.0) + 1.0 / arrays.count
+        return np.concatenate([[0.0], each.cumsum() / 2])
+
+    def _tables(self, homes: Homes) -> _Tables:
+        arrays, cuts, n = self.arrays, self.cuts, self.arrays.count
+        decided = np.array([arrays.names[item] in homes for item in self.read_item], dtype=bool)
+        mine = self.is_weight & ~decided & ~self.is_fixed
+        sizes = np.zeros(len(self.read_item))
+        stored = arrays.weight_bytes
+        sizes[self.is_weight] = stored[self.read_item[self.is_weight] - arrays.values]
+        reach = self._reach(mine, sizes)
+        tables = _Tables(*(np.zeros((len(cuts), reach)) for _ in range(7)))
+        made, copied, workspace = arrays._sizes
+        spec = self.classes[0][0]
+        own = np.flatnonzero((arrays.source >= 0) & (np.arange(len(arrays.names)) < arrays.values))
+        own = own[np.argsort(arrays.source[own], kind="stable")]
+        birth, death, size = arrays.source[own], self.last[own], made[own, spec]
+        copies, until = copied[self.read_item, spec], self.last[self.read_item]
+        moved = arrays.nbytes[self.read_item]
+        value = ~self.is_weight
+        from_host = (value & (self.previous < 0)) | (self.is_fixed & (self.previous < 0))
+        again = (value & (self.previous >= 0)) | (self.is_weight & ~decided & (self.previous >= 0))
+        per_operation = np.bincount(self.read_by[mine], sizes[mine], n)
+        ends = np.minimum(np.arange(len(cuts)) + reach, len(cuts) - 1)
+        reads = np.searchsorted(self.read_by, cuts)
+        births = np.searchsorted(birth, cuts)
+        for row in range(len(cuts) - 1):
+            start, end, last_row = int(cuts[row]), int(cuts[ends[row]]), ends[row]
+            count, at = end - start, cuts[row + 1 : row + 1 + reach] - 1 - start
+            columns = slice(0, len(at))
+            r, b = slice(reads[row], reads[last_row]), slice(births[row], births[last_row])
+            reader, outside = self.read_by[r] - start, self.previous[r] < start
+            host, peer, fresh = outside & from_host[r], outside & again[r], outside & mine[r]
+            fresh &= self.previous[r] < 0
+            for chosen, nbytes, number in (
+                (host, tables.host_bytes, tables.host_count),
+                (peer, tables.peer_bytes, tables.peer_count),
+            ):
+                nbytes[row, columns] = np.bincount(reader[chosen], moved[r][chosen], count).cumsum()[at]
+                number[row, columns] = np.bincount(reader[chosen], minlength=count).cumsum()[at]
+            tables.weights[row, columns] = np.bincount(reader[fresh], sizes[r][fresh], count).cumsum()[at]
+            copy = outside & value[r]
+            change = np.bincount(reader[copy], copies[r][copy], count + 1)
+            change -= np.bincount(np.minimum(until[r][copy] + 1 - start, count), copies[r][copy], count + 1)
+            change += np.bincount(birth[b] - start, size[b], count + 1)
+            change -= np.bincount(np.minimum(death[b] + 1 - start, count), size[b], count + 1)
+            live = change.cumsum()[:-1] + workspace[spec, start:end]
+            tables.activations[row, columns] = np.maximum.accumulate(live)[at]
+            tables.widest[row, columns] = np.maximum.accumulate(per_operation[start:end])[at]
+        self.effort.charge(2.0 * len(cuts) * reach)
+        return tables
+
+    def _reach(self, mine: Ints, sizes: Floats) -> int:
+        """How many cuts further a segment may end at most, by the bytes of its weights."""
+        if self.streaming or self.cpu is not None:
+            return len(self.cuts) - 1
+        fresh = mine & (self.previous < 0)
+        per_operation = np.bincount(self.read_by[fresh], sizes[fresh], self.arrays.count)
+        total = np.concatenate([[0.0], per_operation.cumsum()])[self.cuts]
+        most = max(self.arrays.room[members[0]] for members in self.classes)
+        found = np.searchsorted(total, total + most, side="right") - 1 - np.arange(len(self.cuts))
+        return max(1, min(int(found.max()), len(self.cuts) - 1))
+
+    # -- homes of shared weights ---------------------------------------------------------------------
+
+    def homes(self) -> Iterator[Homes]:
+        """No home decided; and all large shared weights on one device, for one of each class."""
+        yield {}
+        arrays = self.arrays
+        least = self.effort.params.shared_share * self.arrays.weight_bytes.sum()
+        shared = []
+        for item in range(arrays.values, len(arrays.names)):
+            readers = {arrays.unit_of[i] for i in arrays.reader[arrays.item == item] if i < arrays.count}
+            large = arrays.weight_bytes[item - arrays.values] >= max(1.0, least)
+            if large and arrays.fixed[item] < 0 and len(readers) > 1:
+                shared.append(item)
+        nbytes = float(arrays.nbytes[shared].sum()) if shared else 0.0
+        for members in self.classes if shared else ():
+            if nbytes <= arrays.room[members[0]]:
+                yield {arrays.names[item]: members[0] for item in shared}
+
+    # -- the shortest path ---------------------------------------------------------------------------
+
+    def solve(self, homes: Homes) -> list[Segment] | None:
+        """The cheapest segments with these homes, which may pass a budget by little; None where none fit."""
+        return self._solve(homes, np.zeros(self.arrays.computing))
+
+    def placements(self, homes: Homes) -> Iterator[tuple[list[Segment], Ints]]:
+        """The segments and their devices; again with margins, while exact peaks pass a budget."""
+        margin = np.zeros(self.arrays.computing)
+        for _ in range(1 + self.effort.params.retries):
+            found = self._solve(homes, margin)
+            if found is None:
+                return
+            devices = self.devices(found, homes)
+            yield found, devices
+            over = np.maximum(0.0, self.arrays.peaks(devices) - self.arrays.room)
+            if not over.any() or self.streaming:
+                return
+            for members in self.classes:
+                margin[members] += 1.02 * over[members].max()
+
+    def devices(self, segments: list[Segment], homes: Homes) -> Ints:
+        """(operations,) devices."""
+        arrays = self.arrays
+        found = np.zeros(arrays.count, dtype=np.int64)
+        for segment in segments:
+            found[segment.start : segment.end] = segment.device
+        units = np.array([found[members[-1]] for members in arrays.units], dtype=np.int64)
+        for name, device in homes.items():
+            readers = arrays.reader[arrays.item == arrays.item_of[name]]
+            units[arrays.unit_of[readers[readers < arrays.count]]] = device
+        for unit, members in enumerate(arrays.units):
+            if not np.isfinite(arrays.compute[units[unit], members]).all():
+                able = np.flatnonzero(np.isfinite(arrays.compute[:, members]).all(axis=1))
+                units[unit] = able[0] if len(able) else units[unit]
+        return arrays.expand(units)
+
+    @cached_property
+    def _uniform(self) -> bool:
+        """Whether all links among accelerators are the same, so that it does not matter which was last."""
+        used = [d for members in self.classes for d in members]
+        arrays = self.arrays
+        links = {(arrays.latency[a, b], arrays.per_byte[a, b]) for a in used for b in used if a != b}
+        return len(links) <= 1
+
+    @cached_property
+    def _states(self) -> list[tuple[int, ...]]:
+        """How many of each class are used, in an order in which one more comes later."""
+        total = math.prod(len(members) + 1 for members in self.classes)
+        if total <= self.effort.params.relaxed_states:
+            return sorted(product(*(range(len(members) + 1) for members in self.classes)), key=sum)
+        # too many kinds: classes are filled one after the other
+        found, used = [tuple([0] * len(self.classes))], [0] * len(self.classes)
+        for c, members in enumerate(self.classes):
+            for _ in members:
+                used[c] += 1
+                found.append(tuple(used))
+        return found
+
+    def _solve(self, homes: Homes, margin: Floats) -> list[Segment] | None:
+        tables = self._tables_for(homes)
+        known = {name: device for name, device in homes.items()}
+        taken = np.zeros(self.arrays.computing)
+        for name, device in known.items():
+            taken[device] += self.arrays.nbytes[self.arrays.item_of[name]]
+        classes: list[list[int]] = []
+        for members in self.classes:  # a device with a home is a class of its own
+            classes += [[d] for d in members if taken[d]]
+            classes += [rest] if (rest := [d for d in members if not taken[d]]) else []
+        space = self.arrays.room - taken - margin - self.arrays.resident(self._only_fixed)[: len(taken)]
+        costs = [self._seconds(tables, members[0], space[members[0]], homes) for members in classes]
+        on_cpu = None if self.cpu is None else self._seconds(tables, self.cpu, space[self.cpu], homes)
+        path = _ShortestPath(self, classes, costs, on_cpu, tables).run()
+        if path is None:
+            return None
+        found = []
+        for i, j, device in path:
+            need = tables.weights[i, j - i - 1] + tables.activations[i, j - i - 1]
+            excess = 0.0 if device == self.cpu else max(0.0, float(need - space[device]))
+            found.append(Segment(int(self.cuts[i]), int(self.cuts[j]), device, excess))
+        return found
+
+    @cached_property
+    def _only_fixed(self) -> Ints:
+        """(items,) homes of what is fixed; elsewhere a device that is none."""
+        fixed = self.arrays.fixed
+        return np.where(fixed >= 0, fixed, len(self.arrays.keys) - 1 + 0 * fixed)
+
+    @cached_property
+    def _made(self) -> dict[bool, tuple[Homes, _Tables]]:
+        return {}
+
+    def _tables_for(self, homes: Homes) -> _Tables:
+        key = bool(homes)
+        if key not in self._made or set(self._made[key][0]) != set(homes):
+            self._made[key] = homes, self._tables(homes)
+        return self._made[key][1]
+
+    def _seconds(self, tables: _Tables, device: int, space: float, homes: Homes) -> Floats:
+        """(rows, columns) of each segment on a device, without what arrives from other segments."""
+        arrays, cuts, last = self.arrays, self.cuts, len(self.cuts) - 1
+        ends = np.arange(1, len(cuts) + 1)[:, None] + np.arange(tables.weights.shape[1])[None, :]
+        exists, ends = ends <= last, np.minimum(ends, last)
+        each = arrays.compute[device].copy()
+        for name, home in homes.items():  # the last reader, mostly a head, is where its weight is
+            readers = arrays.reader[arrays.item == arrays.item_of[name]]
+            if home != device:
+                each[readers[readers < arrays.count].max()] = np.inf
+        able = np.isfinite(each)
+        barred = np.concatenate([[0], (~able).cumsum()])[cuts]
+        total = np.concatenate([[0.0], np.where(able, each, 0.0).cumsum()])[cuts]
+        host = arrays.host
+        seconds = total[ends] - total[:, None]
+        seconds += tables.host_count * arrays.latency[host, device]
+        seconds += tables.host_bytes * arrays.per_byte[host, device]
+        returned = arrays.item[arrays.reader == arrays.count]
+        if len(returned):
+            back = len(returned) * arrays.latency[device, host]
+            back += float(arrays.nbytes[returned].sum()) * arrays.per_byte[device, host]
+            seconds = seconds + np.where(ends == last, back, 0.0)
+        excess = tables.weights + tables.activations - space
+        fits = excess <= 0
+        if self.streaming and device != self.cpu:
+            # the buffers take room of their own, and copies overlap with what is computed
+            source = self.cpu if self.cpu is not None else host
+            nbytes = excess + 2 * tables.widest
+            seconds = np.where(fits, seconds, np.maximum(seconds, nbytes * arrays.per_byte[source, device]))
+            fits |= tables.activations + 2 * tables.widest <= space
+        possible: Floats = np.where(fits & exists & (barred[ends] == barred[:, None]), seconds, np.inf)
+        return possible
+
+
+class _ShortestPath:
+    """One run over the states."""
+
+    def __init__(
+        self, dp: SegmentDP, classes: list[list[int]], costs: list[Floats], on_cpu: Floats | None, tables: _Tables
+    ) -> None:
+        self.dp, self.classes, self.costs, self.on_cpu, self.tables = dp, classes, costs, on_cpu, tables
+        self.cuts = len(dp.cuts)
+        self.rows: dict[tuple[tuple[int, ...], int], _Row] = {}
+        self.names: list[tuple[tuple[int, ...], int]] = []
+        self._by_end: dict[tuple[int, int], Floats] = {}
+
+    def run(self) -> list[tuple[int, int, int]] | None:
+        """(first cut, last cut, device) of each segment, in order."""
+        start = tuple([0] * len(self.classes))
+        self._row((start, -1)).seconds[0] = 0.0
+        for state in self._states():
+            for last in [-1, *range(len(self.classes))]:
+                self._extend(state, last)
+        ends = [name for name in self.names if np.isfinite(self.rows[name].seconds[-1])]
+        if not ends:
+            return None
+        return self._trace(min(ends, key=lambda name: self.rows[name].seconds[-1]))
+
+    def _states(self) -> list[tuple[int, ...]]:
+        if [len(m) for m in self.classes] == [len(m) for m in self.dp.classes]:
+            return self.dp._states
+        total = math.prod(len(members) + 1 for members in self.classes)
+        if total <= 2 * self.dp.effort.params.relaxed_states:
+            return sorted(product(*(range(len(members) + 1) for members in self.classes)), key=sum)
+        found, used = [tuple([0] * len(self.classes))], [0] * len(self.classes)
+        for c, members in enumerate(self.classes):
+            for _ in members:
+                used[c] += 1
+                found.append(tuple(used))
+        return found
+
+    def _row(self, name: tuple[tuple[int, ...], int]) -> _Row:
+        if name not in self.rows:
+            self.rows[name] = _Row.empty(self.cuts)
+            self.names.append(name)
+        return self.rows[name]
+
+    def _extend(self, state: tuple[int, ...], last: int) -> None:
+        name = state, last
+        row = self.rows.get(name)
+        if row is None or not np.isfinite(row.seconds).any():
+            return
+        if self.on_cpu is not None:  # as often as it helps
+            self._relax(name, row, self._cost(last, -1), (state, -1) if self.dp._uniform else (state, -1))
+        for c, members in enumerate(self.classes):
+            if state[c] < len(members):
+                after = (*state[:c], state[c] + 1, *state[c + 1 :])
+                self._relax(name, row, self._cost(last, c), (after, 0 if self.dp._uniform else c))
+
+    def _cost(self, last: int, target: int) -> Floats:
+        """Seconds of segments by where they end: of ``w`` columns, ``t`` has those from cut ``end - w + t``."""
+        key = (last, target) if not self.dp._uniform else (min(last, 0), target)
+        if key not in self._by_end:
+            base = self.on_cpu if target < 0 else self.costs[target]
+            assert base is not None
+            latency, per_byte = self._link(last, target)
+            seconds = base + self.tables.peer_count * latency + self.tables.peer_bytes * per_byte
+            reach = seconds.shape[1]
+            padded = np.full((len(seconds) + reach, reach), np.inf)
+            padded[reach:] = seconds
+            ends = np.arange(len(seconds))[:, None] + np.arange(reach)[None, :]
+            self._by_end[key] = padded[ends, reach - 1 - np.arange(reach)[None, :]]
+        return self._by_end[key]
+
+    def _link(self, last: int, target: int) -> tuple[float, float]:
+        """From the device of the segment before; of the CPU's, as of the host's."""
+        arrays, cpu = self.dp.arrays, self.dp.cpu
+        here = cpu if target < 0 else self.classes[target][0]
+        if last < 0:
+            before = cpu if cpu is not None else arrays.host
+        else:
+            peers = [d for d in self.classes[last] if d != here]
+            if self.dp._uniform and not peers:
+                peers = [d for members in self.classes for d in members if d != here]
+            before = peers[0] if peers else here
+        assert here is not None
+        return float(arrays.latency[before, here]), float(arrays.per_byte[before, here])
+
+    def _relax(
+        self, origin: tuple[tuple[int, ...], int], row: _Row, cost: Floats, into: tuple[tuple[int, ...], int]
+    ) -> None:
+        """Extend a row by one segment."""
+        reach = cost.shape[1]
+        there = np.flatnonzero(np.isfinite(row.seconds))
+        if not len(there):
+            return
+        ends = slice(int(there[0]) + 1, min(self.cuts, int(there[-1]) + reach + 1))
+        padded = np.concatenate([np.full(reach, np.inf), row.seconds])
+        before = sliding_window_view(padded, reach)[ends]
+        through = np.maximum(before, cost[ends]) if self.dp.slowest else before + cost[ends]
+        self.dp.effort.charge(through.size)
+        best = through.argmin(1)
+        value = through[np.arange(len(best)), best]
+        target = self._row(into)
+        better = np.flatnonzero(value < target.seconds[ends] * (1 - 1e-12))
+        end = better + ends.start
+        target.seconds[end] = value[better]
+        target.origin[end] = self.names.index(origin)
+        target.start[end] = end - reach + best[better]
+        if into == origin:  # the CPU's own row grows while it is read: once more is enough, it is contiguous
+            return
+
+    def _trace(self, name: tuple[tuple[int, ...], int]) -> list[tuple[int, int, int]]:
+        found: list[tuple[int, int, int]] = []
+        end = self.cuts - 1
+        while end > 0:
+            row = self.rows[name]
+            before, start = self.names[int(row.origin[end])], int(row.start[end])
+            used = [after - earlier for after, earlier in zip(name[0], before[0], strict=True)]
+            if any(used):
+                c = used.index(1)
+                found.append((start, end, self.classes[c][before[0][c]]))
+            else:
+                assert self.dp.cpu is not None
+                found.append((start, end, self.dp.cpu))
+            name, end = before, start
+        return found[::-1]
