@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence, Set
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from graphplan.passes.placement.arrays import Arrays, Bools, Floats, Ints
+from graphplan.passes.placement.params import Effort
 from graphplan.passes.placement.symmetry import device_classes
 
 __all__ = ["Frontier", "Stage", "Step", "Touch", "make_stages"]
@@ -343,6 +345,14 @@ class Frontier:
                 groups[left, value.seconds.tobytes(), value.maker < 0].append(slot)
             step.alike = tuple(tuple(sorted(slots)) for slots in groups.values() if len(slots) > 1)
 
+    def with_first(self, device: int) -> Frontier:
+        """The same steps, of which the first, a home, is settled."""
+        found = copy(self)
+        seconds = np.full(self.devices, np.inf)
+        seconds[device] = 0.0
+        found.steps = [replace(self.steps[0], seconds=seconds), *self.steps[1:]]
+        return found
+
     # -- states --------------------------------------------------------------------------------------
 
     def start(self) -> Ints:
@@ -451,12 +461,12 @@ class Stage:
         return _search(self.states, frontier.without(known, self.relaxed))
 
 
-def make_stages(frontier: Frontier, most: int) -> list[Stage]:
+def make_stages(frontier: Frontier, effort: Effort) -> list[Stage]:
     """A stage for each step; in a stack, a layer's are mostly those of the layer before.
 
     Args:
         frontier: whose states these are.
-        most: states between two steps, times devices, beyond which values are relaxed.
+        effort: what is charged; its ``relaxed_states`` says how many are followed.
     """
     stages: list[Stage] = []
     made: dict[Hashable, Stage] = {}
@@ -465,14 +475,17 @@ def make_stages(frontier: Frontier, most: int) -> list[Stage]:
         key = step.signature, relaxed, states.tobytes(), states.shape
         stage = made.get(key)
         if stage is None:
-            stage = made[key] = _make_stage(frontier, step, states, relaxed, most)
+            stage = made[key] = _make_stage(frontier, step, states, relaxed, effort)
         stages.append(stage)
         states, relaxed = stage.states, stage.relaxed
     return stages
 
 
-def _make_stage(frontier: Frontier, step: Step, states: Ints, relaxed: frozenset[int], most: int) -> Stage:
+def _make_stage(
+    frontier: Frontier, step: Step, states: Ints, relaxed: frozenset[int], effort: Effort
+) -> Stage:
     after, seconds = frontier.extend(step, states, relaxed)
+    effort.charge(2000.0 + after.size * (1.0 + 0.4 * sum(len(slots) for slots in step.alike)))
     dropped = relaxed - set(step.closed)
     followed = (tuple(slot for slot in slots if slot not in dropped) for slots in step.alike)
     alike = tuple(slots for slots in followed if len(slots) > 1)
@@ -481,7 +494,7 @@ def _make_stage(frontier: Frontier, step: Step, states: Ints, relaxed: frozenset
     known = _unique(after.transpose(1, 0, 2)[:, possible])
     relaxed = frozenset(dropped)
     for slot in step.open:
-        if known.shape[1] * frontier.devices <= most:
+        if known.shape[1] * frontier.devices <= effort.params.relaxed_states:
             break
         relaxed |= {slot}
         known = _unique(frontier.without(known, {slot}))

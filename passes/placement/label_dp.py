@@ -155,7 +155,7 @@ class _Search:
         relaxation, step = self.relaxation, self.frontier.steps[i]
         stage, rest = relaxation.stages[i], relaxation.rest[i + 1]
         after, seconds = self.frontier.extend(step, labels.state)
-        self.effort.charge(6.0 * seconds.size)
+        self.effort.charge((2000.0 + 4.0 * seconds.size) * (1 + len(step.alike)))
         grown = []
         for d in range(self.frontier.devices):
             held = labels.nbytes[d] + step.nbytes

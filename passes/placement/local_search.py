@@ -18,6 +18,7 @@ from graphplan.passes.placement.params import Effort
 __all__ = ["LocalSearch"]
 
 _TOLERANCE = 1e-9  # relative: a gain below that is rounding
+_MANY = 64  # operations, from which on arrays are faster than a loop over changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,7 @@ class LocalSearch:
         able = np.concatenate([np.zeros((arrays.computing, 1)), np.isinf(change).cumsum(axis=1)], axis=1)
         total = np.where(np.isinf(change), 0.0, change)
         total = np.concatenate([np.zeros((arrays.computing, 1)), total.cumsum(axis=1)], axis=1)
-        copies = self.seconds - float(own.sum())
+        saved = np.concatenate([[0.0], self._copies_at().cumsum()])
         length = 1
         while length <= count:
             starts = np.arange(count - length + 1)
@@ -174,8 +175,8 @@ class LocalSearch:
                 left = np.where(starts > 0, self.devices[np.maximum(starts - 1, 0)], -1)
                 right = np.where(starts + length < count, self.devices[np.minimum(starts + length, count - 1)], -1)
                 ends = (self.devices[starts] != device) | (self.devices[starts + length - 1] != device)
-                if off is None:
-                    fine &= (seconds < copies) & ends
+                if off is None:  # no move saves more than the copies of what it touches
+                    fine &= (seconds < saved[starts + length] - saved[starts]) & ends
                     fine &= (left == device) | (right == device) | (length <= 2)
                 else:
                     fine &= off[self.devices[starts]] | off[self.devices[starts + length - 1]]
@@ -183,6 +184,18 @@ class LocalSearch:
                 for at in np.flatnonzero(fine).tolist():
                     yield _Move(float(seconds[at]), int(starts[at]), length, device)
             length *= 2
+
+    def _copies_at(self) -> Floats:
+        """(operations,) seconds of the copies of what each reads, and of what it makes."""
+        arrays = self.arrays
+        where, home = np.append(self.devices, arrays.host), np.array(self.home)
+        target, source = where[arrays.reader], home[arrays.item]
+        seconds = arrays.latency[source, target] + arrays.nbytes[arrays.item] * arrays.per_byte[source, target]
+        seconds = np.where(source == target, 0.0, seconds)
+        found = np.bincount(arrays.reader, seconds, arrays.count + 1)[:-1]
+        made = arrays.source[arrays.item]
+        found += np.bincount(made[made >= 0], seconds[made >= 0], arrays.count)
+        return np.asarray(found)
 
     def _run(self, move: _Move) -> list[int]:
         """The operations of a move, whole macro-operations, as far as they are elsewhere."""
@@ -193,6 +206,11 @@ class LocalSearch:
 
     def _delta(self, run: list[int], device: int) -> float:
         """Seconds that moving these operations adds."""
+        if len(run) > _MANY:  # the whole placement is priced sooner than so many changes
+            trial = self.devices.copy()
+            trial[run] = device
+            self.effort.charge(4.0 * self.arrays.count)
+            return self.arrays.seconds(trial, self.chosen) - self.seconds
         compute, where = self.arrays.compute, self.where
         changed: dict[int, list[int]] = {}
         homes: dict[int, int] = {}
@@ -214,7 +232,7 @@ class LocalSearch:
             home = self.home[item]
             delta += self._copies(item, homes.get(item, home), counts)
             delta -= self._copies(item, home, self.readers[item])
-        self.effort.charge(2.0 * (len(run) + len(changed)))
+        self.effort.charge(50.0 * len(changed))
         return float(delta)
 
     def _copies(self, item: int, home: int, counts: list[int]) -> float:

@@ -34,7 +34,8 @@ class SearchParams:
         milp_nodes: linear programs of one branch and bound, before it may go on only while it progresses.
         shared_share: share of all weights from which on the home of a shared weight is enumerated.
         visits_per_operation: default effort, in visits; three times that where weights are streamed.
-        least_visits: default effort of small graphs.
+        least_visits: of that, whatever the graph; so that small graphs are solved to optimality.
+        most_visits: of that, some two seconds.
     """
 
     segment_cuts: int = 400
@@ -52,13 +53,19 @@ class SearchParams:
     milp_variables: int = 450
     milp_nodes: int = 100
     shared_share: float = 0.01
-    visits_per_operation: int = 12_000
+    visits_per_operation: int = 15_000
     least_visits: int = 2_000_000
+    most_visits: int = 30_000_000
 
     def __post_init__(self) -> None:
         for each in fields(self):
             if getattr(self, each.name) <= 0:
                 raise PlanError(f"SearchParams({each.name}={getattr(self, each.name)!r}): write a positive number")
+
+
+    def visits(self, operations: int) -> float:
+        """The default effort for a graph of so many operations."""
+        return float(min(self.least_visits + self.visits_per_operation * operations, self.most_visits))
 
 
 @dataclass(slots=True)

@@ -79,7 +79,8 @@ class SegmentDP:
         streaming: whether a segment may keep the excess of its weights in CPU memory.
         use_cpu: whether the CPU may have segments, any number of them.
         slowest: minimise the longest segment instead of the sum.
-        part_groups: whether a cut may part operations that must share a device, which then go together.
+        loose: whether a cut may part operations that must share a device, and segments hold operations that
+            may not run there; these go where they may afterwards.
     """
 
     def __init__(
@@ -90,15 +91,15 @@ class SegmentDP:
         streaming: bool = False,
         use_cpu: bool = False,
         slowest: bool = False,
-        part_groups: bool = False,
+        loose: bool = False,
     ) -> None:
         self.arrays, self.effort = arrays, effort
-        self.streaming, self.slowest = streaming, slowest
+        self.streaming, self.slowest, self.loose = streaming, slowest, loose
         specs = arrays.specs
         self.cpu = next((d for d, s in enumerate(specs) if not s.is_accelerator), None) if use_cpu else None
         self.classes = [c for c in device_classes(arrays) if specs[c[0]].is_accelerator]
         self._read()
-        self.cuts = self._cuts(part_groups)
+        self.cuts = self._cuts()
 
     # -- the order -----------------------------------------------------------------------------------
 
@@ -137,11 +138,11 @@ class SegmentDP:
         np.add.at(change, self.read_by[inner] + 1, -arrays.nbytes[self.read_item[inner]])
         return change.cumsum()[: arrays.count + 1]
 
-    def _cuts(self, part_groups: bool) -> Ints:
+    def _cuts(self) -> Ints:
         """The ends, and positions that few bytes cross, spread evenly over the weights."""
         arrays, params = self.arrays, self.effort.params
         allowed = np.ones(arrays.count + 1, dtype=bool)
-        for members in () if part_groups else arrays.units:
+        for members in () if self.loose else arrays.units:
             allowed[members[0] + 1 : members[-1] + 1] = False
         allowed[[0, -1]] = True
         found = np.flatnonzero(allowed)
@@ -219,7 +220,7 @@ class SegmentDP:
             live = change.cumsum()[:-1] + workspace[spec, start:end]
             tables.activations[row, columns] = np.maximum.accumulate(live)[at]
             tables.widest[row, columns] = np.maximum.accumulate(per_operation[start:end])[at]
-        self.effort.charge(2.0 * len(cuts) * reach)
+        self.effort.charge(3000.0 * len(cuts))
         return tables
 
     def _reach(self, mine: Ints, sizes: Floats) -> int:
@@ -298,17 +299,7 @@ class SegmentDP:
 
     @cached_property
     def _states(self) -> list[tuple[int, ...]]:
-        """How many of each class are used, in an order in which one more comes later."""
-        total = math.prod(len(members) + 1 for members in self.classes)
-        if total <= self.effort.params.relaxed_states:
-            return sorted(product(*(range(len(members) + 1) for members in self.classes)), key=sum)
-        # too many kinds: classes are filled one after the other
-        found, used = [tuple([0] * len(self.classes))], [0] * len(self.classes)
-        for c, members in enumerate(self.classes):
-            for _ in members:
-                used[c] += 1
-                found.append(tuple(used))
-        return found
+        return _states(self.classes, self.effort.params.relaxed_states)
 
     def _solve(self, homes: Homes, margin: Floats) -> list[Segment] | None:
         tables = self._tables_for(homes)
@@ -355,6 +346,8 @@ class SegmentDP:
         ends = np.arange(1, len(cuts) + 1)[:, None] + np.arange(tables.weights.shape[1])[None, :]
         exists, ends = ends <= last, np.minimum(ends, last)
         each = arrays.compute[device].copy()
+        if self.loose:
+            each[~np.isfinite(each)] = 0.0
         for name, home in homes.items():  # the last reader, mostly a head, is where its weight is
             readers = arrays.reader[arrays.item == arrays.item_of[name]]
             if home != device:
@@ -399,26 +392,13 @@ class _ShortestPath:
         """(first cut, last cut, device) of each segment, in order."""
         start = tuple([0] * len(self.classes))
         self._row((start, -1)).seconds[0] = 0.0
-        for state in self._states():
-            for last in [-1, *range(len(self.classes))]:
+        for state in _states(self.classes, self.dp.effort.params.relaxed_states):
+            for last in [*range(len(self.classes)), -1]:  # the CPU, after which others follow, is last
                 self._extend(state, last)
         ends = [name for name in self.names if np.isfinite(self.rows[name].seconds[-1])]
         if not ends:
             return None
         return self._trace(min(ends, key=lambda name: self.rows[name].seconds[-1]))
-
-    def _states(self) -> list[tuple[int, ...]]:
-        if [len(m) for m in self.classes] == [len(m) for m in self.dp.classes]:
-            return self.dp._states
-        total = math.prod(len(members) + 1 for members in self.classes)
-        if total <= 2 * self.dp.effort.params.relaxed_states:
-            return sorted(product(*(range(len(members) + 1) for members in self.classes)), key=sum)
-        found, used = [tuple([0] * len(self.classes))], [0] * len(self.classes)
-        for c, members in enumerate(self.classes):
-            for _ in members:
-                used[c] += 1
-                found.append(tuple(used))
-        return found
 
     def _row(self, name: tuple[tuple[int, ...], int]) -> _Row:
         if name not in self.rows:
@@ -432,7 +412,7 @@ class _ShortestPath:
         if row is None or not np.isfinite(row.seconds).any():
             return
         if self.on_cpu is not None:  # as often as it helps
-            self._relax(name, row, self._cost(last, -1), (state, -1) if self.dp._uniform else (state, -1))
+            self._relax(name, row, self._cost(last, -1), (state, -1))
         for c, members in enumerate(self.classes):
             if state[c] < len(members):
                 after = (*state[:c], state[c] + 1, *state[c + 1 :])
@@ -479,7 +459,7 @@ class _ShortestPath:
         padded = np.concatenate([np.full(reach, np.inf), row.seconds])
         before = sliding_window_view(padded, reach)[ends]
         through = np.maximum(before, cost[ends]) if self.dp.slowest else before + cost[ends]
-        self.dp.effort.charge(through.size)
+        self.dp.effort.charge(0.15 * through.size)
         best = through.argmin(1)
         value = through[np.arange(len(best)), best]
         target = self._row(into)
@@ -488,8 +468,6 @@ class _ShortestPath:
         target.seconds[end] = value[better]
         target.origin[end] = self.names.index(origin)
         target.start[end] = end - reach + best[better]
-        if into == origin:  # the CPU's own row grows while it is read: once more is enough, it is contiguous
-            return
 
     def _trace(self, name: tuple[tuple[int, ...], int]) -> list[tuple[int, int, int]]:
         found: list[tuple[int, int, int]] = []
@@ -506,3 +484,19 @@ class _ShortestPath:
                 found.append((start, end, self.dp.cpu))
             name, end = before, start
         return found[::-1]
+
+
+def _states(classes: list[list[int]], most: int) -> list[tuple[int, ...]]:
+    """How many devices of each class are used, in an order in which one more comes later.
+
+    Where there are too many, the classes are filled one after the other.
+    """
+    if math.prod(len(members) + 1 for members in classes) <= most:
+        return sorted(product(*(range(len(members) + 1) for members in classes)), key=sum)
+    used = [0] * len(classes)
+    found = [tuple(used)]
+    for c, members in enumerate(classes):
+        for _ in members:
+            used[c] += 1
+            found.append(tuple(used))
+    return found

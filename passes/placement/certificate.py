@@ -1,0 +1,46 @@
+"""What the planner answers: a placement, and a lower bound that holds for every other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphplan.passes.placement.evaluate import Evaluation
+from graphplan.warn import warn
+
+__all__ = ["Bound", "Solution", "certify"]
+
+_ROUNDING = 1e-9  # relative: sums in another order
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Seconds that no placement of a problem takes less than, and the method that proved it."""
+
+    seconds: float = 0.0
+    proof: str = "no bound"
+
+    def raised(self, seconds: float, proof: str) -> Bound:
+        """The higher of two bounds of one problem."""
+        return Bound(seconds, proof) if seconds > self.seconds else self
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A placement within the budgets, and a bound on how much faster another could be."""
+
+    evaluation: Evaluation
+    lower_bound: float
+    proof: str
+
+
+def certify(evaluation: Evaluation, bound: Bound) -> Solution:
+    """A placement with its bound. One that is above it is a bug, which must show: it is never clamped."""
+    if bound.seconds > evaluation.seconds * (1 + _ROUNDING):
+        warn(
+            f"the planner proved a lower bound of {bound.seconds:.6g} s ({bound.proof}) and found a plan of "
+            f"{evaluation.seconds:.6g} s: one of the two is wrong. The plan keeps its budgets and is returned "
+            "without a bound; please report this with the model and max_memory"
+        )
+        return Solution(evaluation, 0.0, "no bound: the one that was found contradicts the plan")
+    # sums in another order may differ in the last bits
+    return Solution(evaluation, bound.seconds if bound.seconds < evaluation.seconds else evaluation.seconds, bound.proof)
