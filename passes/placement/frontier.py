@@ -28,6 +28,8 @@ __all__ = ["Frontier", "Stage", "Step", "Touch", "make_stages"]
 
 _WORD = 62  # bits of a word that hold a state, the sign apart
 _WORDS = 2  # of a state; values beyond these are relaxed
+_WORTH = 0.01  # of the largest weight of a macro-operation: a smaller one is not worth a copy at each call
+_LARGE = 0.01  # of all weights: a shared one of so much is not streamed whole
 
 
 @dataclass(slots=True)
@@ -78,6 +80,8 @@ class Step:
         nbytes: of the weights that reside with it.
         movable: those of them that may be streamed instead.
         needs: (devices,) bytes of activations and workspace while it runs.
+        before: (devices,) seconds until it reads what is streamed.
+        after: (devices,) seconds of what it does after that.
         touches: values that it makes or reads.
         closed: slots of values that are read no more.
         open: slots of live values after it, the cheapest first.
@@ -89,6 +93,8 @@ class Step:
     nbytes: float
     movable: float
     needs: Floats
+    before: Floats
+    after: Floats
     touches: list[Touch] = field(default_factory=list)
     closed: tuple[int, ...] = ()
     open: tuple[int, ...] = ()
@@ -107,6 +113,8 @@ class Frontier:
     Args:
         arrays: of the problem.
         streaming: whether accelerators may read weights from CPU memory, copied beside what is computed.
+        guide: price copies of shared weights from CPU memory as if nothing hid them, and forbid large ones;
+            False for a lower bound, for which they cost nothing.
         first: a shared weight (index among ``shared``) whose home is placed before everything else.
 
     Attributes:
@@ -116,8 +124,10 @@ class Frontier:
         steps: in order.
     """
 
-    def __init__(self, arrays: Arrays, *, streaming: bool = False, first: int | None = None) -> None:
-        self.arrays, self.streaming = arrays, streaming
+    def __init__(
+        self, arrays: Arrays, *, streaming: bool = False, guide: bool = False, first: int | None = None
+    ) -> None:
+        self.arrays, self.streaming, self.guide = arrays, streaming, guide
         self.devices, self.units = arrays.computing, len(arrays.units)
         self.cpu = next((d for d, spec in enumerate(arrays.specs) if not spec.is_accelerator), None)
         self._classify()
@@ -195,7 +205,8 @@ class Frontier:
                     self.clock[:, readers[0]] += seconds[0, :count]
                     continue
             key = maker, readers
-            found[key] = found.get(key, 0.0) + seconds[:count, :count]
+            known = found.get(key)
+            found[key] = seconds[:count, :count] + (0.0 if known is None else known)
         return [_Value(maker, readers, seconds) for (maker, readers), seconds in found.items() if seconds.any()]
 
     def _copies(self, item: int) -> Floats:
@@ -212,7 +223,10 @@ class Frontier:
                     readers = self.readers.get(item, ())
                     if len(readers) == 1:
                         self.fixed_queue[d, readers[0]] += queue
-            seconds[self.cpu, accelerators] = 0.0
+            if not self.guide or arrays.fixed[item] == self.cpu:
+                seconds[self.cpu, accelerators] = 0.0
+            elif arrays.nbytes[item] >= _LARGE * arrays.weight_bytes.sum():
+                seconds[self.cpu, accelerators] = np.inf
         return seconds
 
     def _depends_on_source(self, value: _Value) -> bool:
@@ -249,12 +263,27 @@ class Frontier:
             item = self.shared[variable - self.units]
             seconds = np.array([0.0 if self._may_hold(d) else np.inf for d in range(self.devices)])
             nbytes = float(arrays.weight_bytes[item - arrays.values])
-            return Step(variable, seconds, nbytes, 0.0, np.zeros(self.devices))
+            nothing = np.zeros(self.devices)
+            return Step(variable, seconds, nbytes, 0.0, nothing, nothing, nothing)
         nbytes = sum(float(arrays.weight_bytes[item - arrays.values]) for item in self.own[variable])
-        movable = sum(
-            float(arrays.weight_bytes[item - arrays.values]) for item in self.own[variable] if self.is_streamable(item)
-        )
-        return Step(variable, self.clock[:, variable].copy(), nbytes, movable, self._working_set(variable))
+        movable = sum(float(arrays.weight_bytes[item - arrays.values]) for item in self.movable(variable))
+        needs, beside = self._working_set(variable), self._beside(variable)
+        return Step(variable, self.clock[:, variable].copy(), nbytes, movable, needs, *beside)
+
+    def movable(self, unit: int) -> list[int]:
+        """The own weights of a macro-operation that are worth a copy at each forward pass."""
+        items = [item for item in self.own[unit] if self.is_streamable(item)]
+        least = _WORTH * max((self.arrays.nbytes[item] for item in items), default=0.0)
+        return [item for item in items if self.arrays.nbytes[item] >= least]
+
+    def _beside(self, unit: int) -> tuple[Floats, Floats]:
+        """(devices,) seconds of a macro-operation before it reads what is streamed, and after."""
+        arrays, members = self.arrays, self.arrays.units[unit]
+        read = [members.index(int(arrays.source[item])) for item in self.movable(unit)]
+        if not read:
+            return np.zeros(self.devices), np.zeros(self.devices)
+        seconds = np.where(np.isfinite(arrays.compute[:, members]), arrays.compute[:, members], 0.0)
+        return seconds[:, : min(read)].sum(axis=1), seconds[:, max(read) + 1 :].sum(axis=1)
 
     def _may_hold(self, device: int) -> bool:
         """Whether a shared weight may reside on a device, where nothing runs it."""

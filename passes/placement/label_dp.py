@@ -202,10 +202,10 @@ class _Search:
         if self.streams and copying:
             slot = int(self.buffers.slots[d]) - 1
             found.queue[d] = np.maximum(found.queue[d], found.free[d, slot]) + copying
-            own = step.seconds[d]
-            found.clock = np.maximum(found.clock - own, found.queue[d]) + own
+            left = step.seconds[d] - step.before[d]
+            found.clock = np.maximum(found.clock - left, found.queue[d]) + left
             found.free[d, 1:] = found.free[d, :-1].copy()
-            found.free[d, 0] = found.clock
+            found.free[d, 0] = found.clock - step.after[d]
         return found
 
     def _copy_seconds(self, i: int, d: int) -> float:

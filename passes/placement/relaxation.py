@@ -229,8 +229,10 @@ class Relaxation:
 
     def _clock(self, stage: Stage, prices: Prices) -> Floats:
         """(devices, states) seconds of a step, less the copying that they hide."""
-        weight = prices.queue[:, None, None] * np.minimum(stage.seconds[None], self.ahead[:, None, None])
-        return np.where(np.isfinite(stage.seconds), stage.seconds - weight.sum(axis=0), np.inf)
+        possible = np.isfinite(stage.seconds)
+        seconds = np.where(possible, stage.seconds, 0.0)
+        hidden = sum(w * np.minimum(seconds, most) for w, most in zip(prices.queue, self.ahead, strict=True) if w)
+        return np.where(possible, seconds - hidden, np.inf)
 
     def _dual(self, prices: Prices) -> tuple[float, list[Floats], Floats]:
         """The bound at these prices, the costs to the end, and the slope of the bound in the prices."""

@@ -147,7 +147,8 @@ class SegmentDP:
         allowed[[0, -1]] = True
         found = np.flatnonzero(allowed)
         steps = len(self._states) * len(self.classes) * (1 if self._uniform else len(self.classes))
-        limit = int(np.clip(math.sqrt(params.segment_visits / max(1, steps)), 32, params.segment_cuts))
+        visits = params.segment_share * self.effort.total / (4 if self.streaming or self.cpu is not None else 1)
+        limit = int(np.clip(math.sqrt(7.0 * visits / max(1, steps)), 32, params.segment_cuts))
         if len(found) <= limit:
             return found
         bytes_at = self.crossing[found]

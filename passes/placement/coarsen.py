@@ -1,0 +1,106 @@
+"""Coarser macro-operations for streamed searches: light operations go with the heavy one beside them.
+
+Where an operation runs that reads few weights is decided by what lies around it. The order is cut between
+every two heavy operations, where the fewest bytes cross. A placement of the coarse problem is one of the
+problem itself; bounds are proven on the problem itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from graphplan.passes.placement.arrays import Arrays, Bools, Floats, Ints
+from graphplan.passes.placement.problem import Problem, cpu_key
+
+__all__ = ["coarsen"]
+
+_SMALL = 100  # operations up to which each is placed by itself
+_LIGHT = 0.05  # of the weights that an operation reads on average: less goes with its neighbours
+_LONGEST = 16  # operations of one macro-operation
+
+
+def coarsen(arrays: Arrays) -> Problem:
+    """The same problem with pieces of its order tied together."""
+    problem = arrays.problem
+    if arrays.count <= _SMALL:
+        return problem
+    cuts = [0, *_cuts(arrays), arrays.count]
+    names = [operation.name for operation in arrays.operations]
+    return replace(problem, graph=problem.graph.tied(names[a:b] for a, b in pairwise(cuts)))
+
+
+def _cuts(arrays: Arrays) -> list[int]:
+    """Positions in order, without the ends."""
+    count, crossing, allowed = arrays.count, _crossing(arrays), _allowed(arrays)
+    nbytes = _bytes_read(arrays)
+    reading = nbytes[nbytes > 0]
+    heavy = np.flatnonzero(nbytes > (_LIGHT * reading.mean() if len(reading) else 0.0)).tolist()
+    found = {0, count}
+    runs_on = np.isfinite(arrays.compute)
+    found |= set((np.flatnonzero((runs_on[:, 1:] != runs_on[:, :-1]).any(axis=0)) + 1).tolist())
+    for before, after in pairwise([*heavy, count]):
+        if (position := _lowest(crossing, allowed, before + 1, after)) is not None:
+            found.add(position)
+    apart = _apart(arrays, nbytes)
+    for index in heavy:
+        if apart[index]:
+            found |= {index, index + 1}
+    for first, last in pairwise(sorted(found)):
+        while last - first > _LONGEST:
+            position = _lowest(crossing, allowed, first + _LONGEST // 2, min(first + _LONGEST, last - 1))
+            if position is None:
+                break
+            found.add(position)
+            first = position
+    return sorted(found - {0, count})
+
+
+def _lowest(crossing: Floats, allowed: Bools, first: int, last: int) -> int | None:
+    positions = first + np.flatnonzero(allowed[first : last + 1])
+    return int(positions[crossing[positions].argmin()]) if len(positions) else None
+
+
+def _bytes_read(arrays: Arrays) -> Floats:
+    """(operations,) bytes of weights."""
+    mine = (arrays.item >= arrays.values) & (arrays.reader < arrays.count)
+    return np.bincount(arrays.reader[mine], arrays.nbytes[arrays.item[mine]], arrays.count)
+
+
+def _apart(arrays: Arrays, nbytes: Floats) -> Bools:
+    """(operations,) that share a weight with others, or that the CPU computes before a copy could come."""
+    shared = np.zeros(arrays.count, dtype=bool)
+    for item in range(arrays.values, len(arrays.names)):
+        readers = arrays.reader[(arrays.item == item) & (arrays.reader < arrays.count)]
+        if len(readers) > 1:
+            shared[readers] = True
+    cpu = cpu_key(arrays.problem.topology)
+    if cpu is None:
+        return shared
+    at = arrays.number[cpu]
+    accelerators = [d for d, spec in enumerate(arrays.specs) if spec.is_accelerator]
+    fastest = min((arrays.per_byte[at, d] for d in accelerators), default=0.0)
+    return shared | (arrays.compute[at] < nbytes * fastest)
+
+
+def _crossing(arrays: Arrays) -> Floats:
+    """(positions,) bytes of values that are made before and read after."""
+    last: Ints = np.full(len(arrays.names), -1)
+    inner = arrays.reader < arrays.count
+    np.maximum.at(last, arrays.item[inner], arrays.reader[inner])
+    made = np.flatnonzero((arrays.source >= 0) & (np.arange(len(last)) < arrays.values) & (last > arrays.source))
+    change = np.zeros(arrays.count + 2)
+    np.add.at(change, arrays.source[made] + 1, arrays.nbytes[made])
+    np.add.at(change, last[made] + 1, -arrays.nbytes[made])
+    return change.cumsum()[: arrays.count + 1]
+
+
+def _allowed(arrays: Arrays) -> Bools:
+    """(positions,) that part no group, but for those that are spread out."""
+    found = np.ones(arrays.count + 1, dtype=bool)
+    for members in arrays.units:
+        if members[-1] - members[0] < _LONGEST:
+            found[members[0] + 1 : members[-1] + 1] = False
+    return found

@@ -1,0 +1,346 @@
+"""The search where accelerators do not hold the weights: the CPU computes and keeps, weights are streamed.
+
+Before a search it is settled how much of each accelerator's memory is prefetch buffers, and where the
+largest shared weight resides. For each such configuration the Lagrangian relaxation says how fast a
+placement may be; in that order they are searched by beams with the clock of every copy queue. What is
+found is judged by the evaluator, again with margins where it passes a budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from graphplan.passes.placement.arrays import Arrays, Floats, Ints
+from graphplan.passes.placement.certificate import Bound
+from graphplan.passes.placement.coarsen import coarsen
+from graphplan.passes.placement.evaluate import Evaluation, evaluate
+from graphplan.passes.placement.frontier import Frontier, make_stages
+from graphplan.passes.placement.label_dp import Completion, search_labels
+from graphplan.passes.placement.params import Effort
+from graphplan.passes.placement.problem import Problem, cpu_key
+from graphplan.passes.placement.relaxation import Buffers, Relaxation
+from graphplan.passes.placement.residence import reside
+from graphplan.passes.placement.segment_dp import Segment, SegmentDP
+from graphplan.passes.placement.symmetry import device_classes
+from graphplan.schedule import Assignment
+
+__all__ = ["StreamedSearch"]
+
+_APART = 1.5  # a size of buffers is tried if it is smaller than the one before by this factor
+_MOST_OF_ROOM = 0.25  # of the smallest accelerator that one slot may take, if weights are small enough
+
+
+@dataclass(slots=True)
+class _Configuration:
+    """Homes and buffers that are settled, and how wide that was searched."""
+
+    relaxation: Relaxation
+    width: int = 0
+
+    @property
+    def bound(self) -> float:
+        return self.relaxation.bound
+
+
+@dataclass(slots=True)
+class StreamedSearch:
+    """Places a problem with the CPU and with streaming.
+
+    Attributes:
+        problem: what is placed.
+        effort: what is charged.
+        best: the fastest placement within the budgets; None where there is none.
+        bound: on every placement of the problem.
+    """
+
+    problem: Problem
+    effort: Effort
+    best: Evaluation | None = None
+    bound: Bound = field(default_factory=Bound)
+    arrays: Arrays = field(init=False)
+    coarse: Arrays = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.arrays = Arrays(self.problem)
+        tied = coarsen(self.arrays)
+        self.coarse = self.arrays if tied is self.problem else Arrays(tied)
+
+    @property
+    def seconds(self) -> float:
+        """Of the best placement."""
+        return np.inf if self.best is None else self.best.seconds
+
+    def offer(self, found: Evaluation) -> bool:
+        """Keep a placement if it is the fastest within the budgets; whether it is within them."""
+        self.effort.charge(60.0 * self.arrays.count)
+        if not found.feasible:
+            return False
+        if found.seconds < self.seconds * (1 - 1e-12):
+            self.best = found
+        return True
+
+    # -- a first placement ---------------------------------------------------------------------------
+
+    def begin(self, near: Assignment | None = None) -> bool:
+        """Segments with streamed excess, everything on one device; whether one is within the budgets."""
+        if near is not None:
+            self.offer(evaluate(self.problem, near))
+        for streaming, use_cpu, loose in ((1, 1, 0), (0, 1, 0), (1, 0, 0), (1, 1, 1)):
+            if self.best is not None and (loose or self.effort.visits < 0.8 * self.effort.total):
+                break
+            search = SegmentDP(
+                self.arrays, self.effort, streaming=bool(streaming), use_cpu=bool(use_cpu), loose=bool(loose)
+            )
+            for homes in search.homes() if search.classes else ():
+                for segments, devices in search.placements(homes):
+                    self._stream_excess(segments, devices)
+                if self.effort.over and self.best is not None:
+                    break
+        for d in range(self.arrays.computing):
+            if self.best is None or d == self.coarse.number.get(cpu_key(self.problem.topology)):
+                self._all_on(d)
+        return self.best is not None
+
+    def _all_on(self, device: int) -> None:
+        arrays = self.arrays
+        units = np.full(len(arrays.units), device)
+        for unit, members in enumerate(arrays.units):
+            able = np.flatnonzero(np.isfinite(arrays.compute[:, members]).all(axis=1))
+            if len(able) and device not in able:
+                units[unit] = able[0]
+        devices = arrays.expand(units)
+        excess = float(self.arrays.weight_bytes.sum())
+        self._stream_excess([Segment(0, arrays.count, device, 0.0)], devices)
+        if arrays.specs[device].is_accelerator:
+            self._stream_excess([Segment(0, arrays.count, device, excess)], devices)
+
+    def _stream_excess(self, segments: list[Segment], devices: Ints) -> None:
+        """Judge segments, with as many of their weights streamed as they lack room for, spread evenly."""
+        lacking = {segment.device: 0.0 for segment in segments}
+        for segment in segments:
+            lacking[segment.device] = max(lacking[segment.device], segment.excess)
+        names = [operation.name for operation in self.arrays.operations]
+        operations = {n: self.arrays.keys[d] for n, d in zip(names, devices.tolist(), strict=True)}
+        for _ in range(2 * self.effort.params.retries):
+            streamed = [name for d, nbytes in lacking.items() if nbytes for name in self._spread(devices, d, nbytes)]
+            found = evaluate(self.problem, reside(self.problem, operations, streamed))
+            if self.offer(found) or not found.excess:
+                return
+            before = dict(lacking)
+            for key, over in found.excess.items():
+                d = self.arrays.number[key]
+                if self.arrays.specs[d].is_accelerator:
+                    lacking[d] = lacking.get(d, 0.0) + 1.05 * over
+            if lacking == before:
+                return
+
+    def _spread(self, devices: Ints, device: int, nbytes: float) -> Iterator[str]:
+        """Weights read on a device, at equal distances in its order, of so many bytes with two slots."""
+        frontier = self._bounding
+        mine = [item for unit in range(frontier.units) for item in frontier.movable(unit)]
+        mine = [item for item in mine if devices[self.arrays.source[item]] == device]
+        sizes = self.arrays.nbytes[mine]
+        total = float(sizes.sum())
+        if not total:
+            return
+        share = min(1.0, (nbytes + 2.0 * float(sizes.max())) / total)
+        due = 0.0
+        for item, size in zip(mine, sizes.tolist(), strict=True):
+            due += share * size
+            if due >= size * (1 - 1e-9):
+                due -= size
+                yield self.arrays.names[item]
+
+    # -- beams ---------------------------------------------------------------------------------------
+
+    def improve(self) -> None:
+        """Search configurations, the most promising first, then those beside the best."""
+        part = self.effort.share(0.35)
+        configurations = sorted(self._configurations(part), key=lambda c: c.bound)
+        self.effort.spent(part)
+        part = self.effort.share(0.6)
+        best: _Configuration | None = None
+        for configuration in configurations:
+            if part.over or configuration.bound >= self.seconds * (1 - self.effort.params.sufficient_gap):
+                break
+            if self._search(configuration, self.effort.params.first_width * 2, part):
+                best = configuration
+        self.effort.spent(part)
+        if best is not None:
+            part = self.effort.share(0.4)
+            best = self._beside(best, part)
+            self._widen(best, part)
+            self.effort.spent(part)
+
+    def _configurations(self, effort: Effort) -> Iterator[_Configuration]:
+        sizes = self._slot_sizes()
+        frontiers = list(self._frontiers(effort))
+        count = len(frontiers) * len(sizes) * 2
+        done = 0
+        for slots in (2, 1):
+            for size in sizes:
+                for frontier, stages in frontiers:
+                    done += 1
+                    buffers = self._buffers(frontier, slots, size)
+                    if buffers is not None:
+                        part = effort.share(1 / max(1, count - done))
+                        found = self._configuration(frontier, stages, buffers, part, rounds=4)
+                        effort.spent(part)
+                        if found.relaxation.possible:
+                            yield found
+
+    def _configuration(
+        self, frontier: Frontier, stages: list, buffers: Buffers, effort: Effort, rounds: int
+    ) -> _Configuration:
+        relaxation = Relaxation(frontier, stages, buffers)
+        relaxation.improve(np.inf, effort, rounds)
+        return _Configuration(relaxation)
+
+    def _frontiers(self, effort: Effort) -> Iterator[tuple[Frontier, list]]:
+        """One for each home of the largest shared weight, one of each class of devices."""
+        yield from _by_home(self.coarse, effort, guide=True)
+
+    def _slot_sizes(self) -> list[float]:
+        """A few sizes of slots: the largest that weights need, and some that are clearly smaller."""
+        frontier = Frontier(self.coarse, streaming=True, guide=True)
+        movable = np.array([step.movable for step in frontier.steps])
+        movable = np.unique(movable[movable > 0])
+        room = min((s.room for s in self.arrays.specs if s.is_accelerator), default=0)
+        found: list[float] = []
+        for most in (_MOST_OF_ROOM * room, room):
+            left = movable[movable <= most]
+            while len(left) and len(found) < self.effort.params.slot_sizes:
+                found.append(float(left[-1]))
+                left = left[left * _APART <= left[-1]]
+            if found:
+                break
+        return found
+
+    def _buffers(self, frontier: Frontier, slots: int, nbytes: float) -> Buffers | None:
+        keys, count = self.arrays.keys, frontier.devices
+        accelerates = np.array([spec.is_accelerator for spec in self.arrays.specs])
+        buffers = Buffers(np.where(accelerates, slots, 0), np.where(accelerates, nbytes, 0.0))
+        limits = np.array([self.problem.growth.get(keys[d], np.inf) for d in range(count)])
+        return None if (buffers.total > limits).any() else buffers
+
+    def _search(self, configuration: _Configuration, width: int, effort: Effort) -> bool:
+        """Search a configuration; whether that improved the best placement."""
+        relaxation, before = configuration.relaxation, self.seconds
+        configuration.width = width
+        margin = np.zeros(relaxation.frontier.devices)
+        for _ in range(1 + self.effort.params.retries):
+            if effort.over:
+                break
+            found = search_labels(relaxation, width, 1.5 * self.seconds, effort, margin)
+            if not found.completions:
+                break
+            first = self._judge(relaxation, found.completions[0])
+            if self.offer(first) or not first.excess:
+                break
+            for key, over in first.excess.items():
+                d = self.arrays.number[key]
+                margin[d] += over + max(0.0, float(found.completions[0].spare[d] - margin[d]))
+            if min(first.seconds, found.completions[0].seconds) > 1.03 * self.seconds:
+                break
+        return self.seconds < before
+
+    def _judge(self, relaxation: Relaxation, completion: Completion) -> Evaluation:
+        """A completion of the coarse problem, as a placement of the problem."""
+        frontier, arrays = relaxation.frontier, self.coarse
+        devices = arrays.expand(completion.device[: frontier.units])
+        names = [operation.name for operation in arrays.operations]
+        operations = {n: arrays.keys[d] for n, d in zip(names, devices.tolist(), strict=True)}
+        streamed = [
+            arrays.names[item]
+            for unit in range(frontier.units)
+            if completion.streamed[unit]
+            for item in frontier.movable(unit)
+        ]
+        homes = {
+            arrays.names[item]: arrays.keys[d]
+            for item, d in zip(frontier.shared, completion.device[frontier.units :].tolist(), strict=True)
+        }
+        assert relaxation.buffers is not None
+        slots = {arrays.keys[d]: int(n) for d, n in enumerate(relaxation.buffers.slots) if n}
+        return evaluate(self.problem, replace(reside(self.problem, operations, streamed, homes), slots=slots))
+
+    def _beside(self, best: _Configuration, effort: Effort) -> _Configuration:
+        """Change the buffers of one accelerator at a time, while that helps."""
+        sizes, tried = self._slot_sizes(), set[tuple[float, ...]]()
+        improved = True
+        while improved and not effort.over:
+            improved = False
+            for trial in self._neighbours(best, sizes):
+                key = (*trial.slots.tolist(), *trial.nbytes.tolist())
+                if key in tried or effort.over:
+                    continue
+                tried.add(key)
+                relaxation = best.relaxation
+                found = self._configuration(relaxation.frontier, relaxation.stages, trial, effort, rounds=4)
+                if not found.relaxation.possible or found.bound >= self.seconds * 0.998:
+                    continue
+                if self._search(found, self.effort.params.first_width, effort):
+                    best, improved = found, True
+                    break
+        return best
+
+    def _neighbours(self, best: _Configuration, sizes: list[float]) -> Iterator[Buffers]:
+        buffers = best.relaxation.buffers
+        assert buffers is not None
+        for d in np.flatnonzero(buffers.slots).tolist():
+            limit = self.problem.growth.get(self.arrays.keys[d], np.inf)
+            for slots in (1, 2, 3):
+                for size in sizes:
+                    if (slots, size) != (buffers.slots[d], buffers.nbytes[d]) and slots * size <= limit:
+                        changed = buffers.slots.copy(), buffers.nbytes.copy()
+                        changed[0][d], changed[1][d] = slots, size
+                        yield Buffers(*changed)
+
+    def _widen(self, best: _Configuration, effort: Effort) -> None:
+        """Search the best configuration wider and wider, at better prices."""
+        best.relaxation.improve(self.seconds, effort)
+        width = max(best.width, self.effort.params.first_width)
+        while not effort.over:
+            width = int(width * self.effort.params.width_growth)
+            frontier = best.relaxation.frontier
+            if (2000.0 + 10.0 * width * frontier.devices) * len(frontier.steps) > effort.visits:
+                return
+            self._search(best, width, effort)
+
+    # -- the bound -----------------------------------------------------------------------------------
+
+    @property
+    def _bounding(self) -> Frontier:
+        return Frontier(self.arrays, streaming=True)
+
+    def prove(self) -> None:
+        """The Lagrangian bound of the problem itself, whatever the buffers, for each home."""
+        part = self.effort.share(0.4)
+        lowest, frontiers = np.inf, list(_by_home(self.arrays, part, guide=False))
+        for number, (frontier, stages) in enumerate(frontiers):
+            relaxation = Relaxation(frontier, stages, None)
+            each = part.share(1 / (len(frontiers) - number))
+            relaxation.improve(self.seconds, each)
+            part.spent(each)
+            lowest = min(lowest, relaxation.bound)
+        self.effort.spent(part)
+        if np.isfinite(lowest):
+            self.bound = self.bound.raised(lowest * (1 - 1e-9), "Lagrangian relaxation")
+
+
+def _by_home(arrays: Arrays, effort: Effort, *, guide: bool) -> Iterator[tuple[Frontier, list]]:
+    """A frontier for each home of the largest shared weight, where one is large."""
+    frontier = Frontier(arrays, streaming=True, guide=guide)
+    sizes = [float(arrays.weight_bytes[item - arrays.values]) for item in frontier.shared]
+    if not sizes or max(sizes) < effort.params.shared_share * float(arrays.weight_bytes.sum()):
+        yield frontier, make_stages(frontier, effort)
+        return
+    frontier = Frontier(arrays, streaming=True, guide=guide, first=int(np.argmax(sizes)))
+    for members in device_classes(arrays):
+        home = members[0]
+        if np.isfinite(frontier.steps[0].seconds[home]) and max(sizes) <= arrays.room[home]:
+            settled = frontier.with_first(home)
+            yield settled, make_stages(settled, effort)
