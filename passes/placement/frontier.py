@@ -166,7 +166,6 @@ class Frontier:
         weight = self.arrays.weights[item - self.arrays.values]
         return (
             self.streaming
-            and self.arrays.problem.streams
             and self.cpu is not None
             and weight.nbytes > 0
             and weight.name in self.arrays.graph.streamable
@@ -214,7 +213,7 @@ class Frontier:
         arrays = self.arrays
         seconds: Floats = arrays.latency + arrays.nbytes[item] * arrays.per_byte
         np.fill_diagonal(seconds, 0.0)
-        if item >= arrays.values and self.is_streamable(item):
+        if item >= arrays.values and self.is_streamable(item) and arrays.problem.streams:
             assert self.cpu is not None
             accelerators = [d for d, spec in enumerate(arrays.specs) if spec.is_accelerator]
             if arrays.fixed[item] == self.cpu:

@@ -116,7 +116,7 @@ class _Search:
         self.width, self.below, self.effort = width, below, effort
         count = self.frontier.devices
         self.buffers = relaxation.buffers or Buffers.none(count)
-        self.streams = relaxation.buffers is not None and relaxation._streams
+        self.streams = relaxation.buffers is not None and relaxation.streams and not relaxation.on_clock
         self.room = relaxation.room - (0.0 if margin is None else margin)
         prices = relaxation.prices
         self.per_byte, self.weight = prices.per_byte, prices.queue
@@ -198,6 +198,8 @@ class _Search:
             found.nbytes[relaxation.cpu] += step.movable
         found.parent = able
         found.option = np.full(len(able), 2 * d + streamed)
+        if streamed and relaxation.on_clock:
+            found.clock = found.clock + self._copy_seconds(i, d)
         copying = relaxation.fixed_queue[d, i] + (self._copy_seconds(i, d) if streamed else 0.0)
         if self.streams and copying:
             slot = int(self.buffers.slots[d]) - 1

@@ -116,6 +116,7 @@ class Relaxation:
         arrays = self.frontier.arrays
         self.copy = np.full(self.seconds.shape, np.inf)
         self.ahead = np.full(self.frontier.devices, np.inf)
+        self.on_clock = not arrays.problem.streams  # weights are copied one by one, and hidden by nothing
         if self.cpu is None:
             return
         per_byte = arrays.per_byte[self.cpu, : self.frontier.devices]
@@ -123,7 +124,9 @@ class Relaxation:
         for d in np.flatnonzero(self.accelerator).tolist():
             able = (self.movable > 0) & np.isfinite(self.seconds[d])
             seconds = self.movable * per_byte[d]
-            if self.buffers is not None:
+            if self.on_clock:
+                seconds = seconds + latency[d]
+            elif self.buffers is not None:
                 able &= (self.movable <= self.buffers.nbytes[d]) & (self.buffers.slots[d] > 0)
                 seconds = seconds + latency[d]
                 if self.buffers.slots[d] == 1:  # the next copy waits for the reader of this one
@@ -132,7 +135,8 @@ class Relaxation:
             self.copy[d] = np.where(able, seconds, np.inf)
 
     @property
-    def _streams(self) -> bool:
+    def streams(self) -> bool:
+        """Whether anything may be streamed."""
         return bool(np.isfinite(self.copy).any() or self.fixed_queue.any())
 
     # -- prices --------------------------------------------------------------------------------------
@@ -196,7 +200,8 @@ class Relaxation:
 
     @property
     def _weighable(self) -> Bools:
-        return (np.isfinite(self.copy) | (self.fixed_queue > 0)).any(axis=1)
+        able = np.isfinite(self.copy) & (not self.on_clock)
+        return np.asarray((able | (self.fixed_queue > 0)).any(axis=1))
 
     def _highest(self, cuts: list[tuple[float, Floats]]) -> tuple[float, Floats]:
         """The highest bound that the cutting planes leave possible, and its prices."""
@@ -222,7 +227,8 @@ class Relaxation:
         """(devices, steps) priced bytes and copying of weights that reside there, and that are streamed."""
         per_byte, queue = prices.per_byte[:, None], prices.queue[:, None]
         stay = per_byte * self.nbytes + queue * self.fixed_queue
-        away = stay - per_byte * self.movable + queue * np.where(np.isfinite(self.copy), self.copy, 0.0)
+        weight = np.ones_like(queue) if self.on_clock else queue
+        away = stay - per_byte * self.movable + weight * np.where(np.isfinite(self.copy), self.copy, 0.0)
         if self.cpu is not None:
             away = away + prices.per_byte[self.cpu] * self.movable
         return stay, np.where(np.isfinite(self.copy), away, np.inf)
@@ -265,7 +271,7 @@ class Relaxation:
             nbytes[d] += self.nbytes[i] - (self.movable[i] if streamed else 0.0)
             if streamed and self.cpu is not None:
                 nbytes[self.cpu] += self.movable[i]
-            queue[d] += self.fixed_queue[d, i] + (self.copy[d, i] if streamed else 0.0)
+            queue[d] += self.fixed_queue[d, i] + (self.copy[d, i] if streamed and not self.on_clock else 0.0)
             clock_sum += np.minimum(seconds, self.ahead)
             state = int(onward[d])
         slope = np.concatenate([(nbytes - self.room) / self._scale, queue - clock_sum])
@@ -291,11 +297,11 @@ class Relaxation:
             rows.append(np.concatenate([stay.ravel(), away.ravel(), [last]]))
             limits.append(limit)
 
-        add(seconds, seconds, -1.0, 0.0)
+        add(seconds, seconds + (copy if self.on_clock else 0.0), -1.0, 0.0)
         for d in range(count):
             one = np.zeros((1, count))
             one[0, d] = 1.0
-            add(queue * one, (queue + copy) * one, -1.0, 0.0)
+            add(queue * one, (queue + (0.0 if self.on_clock else copy)) * one, -1.0, 0.0)
         for d in range(count):
             one = np.zeros((1, count))
             one[0, d] = 1.0

@@ -149,10 +149,9 @@ class ResidentSearch:
         """Whether the gap is small enough to end."""
         return self.bound.seconds >= self.seconds * (1 - self.effort.params.sufficient_gap)
 
-    def improve(self) -> None:
-        """Label-setting searches, wider and wider, until the gap is closed or the effort is spent."""
-        params = self.effort.params
-        cases = self._cases()
+    def relax(self) -> list[_Case]:
+        """Raise the bound by Lagrangian relaxations, one for each home of the largest shared weight."""
+        params, cases = self.effort.params, self._cases()
         enough = self.seconds * (1 - params.sufficient_gap / 2) if np.isfinite(self.seconds) else np.inf
         for number, case in enumerate(cases):
             part = self.effort.share(0.5 / (len(cases) - number))
@@ -160,6 +159,11 @@ class ResidentSearch:
             self.effort.spent(part)
             case.bound = case.relaxation.bound * (1 - 1e-9)
         self._raise(cases)
+        return cases
+
+    def improve(self) -> None:
+        """Label-setting searches, wider and wider, until the gap is closed or the effort is spent."""
+        params, cases = self.effort.params, self.relax()
         while not self.proven and not self.effort.over:
             open_cases = [case for case in cases if case.bound < self.seconds * (1 - params.sufficient_gap)]
             if not open_cases:

@@ -17,7 +17,7 @@ from graphplan.passes.placement.arrays import Arrays, Floats, Ints
 from graphplan.passes.placement.certificate import Bound
 from graphplan.passes.placement.coarsen import coarsen
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
-from graphplan.passes.placement.frontier import Frontier, make_stages
+from graphplan.passes.placement.frontier import Frontier, Stage, make_stages
 from graphplan.passes.placement.label_dp import Completion, search_labels
 from graphplan.passes.placement.params import Effort
 from graphplan.passes.placement.problem import Problem, cpu_key
@@ -72,6 +72,11 @@ class StreamedSearch:
     def seconds(self) -> float:
         """Of the best placement."""
         return np.inf if self.best is None else self.best.seconds
+
+    @property
+    def proven(self) -> bool:
+        """Whether the gap is small enough to end."""
+        return self.bound.seconds >= self.seconds * (1 - self.effort.params.sufficient_gap)
 
     def offer(self, found: Evaluation) -> bool:
         """Keep a placement if it is the fastest within the budgets; whether it is within them."""
@@ -193,13 +198,13 @@ class StreamedSearch:
                             yield found
 
     def _configuration(
-        self, frontier: Frontier, stages: list, buffers: Buffers, effort: Effort, rounds: int
+        self, frontier: Frontier, stages: list[Stage], buffers: Buffers, effort: Effort, rounds: int
     ) -> _Configuration:
         relaxation = Relaxation(frontier, stages, buffers)
         relaxation.improve(np.inf, effort, rounds)
         return _Configuration(relaxation)
 
-    def _frontiers(self, effort: Effort) -> Iterator[tuple[Frontier, list]]:
+    def _frontiers(self, effort: Effort) -> Iterator[tuple[Frontier, list[Stage]]]:
         """One for each home of the largest shared weight, one of each class of devices."""
         yield from _by_home(self.coarse, effort, guide=True)
 
@@ -318,7 +323,7 @@ class StreamedSearch:
 
     def prove(self) -> None:
         """The Lagrangian bound of the problem itself, whatever the buffers, for each home."""
-        part = self.effort.share(0.4)
+        part = self.effort.share(0.15)
         lowest, frontiers = np.inf, list(_by_home(self.arrays, part, guide=False))
         for number, (frontier, stages) in enumerate(frontiers):
             relaxation = Relaxation(frontier, stages, None)
@@ -331,7 +336,7 @@ class StreamedSearch:
             self.bound = self.bound.raised(lowest * (1 - 1e-9), "Lagrangian relaxation")
 
 
-def _by_home(arrays: Arrays, effort: Effort, *, guide: bool) -> Iterator[tuple[Frontier, list]]:
+def _by_home(arrays: Arrays, effort: Effort, *, guide: bool) -> Iterator[tuple[Frontier, list[Stage]]]:
     """A frontier for each home of the largest shared weight, where one is large."""
     frontier = Frontier(arrays, streaming=True, guide=guide)
     sizes = [float(arrays.weight_bytes[item - arrays.values]) for item in frontier.shared]

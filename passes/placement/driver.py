@@ -1,0 +1,192 @@
+"""The driver: which search a problem gets, in which order, within one effort.
+
+Accelerators come first: the CPU computes and weights are streamed only where the accelerators do not hold
+the model. Within that, seconds decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from graphplan.device import DeviceKey
+from graphplan.errors import InfeasibleError
+from graphplan.passes.placement.certificate import Bound, Solution, certify
+from graphplan.passes.placement.evaluate import Evaluation, evaluate
+from graphplan.passes.placement.infeasible import explain_infeasible, smallest_budgets
+from graphplan.passes.placement.limits import Limits
+from graphplan.passes.placement.milp import bound_by_classes
+from graphplan.passes.placement.params import Effort
+from graphplan.passes.placement.problem import Problem, cpu_key
+from graphplan.passes.placement.resident import ResidentSearch
+from graphplan.passes.placement.streamed import StreamedSearch
+from graphplan.passes.placement.streamed_local_search import climb_streamed
+from graphplan.schedule import Assignment
+from graphplan.warn import warn
+
+__all__ = ["place", "sketch"]
+
+_MILP = "integer program over operation classes"
+_STREAMING = 3.0  # times the effort of a search without streaming: copies and buffers are searched too
+
+
+def place(
+    problem: Problem,
+    limits: Limits = Limits(),  # noqa: B008  # frozen
+    *,
+    near: Assignment | None = None,
+) -> Solution:
+    """Place a graph.
+
+    Args:
+        problem: what to place, and on what.
+        limits: when to stop; the best placement by then is returned, with a bound that holds.
+        near: a placement to begin with as well, from a plan for other budgets, say.
+
+    Raises:
+        InfeasibleError: with budgets that would do.
+    """
+    found = _search(problem, limits, near)
+    if found is not None:
+        return found
+    # the search is no proof: what fits larger budgets may fit the given ones
+    nearest = smallest_budgets(problem, limits, sketch)
+    if nearest is not None:
+        again = evaluate(problem, nearest.assignment)
+        if again.feasible:
+            return certify(again, Bound())
+    raise explain_infeasible(problem, nearest)
+
+
+def sketch(problem: Problem, effort: float = 0.2) -> Evaluation | None:
+    """A placement that fits, found with little work; None where that finds none."""
+    count = len(problem.graph.operations)
+    alone = accelerators_alone(problem)
+    for candidate, streaming in _attempts(problem, alone):
+        spent = Effort(Effort.default(count).visits * effort)
+        search = StreamedSearch(candidate, spent) if streaming else ResidentSearch(candidate, spent)
+        if search.begin():
+            return search.best if isinstance(search, StreamedSearch) else search.evaluation()
+    return None
+
+
+def _attempts(problem: Problem, alone: Problem | None) -> Iterator[tuple[Problem, bool]]:
+    """Problems to try in turn, and whether with streaming."""
+    accelerators = any(spec.is_accelerator for spec in problem.topology.devices)
+    if alone is not None:
+        yield alone, False
+    if problem.offload and accelerators and cpu_key(problem.topology) is not None:
+        yield problem, True
+    elif alone is None:
+        yield problem, False
+
+
+def accelerators_alone(problem: Problem) -> Problem | None:
+    """The same problem with nothing on the CPU but what the caller has pinned there; None if it cannot fit.
+
+    The CPU may hold what nobody reads.
+    """
+    keys = frozenset(spec.key for spec in problem.topology.devices if spec.is_accelerator)
+    if not keys:
+        return None
+    allowed = {name: problem.allowed.get(name, keys) for name in problem.graph.operations}
+    rules = {name: (rule & keys) or rule for name, rule in allowed.items()}
+    alone = replace(problem, allowed=rules, offload=False)
+    room = sum(problem.topology[key].room for key in keys)
+    return alone if _least_held(alone, keys) <= room else None
+
+
+def _least_held(problem: Problem, keys: frozenset[DeviceKey]) -> int:
+    """Bytes of the weights that only these devices may read, and nothing else may hold."""
+    graph, found = problem.graph, 0
+    for weight in graph.weights.values():
+        readers = graph.readers.get(weight.name, ())
+        if readers and weight.name not in problem.fixed_weights:
+            found += weight.nbytes if all(problem.allowed[reader] <= keys for reader in readers) else 0
+    return found
+
+
+def _search(problem: Problem, limits: Limits, near: Assignment | None) -> Solution | None:
+    for candidate, streaming in _attempts(problem, accelerators_alone(problem)):
+        if streaming:
+            found = _place_streamed(candidate, limits, near)
+        else:
+            found = _place_resident(candidate, problem, limits, near)
+        if found is not None:
+            return found
+    return None
+
+
+def _effort(problem: Problem, limits: Limits, times: float = 1.0) -> Effort:
+    effort = Effort.default(len(problem.graph.operations), limits.left)
+    if limits.left is None:
+        return Effort(effort.visits * limits.effort * times, None, effort.params)
+    return effort
+
+
+def _place_resident(
+    candidate: Problem, problem: Problem, limits: Limits, near: Assignment | None
+) -> Solution | None:
+    """Segments and local search, then labels and bounds, then head-room."""
+    accelerators = sum(spec.is_accelerator for spec in candidate.topology.devices)
+    if candidate.balance and accelerators > 1:
+        return _place_evenly(candidate, problem, limits, near)
+    effort = _effort(candidate, limits)
+    search = ResidentSearch(replace(candidate, balance=False), effort)
+    if not search.begin(near):
+        return None
+    if limits.proves:
+        if len(search.arrays.units) * search.arrays.computing <= effort.params.milp_variables:
+            part = effort.share(0.3)
+            found = bound_by_classes(search.arrays, search.seconds, part, streaming=False)
+            effort.spent(part)
+            search.bound = search.bound.raised(found, _MILP)
+        search.improve()
+    search.balance()
+    evaluation = search.evaluation()
+    return certify(evaluation, _named(search.bound, candidate, problem)) if evaluation.feasible else None
+
+
+def _place_evenly(
+    candidate: Problem, problem: Problem, limits: Limits, near: Assignment | None
+) -> Solution | None:
+    """Segments of which the longest is as short as can be; the bound is of the fastest placement."""
+    effort = _effort(candidate, limits)
+    search = ResidentSearch(candidate, effort)
+    evaluation = search.evaluation() if search.begin() else None
+    if evaluation is None or not evaluation.feasible:
+        warn(
+            "balance=True: the model does not fit the accelerators in even segments, so it is placed for the "
+            "least time instead"
+        )
+        return _place_resident(replace(candidate, balance=False), problem, limits, near)
+    search.relax()
+    bound = replace(search.bound, proof=f"{search.bound.proof}, of the fastest placement, even or not")
+    return certify(evaluation, _named(bound, candidate, problem))
+
+
+def _named(bound: Bound, candidate: Problem, problem: Problem) -> Bound:
+    """The bound with the class of placements that it holds for."""
+    offloads = problem.offload and cpu_key(problem.topology) is not None
+    where = " on the accelerators" if offloads and candidate is not problem else ""
+    return replace(bound, proof=bound.proof + where)
+
+
+def _place_streamed(problem: Problem, limits: Limits, near: Assignment | None) -> Solution | None:
+    """Segments, beams over configurations of buffers, the smallest moves, and the bounds."""
+    effort = _effort(problem, limits, _STREAMING)
+    search = StreamedSearch(problem, effort)
+    if not search.begin(near):
+        return None
+    assert search.best is not None
+    if limits.proves:
+        part = effort.share(0.1)
+        found = bound_by_classes(search.arrays, search.seconds, part, streaming=True)
+        effort.spent(part)
+        search.bound = search.bound.raised(found, _MILP)
+        search.prove()
+    if not search.proven:
+        search.improve()
+    if not search.proven:
+        search.best = climb_streamed(search.arrays, search.best, effort)
+    return certify(search.best, search.bound)

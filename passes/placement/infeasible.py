@@ -1,0 +1,101 @@
+"""Which budgets would do, where the given ones do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from graphplan.device import DeviceKey, Topology
+from graphplan.errors import InfeasibleError, readable_bytes
+from graphplan.passes.placement.evaluate import Evaluation
+from graphplan.passes.placement.limits import Limits
+from graphplan.passes.placement.problem import Problem
+
+__all__ = ["explain_infeasible", "smallest_budgets"]
+
+_PRECISION = 1.02  # of the budgets that an error says would do
+
+Sketch = Callable[[Problem], Evaluation | None]
+
+
+def smallest_budgets(problem: Problem, limits: Limits, sketch: Sketch) -> Evaluation | None:
+    """A placement within the smallest growth of all budgets in proportion, by bisection.
+
+    Args:
+        problem: what does not fit.
+        limits: when to stop; the best by then is returned.
+        sketch: finds a placement with little work.
+    """
+    topology = _growable(problem.topology)
+    weights = problem.graph.weight_bytes
+    enough = 2.0 * max(1.0, weights / max(1, sum(spec.room for spec in topology.devices)))
+    high, found = 1.0, None
+    while found is None and high < 1e6 * enough:
+        high *= 2.0 if high < enough else 8.0
+        found = sketch(replace(problem, topology=topology.scaled(high)))
+    low = high / 2.0
+    while found is not None and high / low > _PRECISION and not limits.over:
+        middle = (low + high) / 2.0
+        closer = sketch(replace(problem, topology=topology.scaled(middle)))
+        if closer is None:
+            low = middle
+        else:
+            high, found = middle, closer
+    if found is None:
+        return None
+    return _sufficient(problem, found, topology.scaled(high), sketch)
+
+
+def _growable(topology: Topology) -> Topology:
+    """Budgets of nothing cannot grow in proportion: start them at one allocation."""
+    return topology.with_memory({s.key: 512 for s in topology.devices if s.memory == 0 and s.computes})
+
+
+def _sufficient(problem: Problem, found: Evaluation, limit: Topology, sketch: Sketch) -> Evaluation:
+    """Ask for the peaks themselves if that succeeds; else for the grown budgets."""
+    peaks = {spec.key: found.peak(spec.key).nbytes + spec.reserve for spec in problem.topology.devices}
+    if sketch(replace(problem, topology=problem.topology.with_memory(peaks))) is not None:
+        return found
+    raised = {
+        spec.key: replace(found.peak(spec.key), nbytes=limit[spec.key].room)
+        for spec in problem.topology.devices
+    }
+    memory = replace(found.memory, peaks={**found.memory.peaks, **raised})
+    return replace(found, memory=memory)
+
+
+def explain_infeasible(problem: Problem, found: Evaluation | None) -> InfeasibleError:
+    """The error, with the budgets of ``found``, a placement that passes the given ones."""
+    topology = problem.topology
+    available = {spec.key: spec.memory for spec in topology.devices}
+    if found is None:
+        total = readable_bytes(problem.graph.weight_bytes)
+        return InfeasibleError(
+            f"no placement fits: the model's weights take {total}, and no growth of the given budgets "
+            f"in proportion was found to do; the budgets are {_listed(available)}",
+            available=available,
+        )
+    needed = {spec.key: found.peak(spec.key).nbytes + spec.reserve for spec in topology.devices}
+    short = {key: needed[key] - available[key] for key in needed if needed[key] > available[key]}
+    device = max(short, key=lambda key: short[key] / max(needed[key], 1))
+    operation = found.peak(device).operation
+    return InfeasibleError(
+        f"no placement fits: device {device!r} needs {readable_bytes(needed[device])} for "
+        f"{_described(problem, operation)}, max_memory allows {readable_bytes(available[device])}. "
+        f"Budgets that would do: max_memory={_listed(needed)}",
+        needed=needed,
+        available=available,
+        operation=operation,
+        device=device,
+    )
+
+
+def _listed(budgets: Mapping[DeviceKey, int]) -> str:
+    return "{" + ", ".join(f"{key!r}: {nbytes}" for key, nbytes in budgets.items()) + "}"
+
+
+def _described(problem: Problem, operation: str) -> str:
+    found = problem.graph.operations.get(operation)
+    if found is None:
+        return "its weights"
+    return f"{operation!r} (in {found.module_path})" if found.module_path else repr(operation)

@@ -1,0 +1,361 @@
+"""A lower bound from how many operations of each class each device runs: a small mixed-integer program.
+
+Operations are of one class if everything that the program reads of them is equal: seconds on each device,
+their own weights one by one, working set, shared weights, copies of fixed weights, place in the order. A
+stack of equal layers has few classes. The program settles what each device keeps, what its copy queue brings
+meanwhile and through how large buffers, and what the CPU computes; each row holds for every placement, so
+that its optimum is a bound. The rows, with their proofs, are in docs/planner.md.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from graphplan.passes.placement.arrays import Arrays, Floats, Ints
+from graphplan.passes.placement.frontier import Frontier
+from graphplan.passes.placement.linear_program import LinearProgram, branch_and_bound
+from graphplan.passes.placement.params import Effort
+from graphplan.passes.placement.symmetry import device_classes
+from graphplan.passes.segments import SMALL
+
+__all__ = ["bound_by_classes"]
+
+_STACKED = 5  # times more macro-operations than classes, from which on the order hardly counts
+_WINDOWS = 12  # of the order, in which copies have to be done
+_LARGEST = 4  # operations at which the order is cut in any case, if there are no more of these ...
+_LARGE = 0.02  # ... that read so much of all weights
+_SINGLE = 6  # devices up to which each is a place of its own
+_NEEDY = 12  # classes whose working set is counted on each device
+_SIZES = 16  # of buffers that are told apart
+_TELLING = 0.002  # of all weights: a smaller shared weight costs and takes nothing
+
+
+@dataclass(frozen=True, slots=True)
+class _Class:
+    """Macro-operations that nothing tells apart.
+
+    Attributes:
+        units: their numbers.
+        window: of the order.
+        sizes: bytes of an own weight that may be streamed -> how many each has.
+        nbytes: of all own weights of each.
+        read: bytes of all weights that each reads.
+        shared: items that are shared weights.
+    """
+
+    units: tuple[int, ...]
+    window: int
+    sizes: dict[float, int]
+    nbytes: float
+    read: float
+    shared: tuple[int, ...]
+
+
+def bound_by_classes(arrays: Arrays, enough: float, effort: Effort, *, streaming: bool) -> float:
+    """Seconds that no placement can be below.
+
+    Args:
+        arrays: of the problem.
+        enough: seconds of a known placement.
+        effort: what is charged.
+        streaming: whether weights may be streamed, and shared ones reside in CPU memory.
+    """
+    return _Program(arrays, enough, streaming=streaming).solve(effort)
+
+
+class _Program:
+    def __init__(self, arrays: Arrays, upper: float, *, streaming: bool) -> None:
+        self.arrays, self.frontier = arrays, Frontier(arrays, streaming=streaming)
+        self.scale = max(upper, 1e-12)
+        self.program = LinearProgram()
+        self.cpu = self.frontier.cpu
+        self.needs = np.array([step.needs for step in self.frontier.steps if step.variable < self.frontier.units]).T
+        self.classes = self._classify()
+        self.windows = 1 + max(c.window for c in self.classes)
+        self.places = self._places()
+        fixed = np.where(arrays.fixed >= 0, arrays.fixed, len(arrays.keys))
+        self.room = arrays.room - arrays.resident(fixed)
+        rooms = [room for room, spec in zip(self.room, arrays.specs, strict=True) if spec.is_accelerator]
+        self.byte_scale = max(1.0, float(arrays.weight_bytes.max(initial=1.0)), 0.01 * max(rooms, default=0.0))
+        self._build()
+
+    # -- classes and places --------------------------------------------------------------------------
+
+    def _classify(self) -> list[_Class]:
+        found = self._group(self._windows(1))
+        if self.frontier.streaming and len(found) * _STACKED > self.frontier.units:
+            found = self._group(self._windows(_WINDOWS))
+        return found
+
+    def _group(self, window: Ints) -> list[_Class]:
+        arrays, frontier = self.arrays, self.frontier
+        least = _TELLING * float(arrays.weight_bytes.sum())
+        shared: dict[int, list[int]] = defaultdict(list)
+        read = np.array([sum(arrays.weight_bytes[i - arrays.values] for i in own) for own in frontier.own])
+        for item in range(arrays.values, len(arrays.names)):
+            for unit in frontier.readers.get(item, ()):
+                if item in frontier.shared and arrays.weight_bytes[item - arrays.values] >= least:
+                    shared[unit].append(item)
+                if item in frontier.shared or arrays.fixed[item] >= 0:
+                    read[unit] += arrays.weight_bytes[item - arrays.values]
+        groups: dict[object, list[int]] = defaultdict(list)
+        sizes = []
+        for unit in range(frontier.units):
+            own = [float(arrays.weight_bytes[i - arrays.values]) for i in frontier.own[unit]]
+            streamed = Counter(
+                float(arrays.weight_bytes[i - arrays.values])
+                for i in frontier.own[unit]
+                if frontier.is_streamable(i)
+            )
+            sizes.append(streamed)
+            key = (
+                int(window[unit]),
+                frontier.clock[:, unit].tobytes(),
+                frontier.fixed_queue[:, unit].tobytes(),
+                self.needs[:, unit].tobytes(),
+                tuple(sorted(own)),
+                tuple(sorted(streamed.items())),
+                tuple(shared[unit]),
+                float(read[unit]),
+            )
+            groups[key].append(unit)
+        return [
+            _Class(
+                tuple(units),
+                int(window[units[0]]),
+                dict(sizes[units[0]]),
+                sum(float(arrays.weight_bytes[i - arrays.values]) for i in frontier.own[units[0]]),
+                float(read[units[0]]),
+                tuple(shared[units[0]]),
+            )
+            for units in groups.values()
+        ]
+
+    def _windows(self, count: int) -> Ints:
+        """(macro-operations,) a window of the order, cut at the few largest readers as well; -1 for several."""
+        members, arrays = self.arrays.units, self.arrays
+        first, last = np.array([unit[0] for unit in members]), np.array([unit[-1] for unit in members])
+        read = np.zeros(self.frontier.units)
+        for item, units in self.frontier.readers.items():
+            if item >= arrays.values:
+                read[list(units)] += arrays.weight_bytes[item - arrays.values]
+        large = np.flatnonzero(read >= _LARGE * arrays.weight_bytes.sum())
+        large = large if len(large) <= _LARGEST else large[:0]  # many are a stack of their own
+        streamed = np.flatnonzero([bool(own) for own in self.frontier.own])
+        marks = np.sort(first[streamed]) if len(streamed) else np.sort(first)
+        parts = [part[0] for part in np.array_split(marks, count) if len(part)]
+        starts = np.unique(np.concatenate([parts, first[large], last[large] + 1]))
+        starts = starts[starts > first.min()]
+        begun = np.searchsorted(starts, first, side="right")
+        return np.where(begun == np.searchsorted(starts, last, side="right"), begun, -1)
+
+    def _places(self) -> list[list[int]]:
+        """Devices one by one, or those together that nothing tells apart."""
+        if self.frontier.devices <= _SINGLE:
+            return [[d] for d in range(self.frontier.devices)]
+        return device_classes(self.arrays)
+
+    # -- rows ----------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        program, arrays = self.program, self.arrays
+        self.makespan = program.variable(10.0)
+        self.elapsed = [program.variable(10.0) for _ in range(self.windows)]
+        self.clock: dict[int, list[tuple[int, float]]] = defaultdict(list)
+        self.on_cpu: list[tuple[int, float]] = []  # bytes in CPU memory, in scaled units
+        self.sizes = self._buffer_sizes()
+        self.homes = {
+            item: [program.variable(1.0, integer=True) for _ in self.places]
+            for item in sorted({item for c in self.classes for item in c.shared})
+        }
+        for variables in self.homes.values():
+            program.equal([(v, 1.0) for v in variables], 1.0)
+        self.x: list[list[int]] = []
+        memory = [self._add_place(place, number) for number, place in enumerate(self.places)]
+        for place, terms in zip(self.places, memory, strict=True):
+            room = self.room[place[0]] * len(place) / self.byte_scale
+            if self.cpu in place:
+                terms = terms + self.on_cpu
+            program.at_most(terms, room)
+            if len(place) == 1:
+                self._working_sets(place[0], self.places.index(place), terms, room)
+        for index, each in enumerate(self.classes):
+            program.equal([(x[index], 1.0) for x in self.x], float(len(each.units)))
+        self._moves()
+        for window, elapsed in enumerate(self.elapsed):
+            program.at_most([*self.clock[window], (elapsed, -1.0)], 0.0)
+        everything = [term for terms in self.clock.values() for term in terms]
+        program.at_most([*everything, *((elapsed, -1.0) for elapsed in self.elapsed)], 0.0)
+        program.at_most([*((elapsed, 1.0) for elapsed in self.elapsed), (self.makespan, -1.0)], 0.0)
+        assert arrays.computing == self.frontier.devices
+
+    def _buffer_sizes(self) -> list[float]:
+        """Sizes that buffers may have to have, in growing order; where there are many, some of them."""
+        sizes = {size for c in self.classes for size in c.sizes}
+        sizes |= {float(self.arrays.weight_bytes[i - self.arrays.values]) for c in self.classes for i in c.shared}
+        found = np.array(sorted(sizes))
+        if len(found) > _SIZES:
+            found = np.unique(found[np.searchsorted(found, np.geomspace(found[0], found[-1], _SIZES) * (1 - 1e-9))])
+        return [float(size) for size in found]
+
+    def _add_place(self, place: list[int], number: int) -> list[tuple[int, float]]:
+        """Variables of what runs on a place, and is streamed to it; the terms of its bytes."""
+        program, frontier, d, count = self.program, self.frontier, place[0], len(place)
+        memory: list[tuple[int, float]] = []
+        queue: dict[int, list[tuple[int, float]]] = defaultdict(list)
+        accelerates = self.arrays.specs[d].is_accelerator
+        slots = [program.variable(float(count), integer=True) for _ in self.sizes] if accelerates else []
+        for wider, narrower in zip(slots[1:], slots, strict=False):
+            program.at_most([(wider, 1.0), (narrower, -1.0)], 0.0)
+        x: list[int] = []
+        for each in self.classes:
+            units, unit = len(each.units), each.units[0]
+            able = bool(np.isfinite(frontier.clock[d, unit]))
+            variable = program.variable(float(units) if able else 0.0, integer=True)
+            x.append(variable)
+            if able and frontier.clock[d, unit]:
+                self.clock[each.window].append((variable, frontier.clock[d, unit] / self.scale))
+            if frontier.fixed_queue[d, unit]:
+                queue[each.window].append((variable, frontier.fixed_queue[d, unit] / self.scale))
+            memory.append((variable, each.nbytes / self.byte_scale))
+            if accelerates and able and self.cpu is not None:
+                for size, times in each.sizes.items():
+                    streamed = program.variable(float(units * times), integer=True)
+                    program.at_most([(streamed, 1.0), (variable, -float(times))], 0.0)
+                    seconds = self._copy_seconds(d, size, each.read)
+                    queue[each.window].append((streamed, seconds / self.scale))
+                    memory.append((streamed, -size / self.byte_scale))
+                    self.on_cpu.append((streamed, size / self.byte_scale))
+                    self._needs_slot(slots, size, streamed, float(units * times))
+        self.x.append(x)
+        memory += self._shared(place, number, x, slots, queue)
+        if accelerates:
+            buffers = self._buffers(place, slots)
+            memory.append((buffers, 1.0))
+            if queue:
+                self._in_time(place, queue, buffers)
+        return memory
+
+    def _copy_seconds(self, d: int, nbytes: float, read: float) -> float:
+        """On the queue: small weights share a copy, and so its latency, up to what segments join."""
+        arrays, cpu = self.arrays, self.cpu
+        assert cpu is not None
+        latency, per_byte = float(arrays.latency[cpu, d]), float(arrays.per_byte[cpu, d])
+        joined = max(read, SMALL * latency / per_byte)
+        # bytes of weights are rounded up here, those of a copy are not
+        exact = max(0.0, nbytes - 511.0)
+        return exact * per_byte + latency * exact / max(joined, 1.0)
+
+    def _needs_slot(self, slots: list[int], size: float, streamed: int, most: float) -> None:
+        """Where a weight is streamed, a slot is at least as large as the largest size not above its own."""
+        at = int(np.searchsorted(self.sizes, size, side="right")) - 1
+        if at >= 0:
+            self.program.at_most([(streamed, 1.0), (slots[at], -most)], 0.0)
+
+    def _buffers(self, place: list[int], slots: list[int]) -> int:
+        """Bytes of prefetch buffers: one slot at least as large as what is streamed."""
+        problem, keys = self.arrays.problem, self.arrays.keys
+        there = sum(problem.rings.get(keys[d], 0) for d in place)
+        room = float(max(self.room[place[0]], 0.0))
+        most = len(place) * min(room, max(problem.growth.get(keys[d], room) for d in place))
+        variable = self.program.variable(max(most, there) / self.byte_scale)
+        steps = np.diff([0.0, *self.sizes]) / self.byte_scale
+        terms = [(slot, -float(step)) for slot, step in zip(slots, steps, strict=True)]
+        self.program.at_least([(variable, 1.0), *terms], 0.0)
+        # what is resident counts the buffers that exist already
+        return variable
+
+    def _in_time(self, place: list[int], queue: dict[int, list[tuple[int, float]]], buffers: int) -> None:
+        """What windows read is copied while they last, but for what the buffers hold before."""
+        program, count = self.program, float(len(place))
+        everything = [term for terms in queue.values() for term in terms]
+        program.at_most([*everything, (self.makespan, -count)], 0.0)
+        assert self.cpu is not None
+        per_byte = float(self.arrays.per_byte[self.cpu, place[0]])
+        credit = buffers, -self.byte_scale * per_byte * (1 + 1 / SMALL) / self.scale
+        for start in range(self.windows):
+            terms: list[tuple[int, float]] = [] if start == 0 else [credit]
+            for window in range(start, self.windows):
+                terms += [*queue.get(window, ()), (self.elapsed[window], -count)]
+                if queue.get(window):
+                    program.at_most(list(terms), 0.0)
+
+    def _shared(
+        self,
+        place: list[int],
+        number: int,
+        x: list[int],
+        slots: list[int],
+        queue: dict[int, list[tuple[int, float]]],
+    ) -> list[tuple[int, float]]:
+        """Weights that several classes read: at home on one place, and copied where they are read elsewhere."""
+        program, arrays, d, memory = self.program, self.arrays, place[0], list[tuple[int, float]]()
+        for item, homes in self.homes.items():
+            size = float(arrays.weight_bytes[item - arrays.values])
+            memory.append((homes[number], size / self.byte_scale))
+            taken = program.variable(1.0)
+            for index, each in enumerate(self.classes):
+                if item in each.shared:  # one device of the place reads it if one operation of the class is there
+                    program.at_least([(taken, float(len(each.units))), (x[index], -1.0)], 0.0)
+            moved = program.variable(1.0)
+            terms = [(taken, 1.0), (homes[number], -1.0), (moved, -1.0)]
+            seconds = min(
+                (arrays.latency[h, d] + arrays.nbytes[item] * arrays.per_byte[h, d])
+                for h in range(self.frontier.devices)
+                if h != d or len(place) > 1
+            ) if self.frontier.devices > 1 else 0.0
+            self.clock[-1].append((moved, float(seconds) / self.scale))
+            if slots and self.frontier.is_streamable(item) and self.cpu is not None:
+                streamed = program.variable(1.0)
+                terms.append((streamed, -1.0))
+                at_cpu = next(n for n, other in enumerate(self.places) if self.cpu in other)
+                program.at_most([(streamed, 1.0), (homes[at_cpu], -1.0)], 0.0)
+                copying = float(arrays.nbytes[item] * arrays.per_byte[self.cpu, d])
+                queue[-1].append((streamed, copying / self.scale))
+                self._needs_slot(slots, size, streamed, 1.0)
+            program.at_most(terms, 0.0)
+        return memory
+
+    def _working_sets(self, d: int, number: int, memory: list[tuple[int, float]], room: float) -> None:
+        """Weights leave room for what the neediest operations take while they run."""
+        needs = np.array([self.needs[d, c.units[0]] for c in self.classes]) / self.byte_scale
+        for index in np.argsort(-needs, kind="stable")[:_NEEDY]:
+            if needs[index] > 1e-3 * room:
+                there = self.program.variable(1.0, integer=True)
+                count = float(len(self.classes[index].units))
+                self.program.at_least([(there, count), (self.x[number][index], -1.0)], 0.0)
+                self.program.at_most([*memory, (there, float(needs[index]))], room)
+
+    def _moves(self) -> None:
+        """Where more values are read than made, so many have to arrive."""
+        class_of = {unit: index for index, c in enumerate(self.classes) for unit in c.units}
+        values: dict[tuple[int, ...], list[tuple[int, tuple[int, ...], Floats]]] = defaultdict(list)
+        for value in self.frontier._values():
+            if 0 <= value.maker < self.frontier.units:
+                key = class_of[value.maker], *sorted(class_of[unit] for unit in value.readers)
+                values[key].append((value.maker, value.readers, value.seconds))
+        for (maker, *others), found in values.items():
+            makers, readers = [each[0] for each in found], [unit for each in found for unit in each[1]]
+            if len(set(makers)) < len(makers) or len(set(readers)) < len(readers):
+                continue  # an operation reads or makes two of these: counting does not tell
+            for place, x in zip(self.places, self.x, strict=True):
+                d = place[0]
+                costs = [each[2][h, d] for each in found for h in range(self.frontier.devices) if h != d]
+                seconds = min(costs, default=0.0)
+                if not np.isfinite(seconds) or seconds <= 0:
+                    continue
+                arrived = self.program.variable(float(len(found)))
+                self.clock[-1].append((arrived, float(seconds) / self.scale))
+                for reader, each in Counter(others).items():
+                    beside = len(self.classes[reader].units) - each * len(found)  # which read none of these
+                    terms = [(arrived, float(each)), (x[reader], -1.0), (x[maker], float(each))]
+                    self.program.at_least(terms, -float(beside))
+
+    def solve(self, effort: Effort) -> float:
+        """Seconds below which no placement can be."""
+        enough = 1.0 - effort.params.sufficient_gap / 2
+        found = branch_and_bound(self.program, self.makespan, enough, effort)
+        return found * self.scale + self.frontier.constant
