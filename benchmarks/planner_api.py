@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from graphplan.passes import disk as caller_of_place
-from graphplan.passes.evaluate import Evaluation, Problem, evaluate
-from graphplan.passes.limits import Limits
-from graphplan.passes.place import Solution, place
-from graphplan.passes.residence import reside
+from graphplan.passes.placement import disk as caller_of_place
+from graphplan.passes.placement.evaluate import Evaluation, evaluate
+from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.limits import Limits
+from graphplan.passes.placement.certificate import Solution
+from graphplan.passes.placement.driver import place
+from graphplan.passes.placement.residence import reside
 
 __all__ = [
     "FIRST_PLACEMENT",
@@ -20,4 +22,4 @@ __all__ = [
     "reside",
 ]
 
-FIRST_PLACEMENT = Limits(exhaustive=False)  # stop after the first good placement
+FIRST_PLACEMENT = Limits(effort=0.2, proves=False)  # stop after the first good placement

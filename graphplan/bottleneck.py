@@ -20,11 +20,11 @@ from graphplan.cost import move_seconds
 from graphplan.device import DeviceKey, DeviceSpec, Link, Topology
 from graphplan.errors import InfeasibleError
 from graphplan.growth import Bottleneck, Growth, Thing
-from graphplan.passes.evaluate import Evaluation, evaluate
-from graphplan.passes.joint import Call, place_jointly
-from graphplan.passes.limits import Limits
-from graphplan.passes.place import place
-from graphplan.passes.residence import reside
+from graphplan.passes.placement.evaluate import Evaluation, evaluate
+from graphplan.passes.placement.joint import Call, place_jointly
+from graphplan.passes.placement.limits import Limits
+from graphplan.passes.placement.driver import place
+from graphplan.passes.placement.residence import reside
 from graphplan.schedule import Assignment
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class _Search:
     ) -> _Found | None:
         """What is found for these devices; None where nothing is, since no search is complete."""
         calls, start = [call.on(topology) for call in self.calls], near or self.near
-        limits = Limits(exhaustive=exhaustive)
+        limits = Limits(effort=1.0 if exhaustive else 0.3, proves=False)
         try:
             if len(calls) == 1:
                 solutions = [place(calls[0].settled({}), limits, near=start[0])]

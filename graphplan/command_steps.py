@@ -15,7 +15,7 @@ from graphplan.errors import DeviceError, InfeasibleError
 from graphplan.key_values import read_budgets, read_links, read_speeds
 from graphplan.named_files import read_measurements
 from graphplan.named_model import Ask, NamedModel, load_named
-from graphplan.passes.evaluate import Problem
+from graphplan.passes.placement.problem import Problem
 from graphplan.placement import Plan
 from graphplan.speeds import Speed, with_speeds
 

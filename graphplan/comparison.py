@@ -16,7 +16,8 @@ from torch import nn
 from graphplan.device import CPU, DeviceKey, read_max_memory
 from graphplan.graph import Weight
 from graphplan.incumbents import Mapper, accelerate_maps, assignment_of, transformers_maps
-from graphplan.passes.evaluate import Evaluation, Problem, evaluate
+from graphplan.passes.placement.evaluate import Evaluation, evaluate
+from graphplan.passes.placement.problem import Problem
 from graphplan.placement import Plan
 from graphplan.schedule import Assignment, Load, Schedule
 

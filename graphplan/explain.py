@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from graphplan.device import DeviceKey
 from graphplan.errors import PlanError
 from graphplan.graph import Graph
-from graphplan.passes.constrain import names_in
+from graphplan.passes.placement.constrain import names_in
 from graphplan.relocation import EPSILON, Alternative, Mover, only_read_by
 from graphplan.visualize import count_text, size_text, table_lines, time_text
 

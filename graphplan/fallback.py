@@ -27,7 +27,8 @@ from graphplan.device import CPU, DISK, DeviceKey, Topology
 from graphplan.device_maps import ModuleSizes, map_modules
 from graphplan.errors import CaptureError, GraphplanError, InfeasibleError, NoGraphError, first_line
 from graphplan.graph import Graph, Operation, Value, Weight
-from graphplan.passes.evaluate import Problem, evaluate
+from graphplan.passes.placement.evaluate import evaluate
+from graphplan.passes.placement.problem import Problem
 from graphplan.placement import Plan
 from graphplan.planner import Options
 from graphplan.runtime.hooked import dispatch

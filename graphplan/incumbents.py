@@ -19,8 +19,8 @@ from accelerate.utils.modeling import find_tied_parameters
 from torch import nn
 
 from graphplan.device import CPU, DISK, DeviceKey
-from graphplan.passes.evaluate import Problem
-from graphplan.passes.residence import reside
+from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.residence import reside
 from graphplan.quiet import silenced
 from graphplan.schedule import Assignment
 

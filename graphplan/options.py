@@ -8,7 +8,7 @@ from typing import Any
 
 from graphplan.errors import InputError
 from graphplan.extents import Extents
-from graphplan.passes.constrain import Wishes
+from graphplan.passes.placement.constrain import Wishes
 
 __all__ = ["Options"]
 

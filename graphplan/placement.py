@@ -23,8 +23,8 @@ from graphplan.model_explorer import save_model_explorer
 from graphplan.module_map import module_map
 from graphplan.notebook import to_notebook
 from graphplan.page import to_html
-from graphplan.passes.constrain import Wishes, constrain
-from graphplan.passes.evaluate import Problem
+from graphplan.passes.placement.constrain import Wishes, constrain
+from graphplan.passes.placement.problem import Problem
 from graphplan.plan_json import read_plan, write_plan
 from graphplan.schedule import Load, Move, Schedule
 from graphplan.svg import to_svg

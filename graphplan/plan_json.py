@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from graphplan.device import DeviceSpec, Link, Topology
 from graphplan.errors import GraphplanError, PlanError
 from graphplan.graph import Graph
-from graphplan.passes.constrain import Wishes
+from graphplan.passes.placement.constrain import Wishes
 from graphplan.schedule_json import decode_schedule, encode_schedule
 from graphplan.versioned_json import Format
 

@@ -34,7 +34,7 @@ from graphplan.lowering import Planned, lower_planned
 from graphplan.modes import Modes
 from graphplan.options import Options
 from graphplan.passes.annotate import Annotator
-from graphplan.passes.evaluate import Problem
+from graphplan.passes.placement.problem import Problem
 from graphplan.placement import Plan
 from graphplan.runtime.program import Program
 from graphplan.runtime.storage import Layout

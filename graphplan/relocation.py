@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from graphplan.device import CPU, DeviceKey
 from graphplan.errors import readable_bytes
 from graphplan.graph import Graph
-from graphplan.passes.evaluate import Evaluation, Problem
-from graphplan.passes.residence import cpu_key
-from graphplan.passes.shared_rings import fit_together
+from graphplan.passes.placement.evaluate import Evaluation
+from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.problem import cpu_key
+from graphplan.passes.placement.shared_buffers import fit_together
 from graphplan.timeline import make_timeline
 from graphplan.visualize import time_text
 

@@ -10,14 +10,15 @@ import torch
 from graphplan.device import DISK
 from graphplan.formulation import Company, Formulation
 from graphplan.passes.annotate import Annotator
-from graphplan.passes.constrain import Wishes, constrain
+from graphplan.passes.placement.constrain import Wishes, constrain
 from graphplan.passes.costlier import costlier
-from graphplan.passes.disk import place_or_map
-from graphplan.passes.evaluate import Problem, evaluate
-from graphplan.passes.joint import Call, place_jointly
-from graphplan.passes.limits import Limits
-from graphplan.passes.place import Solution
-from graphplan.passes.shared_rings import fit_together
+from graphplan.passes.placement.disk import place_or_map
+from graphplan.passes.placement.evaluate import evaluate
+from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.joint import Call, place_jointly
+from graphplan.passes.placement.limits import Limits
+from graphplan.passes.placement.certificate import Solution
+from graphplan.passes.placement.shared_buffers import fit_together
 from graphplan.signature import BoundCall
 from graphplan.warn import warn
 
@@ -98,7 +99,7 @@ def settle_together(
 ) -> list[Choice]:
     """As :func:`settle`, for several calls over one placement of weights.
 
-    ``advise`` as in :func:`graphplan.passes.joint.place_jointly`.
+    ``advise`` as in :func:`graphplan.passes.placement.joint.place_jointly`.
     """
     if DISK in formulation.topology:
         warn(_NOT_ON_DISK)

@@ -1,8 +1,9 @@
-"""Every placement of a graph of a dozen operations, tried without the solver.
+"""Every placement of a graph of a dozen operations, tried without the solver, in two ways.
 
-All prefixes of placements are kept side by side in arrays, one row each, and grown by one operation at a
-time: its device, and the home of each weight that it is the first to read. A row is dropped only where no
-placement that begins like it is below ``upper`` seconds and within the budgets:
+``Space`` lists all placements of any problem and judges them by the evaluator alone. ``Brute`` is for larger
+plain graphs. All prefixes of placements are kept side by side in arrays, one row each, and grown by one
+operation at a time: its device, and the home of each weight that it is the first to read. A row is dropped
+only where no placement that begins like it is below ``upper`` seconds and within the budgets:
 
 - its clock, with copies of weights from the CPU that wait for nothing but the copy before, plus the fastest
   seconds of each operation that is left, is not below ``upper``;
@@ -15,16 +16,19 @@ found. A ring may have any number of slots.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
+from placement_api import Evaluation, Problem, evaluate
+from random_problems import groups_of
 
-from graphplan.cost import operation_seconds
+from graphplan.cost import move_seconds, operation_seconds
 from graphplan.device import CPU, DeviceKey
 from graphplan.graph import Operation
-from graphplan.passes.evaluate import Evaluation, Problem, evaluate
 from graphplan.schedule import Assignment
 
 Floats = npt.NDArray[np.float64]
@@ -235,3 +239,172 @@ def with_all_depths(problem: Problem, assignment: Assignment) -> Iterator[Evalua
         if any(count > 2 for count in counts) or found.excess:
             slots = dict(zip(rings, counts, strict=True))
             yield evaluate(problem, replace(assignment, slots=slots))
+
+
+# -- the same by the evaluator alone, for graphs of any kind ----------------------------------------------
+
+
+@dataclass(frozen=True)
+class Space:
+    """The placements of a problem among which a bound holds.
+
+    A weight that one group of operations reads lives where that runs; on the CPU too, where offload is
+    allowed and it may be streamed. One that several groups read lives on any device, without offload on an
+    accelerator or where a reader runs; one that nobody reads, anywhere. What is pinned is where it is pinned.
+
+    Args:
+        problem: any, without a disk.
+        alone: without offload: the CPU runs only what must, and keeps no weight for an accelerator unless it
+            is pinned there.
+    """
+
+    problem: Problem
+    alone: bool
+
+    @cached_property
+    def accelerators(self) -> frozenset[DeviceKey]:
+        return frozenset(spec.key for spec in self.problem.topology.devices if spec.is_accelerator)
+
+    @cached_property
+    def offloads(self) -> bool:
+        return self.problem.offload and not self.alone and CPU in self.problem.topology
+
+    @cached_property
+    def groups(self) -> dict[tuple[str, ...], tuple[DeviceKey, ...]]:
+        """Operations that are placed as one -> the devices that they may run on."""
+        return {group: self._devices(group) for group in groups_of(self.problem.graph)}
+
+    @cached_property
+    def sizes(self) -> dict[str, tuple[DeviceKey, ...]]:
+        """The operations that only make sizes, which take no time anywhere."""
+        operations = self.problem.graph.operations.values()
+        return {o.name: self._devices([o.name]) for o in operations if o.host_only}
+
+    def _devices(self, group: Iterable[str]) -> tuple[DeviceKey, ...]:
+        keys = frozenset(self.problem.topology.keys)
+        rule = keys.intersection(*(self.problem.allowed.get(name, keys) for name in group))
+        if self.accelerators and not (self.problem.offload and not self.alone):
+            rule = (rule & self.accelerators) or rule
+        return tuple(key for key in self.problem.topology.keys if key in rule)
+
+    def homes(self, name: str, operations: Mapping[str, DeviceKey]) -> tuple[DeviceKey, ...]:
+        """Where a weight may live when operations run there."""
+        graph, keys = self.problem.graph, self.problem.topology.keys
+        readers = dict.fromkeys(operations[reader] for reader in graph.readers.get(name, ()))
+        if name in self.problem.fixed_weights:
+            return (self.problem.fixed_weights[name],)
+        if not readers:
+            return keys
+        if name in self.shared:
+            anywhere = self.offloads or not self.accelerators
+            return tuple(key for key in keys if anywhere or key in self.accelerators or key in readers)
+        away = (CPU,) if self.offloads and name in graph.streamable else ()
+        return tuple(dict.fromkeys((*readers, *away)))
+
+    @cached_property
+    def shared(self) -> frozenset[str]:
+        """The weights that several groups read."""
+        graph = self.problem.graph
+        number = {name: i for i, group in enumerate(self.groups) for name in group}
+        return frozenset(w for w in graph.weights if len({number[r] for r in graph.readers.get(w, ())}) > 1)
+
+    @cached_property
+    def count(self) -> int:
+        """Placements at most, rings of other depths not counted."""
+        graph = self.problem.graph
+        placements = math.prod(len(devices) for devices in self.groups.values())
+        for name in graph.weights.keys() - self.problem.fixed_weights.keys():
+            if name in self.shared or not graph.readers.get(name):
+                placements *= len(self.problem.topology.keys if self.offloads else self.accelerators) or 1
+            elif self.offloads and self.accelerators and name in graph.streamable:
+                placements *= 2
+        return placements
+
+    def objection(self, assignment: Assignment) -> str | None:
+        """Why an assignment is not among them, if it is not."""
+        for group, devices in self.groups.items():
+            found = {assignment.operations[name] for name in group}
+            if len(found) > 1:
+                return f"{group} are on {found}"
+            if not found <= set(devices):
+                return f"{group} are on {found}, allowed are {devices}"
+        for name in self.problem.graph.weights:
+            home, homes = assignment.weights[name], self.homes(name, assignment.operations)
+            if home not in homes:
+                return f"{name} lives on {home!r}, allowed are {homes}"
+        return None
+
+    def best(self, start: Evaluation | None = None) -> Evaluation | None:
+        """The fastest placement; ``start`` if none is faster, None if none is within the budgets."""
+        best = start
+        for operations, seconds in self._by_compute():
+            if best is not None and seconds >= best.seconds:
+                break
+            if any(room < 0 for room in self._rooms(operations, {}).values()):
+                continue
+            homes = [self.homes(name, operations) for name in self.problem.graph.weights]
+            for chosen in itertools.product(*homes):
+                weights = dict(zip(self.problem.graph.weights, chosen, strict=True))
+                if any(room < 0 for room in self._rooms(operations, weights).values()):
+                    continue
+                found = evaluate(self.problem, Assignment(operations, weights))
+                least = self._without_weights(found)
+                if best is not None and least >= best.seconds:
+                    break  # whatever the homes are
+                for each in with_slots(self.problem, found, best):
+                    if each.feasible and (best is None or each.seconds < best.seconds):
+                        best = each
+        return best
+
+    def _by_compute(self) -> Iterator[tuple[dict[str, DeviceKey], float]]:
+        """Devices of all operations, and the seconds that these compute; the fastest first."""
+        problem = self.problem
+        clocks = {spec.key: problem.clock(spec) for spec in problem.topology.devices}
+        options = [
+            [(sum(clocks[key][name] for name in group), group, key) for key in devices]
+            for group, devices in self.groups.items()
+        ]
+        ways = [(sum(part[0] for part in way), way) for way in itertools.product(*options)]
+        sizes = {name: devices[0] for name, devices in self.sizes.items()}
+        for seconds, way in sorted(ways, key=lambda way: way[0]):
+            # sums in another order differ by roundings
+            yield {n: key for _, group, key in way for n in group} | sizes, seconds * (1 - SLACK)
+
+    def _rooms(
+        self, operations: Mapping[str, DeviceKey], weights: Mapping[str, DeviceKey]
+    ) -> dict[DeviceKey, int]:
+        """What is left of each budget beside weights that live there, as far as their homes are settled."""
+        rooms = {spec.key: spec.room for spec in self.problem.topology.devices}
+        for name, weight in self.problem.graph.weights.items():
+            homes = (weights[name],) if weights else self.homes(name, operations)
+            if len(homes) == 1:
+                rooms[homes[0]] -= weight.nbytes
+        return rooms
+
+    def _without_weights(self, found: Evaluation) -> float:
+        """Seconds of the same operations wherever the weights live, at least."""
+        clocks = {spec.key: self.problem.clock(spec) for spec in self.problem.topology.devices}
+        runs = sum(clocks[run.device][run.operation] for run in found.schedule.runs())
+        kinds = ("activation", "input", "output", "writeback")
+        moves = sum(
+            move_seconds(move, self.problem.topology)
+            for move in found.schedule.moves(*kinds)
+            if move.value not in self.problem.graph.weights
+        )
+        return (runs + moves) * (1 - SLACK)
+
+
+def with_slots(problem: Problem, found: Evaluation, best: Evaluation | None) -> Iterator[Evaluation]:
+    """A placement, and the same with rings of one, two, three and as many slots as there are segments."""
+    yield found
+    rings = {ring.device: len(ring.segments) for ring in found.schedule.rings}
+    if not rings or not problem.streams:
+        return
+    copied = sum(move_seconds(move, problem.topology) for move in found.schedule.moves())
+    computed = sum(problem.clock(problem.topology[r.device])[r.operation] for r in found.schedule.runs())
+    if best is not None and (copied + computed) * (1 - SLACK) >= best.seconds:
+        return
+    depths = [sorted({count for count in (1, 2, 3) if count < most} | {most}) for most in rings.values()]
+    for counts in itertools.product(*depths):
+        slots = dict(zip(rings, counts, strict=True))
+        yield evaluate(problem, replace(found.schedule.assignment, slots=slots))

@@ -13,7 +13,8 @@ from torch import nn
 import graphplan
 from graphplan import Graph, Operation, Plan, Value, Weight
 from graphplan.device import DeviceKey, MaxMemory, read_max_memory
-from graphplan.passes.evaluate import Problem, evaluate
+from graphplan.passes.placement.evaluate import evaluate
+from graphplan.passes.placement.problem import Problem
 from graphplan.schedule import Assignment
 
 HOSTILE = "<script>document.title='taken'</script><!--"

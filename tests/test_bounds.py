@@ -23,18 +23,19 @@ from graphplan.passes.chain import Chain
 from graphplan.passes.close import close_gap
 from graphplan.passes.columns import ColumnGeneration
 from graphplan.passes.counts import count_units
-from graphplan.passes.evaluate import Evaluation, Problem, evaluate
+from graphplan.passes.placement.evaluate import Evaluation, evaluate
+from graphplan.passes.placement.problem import Problem
 from graphplan.passes.exhaustive import search_all
 from graphplan.passes.intervals import intervals
 from graphplan.passes.knapsack import Knapsack
 from graphplan.passes.least import Least
-from graphplan.passes.limits import Limits
+from graphplan.passes.placement.limits import Limits
 from graphplan.passes.master import Limit, mix_fractions
 from graphplan.passes.parts import part_by_home
-from graphplan.passes.place import place
+from graphplan.passes.placement.driver import place
 from graphplan.passes.pricing import Effort, Pricing
 from graphplan.passes.program import Program
-from graphplan.passes.residence import reside
+from graphplan.passes.placement.residence import reside
 from graphplan.passes.shares import Shares
 from graphplan.speeds import Speed, with_speeds
 
@@ -420,7 +421,7 @@ def test_a_time_limit_is_one_of_trying_every_placement(
         deadlines.append(deadline)
         return search_all(*problem, deadline=deadline, **others)
 
-    monkeypatch.setattr("graphplan.passes.place.search_all", watched)
+    monkeypatch.setattr("graphplan.passes.placement.driver.search_all", watched)
     assert place(unlike(layers(8), 1.3), Limits.within(time_limit)).evaluation.feasible
     assert deadlines
     assert all((deadline is None) == (time_limit is None) for deadline in deadlines)

@@ -17,10 +17,10 @@ from torch import nn
 import graphplan
 from graphplan import Graph, Link, Operation, Plan, Value, Weight
 from graphplan.device import read_max_memory
-from graphplan.passes.constrain import Wishes
-from graphplan.passes.evaluate import Problem
-from graphplan.passes.joint import Call, place_jointly
-from graphplan.passes.place import place
+from graphplan.passes.placement.constrain import Wishes
+from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.joint import Call, place_jointly
+from graphplan.passes.placement.driver import place
 
 KIB = 1024
 X, MEMORY = torch.randn(8, 64), torch.randn(1, 64)

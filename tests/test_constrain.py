@@ -12,9 +12,9 @@ from torch import nn
 
 import graphplan
 from graphplan.device import read_max_memory
-from graphplan.passes.constrain import Wishes, constrain
-from graphplan.passes.evaluate import Problem
-from graphplan.passes.place import place
+from graphplan.passes.placement.constrain import Wishes, constrain
+from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.driver import place
 
 KIB = 1024
 

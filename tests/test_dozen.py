@@ -21,10 +21,12 @@ from graphplan.passes.branch import Tree
 from graphplan.passes.close_by_leads import least_seconds
 from graphplan.passes.columns import ColumnGeneration
 from graphplan.passes.counts import count_units
-from graphplan.passes.evaluate import Evaluation, Problem
-from graphplan.passes.limits import Limits
+from graphplan.passes.placement.evaluate import Evaluation
+from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.limits import Limits
 from graphplan.passes.master import mix_fractions
-from graphplan.passes.place import Solution, place
+from graphplan.passes.placement.certificate import Solution
+from graphplan.passes.placement.driver import place
 from graphplan.passes.pricing import Pricing
 from graphplan.passes.program import Program
 from graphplan.passes.shares import Shares

@@ -12,8 +12,8 @@ from brute import with_all_depths
 from graphplan import Graph, InfeasibleError, Operation, Value, Weight
 from graphplan.device import read_max_memory
 from graphplan.passes.bound import lower_bound
-from graphplan.passes.evaluate import Problem
-from graphplan.passes.place import place
+from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.driver import place
 from graphplan.schedule import Assignment
 
 KINDS = {

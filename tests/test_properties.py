@@ -15,8 +15,8 @@ from graphplan import Graph, Operation, Value, Weight
 from graphplan.checks import check_schedule
 from graphplan.device import read_max_memory
 from graphplan.passes.bound import lower_bound
-from graphplan.passes.evaluate import Problem
-from graphplan.passes.place import place
+from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.driver import place
 
 SLOW = settings(max_examples=16, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 QUICK = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)

@@ -10,7 +10,7 @@ import pytest
 from instances import random_chain
 
 from graphplan.passes import quiet, rows
-from graphplan.passes.place import place
+from graphplan.passes.placement.driver import place
 from graphplan.passes.program import Program
 from graphplan.passes.shares import Shares
 

@@ -12,8 +12,9 @@ from graphplan import Graph, Operation, Value, VerificationError, Weight
 from graphplan.checks import check_schedule
 from graphplan.device import Topology, read_max_memory
 from graphplan.liveness import measure_memory
-from graphplan.passes.evaluate import Problem, evaluate
-from graphplan.passes.residence import reside
+from graphplan.passes.placement.evaluate import evaluate
+from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.residence import reside
 from graphplan.passes.transfers import build_schedule
 from graphplan.schedule import Assignment, Move, Run, Schedule
 

@@ -13,8 +13,9 @@ from graphplan.checks import check_schedule
 from graphplan.cost import operation_seconds
 from graphplan.device import Link, Topology, read_max_memory
 from graphplan.passes.depth import deepen
-from graphplan.passes.evaluate import Problem, evaluate
-from graphplan.passes.residence import reside
+from graphplan.passes.placement.evaluate import evaluate
+from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.residence import reside
 from graphplan.passes.spread import fetch_excess
 from graphplan.passes.transfers import build_schedule
 from graphplan.schedule import Assignment, Schedule

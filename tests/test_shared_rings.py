@@ -8,8 +8,9 @@ from builders import KIB, chain
 
 from graphplan import Graph
 from graphplan.device import read_max_memory
-from graphplan.passes.evaluate import Problem, evaluate
-from graphplan.passes.shared_rings import evaluate_together, fit_together, within
+from graphplan.passes.placement.evaluate import evaluate
+from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.shared_buffers import evaluate_together, fit_together, within
 from graphplan.schedule import Assignment
 
 SLOT = 16 * KIB

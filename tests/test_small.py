@@ -9,7 +9,7 @@ from torch import nn
 
 import graphplan
 from graphplan.passes.depth import deepest_seconds
-from graphplan.passes.evaluate import evaluate
+from graphplan.passes.placement.evaluate import evaluate
 from graphplan.schedule import Assignment
 
 

@@ -69,6 +69,11 @@ class Arrays:
         self._list_reads()
         self._add_write_backs()
         self.units = self._make_units()
+        self.readers = self._find_readers()
+        #: weights without a fixed home that several macro-operations read
+        self.shared = [
+            v for v in range(self.values, len(self.names)) if self.fixed[v] < 0 and len(self.readers.get(v, ())) > 1
+        ]
         self.room = np.array([float(spec.room) for spec in self.specs])
 
     def _read_links(self) -> None:
@@ -150,6 +155,14 @@ class Arrays:
             self.unit_of[members] = len(units)
             units.append(members)
         return units
+
+    def _find_readers(self) -> dict[int, tuple[int, ...]]:
+        """Item -> the macro-operations that read it, in order."""
+        found: dict[int, dict[int, None]] = {}
+        for item, reader in zip(self.item.tolist(), self.reader.tolist(), strict=True):
+            if reader < self.count:
+                found.setdefault(item, {})[int(self.unit_of[reader])] = None
+        return {item: tuple(units) for item, units in found.items()}
 
     # -- placements ---------------------------------------------------------------------------------
 

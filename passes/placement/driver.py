@@ -74,11 +74,23 @@ def _attempts(problem: Problem, alone: Problem | None) -> Iterator[tuple[Problem
     """Problems to try in turn, and whether with streaming."""
     accelerators = any(spec.is_accelerator for spec in problem.topology.devices)
     if alone is not None:
-        yield alone, False
+        yield alone, _streams_fixed(alone)
     if problem.offload and accelerators and cpu_key(problem.topology) is not None:
         yield problem, True
     elif alone is None:
         yield problem, False
+
+
+def _streams_fixed(problem: Problem) -> bool:
+    """Whether weights that are fixed in CPU memory may be read on accelerators."""
+    graph, cpu = problem.graph, cpu_key(problem.topology)
+    keys = {spec.key for spec in problem.topology.devices if spec.is_accelerator}
+    return any(
+        home == cpu and name in graph.streamable and graph.weights[name].nbytes
+        and any(problem.allowed.get(reader, keys) & keys for reader in graph.readers.get(name, ()))
+        for name, home in problem.fixed_weights.items()
+        if name in graph.weights
+    )
 
 
 def accelerators_alone(problem: Problem) -> Problem | None:

@@ -145,27 +145,18 @@ class Frontier:
     def _classify(self) -> None:
         """Weights by who reads them: one macro-operation (its own), several (shared), or fixed."""
         arrays = self.arrays
-        readers: dict[int, list[int]] = defaultdict(list)
-        for item, reader in zip(arrays.item.tolist(), arrays.reader.tolist(), strict=True):
-            if reader < arrays.count and arrays.unit_of[reader] not in readers[item][-1:]:
-                readers[item].append(int(arrays.unit_of[reader]))
-        self.readers = {item: tuple(dict.fromkeys(units)) for item, units in readers.items()}
+        self.readers, self.shared = arrays.readers, arrays.shared
         self.own: list[list[int]] = [[] for _ in range(self.units)]
-        self.shared: list[int] = []
-        for item in range(arrays.values, len(arrays.names)):
-            units = self.readers.get(item, ())
-            if arrays.fixed[item] >= 0 or not units:
-                continue
-            if len(units) == 1:
+        for item, units in self.readers.items():
+            if item >= arrays.values and arrays.fixed[item] < 0 and len(units) == 1:
                 self.own[units[0]].append(item)
-            else:
-                self.shared.append(item)
 
     def is_streamable(self, item: int) -> bool:
         """Whether accelerators may read a weight through their prefetch buffers."""
-        weight = self.arrays.weights[item - self.arrays.values]
+        weight, problem = self.arrays.weights[item - self.arrays.values], self.arrays.problem
         return (
             self.streaming
+            and (problem.offload or self.arrays.fixed[item] == self.cpu)
             and self.cpu is not None
             and weight.nbytes > 0
             and weight.name in self.arrays.graph.streamable
@@ -260,7 +251,7 @@ class Frontier:
         arrays = self.arrays
         if variable >= self.units:
             item = self.shared[variable - self.units]
-            seconds = np.array([0.0 if self._may_hold(d) else np.inf for d in range(self.devices)])
+            seconds = np.array([0.0 if self._may_hold(item, d) else np.inf for d in range(self.devices)])
             nbytes = float(arrays.weight_bytes[item - arrays.values])
             nothing = np.zeros(self.devices)
             return Step(variable, seconds, nbytes, 0.0, nothing, nothing, nothing)
@@ -284,10 +275,13 @@ class Frontier:
         seconds = np.where(np.isfinite(arrays.compute[:, members]), arrays.compute[:, members], 0.0)
         return seconds[:, : min(read)].sum(axis=1), seconds[:, max(read) + 1 :].sum(axis=1)
 
-    def _may_hold(self, device: int) -> bool:
-        """Whether a shared weight may reside on a device, where nothing runs it."""
-        is_accelerator = self.arrays.specs[device].is_accelerator
-        return is_accelerator or self.streaming or bool(np.isfinite(self.arrays.compute[device]).any())
+    def _may_hold(self, item: int, device: int) -> bool:
+        """Whether a shared weight may reside on a device: in CPU memory if it may be streamed, or is read there."""
+        specs = self.arrays.specs
+        if specs[device].is_accelerator or self.streaming:
+            return True
+        accelerators = [d for d, spec in enumerate(specs) if spec.is_accelerator]
+        return not np.isfinite(self.clock[accelerators][:, list(self.readers[item])]).any()
 
     def _working_set(self, unit: int) -> Floats:
         """(devices,) bytes that the neediest operation of a macro-operation takes beside all weights."""

@@ -67,11 +67,6 @@ class LocalSearch:
         weights = weights[(arrays.source[weights] >= 0) & (arrays.fixed[weights] < 0)]
         np.add.at(own, arrays.source[weights], arrays.weight_bytes[weights - arrays.values])
         self.own_bytes = own
-        readers: dict[int, set[int]] = {}
-        for item, reader in zip(arrays.item.tolist(), arrays.reader.tolist(), strict=True):
-            if item >= arrays.values and reader < arrays.count:
-                readers.setdefault(item, set()).add(self.unit[reader])
-        self.shared = [v for v, units in readers.items() if len(units) > 1 and arrays.fixed[v] < 0]
 
     def _reset(self) -> None:
         arrays = self.arrays
@@ -265,9 +260,10 @@ class LocalSearch:
     def _move_homes(self) -> bool:
         """Let shared weights reside with another of their readers, where that saves seconds."""
         improved = False
-        for item in self.shared:
+        for item in self.arrays.shared:
             here = self._copies(item, self.home[item], self.readers[item])
-            for device in [d for d, count in enumerate(self.readers[item]) if count and d != self.home[item]]:
+            able = [d for d, spec in enumerate(self.arrays.specs) if spec.is_accelerator]
+            for device in [d for d in able if self.readers[item][d] and d != self.home[item]]:
                 if self._copies(item, device, self.readers[item]) < here - _TOLERANCE * self.seconds:
                     chosen = self.chosen.copy()
                     chosen[item] = device

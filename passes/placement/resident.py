@@ -65,7 +65,7 @@ class ResidentSearch:
 
     def begin(self, near: Assignment | None = None) -> bool:
         """Find a placement within the budgets, by segments and repair; whether there is one."""
-        if near is not None:
+        if near is not None and near.operations.keys() == self.arrays.graph.operations.keys():
             self._offer(self.arrays.devices(near), self._homes_of(near))
         infeasible = list(self._segments())
         if self.devices is None:
@@ -77,10 +77,13 @@ class ResidentSearch:
         return self.devices is not None
 
     def _homes_of(self, near: Assignment) -> Ints:
+        """The homes of shared weights, where these reside with one of their readers."""
         arrays, chosen = self.arrays, np.full(len(self.arrays.names), -1)
-        for item in range(arrays.values, len(arrays.names)):
-            if arrays.fixed[item] < 0:
-                chosen[item] = arrays.number[near.weights[arrays.names[item]]]
+        for item in arrays.shared:
+            home = near.weights.get(arrays.names[item])
+            readers = {near.operations[name] for name in arrays.graph.readers[arrays.names[item]]}
+            if home in readers and arrays.problem.topology[home].is_accelerator:
+                chosen[item] = arrays.number[home]
         return chosen
 
     def _segments(self, *, loose: bool = False) -> Iterator[Ints]:
@@ -230,18 +233,9 @@ class ResidentSearch:
 
     def _expand(self, completion: Completion) -> tuple[Ints, Ints]:
         arrays = self.arrays
-        chosen = np.full(len(arrays.names), -1)
-        units = len(arrays.units)
-        frontier_shared = [v for v in range(arrays.values, len(arrays.names)) if self._is_shared(v)]
-        chosen[frontier_shared] = completion.device[units:]
+        chosen, units = np.full(len(arrays.names), -1), len(arrays.units)
+        chosen[arrays.shared] = completion.device[units:]
         return arrays.expand(completion.device[:units]), chosen
-
-    def _is_shared(self, item: int) -> bool:
-        arrays = self.arrays
-        if arrays.fixed[item] >= 0:
-            return False
-        readers = arrays.reader[arrays.item == item]
-        return len(set(arrays.unit_of[readers[readers < arrays.count]].tolist())) > 1
 
     # -- head-room -----------------------------------------------------------------------------------
 

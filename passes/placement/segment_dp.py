@@ -242,12 +242,8 @@ class SegmentDP:
         yield {}
         arrays = self.arrays
         least = self.effort.params.shared_share * self.arrays.weight_bytes.sum()
-        shared = []
-        for item in range(arrays.values, len(arrays.names)):
-            readers = {arrays.unit_of[i] for i in arrays.reader[arrays.item == item] if i < arrays.count}
-            large = arrays.weight_bytes[item - arrays.values] >= max(1.0, least)
-            if large and arrays.fixed[item] < 0 and len(readers) > 1:
-                shared.append(item)
+        large = arrays.weight_bytes >= max(1.0, least)
+        shared = [item for item in arrays.shared if large[item - arrays.values]]
         nbytes = float(arrays.nbytes[shared].sum()) if shared else 0.0
         for members in self.classes if shared else ():
             if nbytes <= arrays.room[members[0]]:

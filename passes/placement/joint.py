@@ -15,13 +15,15 @@ from dataclasses import dataclass, replace
 
 from graphplan.device import DeviceKey, Topology
 from graphplan.errors import InfeasibleError
-from graphplan.passes.constrain import Wishes, constrain
-from graphplan.passes.evaluate import Evaluation, Problem, evaluate
-from graphplan.passes.exchange import exchange
-from graphplan.passes.limits import Limits
-from graphplan.passes.place import Solution, place
-from graphplan.passes.residence import reside
-from graphplan.passes.shared_rings import beside, evaluate_together, fit_together, within
+from graphplan.passes.placement.constrain import Wishes, constrain
+from graphplan.passes.placement.evaluate import Evaluation, evaluate
+from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.exchange import exchange
+from graphplan.passes.placement.limits import Limits
+from graphplan.passes.placement.certificate import Solution
+from graphplan.passes.placement.driver import place
+from graphplan.passes.placement.residence import reside
+from graphplan.passes.placement.shared_buffers import beside, evaluate_together, fit_together, within
 from graphplan.schedule import Assignment
 
 __all__ = ["Call", "place_jointly"]
@@ -80,7 +82,7 @@ def place_jointly(
 
     Args:
         calls: what to place.
-        limits: as in :func:`graphplan.passes.place.place`.
+        limits: as in :func:`graphplan.passes.placement.driver.place`.
         near: an assignment of each call to start from as well, all over the same homes of weights.
         advise: whether an error says which budgets would do, which takes many searches.
 
@@ -181,7 +183,7 @@ class _InOrder:
                 self._make_room(index, natural.excess)
                 return None
         try:
-            return place(problem, replace(self.limits.until(0.25), improves=False)).evaluation
+            return place(problem, replace(self.limits.until(0.25), proves=False)).evaluation
         except InfeasibleError as error:
             short = {key: need - error.available[key] for key, need in error.needed.items()}
             self._make_room(index, {key: nbytes for key, nbytes in short.items() if nbytes > 0})

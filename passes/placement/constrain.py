@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from graphplan.device import DISK, DeviceKey, Topology
 from graphplan.errors import PlanError
 from graphplan.graph import Graph
-from graphplan.passes.evaluate import Problem
+from graphplan.passes.placement.problem import Problem
 
 __all__ = ["Wishes", "constrain", "names_in"]
 

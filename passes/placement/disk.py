@@ -16,10 +16,12 @@ from dataclasses import dataclass, replace
 
 from graphplan.device import CPU, DISK, DeviceKey, DeviceSpec, Topology
 from graphplan.errors import InfeasibleError, readable_bytes
-from graphplan.passes.evaluate import Evaluation, Problem, evaluate
-from graphplan.passes.limits import Limits
-from graphplan.passes.place import Solution, place
-from graphplan.passes.residence import cpu_key
+from graphplan.passes.placement.evaluate import Evaluation, evaluate
+from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.limits import Limits
+from graphplan.passes.placement.certificate import Solution
+from graphplan.passes.placement.driver import place
+from graphplan.passes.placement.problem import cpu_key
 from graphplan.schedule import STAGED_BYTES, Assignment
 
 __all__ = ["place_or_map"]
@@ -41,7 +43,7 @@ def place_or_map(
         problem: what to place; without ``"disk"`` among its devices this is :func:`place`.
         mappable: the parameters that can stay on disk: those that a checkpoint has as the model has
             them. None: there is no checkpoint yet, so all.
-        limits: as in :func:`graphplan.passes.place.place`.
+        limits: as in :func:`graphplan.passes.placement.driver.place`.
         near: likewise, where nothing stays on disk.
 
     Raises:

@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from graphplan.device import DeviceKey
 from graphplan.graph import Graph
-from graphplan.passes.evaluate import Evaluation, Problem
-from graphplan.passes.shared_rings import evaluate_together, fit_together
+from graphplan.passes.placement.evaluate import Evaluation
+from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.shared_buffers import evaluate_together, fit_together
 
 __all__ = ["exchange"]
 

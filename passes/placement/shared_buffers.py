@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from graphplan.device import DeviceKey
-from graphplan.passes.evaluate import Evaluation, Problem, evaluate
+from graphplan.passes.placement.evaluate import Evaluation, evaluate
+from graphplan.passes.placement.problem import Problem
 from graphplan.schedule import Assignment
 
 __all__ = ["beside", "evaluate_together", "fit_together", "within"]
