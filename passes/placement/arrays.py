@@ -7,7 +7,7 @@ An item has one source, and costs one copy for each further device that reads it
     seconds = sum over operations of compute[device, operation]
             + sum over items, and devices that read them elsewhere, of latency + bytes / bandwidth
 
-The results equal the evaluator's (tests/test_arrays.py), but for bytes of weights that nobody reads.
+The results equal the evaluator's (tests/test_arrays.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphplan.device import DeviceKey, DeviceSpec
-from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.problem import Problem, cpu_key
 from graphplan.passes.placement.residence import follow, reside
 from graphplan.schedule import Assignment
 
@@ -88,7 +88,15 @@ class Arrays:
     def _list_items(self) -> None:
         graph, outputs = self.graph, set(self.graph.outputs)
         tensors = [value for value in graph.values.values() if value.is_tensor]
-        weights = [w for w in graph.weights.values() if graph.readers.get(w.name) or w.name in outputs]
+        fixed, beside = self.problem.fixed_weights, self._siblings()
+        weights = [
+            w
+            for w in graph.weights.values()
+            if graph.readers.get(w.name) or w.name in outputs or w.name in fixed or w.name in beside
+        ]
+        listed = {w.name for w in weights}
+        cpu = cpu_key(self.problem.topology)
+        self.unread = [w for w in graph.weights.values() if w.name not in listed and w.nbytes and cpu is None]
         self.tensors, self.weights, self.values = tensors, weights, len(tensors)
         self.names = [item.name for item in (*tensors, *weights)]
         self.item_of = {name: v for v, name in enumerate(self.names)}
@@ -107,8 +115,26 @@ class Arrays:
                 self.fixed[v] = self.number[home]
             elif readers:
                 self.source[v] = self.index[readers[0]]
+            elif weight.name in beside:
+                first = beside[weight.name]
+                if first in fixed:
+                    self.fixed[v] = self.number[fixed[first]]
+                else:
+                    self.source[v] = self.index[graph.readers[first][0]]
             else:  # returned, and read by nobody: where ``reside`` puts it
                 self.fixed[v] = self.number[reside(self.problem, self._anywhere()).weights[weight.name]]
+
+    def _siblings(self) -> dict[str, str]:
+        """Buffers that nobody reads -> a buffer of the same module that is read: they reside together."""
+        graph = self.graph
+        read = {
+            w.name.rpartition(".")[0]: w.name
+            for w in graph.weights.values()
+            if w.kind == "buffer" and (graph.readers.get(w.name) or w.name in self.problem.fixed_weights)
+        }
+        unread = [w for w in graph.weights.values() if w.kind == "buffer" and not graph.readers.get(w.name)]
+        places = ((w.name, read.get(w.name.rpartition(".")[0])) for w in unread)
+        return {name: other for name, other in places if other is not None and name != other}
 
     def _anywhere(self) -> dict[str, DeviceKey]:
         return dict.fromkeys(self.graph.operations, self.keys[0])
@@ -291,7 +317,18 @@ class Arrays:
 
     def fits(self, devices: Ints, chosen: Ints | None = None) -> bool:
         """Whether every budget is kept."""
-        return bool((self.peaks(devices, chosen) <= self.room).all())
+        spare = self.room - self.peaks(devices, chosen)
+        self._fill(spare)
+        return bool((spare >= 0).all())
+
+    def _fill(self, spare: Floats) -> dict[str, DeviceKey]:
+        """Homes of the weights that nobody reads: where most room is left, which is taken from ``spare``."""
+        homes: dict[str, DeviceKey] = {}
+        for weight in sorted(self.unread, key=lambda w: -w.nbytes):
+            device = int(spare.argmax())
+            spare[device] -= self.specs[device].rounded(weight.nbytes)
+            homes[weight.name] = self.keys[device]
+        return homes
 
     # -- to and from assignments --------------------------------------------------------------------
 
@@ -311,10 +348,12 @@ class Arrays:
         """For the evaluator."""
         names = (operation.name for operation in self.operations)
         operations = {name: self.keys[d] for name, d in zip(names, devices.tolist(), strict=True)}
-        homes = {}
+        homes: dict[str, DeviceKey] = {}
+        if self.unread:
+            homes = self._fill(self.room - self.peaks(devices, chosen))
         if chosen is not None:
             decided = np.flatnonzero((chosen >= 0) & (self.fixed < 0) & (np.arange(len(chosen)) >= self.values))
-            homes = {self.names[v]: self.keys[chosen[v]] for v in decided}
+            homes |= {self.names[v]: self.keys[chosen[v]] for v in decided}
         return reside(self.problem, operations, homes=homes)
 
     def devices(self, assignment: Assignment) -> Ints:

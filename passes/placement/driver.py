@@ -65,8 +65,11 @@ def sketch(problem: Problem, effort: float = 0.2) -> Evaluation | None:
     for candidate, streaming in _attempts(problem, alone):
         spent = Effort(Effort.default(count).visits * effort)
         search = StreamedSearch(candidate, spent) if streaming else ResidentSearch(candidate, spent)
-        if search.begin():
-            return search.best if isinstance(search, StreamedSearch) else search.evaluation()
+        if not search.begin():
+            search.improve()
+        found = search.best if isinstance(search, StreamedSearch) else search.evaluation()
+        if found is not None and found.feasible:
+            return found
     return None
 
 
@@ -146,6 +149,8 @@ def _place_resident(
     effort = _effort(candidate, limits)
     search = ResidentSearch(replace(candidate, balance=False), effort)
     if not search.begin(near):
+        search.improve()
+    if search.devices is None:
         return None
     if limits.proves:
         if len(search.arrays.units) * search.arrays.computing <= effort.params.milp_variables:
@@ -156,7 +161,9 @@ def _place_resident(
         search.improve()
     search.balance()
     evaluation = search.evaluation()
-    return certify(evaluation, _named(search.bound, candidate, problem)) if evaluation.feasible else None
+    if evaluation is None or not evaluation.feasible:
+        return None
+    return certify(evaluation, _named(search.bound, candidate, problem))
 
 
 def _place_evenly(
@@ -189,8 +196,9 @@ def _place_streamed(problem: Problem, limits: Limits, near: Assignment | None) -
     effort = _effort(problem, limits, _STREAMING)
     search = StreamedSearch(problem, effort)
     if not search.begin(near):
+        search.improve()
+    if search.best is None:
         return None
-    assert search.best is not None
     if limits.proves:
         part = effort.share(0.1)
         found = bound_by_classes(search.arrays, search.seconds, part, streaming=True)

@@ -75,6 +75,7 @@ class Relaxation:
         bound: the highest lower bound so far, seconds.
         prices: of that bound.
         rest: (states,) before each step and after the last, the priced cost to the end.
+        crowded: whether an accelerator has no room for its prefetch buffers.
         possible: whether some placement may exist.
     """
 
@@ -97,7 +98,7 @@ class Relaxation:
         self._set_copies()
         self.bound, self.rest = 0.0, list[Floats]()
         self.prices = Prices(np.zeros(count), np.zeros(count))
-        self.possible = all(stage.states.shape[1] for stage in stages) and bool((self.room >= 0).all())
+        self.possible = all(stage.states.shape[1] for stage in stages) and not self.crowded
 
     def _set_room(self) -> None:
         arrays = self.frontier.arrays
@@ -109,8 +110,10 @@ class Relaxation:
         least = needs.min(axis=1, initial=np.inf)
         self.least = least = np.where(np.isfinite(least), least, 0.0)
         self.room = arrays.room - fixed - least
-        if self.buffers is not None:
-            self.room = self.room - self.buffers.total
+        reserved = np.zeros(len(self.room)) if self.buffers is None else self.buffers.total
+        self.crowded = bool((self.room[reserved > 0] < reserved[reserved > 0]).any())
+        # a device without room for anything is not used, and then takes no bytes
+        self.room = np.maximum(self.room - reserved, 0.0)
 
     def _set_copies(self) -> None:
         arrays = self.frontier.arrays

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from graphplan.passes.placement.arrays import Arrays, Floats, Ints
-from graphplan.passes.placement.certificate import Bound, Solution, certify
+from graphplan.passes.placement.certificate import Bound
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.frontier import Frontier, make_stages
 from graphplan.passes.placement.label_dp import Completion, search_labels
@@ -286,13 +286,10 @@ class ResidentSearch:
 
     # -- the answer ----------------------------------------------------------------------------------
 
-    def evaluation(self) -> Evaluation:
-        """The best placement, judged by the evaluator."""
-        assert self.devices is not None
+    def evaluation(self) -> Evaluation | None:
+        """The best placement, judged by the evaluator; None where there is none."""
+        if self.devices is None:
+            return None
         arrays = self.arrays
         units = np.array([self.devices[members[0]] for members in arrays.units], dtype=np.int64)
         return evaluate(self.problem, arrays.assignment(arrays.expand(units), self.chosen))
-
-    def solution(self) -> Solution:
-        """With its bound."""
-        return certify(self.evaluation(), self.bound)

@@ -214,7 +214,8 @@ class SegmentDP:
                 number[row, columns] = np.bincount(reader[chosen], minlength=count).cumsum()[at]
             tables.weights[row, columns] = np.bincount(reader[fresh], sizes[r][fresh], count).cumsum()[at]
             copy = outside & value[r]
-            change = np.bincount(reader[copy], copies[r][copy], count + 1)
+            change = np.zeros(count + 1)
+            change += np.bincount(reader[copy], copies[r][copy], count + 1)
             change -= np.bincount(np.minimum(until[r][copy] + 1 - start, count), copies[r][copy], count + 1)
             change += np.bincount(birth[b] - start, size[b], count + 1)
             change -= np.bincount(np.minimum(death[b] + 1 - start, count), size[b], count + 1)
