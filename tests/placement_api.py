@@ -1,0 +1,10 @@
+"""The planner that the random placements of tests and benchmarks judge: the one place that imports it."""
+
+from __future__ import annotations
+
+from graphplan.passes.placement.certificate import Solution
+from graphplan.passes.placement.driver import place
+from graphplan.passes.placement.evaluate import Evaluation, evaluate
+from graphplan.passes.placement.problem import Problem
+
+__all__ = ["Evaluation", "Problem", "Solution", "evaluate", "place"]
