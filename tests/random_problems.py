@@ -438,7 +438,8 @@ def _with_budgets(draw: random.Random, problem: Problem, share: tuple[float, flo
     }
     if CPU in topology:
         ample = cards and draw.random() < 0.8
-        memory[CPU] = int(whole * (3 if ample else draw.uniform(0.4, 1.3)))
+        scarce = draw.uniform(0.4, 1.3) if cards else draw.uniform(0.8, 1.6)
+        memory[CPU] = int(whole * (3 if ample else scarce))
     reserve = {key: int(nbytes * draw.uniform(0, 0.1)) for key, nbytes in memory.items()}
     if draw.random() < 0.8:
         reserve = dict.fromkeys(memory, 0)

@@ -21,7 +21,7 @@ from graphplan.errors import InfeasibleError
 from graphplan.graph import Graph, Operation, Value, Weight
 from graphplan.schedule import Assignment
 
-TINY_BLOCK, MEDIUM_BLOCK = 14, 3
+TINY_BLOCK, MEDIUM_BLOCK = 12, 2
 KIB, MIB = 1 << 10, 1 << 20
 CARD = DeviceSpec(0, "cuda:0", 0, 1e14, 1e12, 4e-6)
 
