@@ -253,6 +253,12 @@ class Arrays:
 
     def peaks(self, devices: Ints, chosen: Ints | None = None) -> Floats:
         """(devices that compute,) most bytes at once."""
+        found = self._read_peaks(devices, chosen)
+        self._fill(found)
+        return found
+
+    def _read_peaks(self, devices: Ints, chosen: Ints | None) -> Floats:
+        """The same without the weights that nobody reads."""
         width, end = len(self.keys), self.count
         where, home = np.append(devices, self.host), self.homes(devices, chosen)
         target = where[self.reader]
@@ -315,18 +321,31 @@ class Arrays:
                 found[d] += sum(spec.allocated(self.graph.values[n].nbytes) for n in self.graph.inputs)
         return found
 
+    @cached_property
+    def fixed_bytes(self) -> Floats:
+        """(devices that compute,) bytes that are there in every placement: fixed weights, buffers, inputs.
+
+        At least: what an allocator takes beyond whole 512s depends on what is allocated together.
+        """
+        where = self.fixed[self.values :]
+        found = np.bincount(where[where >= 0], self.weight_bytes[where >= 0], len(self.keys))[: self.computing]
+        found = found.astype(float)
+        for d, spec in enumerate(self.specs):
+            found[d] += self.problem.rings.get(spec.key, 0)
+            if d == self.host:
+                found[d] += sum(spec.allocated(self.graph.values[n].nbytes) for n in self.graph.inputs)
+        return found
+
     def fits(self, devices: Ints, chosen: Ints | None = None) -> bool:
         """Whether every budget is kept."""
-        spare = self.room - self.peaks(devices, chosen)
-        self._fill(spare)
-        return bool((spare >= 0).all())
+        return bool((self.peaks(devices, chosen) <= self.room).all())
 
-    def _fill(self, spare: Floats) -> dict[str, DeviceKey]:
-        """Homes of the weights that nobody reads: where most room is left, which is taken from ``spare``."""
+    def _fill(self, peaks: Floats) -> dict[str, DeviceKey]:
+        """Homes of the weights that nobody reads: where most room is left; their bytes are added to ``peaks``."""
         homes: dict[str, DeviceKey] = {}
         for weight in sorted(self.unread, key=lambda w: -w.nbytes):
-            device = int(spare.argmax())
-            spare[device] -= self.specs[device].rounded(weight.nbytes)
+            device = int((self.room - peaks).argmax())
+            peaks[device] += self.specs[device].rounded(weight.nbytes)
             homes[weight.name] = self.keys[device]
         return homes
 
@@ -350,7 +369,7 @@ class Arrays:
         operations = {name: self.keys[d] for name, d in zip(names, devices.tolist(), strict=True)}
         homes: dict[str, DeviceKey] = {}
         if self.unread:
-            homes = self._fill(self.room - self.peaks(devices, chosen))
+            homes = self._fill(self._read_peaks(devices, chosen))
         if chosen is not None:
             decided = np.flatnonzero((chosen >= 0) & (self.fixed < 0) & (np.arange(len(chosen)) >= self.values))
             homes |= {self.names[v]: self.keys[chosen[v]] for v in decided}

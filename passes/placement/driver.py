@@ -77,23 +77,23 @@ def _attempts(problem: Problem, alone: Problem | None) -> Iterator[tuple[Problem
     """Problems to try in turn, and whether with streaming."""
     accelerators = any(spec.is_accelerator for spec in problem.topology.devices)
     if alone is not None:
-        yield alone, _streams_fixed(alone)
+        yield alone, _streams_anyway(alone)
     if problem.offload and accelerators and cpu_key(problem.topology) is not None:
         yield problem, True
     elif alone is None:
         yield problem, False
 
 
-def _streams_fixed(problem: Problem) -> bool:
-    """Whether weights that are fixed in CPU memory may be read on accelerators."""
+def _streams_anyway(problem: Problem) -> bool:
+    """Whether accelerators may read weights that reside in CPU memory, by pins: their own or a reader's."""
     graph, cpu = problem.graph, cpu_key(problem.topology)
     keys = {spec.key for spec in problem.topology.devices if spec.is_accelerator}
-    return any(
-        home == cpu and name in graph.streamable and graph.weights[name].nbytes
-        and any(problem.allowed.get(reader, keys) & keys for reader in graph.readers.get(name, ()))
-        for name, home in problem.fixed_weights.items()
-        if name in graph.weights
-    )
+    for name in graph.streamable if cpu is not None else ():
+        on_accelerators = [bool(problem.allowed.get(r, keys) & keys) for r in graph.readers.get(name, ())]
+        there = problem.fixed_weights.get(name)
+        if any(on_accelerators) and (there == cpu or (there is None and not all(on_accelerators))):
+            return True
+    return False
 
 
 def accelerators_alone(problem: Problem) -> Problem | None:
@@ -124,7 +124,7 @@ def _least_held(problem: Problem, keys: frozenset[DeviceKey]) -> int:
 def _search(problem: Problem, limits: Limits, near: Assignment | None) -> Solution | None:
     for candidate, streaming in _attempts(problem, accelerators_alone(problem)):
         if streaming:
-            found = _place_streamed(candidate, limits, near)
+            found = _place_streamed(candidate, problem, limits, near)
         else:
             found = _place_resident(candidate, problem, limits, near)
         if found is not None:
@@ -191,10 +191,12 @@ def _named(bound: Bound, candidate: Problem, problem: Problem) -> Bound:
     return replace(bound, proof=bound.proof + where)
 
 
-def _place_streamed(problem: Problem, limits: Limits, near: Assignment | None) -> Solution | None:
+def _place_streamed(
+    candidate: Problem, problem: Problem, limits: Limits, near: Assignment | None
+) -> Solution | None:
     """Segments, beams over configurations of buffers, the smallest moves, and the bounds."""
-    effort = _effort(problem, limits, _STREAMING)
-    search = StreamedSearch(problem, effort)
+    effort = _effort(candidate, limits, _STREAMING)
+    search = StreamedSearch(candidate, effort)
     if not search.begin(near):
         search.improve()
     if search.best is None:
@@ -209,4 +211,4 @@ def _place_streamed(problem: Problem, limits: Limits, near: Assignment | None) -
         search.improve()
     if not search.proven:
         search.best = climb_streamed(search.arrays, search.best, effort)
-    return certify(search.best, search.bound)
+    return certify(search.best, _named(search.bound, candidate, problem))

@@ -156,11 +156,17 @@ class Frontier:
         weight, problem = self.arrays.weights[item - self.arrays.values], self.arrays.problem
         return (
             self.streaming
-            and (problem.offload or self.arrays.fixed[item] == self.cpu)
+            and (problem.offload or self.arrays.fixed[item] == self.cpu or self._is_read_on_cpu_only(item))
             and self.cpu is not None
             and weight.nbytes > 0
             and weight.name in self.arrays.graph.streamable
         )
+
+    def _is_read_on_cpu_only(self, item: int) -> bool:
+        """Whether some reader of a weight may run on no accelerator, so that the weight may be there with it."""
+        accelerators = [d for d, spec in enumerate(self.arrays.specs) if spec.is_accelerator]
+        readers = [i for unit in self.readers.get(item, ()) for i in self.arrays.units[unit]]
+        return not np.isfinite(self.arrays.compute[accelerators][:, readers]).any(axis=0).all()
 
     def _values(self) -> list[_Value]:
         """Values that cross between steps, those with one maker and the same readers as one."""

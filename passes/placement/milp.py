@@ -76,8 +76,7 @@ class _Program:
         self.classes = self._classify()
         self.windows = 1 + max(c.window for c in self.classes)
         self.places = self._places()
-        fixed = np.where(arrays.fixed >= 0, arrays.fixed, len(arrays.keys))
-        self.room = arrays.room - arrays.resident(fixed)
+        self.room = arrays.room - arrays.fixed_bytes
         rooms = [room for room, spec in zip(self.room, arrays.specs, strict=True) if spec.is_accelerator]
         self.byte_scale = max(1.0, float(arrays.weight_bytes.max(initial=1.0)), 0.01 * max(rooms, default=0.0))
         self._build()
@@ -203,7 +202,7 @@ class _Program:
 
     def _add_place(self, place: list[int], number: int) -> list[tuple[int, float]]:
         """Variables of what runs on a place, and is streamed to it; the terms of its bytes."""
-        program, frontier, d, count = self.program, self.frontier, place[0], len(place)
+        program, frontier, arrays, d, count = self.program, self.frontier, self.arrays, place[0], len(place)
         memory: list[tuple[int, float]] = []
         queue: dict[int, list[tuple[int, float]]] = defaultdict(list)
         accelerates = self.arrays.specs[d].is_accelerator
@@ -226,10 +225,13 @@ class _Program:
                     streamed = program.variable(float(units * times), integer=True)
                     program.at_most([(streamed, 1.0), (variable, -float(times))], 0.0)
                     seconds = self._copy_seconds(d, size, each.read)
-                    queue[each.window].append((streamed, seconds / self.scale))
                     memory.append((streamed, -size / self.byte_scale))
                     self.on_cpu.append((streamed, size / self.byte_scale))
-                    self._needs_slot(slots, size, streamed, float(units * times))
+                    if arrays.problem.streams:
+                        queue[each.window].append((streamed, seconds / self.scale))
+                        self._needs_slot(slots, size, streamed, float(units * times))
+                    else:  # copied one by one, hidden by nothing, into memory that is free again after
+                        self.clock[each.window].append((streamed, seconds / self.scale))
         self.x.append(x)
         memory += self._shared(place, number, x, slots, queue)
         if accelerates:
@@ -314,8 +316,11 @@ class _Program:
                 at_cpu = next(n for n, other in enumerate(self.places) if self.cpu in other)
                 program.at_most([(streamed, 1.0), (homes[at_cpu], -1.0)], 0.0)
                 copying = float(arrays.nbytes[item] * arrays.per_byte[self.cpu, d])
-                queue[-1].append((streamed, copying / self.scale))
-                self._needs_slot(slots, size, streamed, 1.0)
+                if arrays.problem.streams:
+                    queue[-1].append((streamed, copying / self.scale))
+                    self._needs_slot(slots, size, streamed, 1.0)
+                else:
+                    self.clock[-1].append((streamed, copying / self.scale))
             program.at_most(terms, 0.0)
         return memory
 

@@ -102,14 +102,12 @@ class Relaxation:
 
     def _set_room(self) -> None:
         arrays = self.frontier.arrays
-        only_fixed = np.where(arrays.fixed >= 0, arrays.fixed, len(arrays.keys))
-        fixed = arrays.resident(only_fixed)
         # a device where weights reside runs something: at least the least needy operation
         runs = np.array([step.variable < self.frontier.units for step in self.frontier.steps])
         needs = np.where(np.isfinite(self.seconds) & runs, self.needs, np.inf)
         least = needs.min(axis=1, initial=np.inf)
         self.least = least = np.where(np.isfinite(least), least, 0.0)
-        self.room = arrays.room - fixed - least
+        self.room = arrays.room - arrays.fixed_bytes - least
         reserved = np.zeros(len(self.room)) if self.buffers is None else self.buffers.total
         self.crowded = bool((self.room[reserved > 0] < reserved[reserved > 0]).any())
         # a device without room for anything is not used, and then takes no bytes

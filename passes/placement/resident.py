@@ -218,6 +218,8 @@ class ResidentSearch:
                 case.bound, case.proof = found.bound * (1 - 1e-9), _LABELS
             if not found.completions or self._judge(found.completions) or self.effort.over:
                 break
+            if self.devices is None:
+                self._repair([self._expand(completion)[0] for completion in found.completions])
             devices, chosen = self._expand(found.completions[0])
             margin += 1.05 * np.maximum(self.arrays.peaks(devices, chosen) - self.arrays.room, 0.0)
         return True

@@ -309,7 +309,7 @@ class SegmentDP:
         for members in self.classes:  # a device with a home is a class of its own
             classes += [[d] for d in members if taken[d]]
             classes += [rest] if (rest := [d for d in members if not taken[d]]) else []
-        space = self.arrays.room - taken - margin - self.arrays.resident(self._only_fixed)[: len(taken)]
+        space = self.arrays.room - taken - margin - self.arrays.fixed_bytes
         costs = [self._seconds(tables, members[0], space[members[0]], homes) for members in classes]
         on_cpu = None if self.cpu is None else self._seconds(tables, self.cpu, space[self.cpu], homes)
         path = _ShortestPath(self, classes, costs, on_cpu, tables).run()
@@ -321,12 +321,6 @@ class SegmentDP:
             excess = 0.0 if device == self.cpu else max(0.0, float(need - space[device]))
             found.append(Segment(int(self.cuts[i]), int(self.cuts[j]), device, excess))
         return found
-
-    @cached_property
-    def _only_fixed(self) -> Ints:
-        """(items,) homes of what is fixed; elsewhere a device that is none."""
-        fixed = self.arrays.fixed
-        return np.where(fixed >= 0, fixed, len(self.arrays.keys) - 1 + 0 * fixed)
 
     @cached_property
     def _made(self) -> dict[bool, tuple[Homes, _Tables]]:
