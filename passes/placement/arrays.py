@@ -360,7 +360,7 @@ class Arrays:
         }
         if not placed:
             return np.zeros(self.count, dtype=np.int64)
-        found = follow(self.graph, placed)
+        found = self.problem.obey(follow(self.graph, placed))
         return np.array([self.number[found[operation.name]] for operation in self.operations], dtype=np.int64)
 
     def assignment(self, devices: Ints, chosen: Ints | None = None) -> Assignment:

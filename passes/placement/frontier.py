@@ -162,6 +162,10 @@ class Frontier:
             and weight.name in self.arrays.graph.streamable
         )
 
+    def _passes_buffers(self, item: int) -> bool:
+        """Whether a fixed weight comes to accelerators through prefetch buffers."""
+        return self.arrays.problem.streams and self.cpu == self.arrays.fixed[item]
+
     def _is_read_on_cpu_only(self, item: int) -> bool:
         """Whether some reader of a weight may run on no accelerator, so that the weight may be there with it."""
         accelerators = [d for d, spec in enumerate(self.arrays.specs) if spec.is_accelerator]
@@ -303,8 +307,14 @@ class Frontier:
                 held = max(graph.values[root].nbytes, graph.values[root].copy_bytes)
                 roots[root] = max(roots.get(root, 0), min(value.copy_bytes, held))
             made = [graph.values[name].nbytes for name in operation.outputs]
+            fixed = [
+                (arrays.fixed[v], arrays.graph.weights[name].nbytes, self._passes_buffers(v))
+                for name in operation.inputs
+                if (v := arrays.item_of.get(name, 0)) >= arrays.values and arrays.fixed[v] >= 0
+            ]
             for d, spec in enumerate(arrays.specs):
                 mine = [n for root, n in roots.items() if not (d == arrays.host and root in graph.inputs)]
+                mine += [n for home, n, streamed in fixed if home != d and not (streamed and spec.is_accelerator)]
                 parts = [*mine, *made, operation.workspace_on(spec.type)]
                 found[d] = max(found[d], sum(spec.allocated(nbytes) for nbytes in parts if nbytes))
         return found

@@ -1,7 +1,7 @@
 """Label-setting search over the frontier: a resource-constrained shortest path.
 
-A label is a placement of the first operations: its state, its clock, and the bytes that it puts on each
-device. Labels grow by one step at a time, each on every device; those of equal state and bytes keep the
+A label is a placement of the first operations: its state, its clock, and the bytes that weights and the
+neediest operation take on each device. Labels grow by one step at a time, each on every device; those of equal state and bytes keep the
 fastest (Irnich and Desaulniers, "Shortest path problems with resource constraints", 2005). A label's
 f-value, its priced clock plus the relaxation's cost to the end, is a lower bound of its completions: what
 cannot beat the best known placement is dropped. While no step has more labels than ``width`` the search is
@@ -60,6 +60,7 @@ class _Labels:
         state: (words, labels).
         clock: (labels,) seconds.
         nbytes: (devices, labels).
+        needs: (devices, labels) bytes of the neediest operation beside the weights.
         queue: (devices, labels) when the copies so far are done; no rows where nothing is streamed.
         free: (devices, slots, labels) when each prefetch slot is free, the latest first.
         parent: (labels,) index among the labels of the step before.
@@ -70,6 +71,7 @@ class _Labels:
     state: Ints
     clock: Floats
     nbytes: Floats
+    needs: Floats
     queue: Floats
     free: Floats
     parent: Ints
@@ -85,6 +87,7 @@ class _Labels:
             self.state[:, which],
             self.clock[which],
             self.nbytes[:, which],
+            self.needs[:, which],
             self.queue[:, which],
             self.free[:, :, which],
             self.parent[which],
@@ -117,7 +120,7 @@ class _Search:
         count = self.frontier.devices
         self.buffers = relaxation.buffers or Buffers.none(count)
         self.streams = relaxation.buffers is not None and relaxation.streams and not relaxation.on_clock
-        self.room = relaxation.room - (0.0 if margin is None else margin)
+        self.room = relaxation.room + relaxation.least - (0.0 if margin is None else margin)
         prices = relaxation.prices
         self.per_byte, self.weight = prices.per_byte, prices.queue
         self.dropped = np.inf
@@ -131,6 +134,7 @@ class _Search:
             self.frontier.start(),
             np.zeros(1),
             np.zeros((count, 1)),
+            np.repeat(self.relaxation.least[:, None], 1, axis=1),
             np.zeros((rows, 1)),
             np.zeros((rows, slots, 1)),
             np.zeros(1, dtype=np.int64),
@@ -158,8 +162,8 @@ class _Search:
         self.effort.charge((2000.0 + 4.0 * seconds.size) * (1 + len(step.alike)))
         grown = []
         for d in range(self.frontier.devices):
-            held = labels.nbytes[d] + step.nbytes
-            able = np.flatnonzero(np.isfinite(seconds[d]) & (held <= self.room[d]))
+            most = self.room[d] - np.maximum(labels.needs[d], step.needs[d])
+            able = np.flatnonzero(np.isfinite(seconds[d]) & (labels.nbytes[d] + step.nbytes <= most))
             if len(able) and self._may_stay(i, d):
                 grown.append(self._placed(i, d, labels, able, after[d], seconds[d], streamed=False))
             if np.isfinite(relaxation.copy[d, i]):
@@ -180,9 +184,10 @@ class _Search:
 
     def _able_to_stream(self, i: int, d: int, labels: _Labels, seconds: Floats) -> Ints:
         step, cpu = self.frontier.steps[i], self.relaxation.cpu
-        able = np.isfinite(seconds) & (labels.nbytes[d] + step.nbytes - step.movable <= self.room[d])
+        most = self.room[d] - np.maximum(labels.needs[d], step.needs[d])
+        able = np.isfinite(seconds) & (labels.nbytes[d] + step.nbytes - step.movable <= most)
         if cpu is not None:
-            able &= labels.nbytes[cpu] + step.movable <= self.room[cpu]
+            able &= labels.nbytes[cpu] + step.movable <= self.room[cpu] - labels.needs[cpu]
         return np.flatnonzero(able)
 
     def _placed(
@@ -193,6 +198,7 @@ class _Search:
         found = labels.take(able)
         found.state = after[:, able]
         found.clock = found.clock + seconds[able]
+        found.needs[d] = np.maximum(found.needs[d], step.needs[d])
         found.nbytes[d] += step.nbytes - (step.movable if streamed else 0.0)
         if streamed and relaxation.cpu is not None:
             found.nbytes[relaxation.cpu] += step.movable
@@ -249,7 +255,7 @@ class _Search:
         frontier = self.frontier
         count = frontier.units + len(frontier.shared)
         device, streamed = np.full(count, -1), np.zeros(count, dtype=np.int64)
-        total, spare = float(seconds[label]), self.relaxation.room - labels.nbytes[:, label]
+        total, spare = float(seconds[label]), self.room - labels.nbytes[:, label] - labels.needs[:, label]
         for step, (parent, option) in zip(reversed(frontier.steps), reversed(self.trail), strict=True):
             device[step.variable], streamed[step.variable] = divmod(int(option[label]), 2)
             label = int(parent[label])
@@ -263,6 +269,7 @@ def _joined(parts: list[_Labels]) -> _Labels:
         np.concatenate([p.state for p in parts], axis=1),
         np.concatenate([p.clock for p in parts]),
         np.concatenate([p.nbytes for p in parts], axis=1),
+        np.concatenate([p.needs for p in parts], axis=1),
         np.concatenate([p.queue for p in parts], axis=1),
         np.concatenate([p.free for p in parts], axis=2),
         np.concatenate([p.parent for p in parts]),
@@ -272,15 +279,16 @@ def _joined(parts: list[_Labels]) -> _Labels:
 
 
 def _undominated(labels: _Labels) -> Ints:
-    """Of labels in the order of their f-values, the first of each state and bytes."""
+    """Of labels in the order of their f-values, the first of each state, bytes and needs."""
     mixed = np.zeros(labels.count, dtype=np.int64)
-    for row in (*labels.state, *labels.nbytes.astype(np.int64)):
+    for row in (*labels.state, *labels.nbytes.astype(np.int64), *labels.needs.astype(np.int64)):
         mixed = (mixed ^ (mixed >> 29)) * _MIX + row
     order = np.argsort(mixed, kind="stable")
     one, other = order[:-1], order[1:]
     same = mixed[one] == mixed[other]
     same &= (labels.state[:, one] == labels.state[:, other]).all(axis=0)
     same &= (labels.nbytes[:, one] == labels.nbytes[:, other]).all(axis=0)
+    same &= (labels.needs[:, one] == labels.needs[:, other]).all(axis=0)
     keep = np.ones(labels.count, dtype=bool)
     keep[other[same]] = False
     return np.flatnonzero(keep)

@@ -247,7 +247,7 @@ class StreamedSearch:
                 break
             for key, over in first.excess.items():
                 d = self.arrays.number[key]
-                margin[d] += over + max(0.0, float(found.completions[0].spare[d] - margin[d]))
+                margin[d] += over + max(0.0, float(found.completions[0].spare[d]))
             if min(first.seconds, found.completions[0].seconds) > 1.03 * self.seconds:
                 break
         return self.seconds < before
