@@ -25,9 +25,9 @@ from graphplan.checks import check_schedule
 from graphplan.device import DeviceSpec, Link, Topology, read_max_memory
 from graphplan.graph import Graph
 from graphplan.passes.placement.disk import place_or_map
+from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.driver import place
 from graphplan.runtime.header import read_header
 from graphplan.runtime.mapped import MappedFile
 from graphplan.schedule import Load

@@ -16,20 +16,10 @@ from test_optimal import brute_force
 
 from graphplan import Graph, InfeasibleError, Link, Operation, Value, Weight
 from graphplan.device import CPU, Topology, read_max_memory
-from graphplan.passes.bound import lower_bound
-from graphplan.passes.branch import Tree
-from graphplan.passes.close_by_leads import least_seconds
-from graphplan.passes.columns import ColumnGeneration
-from graphplan.passes.counts import count_units
-from graphplan.passes.placement.evaluate import Evaluation
-from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.limits import Limits
-from graphplan.passes.master import mix_fractions
 from graphplan.passes.placement.certificate import Solution
 from graphplan.passes.placement.driver import place
-from graphplan.passes.pricing import Pricing
-from graphplan.passes.program import Program
-from graphplan.passes.shares import Shares
+from graphplan.passes.placement.evaluate import Evaluation
+from graphplan.passes.placement.problem import Problem
 from graphplan.speeds import Speed, with_speeds
 
 TIGHT = 1 + 1e-9
@@ -136,30 +126,3 @@ def test_no_placement_is_better_than_the_plan(kind: str, ties: bool, seed: int) 
     assert better(problem, seconds, offload=offloads(solution)) is None
     if offloads(solution):  # which is for models that do not fit without
         assert better(problem, np.inf, offload=False) is None
-
-
-@pytest.mark.parametrize(("kind", "ties", "seed"), [case for case in CASES if case[2] % 3 == 0])
-def test_no_bound_exceeds_the_best(kind: str, ties: bool, seed: int) -> None:
-    problem = draw_problem(seed, kind, ties=ties)
-    offload = CPU in problem.topology
-    try:
-        upper = place(problem).evaluation.seconds * (1 + 1e-6)
-    except InfeasibleError:
-        return
-    best = better(problem, upper, offload=offload)
-    assert best is not None
-    assert lower_bound(problem).seconds <= best.seconds * TIGHT
-    shares = Shares(problem)
-    fractions = mix_fractions(shares)
-    assert fractions is None or fractions.seconds * (1 - 1e-6) <= best.seconds * TIGHT
-    generation = ColumnGeneration(Pricing(shares), [best])
-    assert generation.run(enough=np.inf, work=1e7) <= best.seconds * TIGHT
-    assert Tree(generation).grow(enough=np.inf, work=1e7) <= best.seconds * TIGHT
-    bounded = Program(shares).bound(upper=upper, gap=1e-6, programs=300)
-    assert bounded.seconds <= best.seconds * TIGHT
-    counted, _ = count_units(shares, upper=2 * upper, gap=1e-6, programs=300)
-    assert counted * (1 - 1e-6) <= best.seconds
-    if offload:
-        least, parts = least_seconds(problem, 2 * upper, Limits())
-        assert least <= best.seconds * TIGHT
-        assert parts

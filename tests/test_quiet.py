@@ -7,12 +7,13 @@ import os
 import threading
 
 import pytest
+from builders import chain
 from instances import random_chain
 
-from graphplan.passes import quiet, rows
+from graphplan.device import read_max_memory
+from graphplan.passes import quiet
 from graphplan.passes.placement.driver import place
-from graphplan.passes.program import Program
-from graphplan.passes.shares import Shares
+from graphplan.passes.placement.problem import Problem
 
 MESSAGE = b"HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();"
 
@@ -72,12 +73,16 @@ def test_a_closed_stdout_is_no_obstacle() -> None:
         os.close(kept)
 
 
-def test_planning_prints_nothing(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(rows, "milp", quiet.milp)
-    problem = random_chain(30, 2, 396329).problem  # one for which HiGHS 1.12 prints
-    found = place(problem)
-    shares = Shares(problem)
-    for factor in (0.99, 1.0, 1.05):
-        upper = factor * found.evaluation.seconds
-        Program(shares).propose(upper=upper, gap=1e-6, nodes=1000)
+def test_planning_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    for problem in (
+        random_chain(30, 2, 396329).problem,
+        _spread(),
+    ):  # one for which HiGHS 1.12 prints as ``milp``
+        place(problem)
     assert printed(capfd) == ""
+
+
+def _spread() -> Problem:
+    """Streamed, so that the programs of the bound have integers of all kinds."""
+    graph = chain(12, weight=1 << 20)
+    return Problem(graph, read_max_memory({0: 6 << 20, "cpu": 1 << 30}), "cpu")

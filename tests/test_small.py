@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_bounds import problem_of
 from torch import nn
 
 import graphplan
-from graphplan.passes.depth import deepest_seconds
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.schedule import Assignment
 
@@ -44,9 +42,3 @@ def test_small_weights_are_streamed_in_runs() -> None:
 @pytest.mark.parametrize("memory", [{0: 1 << 30}, {"cpu": 1 << 30}, {0: 1 << 30, "cpu": 1 << 30}])
 def test_the_only_placement_is_the_best(memory: dict[int | str, int]) -> None:
     assert graphplan.plan(Branches(), memory, (torch.randn(32, 64),)).gap < 1e-3
-
-
-def test_no_number_of_slots_is_faster_than_one_for_each_segment() -> None:
-    for seed in range(40):
-        problem, best = problem_of(seed, "one and the CPU", 6)
-        assert deepest_seconds(problem, best.schedule.assignment) <= best.seconds * (1 + 1e-9)
