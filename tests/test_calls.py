@@ -18,9 +18,9 @@ import graphplan
 from graphplan import Graph, Link, Operation, Plan, Value, Weight
 from graphplan.device import read_max_memory
 from graphplan.passes.placement.constrain import Wishes
-from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.joint import Call, place_jointly
 from graphplan.passes.placement.driver import place
+from graphplan.passes.placement.joint import Call, place_jointly
+from graphplan.passes.placement.problem import Problem
 
 KIB = 1024
 X, MEMORY = torch.randn(8, 64), torch.randn(1, 64)

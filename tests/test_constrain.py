@@ -13,8 +13,8 @@ from torch import nn
 import graphplan
 from graphplan.device import read_max_memory
 from graphplan.passes.placement.constrain import Wishes, constrain
-from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.driver import place
+from graphplan.passes.placement.problem import Problem
 
 KIB = 1024
 

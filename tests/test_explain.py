@@ -19,9 +19,9 @@ from graphplan.checks import check_schedule
 from graphplan.cost import move_seconds
 from graphplan.device import read_max_memory
 from graphplan.passes.placement.constrain import Wishes, constrain
+from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.driver import place
 from graphplan.speeds import with_speeds
 from graphplan.visualize import time_text
 

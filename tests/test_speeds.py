@@ -15,8 +15,8 @@ import graphplan
 from graphplan import Link, Measurements, Speed
 from graphplan.cards import find_card
 from graphplan.device import read_max_memory
-from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.driver import place
+from graphplan.passes.placement.problem import Problem
 from graphplan.speeds import with_speeds
 
 MIB = 1 << 20

@@ -233,8 +233,23 @@ class Arrays:
             workspace[d, :-1] = [allocated(spec, op.workspace_on(spec.type)) for op in self.operations]
         return made, copied, workspace
 
+    @property
+    def copied_bytes(self) -> Floats:
+        """(items, devices) bytes that an allocator takes for a copy."""
+        return self._sizes[1]
+
+    @property
+    def made_bytes(self) -> Floats:
+        """(items, devices) bytes that an allocator takes where an item is made; 0 for views."""
+        return self._sizes[0]
+
+    @property
+    def workspace(self) -> Floats:
+        """(devices that compute, operations + 1) bytes that each operation takes while it runs."""
+        return self._sizes[2]
+
     @cached_property
-    def _views(self) -> tuple[Ints, list[Ints]]:
+    def views(self) -> tuple[Ints, list[Ints]]:
         """(items,) what each is a view of; the items at each depth of views of views."""
         base, depth = np.full(len(self.names), -1), np.zeros(len(self.names), dtype=np.int64)
         for v, value in enumerate(self.tensors):
@@ -277,7 +292,7 @@ class Arrays:
             last[item * width + devices[operation]] = end
         last = np.maximum(last, born)
         made, copied, workspace = self._sizes
-        base, levels = self._views
+        base, levels = self.views
         root = np.arange(len(last))
         for level in levels:
             root[at_home[level]] = root[base[level] * width + home[level]]

@@ -40,11 +40,13 @@ class _Value:
         maker: the step's variable; -1 for what has a fixed source.
         readers: variables.
         seconds: (devices, devices) from row to column; of a fixed source all rows are equal.
+        nbytes: of a copy.
     """
 
     maker: int
     readers: tuple[int, ...]
     seconds: Floats
+    nbytes: float = 0.0
     first: int = 0
     last: int = 0
 
@@ -80,12 +82,14 @@ class Step:
         nbytes: of the weights that reside with it.
         movable: those of them that may be streamed instead.
         needs: (devices,) bytes of activations and workspace while it runs.
+        workspace: (devices,) the part of them that is neither read nor passed on.
         before: (devices,) seconds until it reads what is streamed.
         after: (devices,) seconds of what it does after that.
         touches: values that it makes or reads.
         closed: slots of values that are read no more.
         open: slots of live values after it, the cheapest first.
         alike: slots of values that nothing tells apart from here on.
+        live: slots of values that are live while it runs, with the bytes of a copy.
     """
 
     variable: int
@@ -93,12 +97,14 @@ class Step:
     nbytes: float
     movable: float
     needs: Floats
+    workspace: Floats
     before: Floats
     after: Floats
     touches: list[Touch] = field(default_factory=list)
     closed: tuple[int, ...] = ()
     open: tuple[int, ...] = ()
     alike: tuple[tuple[int, ...], ...] = ()
+    live: tuple[tuple[int, float], ...] = ()
 
     @property
     def signature(self) -> Hashable:
@@ -177,8 +183,10 @@ class Frontier:
         arrays, count = self.arrays, self.devices
         returned = set(arrays.item[arrays.reader == arrays.count].tolist())
         found: dict[tuple[int, tuple[int, ...]], Floats] = {}
+        nbytes: dict[tuple[int, tuple[int, ...]], float] = defaultdict(float)
         self.clock = np.array([arrays.compute[:, members].sum(axis=1) for members in arrays.units]).T
         self.clock = self.clock.reshape(count, self.units)
+        copied = arrays.copied_bytes
         self.fixed_queue = np.zeros((count, self.units))
         self.constant = 0.0  # seconds of copies that do not depend on the placement
         for item in range(len(arrays.names)):
@@ -205,9 +213,10 @@ class Frontier:
                     self.clock[:, readers[0]] += seconds[0, :count]
                     continue
             key = maker, readers
+            nbytes[key] += copied[item].max() if item < arrays.values else 0.0
             known = found.get(key)
             found[key] = seconds[:count, :count] + (0.0 if known is None else known)
-        return [_Value(maker, readers, seconds) for (maker, readers), seconds in found.items() if seconds.any()]
+        return [_Value(*key, seconds, nbytes[key]) for key, seconds in found.items() if seconds.any()]
 
     def _copies(self, item: int) -> Floats:
         """(devices, devices) seconds of a copy; 0 where it goes through prefetch buffers."""
@@ -264,11 +273,13 @@ class Frontier:
             seconds = np.array([0.0 if self._may_hold(item, d) else np.inf for d in range(self.devices)])
             nbytes = float(arrays.weight_bytes[item - arrays.values])
             nothing = np.zeros(self.devices)
-            return Step(variable, seconds, nbytes, 0.0, nothing, nothing, nothing)
+            return Step(variable, seconds, nbytes, 0.0, nothing, nothing, nothing, nothing)
         nbytes = sum(float(arrays.weight_bytes[item - arrays.values]) for item in self.own[variable])
         movable = sum(float(arrays.weight_bytes[item - arrays.values]) for item in self.movable(variable))
-        needs, beside = self._working_set(variable), self._beside(variable)
-        return Step(variable, self.clock[:, variable].copy(), nbytes, movable, needs, *beside)
+        needs, workspace = self._working_set(variable), arrays.workspace[:, arrays.units[variable]].max(axis=1)
+        return Step(
+            variable, self.clock[:, variable].copy(), nbytes, movable, needs, workspace, *self._beside(variable)
+        )
 
     def movable(self, unit: int) -> list[int]:
         """The own weights of a macro-operation that are worth a copy at each forward pass."""
@@ -324,17 +335,19 @@ class Frontier:
         free = list(range(_WORDS * self.per_word - 1, 0, -1))
         slots: dict[int, int] = {}
         cost: dict[int, float] = {}
+        nbytes: dict[int, float] = {}
         for i, step in enumerate(steps):
             closed = []
             for value in sorted(touched[i], key=lambda v: -v.highest):
                 if value.first == i and free:
                     slot = slots[id(value)] = free.pop()
-                    cost[slot] = value.highest
+                    cost[slot], nbytes[slot] = value.highest, value.nbytes
                 if id(value) not in slots:
                     continue
                 step.touches.append(self._touch(value, i, slots[id(value)], place))
                 if value.last == i:
                     closed.append(slots[id(value)])
+            step.live = tuple((slot, nbytes[slot]) for slot in cost if nbytes[slot])
             for slot in closed:
                 del cost[slot]
             free += reversed(closed)
@@ -438,6 +451,22 @@ class Frontier:
             word, shift = self._at(slot)
             after[:, word] &= ~np.int64((1 << self.width) - 1 << shift)
         return after, seconds
+
+    def live_bytes(self, step: Step, states: Ints) -> Floats:
+        """(devices, states) bytes of values that are live while a step runs on a device; an estimate.
+
+        A value counts where it is held until its last reader anywhere, which may be later than it is freed.
+        """
+        found = np.zeros((self.devices, states.shape[1]))
+        touched = {touch.slot for touch in step.touches}
+        for slot, nbytes in step.live:
+            if slot in touched:
+                found += nbytes
+                continue
+            word, shift = self._at(slot)
+            held = states[word] >> shift & self.mask
+            found += nbytes * (held[None, :] >> np.arange(self.devices)[:, None] & 1)
+        return found
 
     def _arrival(self, seconds: Floats, words: Ints, shift: int) -> Floats:
         """(devices, states) of a copy from where it was made."""

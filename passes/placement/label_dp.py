@@ -106,7 +106,8 @@ def search_labels(
         width: labels kept after a step.
         below: seconds of a known placement; what cannot be faster is dropped.
         effort: what is charged.
-        margin: (devices,) bytes to leave free, where exact peaks passed a budget; the bound then says nothing.
+        margin: (devices,) bytes to leave free, where exact peaks passed a budget. Live values are then counted
+            too, by an estimate, so that the bound says nothing.
     """
     return _Search(relaxation, width, below, effort, margin).run()
 
@@ -119,6 +120,7 @@ class _Search:
         self.width, self.below, self.effort = width, below, effort
         count = self.frontier.devices
         self.buffers = relaxation.buffers or Buffers.none(count)
+        self.estimates = margin is not None
         self.streams = relaxation.buffers is not None and relaxation.streams and not relaxation.on_clock
         self.room = relaxation.room + relaxation.least - (0.0 if margin is None else margin)
         prices = relaxation.prices
@@ -161,15 +163,18 @@ class _Search:
         after, seconds = self.frontier.extend(step, labels.state)
         self.effort.charge((2000.0 + 4.0 * seconds.size) * (1 + len(step.alike)))
         grown = []
+        needs = np.maximum(labels.needs, step.needs[:, None])
+        if self.estimates and step.variable < self.frontier.units:
+            needs = np.maximum(needs, self.frontier.live_bytes(step, labels.state) + step.workspace[:, None])
         for d in range(self.frontier.devices):
-            most = self.room[d] - np.maximum(labels.needs[d], step.needs[d])
+            most = self.room[d] - needs[d]
             able = np.flatnonzero(np.isfinite(seconds[d]) & (labels.nbytes[d] + step.nbytes <= most))
             if len(able) and self._may_stay(i, d):
-                grown.append(self._placed(i, d, labels, able, after[d], seconds[d], streamed=False))
+                grown.append(self._placed(i, d, labels, able, after[d], seconds[d], needs[d], streamed=False))
             if np.isfinite(relaxation.copy[d, i]):
-                able = self._able_to_stream(i, d, labels, seconds[d])
+                able = self._able_to_stream(i, d, labels, seconds[d], most)
                 if len(able):
-                    grown.append(self._placed(i, d, labels, able, after[d], seconds[d], streamed=True))
+                    grown.append(self._placed(i, d, labels, able, after[d], seconds[d], needs[d], streamed=True))
         if not grown:
             return labels.take(np.zeros(0, dtype=np.int64))
         found = _joined(grown)
@@ -182,23 +187,31 @@ class _Search:
         """Weights that are fixed in CPU memory pass a slot, if it is large enough."""
         return not (self.streams and self.relaxation.fixed_queue[d, i]) or bool(self.buffers.slots[d])
 
-    def _able_to_stream(self, i: int, d: int, labels: _Labels, seconds: Floats) -> Ints:
+    def _able_to_stream(self, i: int, d: int, labels: _Labels, seconds: Floats, most: Floats) -> Ints:
         step, cpu = self.frontier.steps[i], self.relaxation.cpu
-        most = self.room[d] - np.maximum(labels.needs[d], step.needs[d])
         able = np.isfinite(seconds) & (labels.nbytes[d] + step.nbytes - step.movable <= most)
         if cpu is not None:
             able &= labels.nbytes[cpu] + step.movable <= self.room[cpu] - labels.needs[cpu]
         return np.flatnonzero(able)
 
     def _placed(
-        self, i: int, d: int, labels: _Labels, able: Ints, after: Ints, seconds: Floats, *, streamed: bool
+        self,
+        i: int,
+        d: int,
+        labels: _Labels,
+        able: Ints,
+        after: Ints,
+        seconds: Floats,
+        needs: Floats,
+        *,
+        streamed: bool,
     ) -> _Labels:
         """Some labels with a step on a device."""
         relaxation, step = self.relaxation, self.frontier.steps[i]
         found = labels.take(able)
         found.state = after[:, able]
         found.clock = found.clock + seconds[able]
-        found.needs[d] = np.maximum(found.needs[d], step.needs[d])
+        found.needs[d] = needs[able]
         found.nbytes[d] += step.nbytes - (step.movable if streamed else 0.0)
         if streamed and relaxation.cpu is not None:
             found.nbytes[relaxation.cpu] += step.movable

@@ -55,9 +55,9 @@ class SearchParams:
     milp_variables: int = 450
     milp_nodes: int = 100
     shared_share: float = 0.01
-    visits_per_operation: int = 15_000
-    least_visits: int = 2_000_000
-    most_visits: int = 30_000_000
+    visits_per_operation: int = 20_000
+    least_visits: int = 3_500_000
+    most_visits: int = 35_000_000
     visits_per_second: int = 15_000_000
 
     def __post_init__(self) -> None:

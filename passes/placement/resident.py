@@ -203,7 +203,7 @@ class ResidentSearch:
     def _widen(self, case: _Case, cases: int) -> bool:
         """Search a case wider than before, with margins where exact peaks pass a budget; False if it cannot."""
         params, relaxation = self.effort.params, case.relaxation
-        fits = self.effort.visits / (1 + params.retries) / cases / len(relaxation.frontier.steps)
+        fits = self.effort.visits / 2 / cases / len(relaxation.frontier.steps)
         widest = int(min((fits - 2000.0) / (4.0 * relaxation.frontier.devices), 20_000))
         width = min(widest, int(max(case.width, params.first_width) * params.width_growth))
         if case.width and width < 1.5 * case.width:
@@ -221,7 +221,8 @@ class ResidentSearch:
             if self.devices is None:
                 self._repair([self._expand(completion)[0] for completion in found.completions])
             devices, chosen = self._expand(found.completions[0])
-            margin += 1.05 * np.maximum(self.arrays.peaks(devices, chosen) - self.arrays.room, 0.0)
+            if attempt:  # the first time, counting live values may be enough
+                margin += 1.05 * np.maximum(self.arrays.peaks(devices, chosen) - self.arrays.room, 0.0)
         return True
 
     def _judge(self, completions: tuple[Completion, ...]) -> bool:

@@ -123,7 +123,7 @@ class SegmentDP:
         np.maximum.at(last, arrays.item, arrays.reader)
         np.maximum.at(last, arrays.looked_at, arrays.looking)
         last = np.maximum(last, arrays.source)
-        base, levels = arrays._views
+        base, levels = arrays.views
         for level in reversed(levels):
             np.maximum.at(last, base[level], last[level])
         self.last = np.minimum(last, arrays.count - 1)
@@ -184,7 +184,7 @@ class SegmentDP:
         sizes[self.is_weight] = stored[self.read_item[self.is_weight] - arrays.values]
         reach = self._reach(mine, sizes)
         tables = _Tables(*(np.zeros((len(cuts), reach)) for _ in range(7)))
-        made, copied, workspace = arrays._sizes
+        made, copied, workspace = arrays.made_bytes, arrays.copied_bytes, arrays.workspace
         spec = self.classes[0][0]
         own = np.flatnonzero((arrays.source >= 0) & (np.arange(len(arrays.names)) < arrays.values))
         own = own[np.argsort(arrays.source[own], kind="stable")]
