@@ -9,45 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from builders import KIB, chain
+from placements import HOST, cards, random_homes, random_units
 from random_problems import MEDIUM, TINY, random_instance
 
-from graphplan.device import CPU, DeviceSpec, Link, Topology
+from graphplan.device import CPU
 from graphplan.graph import Graph, Operation, Value, Weight
 from graphplan.passes.placement.arrays import Arrays, Ints
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.problem import Problem
-
-CARD = DeviceSpec(0, "cuda:0", 1 << 30, 1e12, 1e11, 4e-6)
-HOST = DeviceSpec(CPU, CPU, 1 << 34, 1e11, 2e10, 20e-6)
-
-
-def cards(count: int, *others: DeviceSpec, memory: int = 1 << 30) -> Topology:
-    """Equal cards with links of their own, and other devices."""
-    specs = [replace(CARD, key=key, device=f"cuda:{key}", memory=memory) for key in range(count)]
-    links = {(a, b): Link(1e9 * (1 + a + 2 * b), 1e-6) for a in range(count) for b in range(count) if a != b}
-    return Topology((*specs, *others), links, Link(5e9, 1e-5))
-
-
-def random_units(arrays: Arrays, draw: random.Random) -> Ints | None:
-    """A device for each macro-operation that it may run on."""
-    found = []
-    for members in arrays.units:
-        able = np.flatnonzero(np.isfinite(arrays.compute[:, members]).all(axis=1))
-        if not len(able):
-            return None
-        near = [found[-1]] if found and found[-1] in able and draw.random() < 0.5 else able.tolist()
-        found.append(draw.choice(near))
-    return np.array(found, dtype=np.int64)
-
-
-def random_homes(arrays: Arrays, devices: Ints, draw: random.Random) -> Ints:
-    """Homes of some shared weights: where some reader runs."""
-    chosen = np.full(len(arrays.names), -1)
-    for item in arrays.shared:
-        if draw.random() < 0.5:
-            readers = arrays.reader[arrays.item == item]
-            chosen[item] = draw.choice(devices[readers[readers < arrays.count]].tolist())
-    return chosen
 
 
 def is_streamed(found: Evaluation) -> bool:
