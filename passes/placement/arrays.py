@@ -68,6 +68,7 @@ class Arrays:
         self._list_items()
         self._list_reads()
         self._add_write_backs()
+        self._allocations: dict[tuple[str, int], int] = {}
         self.units = self._make_units()
         self.readers = self._find_readers()
         #: weights without a fixed home that several macro-operations read
@@ -213,24 +214,54 @@ class Arrays:
         moves = self.latency[source, target] + self.nbytes[item] * self.per_byte[source, target]
         return float(self.compute[devices, np.arange(self.count)].sum() + moves.sum())
 
+    def _allocated(self, spec: DeviceSpec, nbytes: int) -> int:
+        """Bytes that an allocator takes for a storage."""
+        size = spec.type, nbytes
+        found = self._allocations.get(size)
+        if found is None:
+            found = self._allocations[size] = spec.allocated(nbytes) if nbytes else 0
+        return found
+
+    @cached_property
+    def working_sets(self) -> Floats:
+        """(devices that compute, macro-operations) bytes of the neediest operation, beside all weights.
+
+        At least: inputs, outputs, workspace, and copies of weights that are fixed elsewhere.
+        """
+        graph, found = self.graph, np.zeros((self.computing, len(self.units)))
+        cpu = cpu_key(self.problem.topology)
+        for unit, members in enumerate(self.units):
+            for operation in (self.operations[i] for i in members):
+                roots: dict[str, int] = {}
+                fixed: list[tuple[DeviceKey, int]] = []
+                for name in operation.inputs:
+                    value, root = graph.values.get(name), graph.root(name)
+                    if value is None and name in self.problem.fixed_weights:
+                        fixed.append((self.problem.fixed_weights[name], graph.weights[name].nbytes))
+                    elif value is not None and value.is_tensor and root not in graph.weights:
+                        held = max(graph.values[root].nbytes, graph.values[root].copy_bytes)
+                        roots[root] = max(roots.get(root, 0), min(value.copy_bytes, held))
+                made = [graph.values[name].nbytes for name in operation.outputs]
+                for d, spec in enumerate(self.specs):
+                    at_host = d == self.host
+                    mine = [nbytes for root, nbytes in roots.items() if not (at_host and root in graph.inputs)]
+                    for home, nbytes in fixed:  # what is in CPU memory may pass prefetch buffers
+                        if home != spec.key and not (home == cpu and spec.is_accelerator):
+                            mine.append(nbytes)
+                    parts = [*mine, *made, operation.workspace_on(spec.type)]
+                    found[d, unit] = max(found[d, unit], sum(self._allocated(spec, n) for n in parts))
+        return found
+
     @cached_property
     def _sizes(self) -> tuple[Floats, Floats, Floats]:
         """Bytes that an allocator takes on each device: (items, devices) made there, copied there; workspace."""
-        known: dict[tuple[str, int], int] = {}
-
-        def allocated(spec: DeviceSpec, nbytes: int) -> int:
-            size = spec.type, nbytes
-            if size not in known:
-                known[size] = spec.allocated(nbytes) if nbytes else 0
-            return known[size]
-
         made, copied = np.zeros((2, len(self.names), len(self.keys)))
         workspace = np.zeros((self.computing, self.count + 1))
         sizes = self.nbytes.astype(np.int64).tolist()
         for d, spec in enumerate(self.specs):
-            made[: self.values, d] = [allocated(spec, value.nbytes) for value in self.tensors]
-            copied[:, d] = [allocated(spec, nbytes) for nbytes in sizes]
-            workspace[d, :-1] = [allocated(spec, op.workspace_on(spec.type)) for op in self.operations]
+            made[: self.values, d] = [self._allocated(spec, value.nbytes) for value in self.tensors]
+            copied[:, d] = [self._allocated(spec, nbytes) for nbytes in sizes]
+            workspace[d, :-1] = [self._allocated(spec, op.workspace_on(spec.type)) for op in self.operations]
         return made, copied, workspace
 
     @property

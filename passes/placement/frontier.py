@@ -12,6 +12,7 @@ come into use in order, and values that the same steps read at the same cost are
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Hashable, Sequence, Set
 from copy import copy
@@ -168,10 +169,6 @@ class Frontier:
             and weight.name in self.arrays.graph.streamable
         )
 
-    def _passes_buffers(self, item: int) -> bool:
-        """Whether a fixed weight comes to accelerators through prefetch buffers."""
-        return self.arrays.problem.streams and self.cpu == self.arrays.fixed[item]
-
     def _is_read_on_cpu_only(self, item: int) -> bool:
         """Whether some reader of a weight may run on no accelerator, so that the weight may be there with it."""
         accelerators = [d for d, spec in enumerate(self.arrays.specs) if spec.is_accelerator]
@@ -276,7 +273,8 @@ class Frontier:
             return Step(variable, seconds, nbytes, 0.0, nothing, nothing, nothing, nothing)
         nbytes = sum(float(arrays.weight_bytes[item - arrays.values]) for item in self.own[variable])
         movable = sum(float(arrays.weight_bytes[item - arrays.values]) for item in self.movable(variable))
-        needs, workspace = self._working_set(variable), arrays.workspace[:, arrays.units[variable]].max(axis=1)
+        needs = arrays.working_sets[:, variable]
+        workspace = arrays.workspace[:, arrays.units[variable]].max(axis=1)
         return Step(
             variable, self.clock[:, variable].copy(), nbytes, movable, needs, workspace, *self._beside(variable)
         )
@@ -304,35 +302,10 @@ class Frontier:
         accelerators = [d for d, spec in enumerate(specs) if spec.is_accelerator]
         return not np.isfinite(self.clock[accelerators][:, list(self.readers[item])]).any()
 
-    def _working_set(self, unit: int) -> Floats:
-        """(devices,) bytes that the neediest operation of a macro-operation takes beside all weights."""
-        arrays, found = self.arrays, np.zeros(self.devices)
-        graph = arrays.graph
-        for i in arrays.units[unit]:
-            operation = arrays.operations[i]
-            roots: dict[str, int] = {}
-            for name in operation.inputs:
-                value, root = graph.values.get(name), graph.root(name)
-                if value is None or not value.is_tensor or root in graph.weights:
-                    continue
-                held = max(graph.values[root].nbytes, graph.values[root].copy_bytes)
-                roots[root] = max(roots.get(root, 0), min(value.copy_bytes, held))
-            made = [graph.values[name].nbytes for name in operation.outputs]
-            fixed = [
-                (arrays.fixed[v], arrays.graph.weights[name].nbytes, self._passes_buffers(v))
-                for name in operation.inputs
-                if (v := arrays.item_of.get(name, 0)) >= arrays.values and arrays.fixed[v] >= 0
-            ]
-            for d, spec in enumerate(arrays.specs):
-                mine = [n for root, n in roots.items() if not (d == arrays.host and root in graph.inputs)]
-                mine += [n for home, n, streamed in fixed if home != d and not (streamed and spec.is_accelerator)]
-                parts = [*mine, *made, operation.workspace_on(spec.type)]
-                found[d] = max(found[d], sum(spec.allocated(nbytes) for nbytes in parts if nbytes))
-        return found
-
     def _give_slots(self, steps: list[Step], touched: dict[int, list[_Value]], place: dict[int, int]) -> None:
         """A slot for each value while it is live; slot 0 says which devices are in use."""
-        free = list(range(_WORDS * self.per_word - 1, 0, -1))
+        # the lowest first, so that equal layers have equal slots
+        free = list(range(1, _WORDS * self.per_word))
         slots: dict[int, int] = {}
         cost: dict[int, float] = {}
         nbytes: dict[int, float] = {}
@@ -340,7 +313,7 @@ class Frontier:
             closed = []
             for value in sorted(touched[i], key=lambda v: -v.highest):
                 if value.first == i and free:
-                    slot = slots[id(value)] = free.pop()
+                    slot = slots[id(value)] = heapq.heappop(free)
                     cost[slot], nbytes[slot] = value.highest, value.nbytes
                 if id(value) not in slots:
                     continue
@@ -350,7 +323,8 @@ class Frontier:
             step.live = tuple((slot, nbytes[slot]) for slot in cost if nbytes[slot])
             for slot in closed:
                 del cost[slot]
-            free += reversed(closed)
+            for slot in closed:
+                heapq.heappush(free, slot)
             step.closed = tuple(sorted(closed))
             step.open = tuple(sorted(cost, key=lambda slot: (cost[slot], slot)))
         self.slot_of = slots
@@ -368,11 +342,10 @@ class Frontier:
         """(1, devices) seconds of a copy, which do not depend on its source."""
         if value.maker < 0:
             return value.seconds[:1]
-        found = np.zeros((1, self.devices))
-        for d in range(self.devices):
-            others = [h for h in self._makers(value) if h != d]
-            found[0, d] = value.seconds[others[0], d] if others else 0.0
-        return found
+        makers = np.array(self._makers(value))
+        seconds = value.seconds[makers].copy()
+        seconds[np.arange(len(makers)), makers] = -np.inf
+        return np.maximum(seconds.max(axis=0, initial=0.0), 0.0)[None, :]
 
     def _makers(self, value: _Value) -> list[int]:
         """Devices that a value may be made on."""

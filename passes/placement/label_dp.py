@@ -161,7 +161,8 @@ class _Search:
         relaxation, step = self.relaxation, self.frontier.steps[i]
         stage, rest = relaxation.stages[i], relaxation.rest[i + 1]
         after, seconds = self.frontier.extend(step, labels.state)
-        self.effort.charge((2000.0 + 4.0 * seconds.size) * (1 + len(step.alike)))
+        alike = sum(len(slots) for slots in step.alike)
+        self.effort.charge(1500.0 + 600.0 * len(seconds) + 4.0 * seconds.size + 200.0 * alike)
         grown = []
         needs = np.maximum(labels.needs, step.needs[:, None])
         if self.estimates and step.variable < self.frontier.units:

@@ -164,7 +164,7 @@ class Relaxation:
             point = self._as_point(prices)
             bound, rest, slope = self._dual(prices)
             slope = self._even(slope)
-            effort.charge(sum(400.0 + 0.25 * stage.seconds.size for stage in self.stages))
+            effort.charge(sum(100.0 + 0.2 * stage.seconds.size for stage in self.stages))
             if not np.isfinite(bound):
                 self.possible, self.bound = False, np.inf
                 return
