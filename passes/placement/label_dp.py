@@ -162,7 +162,8 @@ class _Search:
         stage, rest = relaxation.stages[i], relaxation.rest[i + 1]
         after, seconds = self.frontier.extend(step, labels.state)
         alike = sum(len(slots) for slots in step.alike)
-        self.effort.charge(1500.0 + 600.0 * len(seconds) + 4.0 * seconds.size + 200.0 * alike)
+        options = 2.0 if self.streams else 1.0  # weights stay, or are streamed
+        self.effort.charge(options * (1500.0 + 600.0 * len(seconds) + 4.0 * seconds.size) + 200.0 * alike)
         grown = []
         needs = np.maximum(labels.needs, step.needs[:, None])
         if self.estimates and step.variable < self.frontier.units:

@@ -62,9 +62,11 @@ class StreamedSearch:
     bound: Bound = field(default_factory=Bound)
     arrays: Arrays = field(init=False)
     coarse: Arrays = field(init=False)
+    frontier: Frontier = field(init=False)
 
     def __post_init__(self) -> None:
         self.arrays = Arrays(self.problem)
+        self.frontier = Frontier(self.arrays, streaming=True)
         tied = coarsen(self.arrays)
         self.coarse = self.arrays if tied is self.problem else Arrays(tied)
 
@@ -144,7 +146,7 @@ class StreamedSearch:
 
     def _spread(self, devices: Ints, device: int, nbytes: float) -> Iterator[str]:
         """Weights read on a device, at equal distances in its order, of so many bytes with two slots."""
-        frontier = self._bounding
+        frontier = self.frontier
         mine = [item for unit in range(frontier.units) for item in frontier.movable(unit)]
         mine = [item for item in mine if devices[self.arrays.source[item]] == device]
         sizes = self.arrays.nbytes[mine]
@@ -163,20 +165,22 @@ class StreamedSearch:
 
     def improve(self) -> None:
         """Search configurations, the most promising first, then those beside the best."""
-        part = self.effort.share(0.35)
+        part = self.effort.share(0.25)
         configurations = sorted(self._configurations(part), key=lambda c: c.bound)
         self.effort.spent(part)
-        part = self.effort.share(0.6)
+        part = self.effort.share(0.35)
         best: _Configuration | None = None
         for configuration in configurations:
             if part.over or configuration.bound >= self.seconds * (1 - self.effort.params.sufficient_gap):
                 break
-            if self._search(configuration, self.effort.params.first_width * 2, part):
+            if self._search(configuration, self.effort.params.first_width, part):
                 best = configuration
         self.effort.spent(part)
         if best is not None:
-            part = self.effort.share(0.4)
+            part = self.effort.share(0.3)
             best = self._beside(best, part)
+            self.effort.spent(part)
+            part = self.effort.share(0.8)
             self._widen(best, part)
             self.effort.spent(part)
 
@@ -316,10 +320,6 @@ class StreamedSearch:
             self._search(best, width, effort)
 
     # -- the bound -----------------------------------------------------------------------------------
-
-    @property
-    def _bounding(self) -> Frontier:
-        return Frontier(self.arrays, streaming=True)
 
     def prove(self) -> None:
         """The Lagrangian bound of the problem itself, whatever the buffers, for each home."""
