@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphplan.device import DeviceKey, DeviceSpec
+from graphplan.passes.placement.params import SearchParams
 from graphplan.passes.placement.problem import Problem, cpu_key
 from graphplan.passes.placement.residence import follow, reside
 from graphplan.schedule import Assignment
@@ -31,6 +32,10 @@ Bools = npt.NDArray[np.bool_]
 
 class Arrays:
     """Flat arrays of a problem.
+
+    Args:
+        problem: what they are of.
+        params: how a search over them is steered.
 
     Attributes:
         keys: devices: those that compute come first, then the others, the host's last.
@@ -47,8 +52,8 @@ class Arrays:
         item, reader: (reads,) pairs; the reader ``operations`` stands for the end, on the host.
     """
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self.graph = problem, problem.graph
+    def __init__(self, problem: Problem, params: SearchParams = SearchParams()) -> None:  # noqa: B008  # frozen
+        self.problem, self.graph, self.params = problem, problem.graph, params
         topology = problem.topology
         self.specs: list[DeviceSpec] = [spec for spec in topology.devices if spec.computes]
         self.keys: list[DeviceKey] = [spec.key for spec in self.specs]
@@ -73,7 +78,9 @@ class Arrays:
         self.readers = self._find_readers()
         #: weights without a fixed home that several macro-operations read
         self.shared = [
-            v for v in range(self.values, len(self.names)) if self.fixed[v] < 0 and len(self.readers.get(v, ())) > 1
+            v
+            for v in range(self.values, len(self.names))
+            if self.fixed[v] < 0 and len(self.readers.get(v, ())) > 1
         ]
         self.room = np.array([float(spec.room) for spec in self.specs])
 
@@ -158,7 +165,9 @@ class Arrays:
         self.written: list[tuple[int, int]] = []
         for name in self.graph.changed_inputs:
             first = next(
-                i for i, op in enumerate(self.operations) if any(self.graph.root(m) == name for m in op.mutates)
+                i
+                for i, op in enumerate(self.operations)
+                if any(self.graph.root(m) == name for m in op.mutates)
             )
             for d in range(self.computing):
                 if d != self.host:
@@ -244,7 +253,9 @@ class Arrays:
                 made = [graph.values[name].nbytes for name in operation.outputs]
                 for d, spec in enumerate(self.specs):
                     at_host = d == self.host
-                    mine = [nbytes for root, nbytes in roots.items() if not (at_host and root in graph.inputs)]
+                    mine = [
+                        nbytes for root, nbytes in roots.items() if not (at_host and root in graph.inputs)
+                    ]
                     for home, nbytes in fixed:  # what is in CPU memory may pass prefetch buffers
                         if home != spec.key and not (home == cpu and spec.is_accelerator):
                             mine.append(nbytes)
@@ -346,7 +357,9 @@ class Arrays:
     @cached_property
     def _apart(self) -> Bools:
         """(weights,) those with an allocation of their own: constants, caches, parts of sliced weights."""
-        return np.array([bool(w.part_of) or w.kind in ("constant", "cache") for w in self.weights], dtype=bool)
+        return np.array(
+            [bool(w.part_of) or w.kind in ("constant", "cache") for w in self.weights], dtype=bool
+        )
 
     @cached_property
     def weight_bytes(self) -> Floats:
@@ -374,7 +387,9 @@ class Arrays:
         At least: what an allocator takes beyond whole 512s depends on what is allocated together.
         """
         where = self.fixed[self.values :]
-        found = np.bincount(where[where >= 0], self.weight_bytes[where >= 0], len(self.keys))[: self.computing]
+        found = np.bincount(where[where >= 0], self.weight_bytes[where >= 0], len(self.keys))[
+            : self.computing
+        ]
         found = found.astype(float)
         for d, spec in enumerate(self.specs):
             found[d] += self.problem.rings.get(spec.key, 0)
@@ -417,7 +432,9 @@ class Arrays:
         if self.unread:
             homes = self._fill(self._read_peaks(devices, chosen))
         if chosen is not None:
-            decided = np.flatnonzero((chosen >= 0) & (self.fixed < 0) & (np.arange(len(chosen)) >= self.values))
+            decided = np.flatnonzero(
+                (chosen >= 0) & (self.fixed < 0) & (np.arange(len(chosen)) >= self.values)
+            )
             homes |= {self.names[v]: self.keys[chosen[v]] for v in decided}
         return reside(self.problem, operations, homes=homes)
 

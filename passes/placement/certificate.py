@@ -43,4 +43,6 @@ def certify(evaluation: Evaluation, bound: Bound) -> Solution:
         )
         return Solution(evaluation, 0.0, "no bound: the one that was found contradicts the plan")
     # sums in another order may differ in the last bits
-    return Solution(evaluation, bound.seconds if bound.seconds < evaluation.seconds else evaluation.seconds, bound.proof)
+    return Solution(
+        evaluation, bound.seconds if bound.seconds < evaluation.seconds else evaluation.seconds, bound.proof
+    )

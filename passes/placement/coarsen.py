@@ -17,15 +17,11 @@ from graphplan.passes.placement.problem import Problem, cpu_key
 
 __all__ = ["coarsen"]
 
-_SMALL = 100  # operations up to which each is placed by itself
-_LIGHT = 0.05  # of the weights that an operation reads on average: less goes with its neighbours
-_LONGEST = 16  # operations of one macro-operation
-
 
 def coarsen(arrays: Arrays) -> Problem:
     """The same problem with pieces of its order tied together."""
     problem = arrays.problem
-    if arrays.count <= _SMALL:
+    if arrays.count <= arrays.params.coarse_least:
         return problem
     cuts = [0, *_cuts(arrays), arrays.count]
     names = [operation.name for operation in arrays.operations]
@@ -37,7 +33,9 @@ def _cuts(arrays: Arrays) -> list[int]:
     count, crossing, allowed = arrays.count, _crossing(arrays), _allowed(arrays)
     nbytes = _bytes_read(arrays)
     reading = nbytes[nbytes > 0]
-    heavy = np.flatnonzero(nbytes > (_LIGHT * reading.mean() if len(reading) else 0.0)).tolist()
+    heavy = np.flatnonzero(
+        nbytes > (arrays.params.negligible * reading.mean() if len(reading) else 0.0)
+    ).tolist()
     found = {0, count}
     runs_on = np.isfinite(arrays.compute)
     found |= set((np.flatnonzero((runs_on[:, 1:] != runs_on[:, :-1]).any(axis=0)) + 1).tolist())
@@ -49,8 +47,13 @@ def _cuts(arrays: Arrays) -> list[int]:
         if apart[index]:
             found |= {index, index + 1}
     for first, last in pairwise(sorted(found)):
-        while last - first > _LONGEST:
-            position = _lowest(crossing, allowed, first + _LONGEST // 2, min(first + _LONGEST, last - 1))
+        while last - first > arrays.params.coarse_longest:
+            position = _lowest(
+                crossing,
+                allowed,
+                first + arrays.params.coarse_longest // 2,
+                min(first + arrays.params.coarse_longest, last - 1),
+            )
             if position is None:
                 break
             found.add(position)
@@ -90,7 +93,9 @@ def _crossing(arrays: Arrays) -> Floats:
     last: Ints = np.full(len(arrays.names), -1)
     inner = arrays.reader < arrays.count
     np.maximum.at(last, arrays.item[inner], arrays.reader[inner])
-    made = np.flatnonzero((arrays.source >= 0) & (np.arange(len(last)) < arrays.values) & (last > arrays.source))
+    made = np.flatnonzero(
+        (arrays.source >= 0) & (np.arange(len(last)) < arrays.values) & (last > arrays.source)
+    )
     change = np.zeros(arrays.count + 2)
     np.add.at(change, arrays.source[made] + 1, arrays.nbytes[made])
     np.add.at(change, last[made] + 1, -arrays.nbytes[made])
@@ -101,6 +106,6 @@ def _allowed(arrays: Arrays) -> Bools:
     """(positions,) that part no group, but for those that are spread out."""
     found = np.ones(arrays.count + 1, dtype=bool)
     for members in arrays.units:
-        if members[-1] - members[0] < _LONGEST:
+        if members[-1] - members[0] < arrays.params.coarse_longest:
             found[members[0] + 1 : members[-1] + 1] = False
     return found

@@ -16,12 +16,11 @@ from dataclasses import dataclass, replace
 
 from graphplan.device import CPU, DISK, DeviceKey, DeviceSpec, Topology
 from graphplan.errors import InfeasibleError, readable_bytes
-from graphplan.passes.placement.evaluate import Evaluation, evaluate
-from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.limits import Limits
 from graphplan.passes.placement.certificate import Solution
 from graphplan.passes.placement.driver import place
-from graphplan.passes.placement.problem import cpu_key
+from graphplan.passes.placement.evaluate import Evaluation, evaluate
+from graphplan.passes.placement.limits import Limits
+from graphplan.passes.placement.problem import Problem, cpu_key
 from graphplan.schedule import STAGED_BYTES, Assignment
 
 __all__ = ["place_or_map"]

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from graphplan.device import DeviceKey
-from graphplan.errors import InfeasibleError
 from graphplan.passes.placement.certificate import Bound, Solution, certify
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.infeasible import explain_infeasible, smallest_budgets
@@ -27,7 +26,6 @@ from graphplan.warn import warn
 __all__ = ["place", "sketch"]
 
 _MILP = "integer program over operation classes"
-_STREAMING = 3.0  # times the effort of a search without streaming: copies and buffers are searched too
 
 
 def place(
@@ -132,11 +130,12 @@ def _search(problem: Problem, limits: Limits, near: Assignment | None) -> Soluti
     return None
 
 
-def _effort(problem: Problem, limits: Limits, times: float = 1.0) -> Effort:
+def _effort(problem: Problem, limits: Limits, *, streaming: bool = False) -> Effort:
     effort = Effort.default(len(problem.graph.operations), limits.left)
-    if limits.left is None:
-        return Effort(effort.visits * limits.effort * times, None, effort.params)
-    return effort
+    if limits.left is not None:
+        return effort
+    times = limits.effort * (effort.params.streaming_effort if streaming else 1.0)
+    return Effort(effort.visits * times, None, effort.params)
 
 
 def _place_resident(
@@ -195,7 +194,7 @@ def _place_streamed(
     candidate: Problem, problem: Problem, limits: Limits, near: Assignment | None
 ) -> Solution | None:
     """Segments, beams over configurations of buffers, the smallest moves, and the bounds."""
-    effort = _effort(candidate, limits, _STREAMING)
+    effort = _effort(candidate, limits, streaming=True)
     search = StreamedSearch(candidate, effort)
     if not search.begin(near):
         search.improve()

@@ -28,9 +28,6 @@ from graphplan.passes.placement.symmetry import device_classes
 __all__ = ["Frontier", "Stage", "Step", "Touch", "make_stages"]
 
 _WORD = 62  # bits of a word that hold a state, the sign apart
-_WORDS = 2  # of a state; values beyond these are relaxed
-_WORTH = 0.01  # of the largest weight of a macro-operation: a smaller one is not worth a copy at each call
-_LARGE = 0.01  # of all weights: a shared one of so much is not streamed whole
 
 
 @dataclass(slots=True)
@@ -110,7 +107,9 @@ class Step:
     @property
     def signature(self) -> Hashable:
         """Equal for steps that lead from equal states to equal states in equal seconds."""
-        touches = tuple((t.slot, t.makes, None if t.seconds is None else t.seconds.tobytes()) for t in self.touches)
+        touches = tuple(
+            (t.slot, t.makes, None if t.seconds is None else t.seconds.tobytes()) for t in self.touches
+        )
         return self.seconds.tobytes(), touches, self.closed, self.open, self.alike
 
 
@@ -231,7 +230,7 @@ class Frontier:
                         self.fixed_queue[d, readers[0]] += queue
             if not self.guide or arrays.fixed[item] == self.cpu:
                 seconds[self.cpu, accelerators] = 0.0
-            elif arrays.nbytes[item] >= _LARGE * arrays.weight_bytes.sum():
+            elif arrays.nbytes[item] >= arrays.params.negligible * arrays.weight_bytes.sum():
                 seconds[self.cpu, accelerators] = np.inf
         return seconds
 
@@ -276,13 +275,19 @@ class Frontier:
         needs = arrays.working_sets[:, variable]
         workspace = arrays.workspace[:, arrays.units[variable]].max(axis=1)
         return Step(
-            variable, self.clock[:, variable].copy(), nbytes, movable, needs, workspace, *self._beside(variable)
+            variable,
+            self.clock[:, variable].copy(),
+            nbytes,
+            movable,
+            needs,
+            workspace,
+            *self._beside(variable),
         )
 
     def movable(self, unit: int) -> list[int]:
         """The own weights of a macro-operation that are worth a copy at each forward pass."""
         items = [item for item in self.own[unit] if self.is_streamable(item)]
-        least = _WORTH * max((self.arrays.nbytes[item] for item in items), default=0.0)
+        least = self.arrays.params.negligible * max((self.arrays.nbytes[item] for item in items), default=0.0)
         return [item for item in items if self.arrays.nbytes[item] >= least]
 
     def _beside(self, unit: int) -> tuple[Floats, Floats]:
@@ -305,7 +310,7 @@ class Frontier:
     def _give_slots(self, steps: list[Step], touched: dict[int, list[_Value]], place: dict[int, int]) -> None:
         """A slot for each value while it is live; slot 0 says which devices are in use."""
         # the lowest first, so that equal layers have equal slots
-        free = list(range(1, _WORDS * self.per_word))
+        free = list(range(1, self.arrays.params.state_words * self.per_word))
         slots: dict[int, int] = {}
         cost: dict[int, float] = {}
         nbytes: dict[int, float] = {}

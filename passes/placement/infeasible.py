@@ -9,11 +9,10 @@ from graphplan.device import DeviceKey, Topology
 from graphplan.errors import InfeasibleError, readable_bytes
 from graphplan.passes.placement.evaluate import Evaluation
 from graphplan.passes.placement.limits import Limits
+from graphplan.passes.placement.params import SearchParams
 from graphplan.passes.placement.problem import Problem
 
 __all__ = ["explain_infeasible", "smallest_budgets"]
-
-_PRECISION = 1.02  # of the budgets that an error says would do
 
 Sketch = Callable[[Problem], Evaluation | None]
 
@@ -34,7 +33,7 @@ def smallest_budgets(problem: Problem, limits: Limits, sketch: Sketch) -> Evalua
         high *= 2.0 if high < enough else 8.0
         found = sketch(replace(problem, topology=topology.scaled(high)))
     low = high / 2.0
-    while found is not None and high / low > _PRECISION and not limits.over:
+    while found is not None and high / low > 1 + 2 * SearchParams().negligible and not limits.over:
         middle = (low + high) / 2.0
         closer = sketch(replace(problem, topology=topology.scaled(middle)))
         if closer is None:

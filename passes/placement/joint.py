@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 
 from graphplan.device import DeviceKey, Topology
 from graphplan.errors import InfeasibleError
+from graphplan.passes.placement.certificate import Solution
 from graphplan.passes.placement.constrain import Wishes, constrain
+from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
-from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.exchange import exchange
 from graphplan.passes.placement.limits import Limits
-from graphplan.passes.placement.certificate import Solution
-from graphplan.passes.placement.driver import place
+from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import reside
 from graphplan.passes.placement.shared_buffers import beside, evaluate_together, fit_together, within
 from graphplan.schedule import Assignment

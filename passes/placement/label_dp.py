@@ -176,7 +176,9 @@ class _Search:
             if np.isfinite(relaxation.copy[d, i]):
                 able = self._able_to_stream(i, d, labels, seconds[d], most)
                 if len(able):
-                    grown.append(self._placed(i, d, labels, able, after[d], seconds[d], needs[d], streamed=True))
+                    grown.append(
+                        self._placed(i, d, labels, able, after[d], seconds[d], needs[d], streamed=True)
+                    )
         if not grown:
             return labels.take(np.zeros(0, dtype=np.int64))
         found = _joined(grown)

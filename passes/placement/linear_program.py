@@ -126,7 +126,9 @@ class LinearProgram:
             np.concatenate([np.zeros(variables), np.ones(rows + 2 * same)]),
             A_ub=hstack([self._less, -identity(rows), csr_array((rows, 2 * same))]),
             b_ub=self._than,
-            A_eq=hstack([self._same, csr_array((same, rows)), identity(same), -identity(same)]) if same else None,
+            A_eq=hstack([self._same, csr_array((same, rows)), identity(same), -identity(same)])
+            if same
+            else None,
             b_eq=self._as if same else None,
             bounds=[*zip(low, high, strict=True), *[(0.0, None)] * (rows + 2 * same)],
             method="highs",
@@ -141,7 +143,9 @@ class LinearProgram:
     def _proven(self, cost: Floats, less: Floats, same: Floats, low: Floats, high: Floats) -> float:
         """Weak duality, less an allowance for rounding."""
         reduced = cost - self._less.T @ less - self._same.T @ same
-        parts = np.concatenate([less * self._than, same * self._as, np.minimum(reduced * low, reduced * high)])
+        parts = np.concatenate(
+            [less * self._than, same * self._as, np.minimum(reduced * low, reduced * high)]
+        )
         return float(parts.sum() - _ROUNDING * np.abs(parts).sum())
 
 

@@ -108,7 +108,9 @@ class LocalSearch:
             freed = np.concatenate([[0.0], self.own_bytes.cumsum()])
             spare = np.maximum(self.arrays.room - self.peaks, 0.0)
 
-            def price(move: _Move, freed: Floats = freed, spare: Floats = spare, most: float = before) -> float:
+            def price(
+                move: _Move, freed: Floats = freed, spare: Floats = spare, most: float = before
+            ) -> float:
                 nbytes = min(freed[move.start + move.length] - freed[move.start], spare[move.device], most)
                 delta = self._delta(self._run(move), move.device)
                 return (delta + 1e-6) / max(nbytes, 1.0)
@@ -168,7 +170,9 @@ class LocalSearch:
                 seconds = total[device, starts + length] - total[device, starts]
                 fine = able[device, starts + length] == able[device, starts]
                 left = np.where(starts > 0, self.devices[np.maximum(starts - 1, 0)], -1)
-                right = np.where(starts + length < count, self.devices[np.minimum(starts + length, count - 1)], -1)
+                right = np.where(
+                    starts + length < count, self.devices[np.minimum(starts + length, count - 1)], -1
+                )
                 ends = (self.devices[starts] != device) | (self.devices[starts + length - 1] != device)
                 if off is None:  # no move saves more than the copies of what it touches
                     fine &= (seconds < saved[starts + length] - saved[starts]) & ends
@@ -185,7 +189,9 @@ class LocalSearch:
         arrays = self.arrays
         where, home = np.append(self.devices, arrays.host), np.array(self.home)
         target, source = where[arrays.reader], home[arrays.item]
-        seconds = arrays.latency[source, target] + arrays.nbytes[arrays.item] * arrays.per_byte[source, target]
+        seconds = (
+            arrays.latency[source, target] + arrays.nbytes[arrays.item] * arrays.per_byte[source, target]
+        )
         seconds = np.where(source == target, 0.0, seconds)
         found = np.bincount(arrays.reader, seconds, arrays.count + 1)[:-1]
         made = arrays.source[arrays.item]
@@ -233,9 +239,7 @@ class LocalSearch:
     def _copies(self, item: int, home: int, counts: list[int]) -> float:
         """Seconds of the copies of an item to the devices that read it."""
         latency, per_byte, nbytes = self.latency[home], self.per_byte[home], self.nbytes[item]
-        return sum(
-            latency[d] + nbytes * per_byte[d] for d, count in enumerate(counts) if count and d != home
-        )
+        return sum(latency[d] + nbytes * per_byte[d] for d, count in enumerate(counts) if count and d != home)
 
     def _try(self, move: _Move, accepts: Callable[[Floats], bool], most: float) -> bool:
         """Take a move if it adds less than ``most`` seconds and its exact peaks are accepted."""
@@ -274,5 +278,7 @@ class LocalSearch:
 
 
 def _fullness(arrays: Arrays, peaks: Floats) -> float:
-    used = [p / max(r, 1.0) for p, r, s in zip(peaks, arrays.room, arrays.specs, strict=True) if s.is_accelerator]
+    used = [
+        p / max(r, 1.0) for p, r, s in zip(peaks, arrays.room, arrays.specs, strict=True) if s.is_accelerator
+    ]
     return float(max(used, default=0.0))

@@ -23,15 +23,6 @@ from graphplan.passes.segments import SMALL
 
 __all__ = ["bound_by_classes"]
 
-_STACKED = 5  # times more macro-operations than classes, from which on the order hardly counts
-_WINDOWS = 12  # of the order, in which copies have to be done
-_LARGEST = 4  # operations at which the order is cut in any case, if there are no more of these ...
-_LARGE = 0.02  # ... that read so much of all weights
-_SINGLE = 6  # devices up to which each is a place of its own
-_NEEDY = 12  # classes whose working set is counted on each device
-_SIZES = 16  # of buffers that are told apart
-_TELLING = 0.002  # of all weights: a smaller shared weight costs and takes nothing
-
 
 @dataclass(frozen=True, slots=True)
 class _Class:
@@ -72,26 +63,32 @@ class _Program:
         self.scale = max(upper, 1e-12)
         self.program = LinearProgram()
         self.cpu = self.frontier.cpu
-        self.needs = np.array([step.needs for step in self.frontier.steps if step.variable < self.frontier.units]).T
+        self.needs = np.array(
+            [step.needs for step in self.frontier.steps if step.variable < self.frontier.units]
+        ).T
         self.classes = self._classify()
         self.windows = 1 + max(c.window for c in self.classes)
         self.places = self._places()
         self.room = arrays.room - arrays.fixed_bytes
         rooms = [room for room, spec in zip(self.room, arrays.specs, strict=True) if spec.is_accelerator]
-        self.byte_scale = max(1.0, float(arrays.weight_bytes.max(initial=1.0)), 0.01 * max(rooms, default=0.0))
+        self.byte_scale = max(
+            1.0, float(arrays.weight_bytes.max(initial=1.0)), 0.01 * max(rooms, default=0.0)
+        )
         self._build()
 
     # -- classes and places --------------------------------------------------------------------------
 
     def _classify(self) -> list[_Class]:
         found = self._group(self._windows(1))
-        if self.frontier.streaming and len(found) * _STACKED > self.frontier.units:
-            found = self._group(self._windows(_WINDOWS))
+        if (
+            self.frontier.streaming and 2 * len(found) > self.frontier.units
+        ):  # most are of a class of their own
+            found = self._group(self._windows(self.arrays.params.milp_windows))
         return found
 
     def _group(self, window: Ints) -> list[_Class]:
         arrays, frontier = self.arrays, self.frontier
-        least = _TELLING * float(arrays.weight_bytes.sum())
+        least = arrays.params.negligible * float(arrays.weight_bytes.sum())
         shared: dict[int, list[int]] = defaultdict(list)
         read = np.array([sum(arrays.weight_bytes[i - arrays.values] for i in own) for own in frontier.own])
         for item in range(arrays.values, len(arrays.names)):
@@ -134,15 +131,13 @@ class _Program:
         ]
 
     def _windows(self, count: int) -> Ints:
-        """(macro-operations,) a window of the order, cut at the few largest readers as well; -1 for several."""
+        """(macro-operations,) a window of the order, cut at readers of shared weights too; -1 for several."""
         members, arrays = self.arrays.units, self.arrays
         first, last = np.array([unit[0] for unit in members]), np.array([unit[-1] for unit in members])
-        read = np.zeros(self.frontier.units)
-        for item, units in self.frontier.readers.items():
-            if item >= arrays.values:
-                read[list(units)] += arrays.weight_bytes[item - arrays.values]
-        large = np.flatnonzero(read >= _LARGE * arrays.weight_bytes.sum())
-        large = large if len(large) <= _LARGEST else large[:0]  # many are a stack of their own
+        least = arrays.params.negligible * float(arrays.weight_bytes.sum())
+        large = [
+            unit for item in arrays.shared if arrays.nbytes[item] >= least for unit in arrays.readers[item]
+        ]
         streamed = np.flatnonzero([bool(own) for own in self.frontier.own])
         marks = np.sort(first[streamed]) if len(streamed) else np.sort(first)
         parts = [part[0] for part in np.array_split(marks, count) if len(part)]
@@ -153,7 +148,7 @@ class _Program:
 
     def _places(self) -> list[list[int]]:
         """Devices one by one, or those together that nothing tells apart."""
-        if self.frontier.devices <= _SINGLE:
+        if len(self.classes) * self.frontier.devices <= self.arrays.params.milp_variables:
             return [[d] for d in range(self.frontier.devices)]
         return device_classes(self.arrays)
 
@@ -192,13 +187,12 @@ class _Program:
         assert arrays.computing == self.frontier.devices
 
     def _buffer_sizes(self) -> list[float]:
-        """Sizes that buffers may have to have, in growing order; where there are many, some of them."""
+        """Sizes that buffers may have to have, in growing order."""
         sizes = {size for c in self.classes for size in c.sizes}
-        sizes |= {float(self.arrays.weight_bytes[i - self.arrays.values]) for c in self.classes for i in c.shared}
-        found = np.array(sorted(sizes))
-        if len(found) > _SIZES:
-            found = np.unique(found[np.searchsorted(found, np.geomspace(found[0], found[-1], _SIZES) * (1 - 1e-9))])
-        return [float(size) for size in found]
+        sizes |= {
+            float(self.arrays.weight_bytes[i - self.arrays.values]) for c in self.classes for i in c.shared
+        }
+        return sorted(sizes)
 
     def _add_place(self, place: list[int], number: int) -> list[tuple[int, float]]:
         """Variables of what runs on a place, and is streamed to it; the terms of its bytes."""
@@ -300,15 +294,21 @@ class _Program:
             memory.append((homes[number], size / self.byte_scale))
             taken = program.variable(1.0)
             for index, each in enumerate(self.classes):
-                if item in each.shared:  # one device of the place reads it if one operation of the class is there
+                if (
+                    item in each.shared
+                ):  # one device of the place reads it if one operation of the class is there
                     program.at_least([(taken, float(len(each.units))), (x[index], -1.0)], 0.0)
             moved = program.variable(1.0)
             terms = [(taken, 1.0), (homes[number], -1.0), (moved, -1.0)]
-            seconds = min(
-                (arrays.latency[h, d] + arrays.nbytes[item] * arrays.per_byte[h, d])
-                for h in range(self.frontier.devices)
-                if h != d or len(place) > 1
-            ) if self.frontier.devices > 1 else 0.0
+            seconds = (
+                min(
+                    (arrays.latency[h, d] + arrays.nbytes[item] * arrays.per_byte[h, d])
+                    for h in range(self.frontier.devices)
+                    if h != d or len(place) > 1
+                )
+                if self.frontier.devices > 1
+                else 0.0
+            )
             self.clock[-1].append((moved, float(seconds) / self.scale))
             if slots and self.frontier.is_streamable(item) and self.cpu is not None:
                 streamed = program.variable(1.0)
@@ -327,8 +327,8 @@ class _Program:
     def _working_sets(self, d: int, number: int, memory: list[tuple[int, float]], room: float) -> None:
         """Weights leave room for what the neediest operations take while they run."""
         needs = np.array([self.needs[d, c.units[0]] for c in self.classes]) / self.byte_scale
-        for index in np.argsort(-needs, kind="stable")[:_NEEDY]:
-            if needs[index] > 1e-3 * room:
+        for index in range(len(self.classes)):
+            if needs[index] > self.arrays.params.negligible * room:
                 there = self.program.variable(1.0, integer=True)
                 count = float(len(self.classes[index].units))
                 self.program.at_least([(there, count), (self.x[number][index], -1.0)], 0.0)

@@ -15,8 +15,7 @@ from graphplan.alignment import ALIGNMENT
 from graphplan.captured import Part
 from graphplan.device import DeviceSpec
 from graphplan.graph import Graph, Operation, Weight
-from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.problem import cpu_key
+from graphplan.passes.placement.problem import Problem, cpu_key
 
 __all__ = ["Oversized", "find_oversized", "offered_parts"]
 

@@ -22,49 +22,64 @@ class SearchParams:
             cuts at fewer positions.
         relaxed_states: states between two steps, times devices; where there are more, the cheapest values
             are relaxed, which keeps the bound valid.
+        state_words: 62-bit words of a state; values that find no place in them are relaxed.
         price_rounds: cutting planes of the Lagrangian dual, after which prices hardly change.
-        price_accuracy: share of the bound that more cutting planes must promise.
         first_width: labels kept between two steps in the first search.
         width_growth: factor from one search to the next wider one.
         completions: labels of a finished search that are judged exactly.
         retries: times that a search is repeated with larger margins, where exact peaks pass a budget.
-        local_visits: share of all work that one run of the local search may take.
+        local_share: of the work that is left, for one run of the local search.
         sufficient_gap: relative gap at which the search ends: nobody measures a tenth of a percent.
-        slot_sizes: sizes of prefetch buffers that are tried, each at most two thirds of the one before.
-        milp_variables: operations times devices up to which the mixed-integer program is tried.
+        negligible: share below which a weight is not told apart: of all weights, for the home of a shared
+            one; of the largest beside it, for a copy of its own at each forward pass.
+        slot_sizes: sizes of prefetch buffers that are tried.
+        slot_ratio: from one of these to the next smaller one, at least.
+        slot_room: share of the smallest accelerator that one slot may take, if some weights are so small.
+        coarse_least: operations up to which each is placed by itself where weights are streamed.
+        coarse_longest: operations that are placed as one at most.
+        milp_variables: operations times devices up to which the integer program is tried where nothing is
+            streamed, and classes times devices up to which it tells exchangeable devices apart.
         milp_nodes: linear programs of one branch and bound, before it may go on only while it progresses.
-        shared_share: share of all weights from which on the home of a shared weight is enumerated.
-        visits_per_operation: default effort, in visits; three times that where weights are streamed.
+        milp_windows: stretches of the order in which copies have to be done.
+        visits_per_operation: default effort.
         least_visits: of that, whatever the graph; so that small graphs are solved to optimality.
         most_visits: of that, some two seconds.
         visits_per_second: that are planned for within a time limit; the clock ends the search in any case.
+        streaming_effort: times the default where weights are streamed: copies and buffers are searched too.
     """
 
     segment_cuts: int = 400
     segment_share: float = 0.1
     relaxed_states: int = 2_000
+    state_words: int = 2
     price_rounds: int = 12
-    price_accuracy: float = 5e-4
     first_width: int = 100
     width_growth: float = 3.0
     completions: int = 20
     retries: int = 3
-    local_visits: float = 0.1
+    local_share: float = 0.1
     sufficient_gap: float = 1e-3
+    negligible: float = 0.01
     slot_sizes: int = 4
+    slot_ratio: float = 1.5
+    slot_room: float = 0.25
+    coarse_least: int = 100
+    coarse_longest: int = 16
     milp_variables: int = 450
     milp_nodes: int = 100
-    shared_share: float = 0.01
+    milp_windows: int = 12
     visits_per_operation: int = 20_000
     least_visits: int = 3_500_000
     most_visits: int = 35_000_000
     visits_per_second: int = 15_000_000
+    streaming_effort: float = 3.0
 
     def __post_init__(self) -> None:
         for each in fields(self):
             if getattr(self, each.name) <= 0:
-                raise PlanError(f"SearchParams({each.name}={getattr(self, each.name)!r}): write a positive number")
-
+                raise PlanError(
+                    f"SearchParams({each.name}={getattr(self, each.name)!r}): write a positive number"
+                )
 
     def visits(self, operations: int) -> float:
         """The default effort for a graph of so many operations."""
@@ -91,7 +106,9 @@ class Effort:
         self.total = self.visits
 
     @classmethod
-    def default(cls, operations: int, time_limit: float | None = None, params: SearchParams | None = None) -> Effort:
+    def default(
+        cls, operations: int, time_limit: float | None = None, params: SearchParams | None = None
+    ) -> Effort:
         """What a graph of so many operations is worth, or what can be done in so many seconds.
 
         Args:

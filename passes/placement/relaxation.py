@@ -26,8 +26,6 @@ from graphplan.passes.placement.params import Effort
 
 __all__ = ["Buffers", "Prices", "Relaxation"]
 
-_HIGHEST = 100.0  # price of all bytes of a device, in lower bounds: a box that keeps Kelley's method finite
-
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
@@ -174,7 +172,7 @@ class Relaxation:
             if self.bound >= enough or effort.over:
                 return
             highest, proposed = self._highest(cuts)
-            if highest - self.bound < params.price_accuracy * abs(self.bound):
+            if highest - self.bound < params.sufficient_gap / 2 * abs(self.bound):
                 return
             point = (self._as_point(self.prices) + proposed) / 2
 
@@ -206,7 +204,12 @@ class Relaxation:
 
     def _highest(self, cuts: list[tuple[float, Floats]]) -> tuple[float, Floats]:
         """The highest bound that the cutting planes leave possible, and its prices."""
-        count, unit = self.frontier.devices, max(self.bound, 1e-12)  # for HiGHS, whose tolerances are absolute
+        count, unit = (
+            self.frontier.devices,
+            max(self.bound, 1e-12),
+        )  # for HiGHS, whose tolerances are absolute
+        # no price is higher than the slowest forward pass for all bytes of a device
+        highest = float(np.where(np.isfinite(self.seconds), self.seconds, 0.0).max(axis=0).sum()) / unit
         slopes = np.array([slope for _, slope in cuts])
         slopes[:, count:] /= unit
         rows = np.hstack([np.ones((len(cuts), 1)), -slopes])
@@ -215,7 +218,11 @@ class Relaxation:
             np.concatenate([[-1.0], np.zeros(2 * count)]),
             A_ub=np.vstack([rows, one_clock]),
             b_ub=np.append([height / unit for height, _ in cuts], 1.0),
-            bounds=[(None, 4.0), *[(0.0, _HIGHEST)] * count, *[(0.0, float(w)) for w in self._weighable]],
+            bounds=[
+                (None, 4.0),
+                *[(0.0, max(highest, 1.0))] * count,
+                *[(0.0, float(w)) for w in self._weighable],
+            ],
             method="highs",
         )
         if found.x is None:
@@ -238,7 +245,9 @@ class Relaxation:
         """(devices, states) seconds of a step, less the copying that they hide."""
         possible = np.isfinite(stage.seconds)
         seconds = np.where(possible, stage.seconds, 0.0)
-        hidden = sum(w * np.minimum(seconds, most) for w, most in zip(prices.queue, self.ahead, strict=True) if w)
+        hidden = sum(
+            w * np.minimum(seconds, most) for w, most in zip(prices.queue, self.ahead, strict=True) if w
+        )
         return np.where(possible, seconds - hidden, np.inf)
 
     def _dual(self, prices: Prices) -> tuple[float, list[Floats], Floats]:
@@ -260,7 +269,12 @@ class Relaxation:
             each += extra[:, i : i + 1]
             rest.append(each.min(axis=0))
         rest.reverse()
-        nbytes, queue, clock_sum, state = np.zeros(len(self.room)), np.zeros(len(self.room)), np.zeros(len(self.room)), 0
+        nbytes, queue, clock_sum, state = (
+            np.zeros(len(self.room)),
+            np.zeros(len(self.room)),
+            np.zeros(len(self.room)),
+            0,
+        )
         for i, stage in enumerate(self.stages):
             onward = stage.onward[:, state]
             clock = clocks[id(stage)][:, state] if weighed else stage.seconds[:, state]
@@ -281,7 +295,9 @@ class Relaxation:
     def _first_prices(self) -> Floats | None:
         """From the linear program of operation classes over devices; None where it has no solution."""
         count = self.frontier.devices
-        columns = np.vstack([np.where(np.isfinite(self.seconds), self.seconds, -1.0), self.nbytes, self.movable])
+        columns = np.vstack(
+            [np.where(np.isfinite(self.seconds), self.seconds, -1.0), self.nbytes, self.movable]
+        )
         columns = np.vstack([columns, self.fixed_queue, np.where(np.isfinite(self.copy), self.copy, -1.0)])
         kinds, first, number = np.unique(columns.T.round(12), axis=0, return_index=True, return_counts=True)
         seconds = self.seconds[:, first].T
@@ -310,7 +326,9 @@ class Relaxation:
             if d == self.cpu:
                 away = away + movable
             add(nbytes * one / self._scale[d], away / self._scale[d], 0.0, self.room[d] / self._scale[d])
-        upper = np.concatenate([np.where(able, np.inf, 0.0).ravel(), np.where(may_copy, np.inf, 0.0).ravel(), [np.inf]])
+        upper = np.concatenate(
+            [np.where(able, np.inf, 0.0).ravel(), np.where(may_copy, np.inf, 0.0).ravel(), [np.inf]]
+        )
         each = sparse.kron(sparse.identity(classes), np.ones((1, count)))
         objective = np.zeros(makespan + 1)
         objective[makespan] = 1.0

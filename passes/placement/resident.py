@@ -59,7 +59,7 @@ class ResidentSearch:
     _climbed: set[bytes] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.arrays = Arrays(self.problem)
+        self.arrays = Arrays(self.problem, self.effort.params)
 
     # -- a first placement ---------------------------------------------------------------------------
 
@@ -116,7 +116,9 @@ class ResidentSearch:
 
     def _repair(self, starts: list[Ints]) -> None:
         """Mend those that pass the budgets by least."""
-        starts.sort(key=lambda devices: float(np.maximum(self.arrays.peaks(devices) - self.arrays.room, 0.0).sum()))
+        starts.sort(
+            key=lambda devices: float(np.maximum(self.arrays.peaks(devices) - self.arrays.room, 0.0).sum())
+        )
         for devices in starts[: self.effort.params.retries]:
             part = self.effort.share(0.25)
             search = LocalSearch(self.arrays, devices, part)
@@ -135,7 +137,7 @@ class ResidentSearch:
             return False
         key = devices.tobytes()
         if climb and seconds < self.seconds * 1.02 and key not in self._climbed:
-            part = self.effort.share(self.effort.params.local_visits)
+            part = self.effort.share(self.effort.params.local_share)
             search = LocalSearch(arrays, devices, part, chosen)
             search.climb()
             self.effort.spent(part)
@@ -186,7 +188,7 @@ class ResidentSearch:
         arrays, params = self.arrays, self.effort.params
         frontier = Frontier(arrays)
         sizes = [arrays.weight_bytes[item - arrays.values] for item in frontier.shared]
-        least = params.shared_share * float(arrays.weight_bytes.sum())
+        least = params.negligible * float(arrays.weight_bytes.sum())
         if not sizes or max(sizes) < least:
             return [self._case(frontier)]
         frontier = Frontier(arrays, first=int(np.argmax(sizes)))
@@ -250,7 +252,7 @@ class ResidentSearch:
         devices, chosen = self.devices, self.chosen
         if sum(spec.is_accelerator for spec in self.arrays.specs) > 1:
             devices, chosen = self._roomier_segments(most, devices, chosen)
-        part = self.effort.share(self.effort.params.local_visits)
+        part = self.effort.share(self.effort.params.local_share)
         search = LocalSearch(self.arrays, devices, part, chosen)
         search.balance(most)
         self.effort.spent(part)

@@ -147,7 +147,9 @@ class SegmentDP:
         allowed[[0, -1]] = True
         found = np.flatnonzero(allowed)
         steps = len(self._states) * len(self.classes) * (1 if self._uniform else len(self.classes))
-        visits = params.segment_share * self.effort.total / (4 if self.streaming or self.cpu is not None else 1)
+        visits = (
+            params.segment_share * self.effort.total / (4 if self.streaming or self.cpu is not None else 1)
+        )
         limit = int(np.clip(math.sqrt(7.0 * visits / max(1, steps)), 32, params.segment_cuts))
         if len(found) <= limit:
             return found
@@ -242,7 +244,7 @@ class SegmentDP:
         """No home decided; and all large shared weights on one device, for one of each class."""
         yield {}
         arrays = self.arrays
-        least = self.effort.params.shared_share * self.arrays.weight_bytes.sum()
+        least = self.effort.params.negligible * self.arrays.weight_bytes.sum()
         large = arrays.weight_bytes >= max(1.0, least)
         shared = [item for item in arrays.shared if large[item - arrays.values]]
         nbytes = float(arrays.nbytes[shared].sum()) if shared else 0.0
@@ -372,7 +374,12 @@ class _ShortestPath:
     """One run over the states."""
 
     def __init__(
-        self, dp: SegmentDP, classes: list[list[int]], costs: list[Floats], on_cpu: Floats | None, tables: _Tables
+        self,
+        dp: SegmentDP,
+        classes: list[list[int]],
+        costs: list[Floats],
+        on_cpu: Floats | None,
+        tables: _Tables,
     ) -> None:
         self.dp, self.classes, self.costs, self.on_cpu, self.tables = dp, classes, costs, on_cpu, tables
         self.cuts = len(dp.cuts)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from graphplan.passes.placement.arrays import Arrays, Floats, Ints
+from graphplan.passes.placement.arrays import Arrays, Ints
 from graphplan.passes.placement.certificate import Bound
 from graphplan.passes.placement.coarsen import coarsen
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
@@ -28,9 +28,6 @@ from graphplan.passes.placement.symmetry import device_classes
 from graphplan.schedule import Assignment
 
 __all__ = ["StreamedSearch"]
-
-_APART = 1.5  # a size of buffers is tried if it is smaller than the one before by this factor
-_MOST_OF_ROOM = 0.25  # of the smallest accelerator that one slot may take, if weights are small enough
 
 
 @dataclass(slots=True)
@@ -65,10 +62,10 @@ class StreamedSearch:
     frontier: Frontier = field(init=False)
 
     def __post_init__(self) -> None:
-        self.arrays = Arrays(self.problem)
+        self.arrays = Arrays(self.problem, self.effort.params)
         self.frontier = Frontier(self.arrays, streaming=True)
         tied = coarsen(self.arrays)
-        self.coarse = self.arrays if tied is self.problem else Arrays(tied)
+        self.coarse = self.arrays if tied is self.problem else Arrays(tied, self.effort.params)
 
     @property
     def seconds(self) -> float:
@@ -132,7 +129,9 @@ class StreamedSearch:
         names = [operation.name for operation in self.arrays.operations]
         operations = {n: self.arrays.keys[d] for n, d in zip(names, devices.tolist(), strict=True)}
         for _ in range(2 * self.effort.params.retries):
-            streamed = [name for d, nbytes in lacking.items() if nbytes for name in self._spread(devices, d, nbytes)]
+            streamed = [
+                name for d, nbytes in lacking.items() if nbytes for name in self._spread(devices, d, nbytes)
+            ]
             found = evaluate(self.problem, reside(self.problem, operations, streamed))
             if self.offer(found) or not found.excess:
                 return
@@ -219,11 +218,11 @@ class StreamedSearch:
         movable = np.unique(movable[movable > 0])
         room = min((s.room for s in self.arrays.specs if s.is_accelerator), default=0)
         found: list[float] = []
-        for most in (_MOST_OF_ROOM * room, room):
+        for most in (self.effort.params.slot_room * room, room):
             left = movable[movable <= most]
             while len(left) and len(found) < self.effort.params.slot_sizes:
                 found.append(float(left[-1]))
-                left = left[left * _APART <= left[-1]]
+                left = left[left * self.effort.params.slot_ratio <= left[-1]]
             if found:
                 break
         return found
@@ -340,7 +339,7 @@ def _by_home(arrays: Arrays, effort: Effort, *, guide: bool) -> Iterator[tuple[F
     """A frontier for each home of the largest shared weight, where one is large."""
     frontier = Frontier(arrays, streaming=True, guide=guide)
     sizes = [float(arrays.weight_bytes[item - arrays.values]) for item in frontier.shared]
-    if not sizes or max(sizes) < effort.params.shared_share * float(arrays.weight_bytes.sum()):
+    if not sizes or max(sizes) < effort.params.negligible * float(arrays.weight_bytes.sum()):
         yield frontier, make_stages(frontier, effort)
         return
     frontier = Frontier(arrays, streaming=True, guide=guide, first=int(np.argmax(sizes)))

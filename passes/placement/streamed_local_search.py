@@ -118,7 +118,10 @@ class _Climb:
         for item in self.frontier.shared:
             name = self.arrays.names[item]
             keys = dict.fromkeys(self._device(unit) for unit in self.frontier.readers[item])
-            for key in [*keys, *([self.cpu] if self.frontier.is_streamable(item) and self.cpu is not None else [])]:
+            for key in [
+                *keys,
+                *([self.cpu] if self.frontier.is_streamable(item) and self.cpu is not None else []),
+            ]:
                 if key != now.weights[name]:
                     yield self._changed({name: key})
 
