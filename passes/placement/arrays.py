@@ -106,7 +106,7 @@ class Arrays:
         cpu = cpu_key(self.problem.topology)
         self.unread = [w for w in graph.weights.values() if w.name not in listed and w.nbytes and cpu is None]
         self.tensors, self.weights, self.values = tensors, weights, len(tensors)
-        self.names = [item.name for item in (*tensors, *weights)]
+        self.names = [value.name for value in tensors] + [weight.name for weight in weights]
         self.item_of = {name: v for v, name in enumerate(self.names)}
         self.nbytes = np.array([v.copy_bytes for v in tensors] + [w.nbytes for w in weights], dtype=float)
         self.source = np.full(len(self.names), -1)
@@ -148,7 +148,7 @@ class Arrays:
         return dict.fromkeys(self.graph.operations, self.keys[0])
 
     def _list_reads(self) -> None:
-        reads, looks = [], []
+        reads, looks = list[tuple[int, int]](), list[tuple[int, int]]()
         for i, operation in enumerate(self.operations):
             into = looks if operation.host_only else reads
             into += [(self.item_of[name], i) for name in operation.inputs if name in self.item_of]
@@ -265,7 +265,7 @@ class Arrays:
 
     @cached_property
     def _sizes(self) -> tuple[Floats, Floats, Floats]:
-        """Bytes that an allocator takes on each device: (items, devices) made there, copied there; workspace."""
+        """Bytes on each device: (items, devices) made there and copied there; workspace."""
         made, copied = np.zeros((2, len(self.names), len(self.keys)))
         workspace = np.zeros((self.computing, self.count + 1))
         sizes = self.nbytes.astype(np.int64).tolist()
@@ -387,10 +387,9 @@ class Arrays:
         At least: what an allocator takes beyond whole 512s depends on what is allocated together.
         """
         where = self.fixed[self.values :]
-        found = np.bincount(where[where >= 0], self.weight_bytes[where >= 0], len(self.keys))[
-            : self.computing
-        ]
-        found = found.astype(float)
+        found = np.zeros(self.computing)
+        counted = np.bincount(where[where >= 0], self.weight_bytes[where >= 0], len(self.keys))
+        found += counted[: self.computing]
         for d, spec in enumerate(self.specs):
             found[d] += self.problem.rings.get(spec.key, 0)
             if d == self.host:
@@ -402,7 +401,7 @@ class Arrays:
         return bool((self.peaks(devices, chosen) <= self.room).all())
 
     def _fill(self, peaks: Floats) -> dict[str, DeviceKey]:
-        """Homes of the weights that nobody reads: where most room is left; their bytes are added to ``peaks``."""
+        """Homes of the weights that nobody reads: where most room is; ``peaks`` gets their bytes."""
         homes: dict[str, DeviceKey] = {}
         for weight in sorted(self.unread, key=lambda w: -w.nbytes):
             device = int((self.room - peaks).argmax())

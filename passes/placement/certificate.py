@@ -38,8 +38,8 @@ def certify(evaluation: Evaluation, bound: Bound) -> Solution:
     if bound.seconds > evaluation.seconds * (1 + _ROUNDING):
         warn(
             f"the planner proved a lower bound of {bound.seconds:.6g} s ({bound.proof}) and found a plan of "
-            f"{evaluation.seconds:.6g} s: one of the two is wrong. The plan keeps its budgets and is returned "
-            "without a bound; please report this with the model and max_memory"
+            f"{evaluation.seconds:.6g} s: one of the two is wrong. The plan keeps its budgets, and is "
+            "returned without a bound; please report this with the model and max_memory"
         )
         return Solution(evaluation, 0.0, "no bound: the one that was found contradicts the plan")
     # sums in another order may differ in the last bits

@@ -69,7 +69,9 @@ def _lowest(crossing: Floats, allowed: Bools, first: int, last: int) -> int | No
 def _bytes_read(arrays: Arrays) -> Floats:
     """(operations,) bytes of weights."""
     mine = (arrays.item >= arrays.values) & (arrays.reader < arrays.count)
-    return np.bincount(arrays.reader[mine], arrays.nbytes[arrays.item[mine]], arrays.count)
+    nbytes = np.zeros(arrays.count)
+    np.add.at(nbytes, arrays.reader[mine], arrays.nbytes[arrays.item[mine]])
+    return nbytes
 
 
 def _apart(arrays: Arrays, nbytes: Floats) -> Bools:
@@ -85,7 +87,7 @@ def _apart(arrays: Arrays, nbytes: Floats) -> Bools:
     at = arrays.number[cpu]
     accelerators = [d for d, spec in enumerate(arrays.specs) if spec.is_accelerator]
     fastest = min((arrays.per_byte[at, d] for d in accelerators), default=0.0)
-    return shared | (arrays.compute[at] < nbytes * fastest)
+    return np.asarray(shared | (arrays.compute[at] < nbytes * fastest))
 
 
 def _crossing(arrays: Arrays) -> Floats:

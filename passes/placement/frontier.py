@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -143,7 +144,7 @@ class Frontier:
         self.per_word = max(1, _WORD // self.width)
         self.mask = (1 << self.devices) - 1
         classes = device_classes(arrays)
-        self.before = [(b, a) for members in classes for a, b in zip(members, members[1:], strict=False)]
+        self.before = [(b, a) for members in classes for a, b in pairwise(members)]
         self.steps = self._make_steps(values, first)
 
     # -- reading the problem -------------------------------------------------------------------------
@@ -169,7 +170,7 @@ class Frontier:
         )
 
     def _is_read_on_cpu_only(self, item: int) -> bool:
-        """Whether some reader of a weight may run on no accelerator, so that the weight may be there with it."""
+        """Whether some reader of a weight may run on no accelerator: the weight may be with it."""
         accelerators = [d for d, spec in enumerate(self.arrays.specs) if spec.is_accelerator]
         readers = [i for unit in self.readers.get(item, ()) for i in self.arrays.units[unit]]
         return not np.isfinite(self.arrays.compute[accelerators][:, readers]).any(axis=0).all()
@@ -300,7 +301,7 @@ class Frontier:
         return seconds[:, : min(read)].sum(axis=1), seconds[:, max(read) + 1 :].sum(axis=1)
 
     def _may_hold(self, item: int, device: int) -> bool:
-        """Whether a shared weight may reside on a device: in CPU memory if it may be streamed, or is read there."""
+        """Whether a shared weight may reside on a device; in CPU memory if it is streamed or read there."""
         specs = self.arrays.specs
         if specs[device].is_accelerator or self.streaming:
             return True
@@ -350,7 +351,7 @@ class Frontier:
         makers = np.array(self._makers(value))
         seconds = value.seconds[makers].copy()
         seconds[np.arange(len(makers)), makers] = -np.inf
-        return np.maximum(seconds.max(axis=0, initial=0.0), 0.0)[None, :]
+        return np.asarray(np.maximum(seconds.max(axis=0, initial=0.0), 0.0)[None, :])
 
     def _makers(self, value: _Value) -> list[int]:
         """Devices that a value may be made on."""
@@ -449,10 +450,10 @@ class Frontier:
     def _arrival(self, seconds: Floats, words: Ints, shift: int) -> Floats:
         """(devices, states) of a copy from where it was made."""
         if not self.needs_home:
-            return seconds[0][:, None]
+            return np.asarray(seconds[0][:, None])
         home = words >> (shift + self.devices) & self.mask
         made = np.frexp(np.maximum(home, 1).astype(float))[1] - 1  # the number of the only bit
-        return np.where(home[None, :] > 0, seconds[made].T, seconds[0][:, None])
+        return np.asarray(np.where(home[None, :] > 0, seconds[made].T, seconds[0][:, None]))
 
     def _at(self, slot: int) -> tuple[int, int]:
         word, place = divmod(slot, self.per_word)
@@ -563,7 +564,7 @@ def _unique(states: Ints) -> Ints:
 def _search(known: Ints, wanted: Ints) -> Ints:
     """Index of each wanted state among known ones in lexicographic order; of another where it is unknown."""
     if len(known) == 1:
-        return np.minimum(np.searchsorted(known[0], wanted[0]), max(0, known.shape[1] - 1))
+        return np.asarray(np.minimum(np.searchsorted(known[0], wanted[0]), max(0, known.shape[1] - 1)))
     count = known.shape[1]
     both = np.concatenate([known, wanted], axis=1)
     order = np.lexsort(both[::-1])  # stable: a known state comes before equal wanted ones

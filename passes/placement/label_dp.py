@@ -1,11 +1,12 @@
 """Label-setting search over the frontier: a resource-constrained shortest path.
 
 A label is a placement of the first operations: its state, its clock, and the bytes that weights and the
-neediest operation take on each device. Labels grow by one step at a time, each on every device; those of equal state and bytes keep the
-fastest (Irnich and Desaulniers, "Shortest path problems with resource constraints", 2005). A label's
-f-value, its priced clock plus the relaxation's cost to the end, is a lower bound of its completions: what
-cannot beat the best known placement is dropped. While no step has more labels than ``width`` the search is
-exact for the relaxed problem; where one has, it is a beam, and the least f-value dropped is the bound.
+neediest operation take on each device. Labels grow by one step at a time, each on every device; of those
+that agree in state and bytes the fastest is kept (Irnich and Desaulniers, "Shortest path problems with
+resource constraints", 2005). A label's f-value, its priced clock plus the relaxation's cost to the end, is a
+lower bound of its completions: what cannot beat the best known placement is dropped. While no step has more
+labels than ``width`` the search is exact for the relaxed problem; where one has, it is a beam, and the least
+f-value dropped is the bound.
 
 Where weights are streamed, a label also has the end of each device's copy queue and the times at which its
 prefetch slots are free; the f-value weighs the queue by its price, and proves nothing.
@@ -106,8 +107,8 @@ def search_labels(
         width: labels kept after a step.
         below: seconds of a known placement; what cannot be faster is dropped.
         effort: what is charged.
-        margin: (devices,) bytes to leave free, where exact peaks passed a budget. Live values are then counted
-            too, by an estimate, so that the bound says nothing.
+        margin: (devices,) bytes to leave free, where exact peaks passed a budget. Live values are then
+            counted too, by an estimate, so that the bound says nothing.
     """
     return _Search(relaxation, width, below, effort, margin).run()
 
@@ -248,7 +249,7 @@ class _Search:
         last = labels.free[np.arange(len(self.buffers.slots)), np.maximum(self.buffers.slots - 1, 0)]
         queue = np.minimum(np.maximum(np.maximum(labels.queue, least), last), labels.clock[None, :])
         weighed = (1.0 - self.weight.sum()) * labels.clock + self.weight @ queue
-        return np.maximum(weighed + priced, labels.clock)
+        return np.asarray(np.maximum(weighed + priced, labels.clock))
 
     def _best(self, labels: _Labels) -> _Labels:
         """Without dominated labels, and with no more than ``width``."""

@@ -7,12 +7,13 @@ at the same seconds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from graphplan.passes.placement.arrays import Arrays, Floats, Ints
+from graphplan.passes.placement.arrays import Arrays, Bools, Floats, Ints
 from graphplan.passes.placement.params import Effort
 
 __all__ = ["LocalSearch"]
@@ -58,7 +59,7 @@ class LocalSearch:
             if source >= 0 and arrays.fixed[item] < 0:
                 self.makes[source].append(item)
         self.unit = arrays.unit_of.tolist()
-        self.nbytes = arrays.nbytes.tolist()
+        self.nbytes: list[float] = arrays.nbytes.tolist()
         count = len(arrays.keys)
         self.latency = [[float(arrays.latency[a, b]) for b in range(count)] for a in range(count)]
         self.per_byte = [[float(arrays.per_byte[a, b]) for b in range(count)] for a in range(count)]
@@ -113,7 +114,7 @@ class LocalSearch:
             ) -> float:
                 nbytes = min(freed[move.start + move.length] - freed[move.start], spare[move.device], most)
                 delta = self._delta(self._run(move), move.device)
-                return (delta + 1e-6) / max(nbytes, 1.0)
+                return float(max(delta, _TOLERANCE * self.seconds) / max(nbytes, 1.0))
 
             moves.sort(key=price)
             self.effort.charge(20.0 * len(moves))
@@ -151,7 +152,7 @@ class LocalSearch:
 
     # -- moves ---------------------------------------------------------------------------------------
 
-    def _moves(self, off: Ints | None = None) -> Iterator[_Move]:
+    def _moves(self, off: Bools | None = None) -> Iterator[_Move]:
         """Runs of one, two, four, ... operations, next to where they would go, by their own seconds."""
         arrays, count = self.arrays, self.arrays.count
         own = arrays.compute[self.devices, np.arange(count)]
@@ -239,7 +240,9 @@ class LocalSearch:
     def _copies(self, item: int, home: int, counts: list[int]) -> float:
         """Seconds of the copies of an item to the devices that read it."""
         latency, per_byte, nbytes = self.latency[home], self.per_byte[home], self.nbytes[item]
-        return sum(latency[d] + nbytes * per_byte[d] for d, count in enumerate(counts) if count and d != home)
+        return math.fsum(
+            latency[d] + nbytes * per_byte[d] for d, count in enumerate(counts) if count and d != home
+        )
 
     def _try(self, move: _Move, accepts: Callable[[Floats], bool], most: float) -> bool:
         """Take a move if it adds less than ``most`` seconds and its exact peaks are accepted."""

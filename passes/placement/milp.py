@@ -287,7 +287,7 @@ class _Program:
         slots: list[int],
         queue: dict[int, list[tuple[int, float]]],
     ) -> list[tuple[int, float]]:
-        """Weights that several classes read: at home on one place, and copied where they are read elsewhere."""
+        """Weights that several classes read: at home on one place, copied where else they are read."""
         program, arrays, d, memory = self.program, self.arrays, place[0], list[tuple[int, float]]()
         for item, homes in self.homes.items():
             size = float(arrays.weight_bytes[item - arrays.values])

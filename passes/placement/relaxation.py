@@ -166,7 +166,7 @@ class Relaxation:
             if not np.isfinite(bound):
                 self.possible, self.bound = False, np.inf
                 return
-            cuts.append((bound - slope @ point, slope))
+            cuts.append((float(bound - slope @ point), slope))
             if not self.rest or bound > self.bound:
                 self.bound, self.prices, self.rest = max(bound, 0.0), prices, rest
             if self.bound >= enough or effort.over:
@@ -179,7 +179,7 @@ class Relaxation:
     @property
     def _scale(self) -> Floats:
         """(devices,) seconds that all bytes of a device are worth at a price of one."""
-        return np.maximum(self.frontier.arrays.room, 1.0)
+        return np.asarray(np.maximum(self.frontier.arrays.room, 1.0))
 
     def _as_point(self, prices: Prices) -> Floats:
         return np.concatenate([prices.per_byte * self._scale, prices.queue])

@@ -192,18 +192,16 @@ class ResidentSearch:
         if not sizes or max(sizes) < least:
             return [self._case(frontier)]
         frontier = Frontier(arrays, first=int(np.argmax(sizes)))
-        step, cases = frontier.steps[0], []
+        step = frontier.steps[0]
         able = [members[0] for members in device_classes(arrays) if np.isfinite(step.seconds[members[0]])]
-        for home in able:
-            if max(sizes) <= arrays.room[home]:
-                cases.append(self._case(frontier.with_first(home)))
-        return cases
+        homes = [home for home in able if max(sizes) <= arrays.room[home]]
+        return [self._case(frontier.with_first(home)) for home in homes]
 
     def _case(self, frontier: Frontier) -> _Case:
         return _Case(Relaxation(frontier, make_stages(frontier, self.effort), Buffers.none(frontier.devices)))
 
     def _widen(self, case: _Case, cases: int) -> bool:
-        """Search a case wider than before, with margins where exact peaks pass a budget; False if it cannot."""
+        """Search a case wider than before, with margins where peaks pass a budget; False if it cannot."""
         params, relaxation = self.effort.params, case.relaxation
         fits = self.effort.visits / 2 / cases / len(relaxation.frontier.steps)
         widest = int(min((fits - 2000.0) / (4.0 * relaxation.frontier.devices), 20_000))

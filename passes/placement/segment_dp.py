@@ -303,9 +303,8 @@ class SegmentDP:
 
     def _solve(self, homes: Homes, margin: Floats) -> list[Segment] | None:
         tables = self._tables_for(homes)
-        known = {name: device for name, device in homes.items()}
         taken = np.zeros(self.arrays.computing)
-        for name, device in known.items():
+        for name, device in homes.items():
             taken[device] += self.arrays.nbytes[self.arrays.item_of[name]]
         classes: list[list[int]] = []
         for members in self.classes:  # a device with a home is a class of its own
@@ -418,7 +417,7 @@ class _ShortestPath:
                 self._relax(name, row, self._cost(last, c), (after, 0 if self.dp._uniform else c))
 
     def _cost(self, last: int, target: int) -> Floats:
-        """Seconds of segments by where they end: of ``w`` columns, ``t`` has those from cut ``end - w + t``."""
+        """Seconds of segments by where they end: of ``w`` columns, ``t`` is from cut ``end - w + t``."""
         key = (last, target) if not self.dp._uniform else (min(last, 0), target)
         if key not in self._by_end:
             base = self.on_cpu if target < 0 else self.costs[target]
@@ -435,15 +434,15 @@ class _ShortestPath:
     def _link(self, last: int, target: int) -> tuple[float, float]:
         """From the device of the segment before; of the CPU's, as of the host's."""
         arrays, cpu = self.dp.arrays, self.dp.cpu
-        here = cpu if target < 0 else self.classes[target][0]
+        here = self.classes[target][0] if target >= 0 else cpu
+        assert here is not None
         if last < 0:
-            before = cpu if cpu is not None else arrays.host
+            before: int = cpu if cpu is not None else arrays.host
         else:
             peers = [d for d in self.classes[last] if d != here]
             if self.dp._uniform and not peers:
                 peers = [d for members in self.classes for d in members if d != here]
             before = peers[0] if peers else here
-        assert here is not None
         return float(arrays.latency[before, here]), float(arrays.per_byte[before, here])
 
     def _relax(

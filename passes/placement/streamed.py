@@ -20,7 +20,7 @@ from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.frontier import Frontier, Stage, make_stages
 from graphplan.passes.placement.label_dp import Completion, search_labels
 from graphplan.passes.placement.params import Effort
-from graphplan.passes.placement.problem import Problem, cpu_key
+from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.relaxation import Buffers, Relaxation
 from graphplan.passes.placement.residence import reside
 from graphplan.passes.placement.segment_dp import Segment, SegmentDP
@@ -104,7 +104,7 @@ class StreamedSearch:
                 if self.effort.over and self.best is not None:
                     break
         for d in range(self.arrays.computing):
-            if self.best is None or d == self.coarse.number.get(cpu_key(self.problem.topology)):
+            if self.best is None or not self.arrays.specs[d].is_accelerator:
                 self._all_on(d)
         return self.best is not None
 
