@@ -20,10 +20,10 @@ from graphplan.cost import move_seconds
 from graphplan.device import DeviceKey, DeviceSpec, Link, Topology
 from graphplan.errors import InfeasibleError
 from graphplan.growth import Bottleneck, Growth, Thing
+from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.joint import Call, place_jointly
 from graphplan.passes.placement.limits import Limits
-from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.residence import reside
 from graphplan.schedule import Assignment
 

@@ -13,9 +13,9 @@ from graphplan.device import CPU, DeviceKey, Topology
 from graphplan.graph import Graph, Weight
 from graphplan.options import Options
 from graphplan.passes.annotate import Annotator
+from graphplan.passes.graph_weights import part_weight
 from graphplan.passes.placement.constrain import Wishes, constrain
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.graph_weights import part_weight
 from graphplan.schedule import Schedule
 from graphplan.signature import BoundCall
 from graphplan.twin import tensor_bytes

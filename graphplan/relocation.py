@@ -16,8 +16,7 @@ from graphplan.device import CPU, DeviceKey
 from graphplan.errors import readable_bytes
 from graphplan.graph import Graph
 from graphplan.passes.placement.evaluate import Evaluation
-from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.problem import cpu_key
+from graphplan.passes.placement.problem import Problem, cpu_key
 from graphplan.passes.placement.shared_buffers import fit_together
 from graphplan.timeline import make_timeline
 from graphplan.visualize import time_text

@@ -10,14 +10,14 @@ import torch
 from graphplan.device import DISK
 from graphplan.formulation import Company, Formulation
 from graphplan.passes.annotate import Annotator
-from graphplan.passes.placement.constrain import Wishes, constrain
 from graphplan.passes.costlier import costlier
+from graphplan.passes.placement.certificate import Bound, Solution, certify
+from graphplan.passes.placement.constrain import Wishes, constrain
 from graphplan.passes.placement.disk import place_or_map
-from graphplan.passes.placement.evaluate import evaluate
-from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.joint import Call, place_jointly
 from graphplan.passes.placement.limits import Limits
-from graphplan.passes.placement.certificate import Solution
+from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.shared_buffers import fit_together
 from graphplan.signature import BoundCall
 from graphplan.warn import warn
@@ -79,19 +79,21 @@ def settle(formulation: Formulation, annotator: Annotator, call: BoundCall | Non
     wishes = formulation.wishes(plain.graph)
     asked, problem = Call(plain, wishes, 1.0), constrain(plain, wishes)
     near = formulation.committed.known_for(problem.graph)
+    bound: Bound | None = None  # of the plain graph, whose operations take least
     for _ in range(_ROUNDS):
         solution = place_or_map(problem, formulation.mappable, limits, near=near)
+        bound = bound or Bound(solution.lower_bound, solution.proof)
         near = solution.evaluation.schedule.assignment
         moved = formulation.graph(annotator, solution.evaluation.schedule)
         exact = constrain(replace(plain, graph=moved), wishes)
         if exact.graph == problem.graph:
-            return Choice(annotator, asked, problem, solution)
+            return Choice(annotator, asked, problem, certify(solution.evaluation, bound))
         again = evaluate(exact, solution.evaluation.schedule.assignment)
         if again.feasible:
-            return Choice(annotator, asked, exact, replace(solution, evaluation=again))
+            return Choice(annotator, asked, exact, certify(again, bound))
         problem = replace(exact, graph=costlier(problem.graph, exact.graph))
     solution = place_or_map(problem, formulation.mappable, limits, near=near)
-    return Choice(annotator, asked, problem, solution)
+    return Choice(annotator, asked, problem, certify(solution.evaluation, bound or Bound()))
 
 
 def settle_together(
@@ -110,8 +112,10 @@ def settle_together(
         calls.append(Call(plain, formulation.options.wishes.within(plain.graph), member.weight))
     _check_named(formulation.options.wishes, calls)
     limits = Limits.within(formulation.options.time_limit)
+    bounds: list[Bound] = []  # of the plain graphs, whose operations take least
     for _ in range(_ROUNDS):
         solutions = place_jointly(calls, limits, advise=advise)
+        bounds = bounds or [Bound(one.lower_bound, one.proof) for one in solutions]
         exact = [
             _moved(formulation, member, company, call, found)
             for member, call, found in zip(members, calls, solutions, strict=True)
@@ -121,16 +125,18 @@ def settle_together(
             [found.evaluation.schedule.assignment for found in solutions],
         )
         if all(found.feasible for found in again):
-            judged = zip(solutions, again, strict=True)
-            return _choices(members, exact, [replace(one, evaluation=found) for one, found in judged])
+            return _choices(members, exact, again, bounds)
         calls = [_costlier(old, new) for old, new in zip(calls, exact, strict=True)]
-    return _choices(members, calls, place_jointly(calls, limits, advise=advise))
+    last = place_jointly(calls, limits, advise=advise)
+    return _choices(members, calls, [one.evaluation for one in last], bounds)
 
 
-def _choices(members: Sequence[Member], calls: Sequence[Call], solutions: Sequence[Solution]) -> list[Choice]:
+def _choices(
+    members: Sequence[Member], calls: Sequence[Call], found: Sequence[Evaluation], bounds: Sequence[Bound]
+) -> list[Choice]:
     return [
-        Choice(member.annotator, call, call.settled({}), solution)
-        for member, call, solution in zip(members, calls, solutions, strict=True)
+        Choice(member.annotator, call, call.settled({}), certify(one, bound))
+        for member, call, one, bound in zip(members, calls, found, bounds, strict=True)
     ]
 
 

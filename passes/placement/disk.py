@@ -16,16 +16,16 @@ from dataclasses import dataclass, replace
 
 from graphplan.device import CPU, DISK, DeviceKey, DeviceSpec, Topology
 from graphplan.errors import InfeasibleError, readable_bytes
-from graphplan.passes.placement.certificate import Solution
-from graphplan.passes.placement.driver import place
+from graphplan.passes.placement.certificate import Bound, Solution, certify
+from graphplan.passes.placement.driver import ON_ACCELERATORS, bound_with_offload, place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.limits import Limits
+from graphplan.passes.placement.params import SearchParams
 from graphplan.passes.placement.problem import Problem, cpu_key
 from graphplan.schedule import STAGED_BYTES, Assignment
 
 __all__ = ["place_or_map"]
 
-_ROUNDS = 8  # times that more weights leave the CPU, when the evaluator finds it still too full
 _AS_FAST = ", with the disk as fast as the CPU"
 
 
@@ -65,22 +65,29 @@ class _Mapping:
         settled = [n for n, key in problem.fixed_weights.items() if key == DISK and n in weights]
         free = [name for name in weights if self._may_leave(name)]
         extra = min(disk.room, sum(disk.rounded(weights[name].nbytes) for name in [*settled, *free]))
+        wider = self._widened(extra, settled)
         if not settled:
             found = self._without_disk(hopeless=extra > 0 and self._is_hopeless())
-            if found is not None:
+            if found is not None and (ON_ACCELERATORS in found.proof or not wider):
                 return found
+            if found is not None:  # with weights on disk the CPU has more room: the bound is of that problem
+                return certify(found.evaluation, self._bound(wider[0], found.evaluation))
         failure: InfeasibleError | None = None
-        for wide in self._widened(extra, settled):
+        for wide in wider:
             try:
-                solution = place(wide, self.limits)
+                solution = place(wide, replace(self.limits, proves=False))
             except InfeasibleError as error:
                 failure = failure or error
                 continue
             evaluation = self._spill(solution.evaluation.schedule.assignment, free, settled)
             if evaluation.feasible:
-                bound = min(solution.lower_bound, evaluation.seconds)
-                return Solution(evaluation, bound, solution.proof + _AS_FAST)
+                return certify(evaluation, self._bound(wider[0], evaluation))
         raise self._infeasible(failure, extra)
+
+    def _bound(self, wide: Problem, found: Evaluation) -> Bound:
+        """Of the problem in which the disk is as fast as the CPU's memory, whatever rules were tried."""
+        bound = bound_with_offload(wide, found.seconds, self.limits)
+        return replace(bound, proof=bound.proof + _AS_FAST)
 
     def _may_leave(self, name: str) -> bool:
         weight = self.problem.graph.weights[name]
@@ -137,7 +144,7 @@ class _Mapping:
         left = [name for name in free if homes[name] == cpu]
         left.sort(key=lambda name: self._price(name, assignment), reverse=True)
         spec = self.problem.topology[DISK]
-        for _ in range(_ROUNDS):
+        for _ in range(2 * SearchParams().retries):
             over = 0 if cpu is None else found.excess.get(cpu, 0)
             if over <= 0 or not left:
                 break

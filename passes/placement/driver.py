@@ -23,9 +23,10 @@ from graphplan.passes.placement.streamed_local_search import climb_streamed
 from graphplan.schedule import Assignment
 from graphplan.warn import warn
 
-__all__ = ["place", "sketch"]
+__all__ = ["ON_ACCELERATORS", "bound_with_offload", "holds_for", "place", "sketch"]
 
 _MILP = "integer program over operation classes"
+ON_ACCELERATORS = "on the accelerators"  # what a proof says that holds for placements without offload
 
 
 def place(
@@ -183,10 +184,46 @@ def _place_evenly(
     return certify(evaluation, _named(bound, candidate, problem))
 
 
+def _prove(search: StreamedSearch, seconds: float) -> None:
+    """Raise the bound of a streamed search, towards the seconds of a known placement."""
+    part = search.effort.share(0.1)
+    found = bound_by_classes(search.arrays, seconds, part, streaming=True)
+    search.effort.spent(part)
+    search.bound = search.bound.raised(found, _MILP)
+    search.prove(seconds)
+
+
+def bound_with_offload(problem: Problem, seconds: float, limits: Limits) -> Bound:
+    """A bound on every placement, those included that offload though the accelerators hold the model.
+
+    Args:
+        problem: with a CPU.
+        seconds: of a known placement.
+        limits: when to stop.
+    """
+    search = StreamedSearch(problem, _effort(problem, limits, streaming=True))
+    _prove(search, seconds)
+    return search.bound
+
+
+def holds_for(solution: Solution, problem: Problem, found: Evaluation) -> bool:
+    """Whether a solution's bound is one of placements among which ``found`` is."""
+    alone = accelerators_alone(problem)
+    if ON_ACCELERATORS not in solution.proof or alone is None:
+        return True
+    now, keys = found.assignment, {spec.key for spec in problem.topology.devices if spec.is_accelerator}
+    at_home = all(
+        now.weights[name] in keys or not readers or name in problem.fixed_weights
+        for name in problem.graph.weights
+        for readers in (problem.graph.readers.get(name, ()),)
+    )
+    return at_home and all(now.operations[name] in rule for name, rule in alone.allowed.items())
+
+
 def _named(bound: Bound, candidate: Problem, problem: Problem) -> Bound:
     """The bound with the class of placements that it holds for."""
     offloads = problem.offload and cpu_key(problem.topology) is not None
-    where = " on the accelerators" if offloads and candidate is not problem else ""
+    where = f" {ON_ACCELERATORS}" if offloads and candidate is not problem else ""
     return replace(bound, proof=bound.proof + where)
 
 
@@ -201,11 +238,7 @@ def _place_streamed(
     if search.best is None:
         return None
     if limits.proves:
-        part = effort.share(0.1)
-        found = bound_by_classes(search.arrays, search.seconds, part, streaming=True)
-        effort.spent(part)
-        search.bound = search.bound.raised(found, _MILP)
-        search.prove()
+        _prove(search, search.seconds)
     if not search.proven:
         search.improve()
     if not search.proven:

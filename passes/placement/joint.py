@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 
 from graphplan.device import DeviceKey, Topology
 from graphplan.errors import InfeasibleError
-from graphplan.passes.placement.certificate import Solution
+from graphplan.passes.placement.certificate import Bound, Solution, certify
 from graphplan.passes.placement.constrain import Wishes, constrain
-from graphplan.passes.placement.driver import place
+from graphplan.passes.placement.driver import bound_with_offload, holds_for, place, sketch
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.exchange import exchange
 from graphplan.passes.placement.limits import Limits
@@ -106,9 +106,17 @@ def place_jointly(
     fastest = min(exchanged, key=lambda found: _total(calls, found))
     best = _polished(calls, fastest, limits)
     return tuple(
-        Solution(found, min(solo.lower_bound, found.seconds), f"this call alone: {solo.proof}")
-        for found, solo in zip(best, alone, strict=True)
+        certify(found, _bound(problem, found, solo, limits))
+        for problem, found, solo in zip(problems, best, alone, strict=True)
     )
+
+
+def _bound(problem: Problem, found: Evaluation, solo: Solution, limits: Limits) -> Bound:
+    """Alone, no call is slower; but one that fits the accelerators alone may be offloaded beside others."""
+    if holds_for(solo, problem, found):
+        return Bound(solo.lower_bound, f"this call alone: {solo.proof}")
+    bound = bound_with_offload(problem, found.seconds, limits)
+    return replace(bound, proof=f"this call alone: {bound.proof}")
 
 
 def _pinned(calls: Sequence[Call]) -> dict[str, DeviceKey]:
@@ -277,8 +285,8 @@ def _infeasible(calls: Sequence[Call], *, advise: bool) -> InfeasibleError:
 def _fits(calls: Sequence[Call], factor: float) -> bool:
     grown = [call.on(call.problem.topology.scaled(factor)) for call in calls]
     pinned = _pinned(grown)
-    try:
-        alone = [place(call.settled(pinned)) for call in grown]
-    except InfeasibleError:
+    alone = [sketch(call.settled(pinned)) for call in grown]
+    if any(found is None for found in alone):
         return False
-    return next(_search(grown, pinned, alone, Limits()), None) is not None
+    known = [Solution(found, 0.0, "") for found in alone if found is not None]
+    return next(_search(grown, pinned, known, Limits(effort=0.2)), None) is not None

@@ -320,14 +320,18 @@ class StreamedSearch:
 
     # -- the bound -----------------------------------------------------------------------------------
 
-    def prove(self) -> None:
-        """The Lagrangian bound of the problem itself, whatever the buffers, for each home."""
+    def prove(self, enough: float) -> None:
+        """The Lagrangian bound of the problem itself, whatever the buffers, for each home.
+
+        Args:
+            enough: seconds of a known placement.
+        """
         part = self.effort.share(0.15)
         lowest, frontiers = np.inf, list(_by_home(self.arrays, part, guide=False))
         for number, (frontier, stages) in enumerate(frontiers):
             relaxation = Relaxation(frontier, stages, None)
             each = part.share(1 / (len(frontiers) - number))
-            relaxation.improve(self.seconds, each)
+            relaxation.improve(enough, each)
             part.spent(each)
             lowest = min(lowest, relaxation.bound)
         self.effort.spent(part)
