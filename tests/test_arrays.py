@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from builders import KIB, chain
-from placements import HOST, cards, random_homes, random_units
+from placements import HOST, cards, equal_cards, random_homes, random_units
 from random_problems import MEDIUM, TINY, random_instance
 
 from graphplan.device import CPU
@@ -17,6 +17,8 @@ from graphplan.graph import Graph, Operation, Value, Weight
 from graphplan.passes.placement.arrays import Arrays, Ints
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.problem import Problem
+
+MIB = 1 << 20
 
 
 def is_streamed(found: Evaluation) -> bool:
@@ -29,7 +31,7 @@ def assert_equal(arrays: Arrays, devices: Ints, chosen: Ints | None = None) -> E
     found = evaluate(arrays.problem, arrays.assignment(devices, chosen))
     assert not is_streamed(found)
     assert arrays.seconds(devices, chosen) == pytest.approx(found.seconds, rel=1e-9)
-    if not arrays.unread:
+    if not arrays.unread:  # see the test of these
         for spec, nbytes in zip(arrays.specs, arrays.peaks(devices, chosen).tolist(), strict=True):
             if spec.is_accelerator:
                 assert nbytes == found.peak(spec.key).nbytes, spec.key
@@ -133,18 +135,22 @@ def test_fixed_weights_are_where_they_are() -> None:
     assert [move.value for move in found.schedule.moves("weight")] == ["w1"]
 
 
-def test_weights_that_nobody_reads_take_room() -> None:
-    plain = chain(2)
-    idle = [Weight("idle", 64 * KIB), Weight("other", 16 * KIB)]
+@pytest.mark.parametrize("kind", ["sim", "cuda"])
+def test_weights_that_nobody_reads_take_room(kind: str) -> None:
+    plain = chain(2, weight=MIB)
+    idle = [Weight("idle", 3 * MIB), Weight("other", MIB)]
     parts = plain.operations.values(), plain.values.values(), [*plain.weights.values(), *idle]
     graph = Graph(*parts, ["x"], plain.outputs)
-    where = np.array([0, 0])
-    for memory, fits in ((80 * KIB, True), (66 * KIB, True), (50 * KIB, False)):
-        arrays = Arrays(Problem(graph, cards(2, memory=memory), CPU))
+    for devices in ([0, 0], [0, 1]):
+        arrays = Arrays(Problem(graph, equal_cards(2, kind=kind), CPU))
         assert len(arrays.unread) == 2
-        found = assert_equal(arrays, where)
-        assert found.feasible == fits
-    assert not Arrays(Problem(graph, cards(2, HOST, memory=50 * KIB), CPU)).unread  # they are on the CPU
+        found = assert_equal(arrays, np.array(devices))
+        peaks = [found.peak(key).nbytes for key in (0, 1)]
+        assert arrays.peaks(np.array(devices)).tolist() == peaks
+        for less in (0, 1):  # the judgements agree at the edge
+            topology = equal_cards(2, memory=max(peaks) - less, kind=kind)
+            assert_equal(Arrays(Problem(graph, topology, CPU)), np.array(devices))
+    assert not Arrays(Problem(graph, equal_cards(2, HOST), CPU)).unread  # they are on the CPU
 
 
 def test_a_shared_weight_is_copied_from_its_home() -> None:

@@ -248,7 +248,8 @@ class Arrays:
                     if value is None and name in self.problem.fixed_weights:
                         fixed.append((self.problem.fixed_weights[name], graph.weights[name].nbytes))
                     elif value is not None and value.is_tensor and root not in graph.weights:
-                        held = max(graph.values[root].nbytes, graph.values[root].copy_bytes)
+                        # the storage where it was made, or a copy of what is read
+                        held = value.copy_bytes if root in graph.inputs else graph.values[root].nbytes
                         roots[root] = max(roots.get(root, 0), min(value.copy_bytes, held))
                 made = [graph.values[name].nbytes for name in operation.outputs]
                 for d, spec in enumerate(self.specs):
