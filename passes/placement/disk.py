@@ -141,24 +141,28 @@ class _Mapping:
         cpu = cpu_key(self.problem.topology)
         homes = {**assignment.weights, **dict.fromkeys(settled, DISK)}
         found = self._judged(replace(assignment, weights=homes))
-        left = [name for name in free if homes[name] == cpu]
-        left.sort(key=lambda name: self._price(name, assignment), reverse=True)
+        together: dict[tuple[str, ...], list[str]] = {}  # the weights of one operation share a copy
+        for name in free:
+            if homes[name] == cpu:
+                together.setdefault(self.problem.graph.consumers.get(name, ()), []).append(name)
+        left = sorted(together.values(), key=lambda names: self._price(names, assignment), reverse=True)
         spec = self.problem.topology[DISK]
         for _ in range(2 * SearchParams().retries):
             over = 0 if cpu is None else found.excess.get(cpu, 0)
             if over <= 0 or not left:
                 break
             while over > 0 and left:
-                name = left.pop()
-                homes[name] = DISK
-                over -= spec.rounded(self.problem.graph.weights[name].nbytes)
+                for name in left.pop():
+                    homes[name] = DISK
+                    over -= spec.rounded(self.problem.graph.weights[name].nbytes)
             found = self._judged(replace(assignment, weights=dict(homes)))
         return found
 
-    def _price(self, name: str, assignment: Assignment) -> tuple[float, int]:
-        """Bytes read in a call for each byte of a weight, then the small ones before the large."""
-        graph, nbytes, read = self.problem.graph, self.problem.graph.weights[name].nbytes, 0
-        for reader in graph.consumers.get(name, ()):
+    def _price(self, names: list[str], assignment: Assignment) -> tuple[float, int]:
+        """Bytes read in a forward pass for each byte of weights, then the small ones before the large."""
+        graph, read = self.problem.graph, 0
+        nbytes = sum(graph.weights[name].nbytes for name in names)
+        for reader in graph.consumers.get(names[0], ()):
             operation = graph.operations[reader]
             on_cpu = not self.problem.topology[assignment.operations[reader]].is_accelerator
             if not operation.host_only:
