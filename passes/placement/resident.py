@@ -203,12 +203,16 @@ class ResidentSearch:
     def _widen(self, case: _Case, cases: int) -> bool:
         """Search a case wider than before, with margins where peaks pass a budget; False if it cannot."""
         params, relaxation = self.effort.params, case.relaxation
-        fits = self.effort.visits / 2 / cases / len(relaxation.frontier.steps)
-        widest = int(min((fits - 2000.0) / (4.0 * relaxation.frontier.devices), 20_000))
+        frontier = relaxation.frontier
+        each = (
+            self.effort.visits / 2 / cases / len(frontier.steps)
+        )  # visits for a step, as labels charge them
+        widest = int(min((each - 1500.0 - 600.0 * frontier.devices) / (4.0 * frontier.devices), 20_000))
         width = min(widest, int(max(case.width, params.first_width) * params.width_growth))
-        if case.width and width < 1.5 * case.width:
+        least = 1.5 * case.width if case.width else params.first_width / params.width_growth
+        if width < least and self.devices is not None:
             return False
-        width = max(width, params.first_width // 3)
+        width = max(width, int(least))
         case.width = width
         margin = np.zeros(self.arrays.computing)
         for attempt in range(1 + params.retries):
