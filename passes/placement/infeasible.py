@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from graphplan.device import DeviceKey, Topology
 from graphplan.errors import InfeasibleError, readable_bytes
-from graphplan.passes.placement.evaluate import Evaluation
+from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.limits import Limits
 from graphplan.passes.placement.params import SearchParams
 from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.residence import reside
 
 __all__ = ["explain_infeasible", "smallest_budgets"]
 
@@ -18,21 +20,24 @@ Sketch = Callable[[Problem], Evaluation | None]
 
 
 def smallest_budgets(problem: Problem, limits: Limits, sketch: Sketch) -> Evaluation | None:
-    """A placement within the smallest growth of all budgets in proportion, by bisection.
+    """A placement within the smallest growth of all budgets in proportion that is found in time.
+
+    Growth begins where the weights fit at all, and doubles its steps until a placement is found; between
+    the last two, bisection.
 
     Args:
         problem: what does not fit.
         limits: when to stop; the best by then is returned.
         sketch: finds a placement with little work.
     """
-    topology = _growable(problem.topology)
-    weights = problem.graph.weight_bytes
-    enough = 2.0 * max(1.0, weights / max(1, sum(spec.room for spec in topology.devices)))
-    high, found = 1.0, None
-    while found is None and high < 1e6 * enough:
-        high *= 2.0 if high < enough else 8.0
+    topology, step = _growable(problem.topology), 2 * SearchParams().negligible
+    room = sum(spec.room for spec in topology.devices)
+    low = max(1.0, problem.graph.weight_bytes / max(1, room))
+    high, found = low, None
+    while found is None and high < low * (1 << 20) and not limits.over:
+        low, high = high, high * (1 + step)
+        step *= 2
         found = sketch(replace(problem, topology=topology.scaled(high)))
-    low = high / 2.0
     while found is not None and high / low > 1 + 2 * SearchParams().negligible and not limits.over:
         middle = (low + high) / 2.0
         closer = sketch(replace(problem, topology=topology.scaled(middle)))
@@ -41,8 +46,19 @@ def smallest_budgets(problem: Problem, limits: Limits, sketch: Sketch) -> Evalua
         else:
             high, found = middle, closer
     if found is None:
-        return None
+        return _everything_on_one(problem)
     return _sufficient(problem, found, topology.scaled(high), sketch)
+
+
+def _everything_on_one(problem: Problem) -> Evaluation | None:
+    """All that may run there on one device, whatever it takes: an answer that needs no search."""
+    found = []
+    for spec in problem.topology.devices:
+        if spec.computes:
+            operations = problem.obey(dict.fromkeys(problem.graph.operations, spec.key))
+            found.append(evaluate(problem, reside(problem, operations)))
+    finite = [one for one in found if math.isfinite(one.seconds)]
+    return min(finite, key=lambda one: sum(one.excess.values()), default=None)
 
 
 def _growable(topology: Topology) -> Topology:

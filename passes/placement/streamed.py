@@ -99,10 +99,10 @@ class StreamedSearch:
                 self.arrays, self.effort, streaming=bool(streaming), use_cpu=bool(use_cpu), loose=bool(loose)
             )
             for homes in search.homes() if search.classes else ():
+                if self.best is not None and self.effort.visits < 0.8 * self.effort.total:
+                    break
                 for segments, devices in search.placements(homes):
                     self._stream_excess(segments, devices)
-                if self.effort.over and self.best is not None:
-                    break
         for d in range(self.arrays.computing):
             if self.best is None or not self.arrays.specs[d].is_accelerator:
                 self._all_on(d)
@@ -192,6 +192,8 @@ class StreamedSearch:
             for size in sizes:
                 for frontier, stages in frontiers:
                     done += 1
+                    if effort.over and done > 1:
+                        return
                     buffers = self._buffers(frontier, slots, size)
                     if buffers is not None:
                         part = effort.share(1 / max(1, count - done))
