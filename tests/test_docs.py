@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from doc_tables import markdown, tables
 
 import graphplan
 from graphplan import errors
+from graphplan.passes.placement.params import SearchParams
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -60,6 +62,12 @@ def test_the_table_of_files_has_every_module() -> None:
         for path in sorted((ROOT / folder).glob("*.py")):
             if path.name not in ("__init__.py", "__main__.py"):
                 assert f"`{folder}/{path.name}`" in table, f"CONTRIBUTING.md lacks {folder}/{path.name}"
+
+
+def test_the_planners_page_has_every_number_that_steers_the_search() -> None:
+    text = (DOCS / "planner.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", text, re.MULTILINE))
+    assert {name: float(value) for name, value in listed.items()} == asdict(SearchParams())
 
 
 def test_a_block_that_fails_names_its_line(tmp_path: Path) -> None:
