@@ -26,6 +26,10 @@ from graphplan.warn import warn
 __all__ = ["ON_ACCELERATORS", "bound_with_offload", "holds_for", "place", "sketch"]
 
 _MILP = "integer program over operation classes"
+_NOT_EVEN = (
+    "balance=True: the model does not fit the accelerators in even pieces, so it is placed for the least time "
+    "instead"
+)
 ON_ACCELERATORS = "on the accelerators"  # what a proof says that holds for placements without offload
 
 
@@ -124,6 +128,8 @@ def _least_held(problem: Problem, keys: frozenset[DeviceKey]) -> int:
 def _search(problem: Problem, limits: Limits, near: Assignment | None) -> Solution | None:
     for candidate, streaming in _attempts(problem, accelerators_alone(problem)):
         if streaming:
+            if candidate.balance:
+                warn(_NOT_EVEN)
             found = _place_streamed(candidate, problem, limits, near)
         else:
             found = _place_resident(candidate, problem, limits, near)
@@ -175,10 +181,7 @@ def _place_evenly(
     search = ResidentSearch(candidate, effort)
     evaluation = search.evaluation() if search.begin() else None
     if evaluation is None or not evaluation.feasible:
-        warn(
-            "balance=True: the model does not fit the accelerators in even segments, so it is placed for the "
-            "least time instead"
-        )
+        warn(_NOT_EVEN)
         return _place_resident(replace(candidate, balance=False), problem, limits, near)
     search.relax()
     bound = replace(search.bound, proof=f"{search.bound.proof}, of the fastest placement, even or not")

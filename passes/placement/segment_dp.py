@@ -353,7 +353,7 @@ class SegmentDP:
         seconds += tables.host_count * arrays.latency[host, device]
         seconds += tables.host_bytes * arrays.per_byte[host, device]
         returned = arrays.item[arrays.reader == arrays.count]
-        if len(returned):
+        if len(returned) and not self.slowest:  # the last stage of several passes on as the others do
             back = len(returned) * arrays.latency[device, host]
             back += float(arrays.nbytes[returned].sum()) * arrays.per_byte[device, host]
             seconds = seconds + np.where(ends == last, back, 0.0)
