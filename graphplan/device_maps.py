@@ -15,7 +15,7 @@ from torch import nn
 
 from graphplan.device import CPU, DISK, DeviceKey
 from graphplan.module_map import merged_map
-from graphplan.passes.packing import Block, Packing, pack, spill
+from graphplan.packing import Block, Packing, pack, spill
 from graphplan.twin import identity, tensor_bytes
 from graphplan.warn import warn
 

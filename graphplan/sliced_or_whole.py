@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from graphplan.errors import InfeasibleError, readable_bytes
 from graphplan.formulation import Formulation
+from graphplan.oversized import find_oversized, offered_parts
 from graphplan.passes.annotate import Annotator
 from graphplan.passes.placement.driver import sketch
 from graphplan.passes.placement.limits import Limits
-from graphplan.passes.placement.oversized import find_oversized, offered_parts
 from graphplan.passes.placement.problem import cpu_key
 from graphplan.passes.slicing import is_sliceable, slice_weights
 from graphplan.settling import Choice, settle

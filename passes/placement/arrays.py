@@ -110,6 +110,9 @@ class Arrays:
         self.item_of = {name: v for v, name in enumerate(self.names)}
         self.nbytes = np.array([v.copy_bytes for v in tensors] + [w.nbytes for w in weights], dtype=float)
         self.source = np.full(len(self.names), -1)
+        self.loose: list[
+            int
+        ] = []  # weights that are returned and read by nobody: the planner chose their home
         self.fixed = np.full(len(self.names), -1)
         for v, value in enumerate(tensors):
             maker = graph.producer.get(value.name)
@@ -129,8 +132,9 @@ class Arrays:
                     self.fixed[v] = self.number[fixed[first]]
                 else:
                     self.source[v] = self.index[graph.readers[first][0]]
-            else:  # returned, and read by nobody: where ``reside`` puts it
-                self.fixed[v] = self.number[reside(self.problem, self._anywhere()).weights[weight.name]]
+            else:  # returned, and read by nobody: near the caller
+                self.fixed[v] = self._nearest(float(weight.nbytes)) if cpu is None else self.number[cpu]
+                self.loose.append(v)
 
     def _siblings(self) -> dict[str, str]:
         """Buffers that nobody reads -> a buffer of the same module that is read: they reside together."""
@@ -144,8 +148,10 @@ class Arrays:
         places = ((w.name, read.get(w.name.rpartition(".")[0])) for w in unread)
         return {name: other for name, other in places if other is not None and name != other}
 
-    def _anywhere(self) -> dict[str, DeviceKey]:
-        return dict.fromkeys(self.graph.operations, self.keys[0])
+    def _nearest(self, nbytes: float) -> int:
+        """The device from which a weight comes to the caller in the least time, of equals the roomiest."""
+        seconds = self.latency[:, self.host] + nbytes * self.per_byte[:, self.host]
+        return min(range(self.computing), key=lambda d: (seconds[d], -self.specs[d].room))
 
     def _list_reads(self) -> None:
         reads, looks = list[tuple[int, int]](), list[tuple[int, int]]()
@@ -231,6 +237,14 @@ class Arrays:
             found = self._allocations[size] = spec.allocated(nbytes) if nbytes else 0
         return found
 
+    def _least_held(self, name: str) -> int:
+        """Bytes that a device holds at least where a value is read: its storage, or a copy of a base."""
+        values, found = self.graph.values, self.graph.values[name].copy_bytes
+        while (base := values[name].alias_of) is not None and base in values:
+            name = base
+            found = min(found, values[name].copy_bytes)
+        return found if name in self.graph.inputs else min(found, values[name].nbytes)
+
     @cached_property
     def working_sets(self) -> Floats:
         """(devices that compute, macro-operations) bytes of the neediest operation, beside all weights.
@@ -248,9 +262,7 @@ class Arrays:
                     if value is None and name in self.problem.fixed_weights:
                         fixed.append((self.problem.fixed_weights[name], graph.weights[name].nbytes))
                     elif value is not None and value.is_tensor and root not in graph.weights:
-                        # the storage where it was made, or a copy of what is read
-                        held = value.copy_bytes if root in graph.inputs else graph.values[root].nbytes
-                        roots[root] = max(roots.get(root, 0), min(value.copy_bytes, held))
+                        roots[root] = max(roots.get(root, 0), self._least_held(name))
                 made = [graph.values[name].nbytes for name in operation.outputs]
                 for d, spec in enumerate(self.specs):
                     at_host = d == self.host
@@ -387,7 +399,8 @@ class Arrays:
 
         At least: what an allocator takes beyond whole 512s depends on what is allocated together.
         """
-        where = self.fixed[self.values :]
+        where = self.fixed[self.values :].copy()
+        where[[v - self.values for v in self.loose]] = -1
         found = np.zeros(self.computing)
         counted = np.bincount(where[where >= 0], self.weight_bytes[where >= 0], len(self.keys))
         found += counted[: self.computing]
@@ -431,6 +444,7 @@ class Arrays:
         homes: dict[str, DeviceKey] = {}
         if self.unread:
             homes = self._fill(self._read_peaks(devices, chosen))
+        homes |= {self.names[v]: self.keys[self.fixed[v]] for v in self.loose}
         if chosen is not None:
             decided = np.flatnonzero(
                 (chosen >= 0) & (self.fixed < 0) & (np.arange(len(chosen)) >= self.values)

@@ -27,8 +27,8 @@ __all__ = ["ON_ACCELERATORS", "bound_with_offload", "holds_for", "place", "sketc
 
 _MILP = "integer program over operation classes"
 _NOT_EVEN = (
-    "balance=True: the model does not fit the accelerators in even pieces, so it is placed for the least time "
-    "instead"
+    "balance=True: the model does not fit the accelerators in even pieces, so it is placed for the least "
+    "time instead"
 )
 ON_ACCELERATORS = "on the accelerators"  # what a proof says that holds for placements without offload
 

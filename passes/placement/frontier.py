@@ -80,6 +80,7 @@ class Step:
         seconds: (devices,) infinite where it may not be.
         nbytes: of the weights that reside with it.
         movable: those of them that may be streamed instead.
+        copied: bytes of a copy of these.
         needs: (devices,) bytes of activations and workspace while it runs.
         workspace: (devices,) the part of them that is neither read nor passed on.
         before: (devices,) seconds until it reads what is streamed.
@@ -95,6 +96,7 @@ class Step:
     seconds: Floats
     nbytes: float
     movable: float
+    copied: float
     needs: Floats
     workspace: Floats
     before: Floats
@@ -141,10 +143,12 @@ class Frontier:
         values = self._values()
         self.needs_home = any(self._depends_on_source(value) for value in values)
         self.width = self.devices * (2 if self.needs_home else 1)
-        self.per_word = max(1, _WORD // self.width)
+        self.per_word = _WORD // self.width  # none where devices are so many: all values are relaxed
         self.mask = (1 << self.devices) - 1
         classes = device_classes(arrays)
         self.before = [(b, a) for members in classes for a, b in pairwise(members)]
+        if self.devices > _WORD:  # then no bits are left for which are in use
+            self.before = []
         self.steps = self._make_steps(values, first)
 
     # -- reading the problem -------------------------------------------------------------------------
@@ -194,6 +198,8 @@ class Frontier:
             if item in returned:
                 if maker >= 0:
                     self.clock[:, maker] += seconds[:count, arrays.host]
+                elif item in arrays.loose:  # for a bound, from wherever it takes least
+                    self.constant += float(seconds[:count, arrays.host].min())
                 elif item < arrays.values or arrays.fixed[item] >= 0:
                     self.constant += seconds[arrays.fixed[item], arrays.host]
                 seconds[:, arrays.host] = 0.0
@@ -270,9 +276,10 @@ class Frontier:
             seconds = np.array([0.0 if self._may_hold(item, d) else np.inf for d in range(self.devices)])
             nbytes = float(arrays.weight_bytes[item - arrays.values])
             nothing = np.zeros(self.devices)
-            return Step(variable, seconds, nbytes, 0.0, nothing, nothing, nothing, nothing)
+            return Step(variable, seconds, nbytes, 0.0, 0.0, nothing, nothing, nothing, nothing)
         nbytes = sum(float(arrays.weight_bytes[item - arrays.values]) for item in self.own[variable])
         movable = sum(float(arrays.weight_bytes[item - arrays.values]) for item in self.movable(variable))
+        copied = float(sum(arrays.nbytes[item] for item in self.movable(variable)))
         needs = arrays.working_sets[:, variable]
         workspace = arrays.workspace[:, arrays.units[variable]].max(axis=1)
         return Step(
@@ -280,6 +287,7 @@ class Frontier:
             self.clock[:, variable].copy(),
             nbytes,
             movable,
+            copied,
             needs,
             workspace,
             *self._beside(variable),
@@ -287,9 +295,18 @@ class Frontier:
 
     def movable(self, unit: int) -> list[int]:
         """The own weights of a macro-operation that are worth a copy at each forward pass."""
+        nbytes = self.arrays.nbytes
         items = [item for item in self.own[unit] if self.is_streamable(item)]
-        least = self.arrays.params.negligible * max((self.arrays.nbytes[item] for item in items), default=0.0)
-        return [item for item in items if self.arrays.nbytes[item] >= least]
+        if not self.guide:  # for a bound, all of them
+            return items
+        left = self.arrays.params.negligible * sum(nbytes[item] for item in items)
+        small: set[int] = set()
+        for item in sorted(items, key=lambda item: nbytes[item]):
+            left -= nbytes[item]
+            if left < 0:
+                break
+            small.add(item)
+        return [item for item in items if item not in small]
 
     def _beside(self, unit: int) -> tuple[Floats, Floats]:
         """(devices,) seconds of a macro-operation before it reads what is streamed, and after."""
@@ -305,8 +322,7 @@ class Frontier:
         specs = self.arrays.specs
         if specs[device].is_accelerator or self.streaming:
             return True
-        accelerators = [d for d, spec in enumerate(specs) if spec.is_accelerator]
-        return not np.isfinite(self.clock[accelerators][:, list(self.readers[item])]).any()
+        return self._is_read_on_cpu_only(item)
 
     def _give_slots(self, steps: list[Step], touched: dict[int, list[_Value]], place: dict[int, int]) -> None:
         """A slot for each value while it is live; slot 0 says which devices are in use."""
@@ -334,7 +350,7 @@ class Frontier:
             step.closed = tuple(sorted(closed))
             step.open = tuple(sorted(cost, key=lambda slot: (cost[slot], slot)))
         self.slot_of = slots
-        self.words = 1 + max(slots.values(), default=0) // self.per_word
+        self.words = 1 + max(slots.values(), default=0) // max(1, self.per_word)
 
     def _touch(self, value: _Value, i: int, slot: int, place: dict[int, int]) -> Touch:
         maker = -1 if value.maker < 0 else place[value.maker]
@@ -403,7 +419,7 @@ class Frontier:
         count, devices = states.shape[1], np.arange(self.devices)
         after = np.repeat(states[None], self.devices, axis=0)
         seconds = np.repeat(step.seconds[:, None], count, axis=1)
-        bits = np.left_shift(np.int64(1), devices)[:, None]
+        bits = np.left_shift(np.int64(1), devices % _WORD)[:, None]
         if self.before:
             for device, other in self.before:
                 seconds[device, (states[0] >> other & 1) == 0] = np.inf

@@ -183,8 +183,8 @@ class _Search:
         if not grown:
             return labels.take(np.zeros(0, dtype=np.int64))
         found = _joined(grown)
-        if step.alike:
-            found.state = self.frontier.ordered(found.state, step.alike)
+        if stage.alike:
+            found.state = self.frontier.ordered(found.state, stage.alike)
         found.value = self._values(found, rest[stage.find(self.frontier, found.state)])
         return self._best(found)
 
@@ -238,7 +238,7 @@ class _Search:
         """Of streaming a step's weights; a single slot is waited for by the clock of the labels."""
         arrays, cpu = self.frontier.arrays, self.relaxation.cpu
         assert cpu is not None
-        return float(arrays.latency[cpu, d] + self.frontier.steps[i].movable * arrays.per_byte[cpu, d])
+        return float(arrays.latency[cpu, d] + self.frontier.steps[i].copied * arrays.per_byte[cpu, d])
 
     def _values(self, labels: _Labels, rest: Floats) -> Floats:
         priced = self.per_byte @ labels.nbytes + self.constant + rest

@@ -67,9 +67,12 @@ class _Program:
             [step.needs for step in self.frontier.steps if step.variable < self.frontier.units]
         ).T
         self.classes = self._classify()
-        self.windows = 1 + max(c.window for c in self.classes)
+        self.windows = 1 + max(0, *(c.window for c in self.classes)) if self.classes else 1
         self.places = self._places()
+        rings = arrays.problem.rings
+        # existing buffers are counted in rows of their own
         self.room = arrays.room - arrays.fixed_bytes
+        self.room += np.array([float(rings.get(spec.key, 0)) for spec in arrays.specs])
         rooms = [room for room, spec in zip(self.room, arrays.specs, strict=True) if spec.is_accelerator]
         self.byte_scale = max(
             1.0, float(arrays.weight_bytes.max(initial=1.0)), 0.01 * max(rooms, default=0.0)
@@ -182,7 +185,8 @@ class _Program:
         for window, elapsed in enumerate(self.elapsed):
             program.at_most([*self.clock[window], (elapsed, -1.0)], 0.0)
         everything = [term for terms in self.clock.values() for term in terms]
-        program.at_most([*everything, *((elapsed, -1.0) for elapsed in self.elapsed)], 0.0)
+        constant = self.frontier.constant / self.scale
+        program.at_most([*everything, *((elapsed, -1.0) for elapsed in self.elapsed)], -constant)
         program.at_most([*((elapsed, 1.0) for elapsed in self.elapsed), (self.makespan, -1.0)], 0.0)
         assert arrays.computing == self.frontier.devices
 
@@ -257,11 +261,10 @@ class _Program:
         there = sum(problem.rings.get(keys[d], 0) for d in place)
         room = float(max(self.room[place[0]], 0.0))
         most = len(place) * min(room, max(problem.growth.get(keys[d], room) for d in place))
-        variable = self.program.variable(max(most, there) / self.byte_scale)
+        variable = self.program.variable(max(most, there) / self.byte_scale, low=there / self.byte_scale)
         steps = np.diff([0.0, *self.sizes]) / self.byte_scale
         terms = [(slot, -float(step)) for slot, step in zip(slots, steps, strict=True)]
         self.program.at_least([(variable, 1.0), *terms], 0.0)
-        # what is resident counts the buffers that exist already
         return variable
 
     def _in_time(self, place: list[int], queue: dict[int, list[tuple[int, float]]], buffers: int) -> None:
@@ -363,4 +366,4 @@ class _Program:
         """Seconds below which no placement can be."""
         enough = 1.0 - effort.params.sufficient_gap / 2
         found = branch_and_bound(self.program, self.makespan, enough, effort)
-        return found * self.scale + self.frontier.constant
+        return found * self.scale

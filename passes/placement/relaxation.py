@@ -84,6 +84,7 @@ class Relaxation:
         self.accelerator: Bools = np.array([spec.is_accelerator for spec in arrays.specs], dtype=bool)
         self.nbytes = np.array([step.nbytes for step in steps])
         self.movable = np.array([step.movable for step in steps])
+        self.copied = np.array([step.copied for step in steps])
         self.needs = np.array([step.needs for step in steps]).T
         self.fixed_queue = np.zeros((count, len(steps)))
         for i, step in enumerate(steps):
@@ -105,6 +106,8 @@ class Relaxation:
         needs = np.where(np.isfinite(self.seconds) & runs, self.needs, np.inf)
         least = needs.min(axis=1, initial=np.inf)
         self.least = least = np.where(np.isfinite(least), least, 0.0)
+        if self.cpu is not None:  # but for CPU memory, which holds streamed weights while nothing runs there
+            least[self.cpu] = 0.0
         self.room = arrays.room - arrays.fixed_bytes - least
         reserved = np.zeros(len(self.room)) if self.buffers is None else self.buffers.total
         self.crowded = bool((self.room[reserved > 0] < reserved[reserved > 0]).any())
@@ -122,7 +125,7 @@ class Relaxation:
         latency = arrays.latency[self.cpu, : self.frontier.devices]
         for d in np.flatnonzero(self.accelerator).tolist():
             able = (self.movable > 0) & np.isfinite(self.seconds[d])
-            seconds = self.movable * per_byte[d]
+            seconds = self.copied * per_byte[d]
             if self.on_clock:
                 seconds = seconds + latency[d]
             elif self.buffers is not None:
@@ -290,7 +293,8 @@ class Relaxation:
             clock_sum += np.minimum(seconds, self.ahead)
             state = int(onward[d])
         slope = np.concatenate([(nbytes - self.room) / self._scale, queue - clock_sum])
-        return float(rest[0][0] - prices.per_byte @ self.room) + self.frontier.constant, rest, slope
+        constant = (1.0 - float(prices.queue.sum())) * self.frontier.constant
+        return float(rest[0][0] - prices.per_byte @ self.room) + constant, rest, slope
 
     def _first_prices(self) -> Floats | None:
         """From the linear program of operation classes over devices; None where it has no solution."""

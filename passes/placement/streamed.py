@@ -60,10 +60,12 @@ class StreamedSearch:
     arrays: Arrays = field(init=False)
     coarse: Arrays = field(init=False)
     frontier: Frontier = field(init=False)
+    guide: Frontier = field(init=False)
 
     def __post_init__(self) -> None:
         self.arrays = Arrays(self.problem, self.effort.params)
         self.frontier = Frontier(self.arrays, streaming=True)
+        self.guide = Frontier(self.arrays, streaming=True, guide=True)
         tied = coarsen(self.arrays)
         self.coarse = self.arrays if tied is self.problem else Arrays(tied, self.effort.params)
 
@@ -90,8 +92,8 @@ class StreamedSearch:
 
     def begin(self, near: Assignment | None = None) -> bool:
         """Segments with streamed excess, everything on one device; whether one is within the budgets."""
-        if near is not None:
-            self.offer(evaluate(self.problem, near))
+        if near is not None and (known := self._adopted(near)) is not None:
+            self.offer(evaluate(self.problem, known))
         for streaming, use_cpu, loose in ((1, 1, 0), (0, 1, 0), (1, 0, 0), (1, 1, 1)):
             if self.best is not None and (loose or self.effort.visits < 0.8 * self.effort.total):
                 break
@@ -107,6 +109,27 @@ class StreamedSearch:
             if self.best is None or not self.arrays.specs[d].is_accelerator:
                 self._all_on(d)
         return self.best is not None
+
+    def _adopted(self, near: Assignment) -> Assignment | None:
+        """A known placement with the rules of this problem; None where it parts what must be together."""
+        arrays, problem, cpu = self.arrays, self.problem, self.frontier.cpu
+        if near.operations.keys() != problem.graph.operations.keys():
+            return None
+        operations = problem.obey(near.operations)
+        if any(len({operations[name] for name in group}) > 1 for group in problem.graph.together):
+            return None
+        streamed = [
+            arrays.names[item]
+            for item in range(arrays.values, len(arrays.names))
+            if cpu is not None and self.frontier.is_streamable(item)
+            if near.weights.get(arrays.names[item]) == arrays.keys[cpu]
+        ]
+        homes = {}
+        for item in arrays.shared:
+            name = arrays.names[item]
+            if near.weights.get(name) in {operations[reader] for reader in problem.graph.readers[name]}:
+                homes[name] = near.weights[name]
+        return replace(reside(problem, operations, streamed, homes), slots=near.slots)
 
     def _all_on(self, device: int) -> None:
         arrays = self.arrays
@@ -145,7 +168,7 @@ class StreamedSearch:
 
     def _spread(self, devices: Ints, device: int, nbytes: float) -> Iterator[str]:
         """Weights read on a device, at equal distances in its order, of so many bytes with two slots."""
-        frontier = self.frontier
+        frontier = self.guide
         mine = [item for unit in range(frontier.units) for item in frontier.movable(unit)]
         mine = [item for item in mine if devices[self.arrays.source[item]] == device]
         sizes = self.arrays.nbytes[mine]

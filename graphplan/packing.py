@@ -15,7 +15,7 @@ from scipy.optimize import Bounds, LinearConstraint
 from scipy.sparse import eye as identity
 from scipy.sparse import kron, vstack
 
-from graphplan.passes.quiet import milp
+from graphplan.highs_output import milp
 
 __all__ = ["Block", "Packing", "pack", "spill"]
 
