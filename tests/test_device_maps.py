@@ -22,7 +22,7 @@ from torch import nn
 
 import graphplan
 from graphplan import infer_auto_device_map
-from graphplan.passes.packing import Block, pack, spill
+from graphplan.packing import Block, pack, spill
 from graphplan.runtime.simulated_tensor import SimulatedTensor
 
 

@@ -11,7 +11,7 @@ from builders import chain
 from instances import random_chain
 
 from graphplan.device import read_max_memory
-from graphplan.passes import quiet
+from graphplan import highs_output as quiet
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.problem import Problem
 
