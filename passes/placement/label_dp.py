@@ -98,7 +98,13 @@ class _Labels:
 
 
 def search_labels(
-    relaxation: Relaxation, width: int, below: float, effort: Effort, margin: Floats | None = None
+    relaxation: Relaxation,
+    width: int,
+    below: float,
+    effort: Effort,
+    margin: Floats | None = None,
+    *,
+    estimates: bool = False,
 ) -> LabelSearch:
     """Complete placements by label setting.
 
@@ -107,21 +113,28 @@ def search_labels(
         width: labels kept after a step.
         below: seconds of a known placement; what cannot be faster is dropped.
         effort: what is charged.
-        margin: (devices,) bytes to leave free, where exact peaks passed a budget. Live values are then
-            counted too, by an estimate, so that the bound says nothing.
+        margin: (devices,) bytes to leave free, where exact peaks passed a budget; the bound then says nothing.
+        estimates: whether live values count as well, by an estimate, so that the bound says nothing either.
     """
-    return _Search(relaxation, width, below, effort, margin).run()
+    return _Search(relaxation, width, below, effort, margin, estimates=estimates).run()
 
 
 class _Search:
     def __init__(
-        self, relaxation: Relaxation, width: int, below: float, effort: Effort, margin: Floats | None
+        self,
+        relaxation: Relaxation,
+        width: int,
+        below: float,
+        effort: Effort,
+        margin: Floats | None,
+        *,
+        estimates: bool,
     ) -> None:
         self.relaxation, self.frontier = relaxation, relaxation.frontier
         self.width, self.below, self.effort = width, below, effort
         count = self.frontier.devices
         self.buffers = relaxation.buffers or Buffers.none(count)
-        self.estimates = margin is not None
+        self.estimates = estimates
         self.streams = relaxation.buffers is not None and relaxation.streams and not relaxation.on_clock
         self.room = relaxation.room + relaxation.least - (0.0 if margin is None else margin)
         prices = relaxation.prices
@@ -253,7 +266,7 @@ class _Search:
 
     def _best(self, labels: _Labels) -> _Labels:
         """Without dominated labels, and with no more than ``width``."""
-        order = np.argsort(labels.value, kind="stable")
+        order = self._order(labels)
         order = order[labels.value[order] < self.below]
         if len(order) > 4 * self.width:
             self._drop(labels.value[order[4 * self.width :]])
@@ -264,6 +277,17 @@ class _Search:
             self._drop(labels.value[self.width :])
             labels = labels.take(np.arange(self.width))
         return labels
+
+    def _order(self, labels: _Labels) -> Ints:
+        """By f-value; where weights are streamed, of nearly equal ones first what keeps fewer bytes.
+
+        A copy that the clock hides costs nothing now, and leaves room for a weight that could not be hidden.
+        """
+        if not self.streams:
+            return np.argsort(labels.value, kind="stable")
+        alike = np.round(labels.value / (self.effort.params.sufficient_gap / 10 * self.relaxation.bound))
+        held = labels.nbytes[self.relaxation.accelerator].sum(axis=0)
+        return np.lexsort((held, alike))
 
     def _drop(self, values: Floats) -> None:
         if len(values):

@@ -29,20 +29,22 @@ __all__ = ["Buffers", "Prices", "Relaxation"]
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """How prefetch buffers limit streaming.
+    """What is set aside of the accelerators' memory before a search.
 
     Attributes:
-        slots: (devices,) of the accelerators' buffers; 0 where nothing is streamed.
+        slots: (devices,) of the prefetch buffers; 0 where nothing is streamed.
         nbytes: (devices,) of each slot.
+        beside: (devices,) for activations; at least what the least needy operation takes.
     """
 
     slots: Ints
     nbytes: Floats
+    beside: Floats
 
     @classmethod
     def none(cls, devices: int) -> Buffers:
         """Nothing is streamed."""
-        return cls(np.zeros(devices, dtype=np.int64), np.zeros(devices))
+        return cls(np.zeros(devices, dtype=np.int64), np.zeros(devices), np.zeros(devices))
 
     @property
     def total(self) -> Floats:
@@ -108,6 +110,8 @@ class Relaxation:
         self.least = least = np.where(np.isfinite(least), least, 0.0)
         if self.cpu is not None:  # but for CPU memory, which holds streamed weights while nothing runs there
             least[self.cpu] = 0.0
+        if self.buffers is not None:
+            self.least = least = np.maximum(least, self.buffers.beside)
         self.room = arrays.room - arrays.fixed_bytes - least
         reserved = np.zeros(len(self.room)) if self.buffers is None else self.buffers.total
         self.crowded = bool((self.room[reserved > 0] < reserved[reserved > 0]).any())

@@ -217,7 +217,7 @@ class ResidentSearch:
         margin = np.zeros(self.arrays.computing)
         for attempt in range(1 + params.retries):
             below = self.seconds * (1 if attempt else 1 - 1e-9)
-            found = search_labels(relaxation, width, below, self.effort, margin if attempt else None)
+            found = search_labels(relaxation, width, below, self.effort, margin, estimates=bool(attempt))
             if not attempt and found.bound > case.bound:
                 case.bound, case.proof = found.bound * (1 - 1e-9), _LABELS
             if not found.completions or self._judge(found.completions) or self.effort.over:

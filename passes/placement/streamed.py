@@ -191,7 +191,7 @@ class StreamedSearch:
         configurations = sorted(self._configurations(part), key=lambda c: c.bound)
         self.effort.spent(part)
         part = self.effort.share(0.35)
-        best: _Configuration | None = None
+        best = configurations[0] if configurations else None
         for configuration in configurations:
             if part.over or configuration.bound >= self.seconds * (1 - self.effort.params.sufficient_gap):
                 break
@@ -253,31 +253,48 @@ class StreamedSearch:
         return found
 
     def _buffers(self, frontier: Frontier, slots: int, nbytes: float) -> Buffers | None:
+        """Prefetch buffers on each accelerator, beside what the neediest operation takes, if there is room."""
         keys, count = self.arrays.keys, frontier.devices
         accelerates = np.array([spec.is_accelerator for spec in self.arrays.specs])
-        buffers = Buffers(np.where(accelerates, slots, 0), np.where(accelerates, nbytes, 0.0))
+        needs = np.array([step.needs for step in frontier.steps]).max(axis=0)
+        total = np.where(accelerates, slots * nbytes, 0.0)
+        fits = self.arrays.room - self.arrays.fixed_bytes - total >= needs
         limits = np.array([self.problem.growth.get(keys[d], np.inf) for d in range(count)])
-        return None if (buffers.total > limits).any() else buffers
+        if (total > limits).any():
+            return None
+        beside = np.where(accelerates & fits, needs, 0.0)
+        return Buffers(np.where(accelerates, slots, 0), np.where(accelerates, nbytes, 0.0), beside)
 
     def _search(self, configuration: _Configuration, width: int, effort: Effort) -> bool:
-        """Search a configuration; whether that improved the best placement."""
+        """Search a configuration; whether that improved the best placement.
+
+        Where exact peaks pass a budget, more is set aside for activations, at prices of their own.
+        """
         relaxation, before = configuration.relaxation, self.seconds
         configuration.width = width
-        margin = np.zeros(relaxation.frontier.devices)
         for _ in range(1 + self.effort.params.retries):
-            if effort.over:
+            if effort.over or not relaxation.possible:
                 break
-            found = search_labels(relaxation, width, 1.5 * self.seconds, effort, margin)
+            found = search_labels(relaxation, width, 1.5 * self.seconds, effort)
             if not found.completions:
                 break
             first = self._judge(relaxation, found.completions[0])
             if self.offer(first) or not first.excess:
+                configuration.relaxation = relaxation
                 break
+            if min(first.seconds, found.completions[0].seconds) > self.seconds:
+                break
+            buffers = relaxation.buffers
+            assert buffers is not None
+            beside = np.maximum(buffers.beside, relaxation.least)
             for key, over in first.excess.items():
                 d = self.arrays.number[key]
-                margin[d] += over + max(0.0, float(found.completions[0].spare[d]))
-            if min(first.seconds, found.completions[0].seconds) > 1.03 * self.seconds:
-                break
+                beside[d] += over + max(0.0, float(found.completions[0].spare[d]))
+            tighter = replace(buffers, beside=beside)
+            stages = relaxation.stages
+            relaxation = self._configuration(
+                relaxation.frontier, stages, tighter, effort, rounds=4
+            ).relaxation
         return self.seconds < before
 
     def _judge(self, relaxation: Relaxation, completion: Completion) -> Evaluation:
@@ -330,7 +347,7 @@ class StreamedSearch:
                     if (slots, size) != (buffers.slots[d], buffers.nbytes[d]) and slots * size <= limit:
                         changed = buffers.slots.copy(), buffers.nbytes.copy()
                         changed[0][d], changed[1][d] = slots, size
-                        yield Buffers(*changed)
+                        yield replace(buffers, slots=changed[0], nbytes=changed[1])
 
     def _widen(self, best: _Configuration, effort: Effort) -> None:
         """Search the best configuration wider and wider, at better prices."""
