@@ -113,7 +113,7 @@ def search_labels(
         width: labels kept after a step.
         below: seconds of a known placement; what cannot be faster is dropped.
         effort: what is charged.
-        margin: (devices,) bytes to leave free, where exact peaks passed a budget; the bound then says nothing.
+        margin: (devices,) bytes to leave free, where exact peaks passed a budget; the bound is then none.
         estimates: whether live values count as well, by an estimate, so that the bound says nothing either.
     """
     return _Search(relaxation, width, below, effort, margin, estimates=estimates).run()
@@ -285,7 +285,7 @@ class _Search:
         """
         if not self.streams:
             return np.argsort(labels.value, kind="stable")
-        alike = np.round(labels.value / (self.effort.params.sufficient_gap / 10 * self.relaxation.bound))
+        alike = np.round(labels.value / (self.effort.params.sufficient_gap / 1000 * self.relaxation.bound))
         held = labels.nbytes[self.relaxation.accelerator].sum(axis=0)
         return np.lexsort((held, alike))
 
