@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from graphplan.passes.placement import disk as caller_of_place
-from graphplan.passes.placement.evaluate import Evaluation, evaluate
-from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.limits import Limits
 from graphplan.passes.placement.certificate import Solution
 from graphplan.passes.placement.driver import place
+from graphplan.passes.placement.evaluate import Evaluation, evaluate
+from graphplan.passes.placement.limits import Limits
+from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import reside
 
 __all__ = [

@@ -10,8 +10,8 @@ import pytest
 from builders import chain
 from instances import random_chain
 
-from graphplan.device import read_max_memory
 from graphplan import highs_output as quiet
+from graphplan.device import read_max_memory
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.problem import Problem
 

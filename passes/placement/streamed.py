@@ -253,7 +253,7 @@ class StreamedSearch:
         return found
 
     def _buffers(self, frontier: Frontier, slots: int, nbytes: float) -> Buffers | None:
-        """Prefetch buffers on each accelerator, beside room for the neediest operation where there is some."""
+        """Prefetch buffers on each accelerator, beside room for the neediest operation if there is any."""
         keys, count = self.arrays.keys, frontier.devices
         accelerates = np.array([spec.is_accelerator for spec in self.arrays.specs])
         needs = np.array([step.needs for step in frontier.steps]).max(axis=0)
