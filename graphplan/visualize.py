@@ -82,9 +82,11 @@ def count_text(count: int, one: str, many: str = "") -> str:
 
 
 def gap_text(plan: Plan, digits: int = 1) -> str:
-    """How far from the bound a plan may be, and what proved that; without a bound nobody knows."""
-    known = plan.lower_bound > 0 or plan.makespan == 0
-    return f"gap {f'{100 * plan.gap:.{digits}f} %' if known else 'unknown'} ({plan.proof})"
+    """How far from optimal a plan may be, and what proved that; without a bound nobody knows."""
+    if not (plan.lower_bound > 0 or plan.makespan == 0):
+        return f"gap unknown ({plan.proof})"
+    gap = f"{100 * plan.gap:.{digits}f} %"
+    return f"within {gap} of optimal ({plan.proof})"
 
 
 def _sliced(plan: Plan) -> list[str]:

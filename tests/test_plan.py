@@ -124,7 +124,7 @@ def test_device_map_names_a_modules_own_parameters() -> None:
 
 def test_summary_is_a_table(plan: Plan) -> None:
     text = plan.summary()
-    for expected in ("budget", "peak", "20.0 KiB", "stage", "transfers", "gap", "blocks"):
+    for expected in ("budget", "peak", "20.0 KiB", "stage", "transfers", "of optimal", "blocks"):
         assert expected in text
     assert str(plan) == text
     assert "stages" in repr(plan)
