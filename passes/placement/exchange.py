@@ -13,6 +13,8 @@ from dataclasses import replace
 from graphplan.device import DeviceKey
 from graphplan.graph import Graph
 from graphplan.passes.placement.evaluate import Evaluation
+from graphplan.passes.placement.limits import Limits
+from graphplan.passes.placement.params import Effort
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.shared_buffers import evaluate_together, fit_together
 
@@ -25,7 +27,7 @@ def exchange(
     problems: Sequence[Problem],
     weights: Sequence[float],
     start: Sequence[Evaluation],
-    work: int,
+    limits: Limits,
 ) -> list[Evaluation]:
     """Placements of which the weighted sum of seconds is at most that of ``start``.
 
@@ -33,10 +35,10 @@ def exchange(
         problems: one for each call; weights of one name are one weight.
         weights: how much each call's seconds count.
         start: a feasible placement of each call, over the same homes of weights and the same rings.
-        work: steps of schedules that may be judged; the result does not depend on the clock.
+        limits: when to stop.
     """
-    search = _Search(problems, weights, start, work)
-    while search.left > 0 and search.sweep():
+    search = _Search(problems, weights, start, limits)
+    while not search.over and search.sweep():
         pass
     return search.best
 
@@ -47,9 +49,11 @@ class _Search:
         problems: Sequence[Problem],
         weights: Sequence[float],
         start: Sequence[Evaluation],
-        work: int,
+        limits: Limits,
     ) -> None:
-        self.problems, self.weights, self.best, self.left = problems, weights, list(start), work
+        self.problems, self.weights, self.best = problems, weights, list(start)
+        operations = sum(len(problem.graph.operations) for problem in problems)
+        self.effort = Effort(Effort.default(operations).visits * limits.effort, limits.deadline)
         self.keys = [spec.key for spec in problems[0].topology.devices if spec.computes]
         self.accelerators = {s.key for s in problems[0].topology.devices if s.is_accelerator}
         fixed = {name for problem in problems for name in problem.fixed_weights}
@@ -63,6 +67,10 @@ class _Search:
                 del self.units[unit]
         self.seconds = self._sum(self.best)
 
+    @property
+    def over(self) -> bool:
+        return self.effort.over
+
     def _sum(self, found: Sequence[Evaluation]) -> float:
         return sum(weight * one.seconds for weight, one in zip(self.weights, found, strict=True))
 
@@ -71,7 +79,7 @@ class _Search:
         improved = False
         for unit in self.units:
             for key in self.keys:
-                if self.left <= 0:
+                if self.over:
                     return improved
                 if self._home(unit) != key:
                     improved |= self._move(unit, key)
@@ -87,7 +95,7 @@ class _Search:
             return self._adopt(found)
         before = self._home(unit)
         for other in self._rivals(unit, key):
-            if self.left <= 0:
+            if self.over:
                 return False
             found = self._judge({unit: key, other: before})
             if found is not None and self._adopt(found):
@@ -117,7 +125,7 @@ class _Search:
             for devices in self._ways(index, moved):
                 changed = replace(one.schedule.assignment, operations=devices, weights=homes)
                 (judged,) = fit_together([self.problems[index]], [changed])
-                self.left -= len(judged.schedule.steps)
+                self.effort.charge(100.0 * len(judged.schedule.steps))  # a schedule takes so much longer
                 if judged.feasible and (best is None or judged.seconds < best.seconds):
                     best = judged
             if best is None:

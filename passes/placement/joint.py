@@ -21,16 +21,13 @@ from graphplan.passes.placement.driver import bound_with_offload, holds_for, pla
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.exchange import exchange
 from graphplan.passes.placement.limits import Limits
-from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.params import SearchParams
+from graphplan.passes.placement.problem import Problem, cpu_key
 from graphplan.passes.placement.residence import reside
 from graphplan.passes.placement.shared_buffers import beside, evaluate_together, fit_together, within
 from graphplan.schedule import Assignment
 
 __all__ = ["Call", "place_jointly"]
-
-_ROUNDS = 6  # times that calls are asked to leave more room for each other
-_WORK = 600_000  # steps of schedules that the exchange may judge, a few seconds
-_PRECISION = 1.01  # of the budgets that an error says would do
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +93,14 @@ def place_jointly(
         for call, one in zip(calls, known, strict=True)
     ]
     problems, weights = [call.settled(pinned) for call in calls], [call.weight for call in calls]
-    starts = list(_search(calls, pinned, alone, limits))
+    starts = [*_search(calls, pinned, alone, limits), *_all_streamed(calls, pinned, limits)]
     if near is not None:
         start = fit_together(problems, near)
         starts += [start] if all(found.feasible for found in start) else []
     if not starts:
         raise _infeasible(calls, advise=advise)
-    exchanged = [exchange(problems, weights, start, _WORK // len(starts)) for start in starts]
+    part = limits.until(1 / (2 * len(starts)))
+    exchanged = [exchange(problems, weights, start, part) for start in starts]
     fastest = min(exchanged, key=lambda found: _total(calls, found))
     best = _polished(calls, fastest, limits)
     return tuple(
@@ -141,6 +139,28 @@ def _search(
             yield found
 
 
+def _all_streamed(
+    calls: Sequence[Call], pinned: Mapping[str, DeviceKey], limits: Limits
+) -> Iterator[list[Evaluation]]:
+    """All weights in CPU memory, as far as they may be; the exchange then brings some to accelerators."""
+    problem = calls[0].settled(pinned)
+    cpu = cpu_key(problem.topology)
+    if cpu is None or not problem.offload or not any(s.is_accelerator for s in problem.topology.devices):
+        return
+    streamable = frozenset.intersection(*(call.problem.graph.streamable for call in calls))
+    homes = {**dict.fromkeys(sorted(streamable), cpu), **pinned}
+    problems = [call.settled(homes) for call in calls]
+    found: list[Evaluation] = []
+    for one in problems:
+        placed = sketch(beside(one, found), limits)
+        if placed is None:
+            return
+        found.append(placed)
+    judged = fit_together(problems, [one.assignment for one in found])
+    if all(one.feasible for one in judged):
+        yield judged
+
+
 class _InOrder:
     """Place calls one after the other; where one lacks room, the others leave more."""
 
@@ -157,7 +177,7 @@ class _InOrder:
         self.spare: list[dict[DeviceKey, int]] = [{} for _ in calls]
 
     def run(self) -> list[Evaluation] | None:
-        for _ in range(_ROUNDS):
+        for _ in range(2 * SearchParams().retries):
             found = self._round()
             if found is not None:
                 return found
@@ -266,11 +286,12 @@ def _infeasible(calls: Sequence[Call], *, advise: bool) -> InfeasibleError:
     )
     if not advise:
         return InfeasibleError(said)
-    low, step = 1.0, _PRECISION - 1
+    precision = 1 + SearchParams().negligible
+    low, step = 1.0, precision - 1
     while not _fits(calls, 1 + step) and step < 1e6:  # most lack little, and each try takes long
         low, step = 1 + step, 2 * step
     high = 1 + step
-    while high / low > _PRECISION:
+    while high / low > precision:
         middle = (low + high) / 2
         low, high = (low, middle) if _fits(calls, middle) else (middle, high)
     available = {spec.key: spec.memory for spec in topology.devices}
