@@ -72,7 +72,8 @@ def test_no_bound_exceeds_the_best_placement(seed: int, kind: str) -> None:
 def test_the_best_placement_on_accelerators_is_found(seed: int, accelerators: int) -> None:
     problem, best = accelerated(seed, accelerators)
     solution = place(problem)
-    assert solution.evaluation.seconds == pytest.approx(best.seconds, rel=1e-6)
+    # of plans of the same time to a tenth of a percent, the one with most head-room is chosen
+    assert solution.evaluation.seconds == pytest.approx(best.seconds, rel=1e-3)
     assert solution.lower_bound <= best.seconds * TIGHT
 
 

@@ -97,6 +97,9 @@ def test_both_ways_of_trying_everything_agree(seed: int, kind: str) -> None:
     assert found is None or found.seconds == pytest.approx(expected, rel=1e-9)
 
 
+# among plans of the same time to a tenth of a percent, the one with most head-room is chosen
+HEADROOM = 1.001
+
 # seeds for which what the solver called the best once was not, and others
 SEEDS = {
     ("two", False): [*range(10), 45, 84, 99, 118, 130, 166, 187],
@@ -123,6 +126,6 @@ def test_no_placement_is_better_than_the_plan(kind: str, ties: bool, seed: int) 
     seconds = solution.evaluation.seconds
     assert solution.evaluation.feasible
     assert solution.lower_bound <= seconds * TIGHT
-    assert better(problem, seconds, offload=offloads(solution)) is None
+    assert better(problem, seconds / HEADROOM, offload=offloads(solution)) is None
     if offloads(solution):  # which is for models that do not fit without
         assert better(problem, np.inf, offload=False) is None

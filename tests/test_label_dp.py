@@ -166,7 +166,7 @@ def test_more_slots_hide_more_of_the_copies(slots: int) -> None:
     topology = Topology((card, replace(HOST, flops=1e6)))
     arrays = Arrays(Problem(graph, topology, CPU))
     frontier = Frontier(arrays, streaming=True, guide=True)
-    buffers = Buffers(np.array([slots, 0]), np.array([4.0 * MIB, 0.0]))
+    buffers = Buffers(np.array([slots, 0]), np.array([4.0 * MIB, 0.0]), np.zeros(2))
     relaxation = Relaxation(frontier, make_stages(frontier, ample()), buffers)
     relaxation.improve(math.inf, ample())
     found = search(relaxation, 500)

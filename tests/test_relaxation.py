@@ -124,7 +124,7 @@ def test_weights_that_cannot_fit_leave_no_placement_possible() -> None:
     topology = equal_cards(2, memory=3 * MIB, kind="sim")
     arrays = Arrays(Problem(stack([MIB] * 4), topology, CPU, allowed=nothing))
     assert improved(arrays).bound < math.inf
-    crowded = relax(arrays, Buffers(np.array([2, 2]), np.array([4.0 * MIB, 4.0 * MIB])))
+    crowded = relax(arrays, Buffers(np.array([2, 2]), np.array([4.0 * MIB, 4.0 * MIB]), np.zeros(2)))
     assert not crowded.possible
     crowded.improve(math.inf, ample())
     assert crowded.bound == math.inf
@@ -140,7 +140,7 @@ def test_streaming_costs_what_is_copied_at_least() -> None:
     found.improve(math.inf, ample())
     least = (48 - 20) * MIB / 5e9  # what the card does not hold
     assert found.bound >= 0.9 * least
-    two = Buffers(np.array([2, 0]), np.array([4.0 * MIB, 0.0]))
+    two = Buffers(np.array([2, 0]), np.array([4.0 * MIB, 0.0]), np.zeros(2))
     narrow = relax(arrays, two, streaming=True)
     narrow.improve(math.inf, ample())
     assert narrow.bound >= found.bound * (1 - 1e-3)

@@ -324,7 +324,13 @@ class Arrays:
     def peaks(self, devices: Ints, chosen: Ints | None = None) -> Floats:
         """(devices that compute,) most bytes at once."""
         found = self._read_peaks(devices, chosen)
-        self._fill(found)
+        if self.unread:
+            number, extra = self.number, np.zeros(len(self.keys))
+            sizes = {weight.name: weight.nbytes for weight in self.unread}
+            for name, key in self._fill(found.copy()).items():
+                extra[number[key]] += self.specs[number[key]].rounded(sizes[name])
+            home = self.homes(devices, chosen)
+            found += self.resident(home, extra) - self.resident(home)
         return found
 
     def _read_peaks(self, devices: Ints, chosen: Ints | None) -> Floats:
@@ -380,10 +386,16 @@ class Arrays:
         spec = self.specs[0]
         return np.array([float(spec.rounded(w.nbytes)) for w in self.weights])
 
-    def resident(self, home: Ints) -> Floats:
-        """(devices that compute,) bytes of the weights that reside there, and of the caller's inputs."""
+    def resident(self, home: Ints, extra: Floats | None = None) -> Floats:
+        """(devices that compute,) bytes of the weights that reside there, and of the caller's inputs.
+
+        Args:
+            home: (items,) device of each item's source.
+            extra: (devices,) bytes of further weights in the same storages.
+        """
         where, found = home[self.values :], np.zeros(self.computing)
-        stored = np.bincount(where[~self._apart], self.weight_bytes[~self._apart], len(self.keys))
+        stored = np.zeros(len(self.keys)) if extra is None else extra.copy()
+        stored += np.bincount(where[~self._apart], self.weight_bytes[~self._apart], len(self.keys))
         for d, spec in enumerate(self.specs):
             alone = np.flatnonzero(self._apart & (where == d)).tolist()
             ring = self.problem.rings.get(spec.key)

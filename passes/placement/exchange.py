@@ -53,7 +53,8 @@ class _Search:
     ) -> None:
         self.problems, self.weights, self.best = problems, weights, list(start)
         operations = sum(len(problem.graph.operations) for problem in problems)
-        self.effort = Effort(Effort.default(operations).visits * limits.effort, limits.deadline)
+        visits = Effort.default(operations).visits * limits.effort / 4  # placing the calls takes the rest
+        self.effort = Effort(visits, limits.deadline)
         self.keys = [spec.key for spec in problems[0].topology.devices if spec.computes]
         self.accelerators = {s.key for s in problems[0].topology.devices if s.is_accelerator}
         fixed = {name for problem in problems for name in problem.fixed_weights}

@@ -279,7 +279,12 @@ class Frontier:
             return Step(variable, seconds, nbytes, 0.0, 0.0, nothing, nothing, nothing, nothing)
         nbytes = sum(float(arrays.weight_bytes[item - arrays.values]) for item in self.own[variable])
         movable = sum(float(arrays.weight_bytes[item - arrays.values]) for item in self.movable(variable))
-        copied = float(sum(arrays.nbytes[item] for item in self.movable(variable)))
+        items = self.movable(variable)
+        copied = float(sum(arrays.nbytes[item] for item in items))
+        if self.guide and items:  # with the gaps between weights, which a bound leaves out
+            copied = movable - float(
+                arrays.weight_bytes[items[-1] - arrays.values] - arrays.nbytes[items[-1]]
+            )
         needs = arrays.working_sets[:, variable]
         workspace = arrays.workspace[:, arrays.units[variable]].max(axis=1)
         return Step(
