@@ -105,6 +105,7 @@ def search_labels(
     margin: Floats | None = None,
     *,
     estimates: bool = False,
+    every: bool = False,
 ) -> LabelSearch:
     """Complete placements by label setting.
 
@@ -115,8 +116,9 @@ def search_labels(
         effort: what is charged.
         margin: (devices,) bytes to leave free, where exact peaks passed a budget; the bound is then none.
         estimates: whether live values count as well, by an estimate, so that the bound says nothing either.
+        every: whether dominated labels go on too, and all completions are returned: peaks tell them apart.
     """
-    return _Search(relaxation, width, below, effort, margin, estimates=estimates).run()
+    return _Search(relaxation, width, below, effort, margin, estimates=estimates, every=every).run()
 
 
 class _Search:
@@ -129,12 +131,13 @@ class _Search:
         margin: Floats | None,
         *,
         estimates: bool,
+        every: bool,
     ) -> None:
         self.relaxation, self.frontier = relaxation, relaxation.frontier
         self.width, self.below, self.effort = width, below, effort
         count = self.frontier.devices
         self.buffers = relaxation.buffers or Buffers.none(count)
-        self.estimates = estimates
+        self.estimates, self.every = estimates, every
         self.streams = relaxation.buffers is not None and relaxation.streams and not relaxation.on_clock
         self.room = relaxation.room + relaxation.least - (0.0 if margin is None else margin)
         prices = relaxation.prices
@@ -165,7 +168,8 @@ class _Search:
             if self.effort.over:
                 return LabelSearch((), 0.0, exact=False)
         seconds = labels.clock + self.frontier.constant
-        order = np.argsort(seconds, kind="stable")[: self.effort.params.completions]
+        order = np.argsort(seconds, kind="stable")
+        order = order if self.every else order[: self.effort.params.completions]
         found = tuple(self._trace(int(label), labels, seconds) for label in order)
         bound = min(self.below, self.dropped, float(seconds.min()))
         return LabelSearch(found, bound, not np.isfinite(self.dropped))
@@ -272,7 +276,8 @@ class _Search:
             self._drop(labels.value[order[4 * self.width :]])
             order = order[: 4 * self.width]
         labels = labels.take(order)
-        labels = labels.take(_undominated(labels))
+        if not self.every:
+            labels = labels.take(_undominated(labels))
         if labels.count > self.width:
             self._drop(labels.value[self.width :])
             labels = labels.take(np.arange(self.width))

@@ -177,6 +177,25 @@ class ResidentSearch:
             if not self._widen(case, len(open_cases)):
                 break
             self._raise(cases)
+        self._enumerate(cases)
+
+    def _enumerate(self, cases: list[_Case]) -> None:
+        """Judge all placements whose relaxed seconds are below the best, where these are few."""
+        most = 1000 * self.effort.params.completions
+        for case in cases:
+            frontier = case.relaxation.frontier
+            if self.proven or self.effort.over or case.bound >= self.seconds:
+                continue
+            if 4.0 * most * frontier.devices * len(frontier.steps) > self.effort.total:
+                return
+            found = search_labels(case.relaxation, most, self.seconds, self.effort, every=True)
+            for completion in found.completions:
+                if completion.seconds >= self.seconds:
+                    break  # the others are slower
+                self._judge((completion,))
+            if found.exact and self.devices is not None:
+                case.bound, case.proof = self.seconds * (1 - 1e-9), _LABELS
+        self._raise(cases)
 
     def _raise(self, cases: list[_Case]) -> None:
         least = min(cases, key=lambda case: case.bound, default=None)
