@@ -41,9 +41,9 @@ def scale_every_bound(patch: Patch) -> None:
 def scale_the_relaxation(patch: Patch) -> None:
     improve = Relaxation.improve
 
-    def scaled(self: Relaxation, *args: Any) -> None:
+    def scaled(self: Relaxation, *args: Any, **kwargs: Any) -> None:
         before = self.bound
-        improve(self, *args)
+        improve(self, *args, **kwargs)
         if self.bound > before:
             self.bound *= SCALE
 
@@ -51,8 +51,8 @@ def scale_the_relaxation(patch: Patch) -> None:
 
 
 def scale_the_labels(patch: Patch) -> None:
-    def scaled(*args: Any) -> LabelSearch:
-        found = search_labels(*args)
+    def scaled(*args: Any, **kwargs: Any) -> LabelSearch:
+        found = search_labels(*args, **kwargs)
         return replace(found, bound=found.bound * SCALE)
 
     patch.setattr(resident, "search_labels", scaled)
