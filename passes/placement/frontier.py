@@ -393,7 +393,8 @@ class Frontier:
             groups: dict[Hashable, list[int]] = defaultdict(list)
             for value, slot, readers in live:
                 left = tuple(p for p in readers if p > i)
-                groups[left, value.seconds.tobytes(), value.maker < 0].append(slot)
+                makers = tuple(self._makers(value)) if value.maker >= 0 else ()
+                groups[left, value.seconds.tobytes(), makers].append(slot)
             step.alike = tuple(tuple(sorted(slots)) for slots in groups.values() if len(slots) > 1)
 
     def with_first(self, device: int) -> Frontier:
