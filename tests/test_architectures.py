@@ -88,7 +88,7 @@ def test_segformer_of_the_imbalance_report() -> None:
             assert largest_difference(run_placed(machine, placed, kwargs=inputs), expected) < 1e-5
             assert placed.plan.placement[fuse] == "cpu"
             # at half its size, activations take nearly all; what it cannot keep is streamed
-            assert placed.plan.peaks[0].weights > 26_112  # the most that accelerate keeps: 0, 0 and 26,112
+            assert placed.plan.peaks[0].weights >= 60_000  # accelerate: 0, 0 and 26,112
             assert placed.plan.makespan <= seconds
             there = sum(len(stage.operations) for stage in placed.plan.stages if stage.device == 0)
             assert there >= 0.9 * sum(len(stage.operations) for stage in placed.plan.stages)

@@ -215,7 +215,7 @@ class SegmentDP:
                 nbytes[row, columns] = np.bincount(reader[chosen], moved[r][chosen], count).cumsum()[at]
                 number[row, columns] = np.bincount(reader[chosen], minlength=count).cumsum()[at]
             tables.weights[row, columns] = np.bincount(reader[fresh], sizes[r][fresh], count).cumsum()[at]
-            copy = outside & value[r]
+            copy = outside & (value[r] | again[r])  # of shared weights too
             change = np.zeros(count + 1)
             change += np.bincount(reader[copy], copies[r][copy], count + 1)
             change -= np.bincount(np.minimum(until[r][copy] + 1 - start, count), copies[r][copy], count + 1)

@@ -173,6 +173,12 @@ class StreamedSearch:
         mine = [item for item in mine if devices[self.arrays.source[item]] == device]
         sizes = self.arrays.nbytes[mine]
         total = float(sizes.sum())
+        if nbytes > total:  # own weights are not enough: those that others read too
+            readers = self.arrays.readers
+            for item in self.arrays.shared:
+                here = any(devices[self.arrays.units[unit][0]] == device for unit in readers[item])
+                if here and frontier.is_streamable(item):
+                    yield self.arrays.names[item]
         if not total:
             return
         share = min(1.0, (nbytes + 2.0 * float(sizes.max())) / total)
@@ -243,13 +249,13 @@ class StreamedSearch:
         movable = np.unique(movable[movable > 0])
         room = min((s.room for s in self.arrays.specs if s.is_accelerator), default=0)
         found: list[float] = []
-        for most in (self.effort.params.slot_room * room, room):
-            left = movable[movable <= most]
-            while len(left) and len(found) < self.effort.params.slot_sizes:
-                found.append(float(left[-1]))
-                left = left[left * self.effort.params.slot_ratio <= left[-1]]
-            if found:
-                break
+        left = movable[movable <= self.effort.params.slot_room * room]
+        while len(left) and len(found) < self.effort.params.slot_sizes:
+            found.append(float(left[-1]))
+            left = left[left * self.effort.params.slot_ratio <= left[-1]]
+        wide = movable[movable <= room]
+        if len(wide) and wide[-1] not in found:  # one slot for the largest may pay all the same
+            found.append(float(wide[-1]))
         return found
 
     def _buffers(self, frontier: Frontier, slots: int, nbytes: float) -> Buffers | None:
