@@ -113,10 +113,10 @@ SEEDS = {
 }
 # streamed placements of a dozen operations that the beams and the local search do not find yet
 MISSED: dict[tuple[str, bool], list[int]] = {
-    ("one and the CPU", False): [1, 2, 4, 5, 8, 9],
-    ("one and the CPU", True): [1, 5, 6, 53, 180, 182],
-    ("two and the CPU", False): [0, 1, 2, 5, 6],
-    ("two and the CPU", True): [1, 2, 6],
+    ("one and the CPU", False): [4],
+    ("one and the CPU", True): [1, 2, 5, 6, 180, 182],
+    ("two and the CPU", False): [6],
+    ("two and the CPU", True): [1, 6],
 }
 NOT_FOUND = pytest.mark.xfail(reason="the search for streamed placements is no exhaustive one", strict=True)
 CASES = [
