@@ -33,6 +33,7 @@ from graphplan.placement import Plan, Stage, Transfer
 from graphplan.pretrained import load
 from graphplan.relocation import Alternative
 from graphplan.runtime.benchmark import measure_devices
+from graphplan.runtime.executor import unplace
 from graphplan.runtime.profile import Profile
 from graphplan.runtime.simulate import SimulatedMachine, simulate
 from graphplan.runtime.simulated_machine import SimulatedTransfer
@@ -86,4 +87,5 @@ __all__ = [
     "partition",
     "plan",
     "simulate",
+    "unplace",
 ]

@@ -49,8 +49,8 @@ class Commitments:
             constants: of its capture.
         """
         homes = plan.schedule.assignment.weights
-        if self.homes is None:
-            self.homes = {name: key for name, key in homes.items() if plan.graph.weights[name].is_own}
+        own = {name: key for name, key in homes.items() if plan.graph.weights[name].is_own}
+        self.homes = own | (self.homes or {})
         self.constants.settle(constants, homes)
         self.plans.append(plan)
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from graphplan.errors import PlanError
 
-__all__ = ["ModeReader", "Modes", "read_modes", "write_modes"]
+__all__ = ["ModeReader", "Modes", "is_plain", "read_modes", "write_modes"]
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _training = attrgetter("training")
@@ -77,14 +77,12 @@ class ModeReader:
         return Modes(training, adapters, tuple(map(self._values, range(len(self._configs)))))
 
     def _values(self, index: int) -> dict[str, Any]:
-        """The plain values of a configuration; the same object while they are the same.
-
-        A list or dict that is changed in place is not noticed.
-        """
+        """The plain values of a configuration; the same object while they are the same."""
         table = vars(self._configs[index])
         values, (known, plain) = tuple(table.values()), self._known[index]
-        if len(values) != len(known) or not all(map(is_, values, known)):
-            plain = {name: copy.deepcopy(value) for name, value in table.items() if _is_plain(value)}
+        same = len(values) == len(known) and all(map(is_, values, known))
+        if not same or any(table[name] != plain[name] for name in plain if type(plain[name]) in (list, dict)):
+            plain = {name: copy.deepcopy(value) for name, value in table.items() if is_plain(value)}
             self._known[index] = values, plain
         return plain
 
@@ -148,9 +146,10 @@ def _configs(parts: Iterable[nn.Module]) -> list[Any]:
     return list({id(one): one for one in held if hasattr(one, "to_dict")}.values())
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Whether a value is of numbers, text and containers of these alone."""
     if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
+        return all(map(is_plain, value.values()))
     if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     return isinstance(value, _PLAIN)

@@ -92,10 +92,16 @@ def with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[Non
 
 def identity(tensor: torch.Tensor) -> Any:
     """Equal for two tensors that are the same weight, whether one object or one memory."""
-    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    plain = is_dense(tensor) and tensor.layout is torch.strided
     if not plain or tensor.device.type == "meta" or not tensor.numel():
         return id(tensor)
-    return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+    memory = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+    return (tensor.device, memory, tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is torch's own, or a simulated one that stands for such, and no wrapper."""
+    return getattr(type(tensor), "stands_for", type(tensor)) in (torch.Tensor, nn.Parameter)
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
@@ -146,6 +152,9 @@ class Twin:
                 f"{type(model).__name__} cannot be copied for tracing: {error}. A tensor attribute that is "
                 "computed from parameters is the usual cause: make it a buffer, or a parametrization"
             ) from error
+        if type(model).__call__ is not nn.Module.__call__:  # the placed module's own runs around the graph
+            plain = {"__call__": nn.Module.__call__, "__module__": type(model).__module__}
+            self.module.__class__ = type(type(model).__name__, (type(model),), plain)
         for name in _ROOT_HOOKS:  # the placed module's own, which run around the graph
             vars(self.module).get(name, {}).clear()
 
@@ -193,7 +202,7 @@ def _stand_ins(model: nn.Module) -> dict[int, torch.Tensor]:
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]
-    plain = {id(t): t for _, t in named if type(t) in (torch.Tensor, nn.Parameter)}
+    plain = {id(t): t for _, t in named if is_dense(t)}
     largest = max((_span(t) * t.element_size() for t in plain.values()), default=0)
     memory = mmap.mmap(-1, max(largest, 1))
     found = {}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import nn
 
 from graphplan.errors import PlanError
 
-__all__ = ["require_planned"]
+__all__ = ["require_in_place", "require_planned"]
 
 
 def require_planned(
@@ -19,3 +23,27 @@ def require_planned(
             f"as {dtype} of shape {list(shape)} on {device}: a placed model cannot be moved or converted, "
             "only partitioned anew"
         )
+
+
+def require_in_place(
+    module: nn.Module, convert: Callable[[nn.Module], Any], *, calls_from_cpu: bool = False
+) -> None:
+    """Raise PlanError where a conversion would move or convert a weight of a placed module.
+
+    Args:
+        module: the placed module.
+        convert: what would be done to it.
+        calls_from_cpu: whether moves to the CPU are taken to mean that calls come from there.
+    """
+    forms = dict.fromkeys((t.device, t.dtype) for t in (*module.parameters(), *module.buffers()))
+    for device, dtype in forms:
+        probe = nn.Module()
+        probe.register_buffer("weight", torch.empty(0, device=device, dtype=dtype))
+        convert(probe)
+        made: Any = probe.weight
+        if made.dtype != dtype or (made.device != device and not (calls_from_cpu and made.device.type == "cpu")):
+            raise PlanError(
+                f"a placed model keeps its weights where and as the plan has them: {dtype} on {device} would be "
+                f"{made.dtype} on {made.device}. graphplan.unplace(model) gives back the plain model on the "
+                "CPU, to convert and to partition again"
+            )

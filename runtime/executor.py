@@ -10,10 +10,12 @@ slots; the others run at the same time.
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import fx, nn
@@ -21,6 +23,8 @@ from torch import fx, nn
 from graphplan.errors import CaptureError, PlanError
 from graphplan.modes import ModeReader
 from graphplan.runtime.assembly import code_of
+from graphplan.runtime.changed import require_in_place
+from graphplan.runtime.guard import Guard
 from graphplan.runtime.mapped import MappedFile
 from graphplan.runtime.module_state import Compile, ModuleState, Refused, Start
 from graphplan.runtime.pages import HostPages
@@ -30,19 +34,36 @@ from graphplan.runtime.program import Program
 from graphplan.runtime.running import run
 from graphplan.runtime.serving import ServedByModules, serve, share_rings
 from graphplan.twin import method_of
+from graphplan.warn import warn
 
 if TYPE_CHECKING:
     from graphplan.placement import Plan  # which lies above, since a plan can be asked for others
 
-__all__ = ["PlacedModule", "attach", "attach_start", "placed_class", "unplaced"]
+__all__ = ["PlacedModule", "attach", "attach_start", "placed_class", "unplace", "unplaced"]
 
 Record = Callable[[Program, fx.GraphModule], Recorder]
+
+
+def _kept_in_place(name: str) -> Callable[..., Any]:
+    """A method of modules that moves or converts: an error where it would change a placed weight."""
+    method = getattr(nn.Module, name)
+
+    @functools.wraps(method)
+    def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
+        require_in_place(self, lambda probe: method(probe, *args, **kwargs))
+        return self
+
+    return convert
 
 
 class PlacedModule(nn.Module):
     """What :func:`graphplan.partition` makes of a model's class."""
 
     _graphplan: ModuleState
+
+    to, cpu, cuda = map(_kept_in_place, ("to", "cpu", "cuda"))
+    half, bfloat16, float, double = map(_kept_in_place, ("half", "bfloat16", "float", "double"))
+    type, to_empty = map(_kept_in_place, ("type", "to_empty"))
 
     @property
     def plan(self) -> Plan:
@@ -115,6 +136,7 @@ class PlacedModule(nn.Module):
     ) -> Any:
         """Run the module, or a submodule of it, on its own arguments."""
         with self._graphplan.lock:
+            self._notice_changes()
             if self._graphplan.start is not None:
                 started = self._graphplan.start(self, args, kwargs, entry)
                 self.__dict__.clear()
@@ -140,6 +162,14 @@ class PlacedModule(nn.Module):
                     return run(self, program, code, served)
             return run(self, program, code, served)
 
+    def _notice_changes(self) -> None:
+        """Have the module placed anew where it is not what its graphs were traced from."""
+        state = self._graphplan
+        changed = None if state.guard is None or state.start is not None else state.guard.difference(self)
+        if changed is not None:
+            warn(f"{changed}: {type(self).__name__} is captured anew, as it is now")
+            state.start = state.restart
+
     def _run_modulewise(self, served: ServedByModules, record: Record | None) -> Any:
         if record is not None:
             raise PlanError("modules run this call one by one, there is no graph to profile")
@@ -152,7 +182,18 @@ class PlacedModule(nn.Module):
         accelerators = [spec.torch_device for spec in self.plan.topology.devices if spec.is_accelerator]
         return accelerators[0] if accelerators and not self.plan.wishes.cpu_compute else None
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """What a parent's ``.to`` calls: to the CPU, where inputs are welcome, leaves the weights in place."""
+        require_in_place(self, lambda probe: probe._apply(fn, recurse), calls_from_cpu=True)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._graphplan.start is None:
+            self._graphplan.reader, self._graphplan.guard = ModeReader(self), Guard(self)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
+        self._notice_changes()
         original = type(self).__mro__[2]
         return _rebuild, (original,), self.__dict__
 
@@ -182,6 +223,26 @@ def unplaced(module: nn.Module) -> nn.Module:
     return plain
 
 
+def unplace(module: nn.Module) -> nn.Module:
+    """The plain model of a placed module, on the CPU, with the weights and attributes that it has now.
+
+    Args:
+        module: what :func:`graphplan.partition` returned; it stays as it is. Weights that reside in CPU
+            memory are shared with it.
+
+    Raises:
+        PlanError: it is no placed module.
+    """
+    if not isinstance(module, PlacedModule):
+        raise PlanError(f"{type(module).__name__} is not a placed module")
+    plain, memo = unplaced(module), dict[int, Any]()
+    for tensor in (*plain.parameters(), *plain.buffers()):
+        here = tensor.detach().cpu()
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(here, tensor.requires_grad) if is_parameter else here
+    return copy.deepcopy(plain, memo)
+
+
 def attach(
     module: nn.Module,
     programs: list[Program],
@@ -199,7 +260,7 @@ def attach(
     share_rings(programs)
     state = ModuleState(programs, compile, signature, restart, keep_grad, return_outputs, refused)
     state.streams.pages.extend(memory)
-    state.reader = ModeReader(module)
+    state.reader, state.guard = ModeReader(module), Guard(module)
     module.__dict__["_graphplan"] = state
     for index in range(len(programs)):
         code_of(module, state, index)  # takes the ring's memory now, while it is there

@@ -14,6 +14,7 @@ from torch import fx, nn
 from graphplan.errors import NoGraphError
 from graphplan.modes import ModeReader, Modes
 from graphplan.runtime.binding import BoundCode
+from graphplan.runtime.guard import Guard
 from graphplan.runtime.modulewise import Modulewise
 from graphplan.runtime.parts import ModuleParts
 from graphplan.runtime.profile import Recorder
@@ -74,6 +75,7 @@ class ModuleState:
     codes: dict[int, Code] = field(default_factory=dict)
     routes: list[KnownForm] = field(default_factory=list)
     reader: ModeReader | None = None
+    guard: Guard | None = None
     streams: ModuleStreams = field(default_factory=ModuleStreams)
     parts: ModuleParts = field(default_factory=ModuleParts)
     modulewise: Modulewise = field(default_factory=Modulewise)
@@ -86,7 +88,7 @@ class ModuleState:
             replace(p, constants={name: own[id(tensor)] for name, tensor in p.constants.items()})
             for p in self.programs
         ]
-        copied = replace(self, programs=programs, codes={}, routes=[], reader=None)
+        copied = replace(self, programs=programs, codes={}, routes=[], reader=None, guard=None)
         copied.modulewise = self.modulewise.renewed()
         copied.streams, copied.parts, copied.lock = ModuleStreams(), ModuleParts(), threading.RLock()
         return copied

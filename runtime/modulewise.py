@@ -157,18 +157,23 @@ def _shared(plain: nn.Module) -> nn.Module:
     """A tree of modules of its own over the same parameters and buffers."""
     memo: dict[int, Any] = {id(t): t for t in (*plain.parameters(), *plain.buffers())}
     tree = copy.deepcopy(plain, memo)
-    for name, hooks in vars(tree).items():  # the placed module's own, which run around the call
-        if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
-            hooks.clear()
+    for name in _hook_tables(tree):  # the placed module's own, which run around the call
+        vars(tree)[name].clear()
     return tree
 
 
+def _hook_tables(module: nn.Module) -> list[str]:
+    return [n for n in vars(module) if n.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))]
+
+
 def _follow(tree: nn.Module, whole: nn.Module) -> None:
-    """Have the modes, and the tensors, that the placed module has now."""
+    """Have the modes, the tensors, and the hooks of submodules, that the placed module has now."""
     write_modes(tree, read_modes(whole))
     for mine, part in zip(tree.modules(), whole.modules(), strict=True):
         mine._parameters.update(part._parameters)
         mine._buffers.update(part._buffers)
+        for name in _hook_tables(part) if part is not whole else ():
+            vars(mine)[name] = copy.copy(vars(part)[name])
 
 
 def _take_back(tree: nn.Module, whole: nn.Module) -> None:
@@ -182,7 +187,10 @@ def _take_back(tree: nn.Module, whole: nn.Module) -> None:
 
 @contextmanager
 def _undone(tree: nn.Module) -> Iterator[None]:
-    """What a trial writes to buffers, or draws at random, is as before."""
+    """What a trial writes to buffers, or draws at random, is as before; it calls no hooks of the user's."""
+    hooks = [(vars(part), name, vars(part)[name]) for part in tree.modules() for name in _hook_tables(part)]
+    for table, name, found in hooks:
+        table[name] = type(found)()
     kept = [(part, dict(part._buffers)) for part in tree.modules() if part._buffers]
     values = [(t, t._version, t.detach().cpu().clone()) for t in tree.buffers() if not t.is_inference()]
     accelerators = {t.device.index for t in tree.parameters() if t.device.type == "cuda"}
@@ -190,6 +198,8 @@ def _undone(tree: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
+            for table, name, found in hooks:
+                table[name] = found
             for part, buffers in kept:
                 part._buffers.update(buffers)
             with torch.no_grad():

@@ -25,6 +25,10 @@ _MANY_PROGRAMS = (
     f"{_MANY} call structures have been captured for one model: an argument that is no tensor (a float, a "
     "string) may differ from call to call, or sizes may: pass tensors, or dynamic_shapes"
 )
+_HOOKED = (
+    "hooks were added to submodules after placing, and no graph calls them: while they are there, calls run "
+    "module by module, each where its weights are, which is slower"
+)
 _ROUTES = 16  # forms of calls that are remembered
 
 
@@ -69,6 +73,8 @@ def serve(
     if state.reader is None:
         state.reader = ModeReader(module)
     modes = state.reader.read(module)
+    if state.guard is not None and state.guard.hooked():
+        return _by_modules(state, entry, bind_call(signature, args, kwargs), modes)
     for known in state.routes:
         program = state.programs[known.index]
         if program.modes == modes and program.entry == entry:
@@ -88,6 +94,15 @@ def serve(
     given = {name: call.kwargs[name] for name in program.caches}
     traced = call if program.prepare is None else program.prepare(call)
     return Served(index, traced.leaves, given)
+
+
+def _by_modules(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> ServedByModules:
+    """Run a call module by module: graphs do not call the hooks of submodules."""
+    form = state.modulewise.find(entry, call, modes)
+    if form is None:
+        warn(_HOOKED)
+        form = state.modulewise.note(entry, call, modes)
+    return ServedByModules(form, call)
 
 
 def _find(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> int | ServedByModules:

@@ -42,6 +42,7 @@ _allocations: weakref.WeakValueDictionary[tuple[int, int], _Allocation] = weakre
 class SimulatedTensor(torch.Tensor):
     """A tensor that says ``sim:N`` and keeps its data in ``elem``, on the CPU."""
 
+    stands_for = torch.Tensor
     elem: torch.Tensor
     allocation: _Allocation
 

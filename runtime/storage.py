@@ -103,7 +103,7 @@ def place_model(
     memo: dict[int, object] = {}
     for name, tensor in _all_tensors(model):
         memo[id(tensor)] = _like(tensor, placing.placed[weights.first[name]], memo)
-    copied = copy.deepcopy(model, memo)
+    copied = _refilled(model, memo) if owned else copy.deepcopy(model, memo)
     copied.__dict__.pop("forward", None)  # a patched forward was traced; the class's is ours
     copied.__class__ = placed_class(type(model))
     return Placement(copied, tuple(placing.pages), () if source is None else source.files)
@@ -128,7 +128,7 @@ class _Placing:
             if self.source is not None and name in self.layout.mapped:
                 self.placed[name] = self.source.map(name)
             elif self._is_shared(name, tensor, device):
-                self.placed[name] = tensor.detach()
+                self.placed[name] = tensor if self.owned else tensor.detach()
                 self.progress(tensor_bytes(tensor))
             elif is_plain(tensor) and (device.type != CPU or self._is_read(name)):
                 together.setdefault(device, []).append(name)
@@ -202,10 +202,22 @@ def require_data(model: nn.Module, weights: ModelWeights) -> None:
         )
 
 
+def _refilled(model: nn.Module, placed: Mapping[int, object]) -> nn.Module:
+    """The model with these in place of its tensors: who holds on to a module of it has the right one still."""
+    for part in model.modules():
+        for table in (part._parameters, part._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    table[name] = placed[id(tensor)]  # type: ignore[assignment]  # a parameter for a parameter
+    return model
+
+
 def _like(original: torch.Tensor, placed: torch.Tensor, memo: dict[int, object]) -> object:
     """``placed`` as what ``original`` was; one object for one object, so that ties stay ties."""
     if id(original) in memo:
         return memo[id(original)]
+    if placed is original:
+        return original
     if isinstance(original, nn.Parameter):
         return nn.Parameter(placed, original.requires_grad)
     return placed.requires_grad_(original.requires_grad) if original.requires_grad else placed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -94,6 +95,11 @@ def parametrize(net: Any) -> None:
         net.blocks[0].up.parametrizations.weight.original0.mul_(2)
 
 
+def parametrized(change: Any) -> Any:
+    """Where other weights are read by another class, the model is captured anew."""
+    return pytest.warns(graphplan.GraphplanWarning, match="anew") if change is parametrize else nullcontext()
+
+
 CHANGES = [
     replace_parameter,
     replace_data,
@@ -114,7 +120,8 @@ def test_changed_weights_are_seen_by_the_next_call(change: Any) -> None:
     before = placed(X)
     for _ in range(2):
         change(placed)
-        assert largest_difference(placed(X), eager(placed)) < 1e-5
+        with parametrized(change):
+            assert largest_difference(placed(X), eager(placed)) < 1e-5
         assert largest_difference(placed(X), before) > 1e-3
         if change is parametrize:
             break
@@ -124,7 +131,8 @@ def test_changes_after_one_another() -> None:
     placed = placed_net()
     for change in CHANGES:
         change(placed)
-        assert largest_difference(placed(X), eager(placed)) < 1e-5
+        with parametrized(change):
+            assert largest_difference(placed(X), eager(placed)) < 1e-5
 
 
 def test_functional_call_gives_its_own_weights() -> None:
@@ -149,7 +157,7 @@ def test_copies_read_their_own_weights(copied: Any) -> None:
 def test_a_missing_weight_is_an_error() -> None:
     placed = placed_net()
     del placed.blocks[0].up.weight
-    with pytest.raises(AttributeError, match="weight"):
+    with pytest.warns(graphplan.GraphplanWarning, match="is gone"), pytest.raises(Exception, match="weight"):
         placed(X)
 
 

@@ -299,22 +299,15 @@ def test_load_state_dict_writes_where_weights_are() -> None:
         assert largest_difference(placed(X), other(X)) < 1e-5
 
 
-def test_converting_and_moving_gives_the_arena_back() -> None:
+def test_the_plain_model_takes_no_memory_of_accelerators() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).eval()
     with placed_model(model) as (placed, _, machine):
         live = machine.live_bytes(0)
-        placed.half()
+        plain = graphplan.unplace(placed)
+        assert machine.live_bytes(0) == live
+        del placed
         gc.collect()
-        assert {p.dtype for p in placed.parameters()} == {torch.float16}
-        assert machine.live_bytes(0) < 0.6 * live
-        assert placed(X.half()).dtype == torch.float16
-        placed.float()
-        assert largest_difference(placed(X), model(X)) < 1e-2
-        placed.to("cpu")
-        gc.collect()
-        assert machine.live_bytes(0) == 0
-        with pytest.raises(graphplan.PlanError, match="cannot be moved"):
-            placed(X)
+        assert largest_difference(plain(X), model(X)) < 1e-5
 
 
 def test_what_saves_and_looks_for_ties_in_transformers(tmp_path: Path) -> None:

@@ -1,0 +1,223 @@
+"""What is changed in a placed module is followed, or refused: never a stale graph, never silently."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphplan
+from graphplan import GraphplanWarning
+
+
+class Net(nn.Module):
+    """Ties, plain attributes, a container, several kinds of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head.weight = self.embed.weight
+        self.act, self.norm, self.drop = nn.ReLU(), nn.LayerNorm(8), nn.Dropout(0.0)
+        self.k, self.steps = 2.0, [1, 2]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for step in self.steps:
+            x = x * step
+        return self.head(self.drop(self.norm(self.act(self.embed(x))))) * self.k
+
+
+@pytest.fixture(scope="module")
+def machine() -> Iterator[Any]:
+    with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as found:
+        yield found
+
+
+def placed_net(machine: Any) -> tuple[nn.Module, Net, torch.Tensor]:
+    net, x = Net().eval(), torch.randn(3, 8)
+    placed = graphplan.partition(net, machine.max_memory, (x,))
+    assert torch.allclose(placed(x), net(x))
+    return placed, copy.deepcopy(net), x
+
+
+def replace_weight(net: nn.Module) -> None:
+    net.head.weight = nn.Parameter(torch.full_like(net.head.weight, 0.5, device="cpu"))  # type: ignore
+
+
+def assign_weights(net: nn.Module) -> None:
+    state = {name: value.detach().cpu().clone() for name, value in net.state_dict().items()}
+    state["head.weight"] = state["head.weight"] + 1
+    net.load_state_dict(state, assign=True)
+
+
+class Scaled(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 3 * super().forward(input)
+
+
+def wrap_linear(net: Any) -> None:
+    class Wrapped(nn.Module):
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base, self.low = base, nn.Linear(8, 8)
+            nn.init.constant_(self.low.weight, 0.25)
+            nn.init.zeros_(self.low.bias)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x) + self.low(x)
+
+    net.embed = Wrapped(net.embed)
+
+
+def subclass_linear(net: Any) -> None:
+    found = Scaled(8, 8)
+    found.load_state_dict({name: value.cpu() for name, value in net.embed.state_dict().items()})
+    net.embed = found
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "an untied weight": replace_weight,
+    "other values of a tied name": assign_weights,
+    "a module": lambda net: setattr(net, "act", nn.Sigmoid()),
+    "a subclass": subclass_linear,
+    "a wrapper": wrap_linear,
+    "the class of a module": lambda net: setattr(net.embed, "__class__", Scaled),
+    "eps": lambda net: setattr(net.norm, "eps", 1.0),
+    "a number": lambda net: setattr(net, "k", 5.0),
+    "a list in place": lambda net: net.steps.append(3),
+    "no bias": lambda net: setattr(net.embed, "bias", None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_changes_are_followed(machine: Any, change: Callable[[Any], Any]) -> None:
+    placed, net, x = placed_net(machine)
+    change(net)
+    change(placed)
+    with pytest.warns(GraphplanWarning, match="captured anew") as found:
+        assert torch.allclose(placed(x), net(x), atol=1e-5)
+    assert len(found) == 1
+    assert not torch.allclose(placed(x + 1), Net().eval()(x + 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.allclose(placed(2 * x), net(2 * x), atol=1e-5)  # once
+
+
+def test_a_module_that_someone_holds_stays_that_of_the_model(machine: Any) -> None:
+    placed, net, x = placed_net(machine)
+    norm, weight = placed.norm, placed.embed.weight
+    norm.eps = net.norm.eps = 0.5
+    with pytest.warns(GraphplanWarning, match=r"'norm.eps' was 1e-05 and is 0.5"):
+        placed(x)
+    assert placed.norm is norm
+    assert placed.embed.weight is weight
+    norm.eps = net.norm.eps = 0.25
+    with pytest.warns(GraphplanWarning, match="captured anew"):
+        assert torch.allclose(placed(x), net(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_copies_are_of_the_changed_module(machine: Any, copied: Callable[[Any], Any]) -> None:
+    placed, net, x = placed_net(machine)
+    placed.k = net.k = 7.0
+    with pytest.warns(GraphplanWarning, match="captured anew"):
+        other = copied(placed)
+    assert torch.allclose(other(x), net(x), atol=1e-5)
+    other.k = net.k = 8.0
+    with pytest.warns(GraphplanWarning, match="captured anew"):
+        assert torch.allclose(other(x), net(x), atol=1e-5)
+
+
+def test_what_no_graph_reads_changes_nothing(machine: Any) -> None:
+    placed, net, x = placed_net(machine)
+    placed.note = "mine"
+    placed.train()
+    placed.eval()
+    placed.norm.eps = 10 / 1e6  # another object, the same number
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.allclose(placed(x), net(x), atol=1e-5)
+
+
+def test_hooks_of_submodules_run(machine: Any) -> None:
+    placed, net, x = placed_net(machine)
+    seen: list[str] = []
+
+    def double(module: nn.Module, args: Any, result: torch.Tensor) -> torch.Tensor:
+        seen.append(type(module).__name__)
+        return 2 * result
+
+    net.act.register_forward_hook(double)
+    expected = net(x)
+    seen.clear()
+    hook = placed.act.register_forward_hook(double)
+    with pytest.warns(GraphplanWarning, match="hooks"):
+        assert torch.allclose(placed(x), expected, atol=1e-5)
+    assert seen == ["ReLU"]
+    assert torch.allclose(placed(x), expected, atol=1e-5)
+    assert seen == ["ReLU"] * 2
+    hook.remove()
+    assert not torch.allclose(placed(x), expected, atol=1e-5)
+    assert seen == ["ReLU"] * 2
+
+
+def test_hooks_before_placing_run_too(machine: Any) -> None:
+    net, x = Net().eval(), torch.randn(3, 8)
+    net.act.register_forward_hook(lambda module, args, result: 2 * result)
+    placed = graphplan.partition(net, machine.max_memory, (x,))
+    assert torch.allclose(placed(x), net(x), atol=1e-5)
+
+
+def test_code_around_forward_runs_once(machine: Any) -> None:
+    class Counting(nn.Linear):
+        def __call__(self, input: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return 2 * super().__call__(input)
+
+    net, x = Counting(4, 4), torch.randn(2, 4)
+    placed = graphplan.partition(net, machine.max_memory, (x,))
+    assert torch.allclose(placed(x), net(x), atol=1e-5)
+
+
+def test_a_config_changed_in_place(machine: Any) -> None:
+    class Config:
+        def __init__(self) -> None:
+            self.scales = {"a": 2.0}
+
+        def to_dict(self) -> dict[str, Any]:
+            return vars(self)
+
+    class Model(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.config = Config()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.config.scales["a"]
+
+    net, x = Model(), torch.randn(2, 4)
+    placed = graphplan.partition(net, machine.max_memory, (x,))
+    net.config.scales["a"] = placed.config.scales["a"] = 5.0
+    assert torch.allclose(placed(x), net(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("move", [lambda m: m.to("cpu"), lambda m: m.half(), lambda m: m.to(torch.bfloat16)])
+def test_a_placed_module_is_not_moved(machine: Any, move: Callable[[nn.Module], Any]) -> None:
+    placed, net, x = placed_net(machine)
+    with pytest.raises(graphplan.PlanError, match="graphplan.unplace"):
+        move(placed)
+    assert torch.allclose(placed(x), net(x), atol=1e-5)
+
+
+def test_unplace_gives_the_plain_model_back(machine: Any) -> None:
+    placed, net, x = placed_net(machine)
+    plain = graphplan.unplace(placed)
+    assert type(plain) is Net
+    assert {tensor.device.type for tensor in plain.state_dict().values()} == {"cpu"}
+    assert plain.head.weight is plain.embed.weight
+    assert torch.allclose(plain(x), net(x))
+    assert torch.allclose(plain.half()(x.half()).float(), net(x), atol=1e-2)
