@@ -41,9 +41,10 @@ def require_in_place(
         probe.register_buffer("weight", torch.empty(0, device=device, dtype=dtype))
         convert(probe)
         made: Any = probe.weight
-        if made.dtype != dtype or (made.device != device and not (calls_from_cpu and made.device.type == "cpu")):
+        moved = made.device != device and not (calls_from_cpu and made.device.type == "cpu")
+        if moved or made.dtype != dtype:
             raise PlanError(
-                f"a placed model keeps its weights where and as the plan has them: {dtype} on {device} would be "
-                f"{made.dtype} on {made.device}. graphplan.unplace(model) gives back the plain model on the "
-                "CPU, to convert and to partition again"
+                f"a placed model keeps its weights where and as the plan has them: {dtype} on {device} would "
+                f"be {made.dtype} on {made.device}. graphplan.unplace(model) gives back the plain model on "
+                "the CPU, to convert and to partition again"
             )

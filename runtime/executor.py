@@ -183,12 +183,12 @@ class PlacedModule(nn.Module):
         return accelerators[0] if accelerators and not self.plan.wishes.cpu_compute else None
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """What a parent's ``.to`` calls: to the CPU, where inputs are welcome, leaves the weights in place."""
+        """What a parent's ``.to`` calls: to the CPU, where calls may come from, it moves nothing."""
         require_in_place(self, lambda probe: probe._apply(fn, recurse), calls_from_cpu=True)
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # of torch
         if self._graphplan.start is None:
             self._graphplan.reader, self._graphplan.guard = ModeReader(self), Guard(self)
 

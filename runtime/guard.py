@@ -17,7 +17,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, repeat
-from operator import ge, getitem, gt, is_
+from operator import getitem, is_
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from graphplan.twin import identity, is_dense
 
 __all__ = ["Guard"]
 
-# `training` and the adapters of PEFT are modes, of which every graph has its own; the rest is torch's, or ours
+# `training` and the adapters of PEFT are modes, of which every graph has its own; the rest is torch's or ours
 _NOT_READ = {*vars(nn.Module()), "_graphplan", "_disable_adapters", "_active_adapter", "merged_adapters"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LONGEST = 60  # characters of a value in a message
@@ -47,7 +47,7 @@ class Guard:
 
     def hooked(self) -> bool:
         """Whether submodules have hooks that they did not have when the graphs were traced."""
-        return any(map(gt, map(len, self._watch.hooks), self._watch.hook_counts))
+        return sum(map(len, self._watch.hooks)) > self._watch.hook_count
 
     def difference(self, module: nn.Module) -> str | None:
         """What is not as it was when the graphs were traced, for people; None where nothing is."""
@@ -122,12 +122,14 @@ class _Watch:
         self.names = [name for _, name in entries]
         self.values = [table[name] for table, name in entries]
         self.types = list(map(type, self.parts))
-        self.weights = [table for part in parts for table in (part._parameters, part._buffers)]
+        self.weights: list[dict[str, Any]] = [
+            table for part in parts for table in (part._parameters, part._buffers)
+        ]
         self.kinds = self._kinds()
         self.sized = [*map(vars, self.parts), *(part._modules for part in parts), *self.weights]
         self.sizes = list(map(len, self.sized))
         self.hooks = [vars(part)[name] for part in self.parts for name in _HOOKS if name in vars(part)]
-        self.hook_counts = list(map(len, self.hooks))
+        self.hook_count = sum(map(len, self.hooks))
         values = (*self.root.values(), *self.values)
         self.containers = [value for value in values if _is_container(value)]
         self.contents = copy.deepcopy(self.containers)
@@ -147,7 +149,7 @@ class _Watch:
                 and self._kinds() == self.kinds
                 and self.containers == self.contents
                 and all(one.same() for one in self.shared)
-                and all(map(ge, map(len, self.hooks), self.hook_counts))
+                and sum(map(len, self.hooks)) >= self.hook_count
             )
         except KeyError:
             return False
@@ -196,7 +198,9 @@ def _equal(before: Any, now: Any) -> bool:
 
 def _kind(tensor: torch.Tensor | None) -> type | None:
     """The class of a weight, one for torch's own."""
-    return torch.Tensor if tensor is not None and is_dense(tensor) else None if tensor is None else type(tensor)
+    return (
+        torch.Tensor if tensor is not None and is_dense(tensor) else None if tensor is None else type(tensor)
+    )
 
 
 def _shown(value: Any) -> str:

@@ -203,7 +203,7 @@ def require_data(model: nn.Module, weights: ModelWeights) -> None:
 
 
 def _refilled(model: nn.Module, placed: Mapping[int, object]) -> nn.Module:
-    """The model with these in place of its tensors: who holds on to a module of it has the right one still."""
+    """The model itself with these in place of its tensors: its modules stay the ones that others hold."""
     for part in model.modules():
         for table in (part._parameters, part._buffers):
             for name, tensor in table.items():
