@@ -13,9 +13,9 @@ from planner_api import Problem, evaluate, reside
 from skeletons import skeleton
 from torch import nn
 
-from graphplan.comparison import Baseline, best, device_maps, judged
-from graphplan.device import CPU, DeviceKey, DeviceSpec, Topology
-from graphplan.schedule import Assignment
+from graphplan.devices.topology import CPU, DeviceKey, DeviceSpec, Topology
+from graphplan.integrations.accelerate.comparison import Baseline, best, device_maps, judged
+from graphplan.ir.schedule import Assignment
 
 
 def baselines(

@@ -21,10 +21,10 @@ import torch
 from torch import nn
 
 import graphplan
-from graphplan.device import DeviceKey
-from graphplan.placement import Plan
-from graphplan.svg import to_svg
-from graphplan.timeline import Event
+from graphplan.analysis.plan import Plan
+from graphplan.devices.topology import DeviceKey
+from graphplan.ir.timeline import Event
+from graphplan.report.svg import to_svg
 
 _COLOURS = {"run": "#4c78a8", "move": "#e45756", "load": "#54a24b", "wait": "#b8b8b8"}
 _WORDS = {
@@ -51,7 +51,7 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-def example(blocks: int, memory: graphplan.device.MaxMemory) -> Plan:
+def example(blocks: int, memory: graphplan.devices.max_memory.MaxMemory) -> Plan:
     """A plan of so many blocks of 2 MiB, with links as slow as to be seen."""
     with torch.device("meta"):
         model, x = nn.Sequential(*(Block(256) for _ in range(blocks))), torch.ones(64, 256)
@@ -206,7 +206,7 @@ def write_llama(path: Path) -> None:
         model = LlamaForCausalLM(LlamaConfig()).to(torch.float16).eval()
         ids = torch.ones(1, 512, dtype=torch.long)
     speeds = {0: graphplan.Speed(flops=150e12), 1: graphplan.Speed(flops=40e12)}
-    budgets: graphplan.device.MaxMemory = {0: "8GiB", 1: "3GiB", "cpu": "32GiB"}
+    budgets: graphplan.devices.max_memory.MaxMemory = {0: "8GiB", 1: "3GiB", "cpu": "32GiB"}
     plan = graphplan.plan(model, budgets, kwargs={"input_ids": ids}, devices=speeds)
     plan.save_svg(path, title="Llama 7B, 512 tokens, over 8 GiB, 3 GiB and the CPU")
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from networks import clip, llama, moe, random_layers, segformer, t5, towers, unet
 from planner_api import Problem
 
-from graphplan.device import CPU, DeviceSpec, Link, Topology
-from graphplan.graph import Graph
+from graphplan.devices.topology import CPU, DeviceSpec, Link, Topology
+from graphplan.ir.graph import Graph
 
 GIB = 1 << 30
 _OVERHEAD = 4e-6  # one kernel launch
-_CPU_OVERHEAD = 20e-6  # what graphplan.device takes for the CPU
+_CPU_OVERHEAD = 20e-6  # what graphplan.devices.max_memory takes for the CPU
 
 
 @dataclass(frozen=True, slots=True)

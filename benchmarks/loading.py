@@ -31,10 +31,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from graphplan.runtime.loading import Checkpoint, read_checkpoint
-from graphplan.runtime.reading import Request, read_into
-from graphplan.runtime.storage import Layout, place_model
-from graphplan.twin import ModelWeights
+from graphplan.capture.model_copy import ModelWeights
+from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint, read_checkpoint
+from graphplan.runtime.checkpoint.parallel_reads import Request, read_into
+from graphplan.runtime.weights.storage import Layout, place_model
 
 LAYERS, WIDTH = 13, 2048
 ROUNDS = 9  # memory that the system hands out anew each time is slow in most of them

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from graphplan.graph import Graph, Operation, Value, Weight
+from graphplan.ir.graph import Graph
+from graphplan.ir.graph_elements import Operation, Value, Weight
 
 ELEMENT = 2  # bytes of a bfloat16
 ID = 8  # bytes of a token's id

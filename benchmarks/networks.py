@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from network import ELEMENT, ID, Network
 
-from graphplan.graph import Graph
+from graphplan.ir.graph import Graph
 
 
 def llama(

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from graphplan.device import DeviceSpec
-from graphplan.graph import Graph
+from graphplan.devices.topology import DeviceSpec
+from graphplan.ir.graph import Graph
 
 _UNITS = 2_000_000  # steps in which a capacity is counted
 

@@ -29,8 +29,8 @@ from planner_api import Limits, place
 from report import RESULTS, table, write
 from second_set import second_set
 
-from graphplan.comparison import LESS, Baseline
 from graphplan.errors import InfeasibleError, readable_bytes
+from graphplan.integrations.accelerate.comparison import LESS, Baseline
 
 _EQUAL = 1 + 1e-9  # ratio up to which two times are equal
 

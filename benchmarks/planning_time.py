@@ -18,13 +18,13 @@ from planner_api import Problem, place
 from report import table, write
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from graphplan.device import read_max_memory
-from graphplan.passes.annotate import annotate
-from graphplan.passes.lower import lower
-from graphplan.passes.simplify import simplify
-from graphplan.passes.verify import verify_lowered
-from graphplan.tracing import capture
-from graphplan.twin import Twin
+from graphplan.capture.model_copy import Twin
+from graphplan.capture.tracing import capture
+from graphplan.devices.max_memory import read_max_memory
+from graphplan.passes.frontend.annotate import annotate
+from graphplan.passes.frontend.simplify import simplify
+from graphplan.passes.lowering.emit import lower
+from graphplan.passes.lowering.verify_devices import verify_lowered
 
 
 def build(layers: int) -> torch.nn.Module:

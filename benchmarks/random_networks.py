@@ -14,7 +14,7 @@ from random import Random
 from network import ELEMENT, Network
 from networks import clip, llama, moe, t5, towers, unet
 
-from graphplan.graph import Graph
+from graphplan.ir.graph import Graph
 
 # -- networks of random sizes ----------------------------------------------------------------------
 

@@ -2,9 +2,9 @@
 
 python benchmarks/random_placements.py [--count 20000] [--seed 0] [--processes 2] [--tiny 0.75]
 
-Each seed is a problem of ``tests/random_problems.py``, which ``tests/placement_checks.py`` has placed and
-checked. Violations are printed as they are found; ``results/random_placements.json`` has all, and the counts.
-The exit status is 1 if there are any.
+Each seed is a problem of ``tests/helpers/random_problems.py``, which
+``tests/helpers/placement_checks.py`` has placed and checked. Violations are printed as they are found;
+``results/random_placements.json`` has all, and the counts. The exit status is 1 if there are any.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from report import table, write
 from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))
 
 from placement_api import Problem, Solution, place
 from placement_checks import Effort, inspect

@@ -33,13 +33,19 @@ from planner_api import Problem
 from report import RESULTS, table, write
 from torch import nn
 
-from graphplan.comparison import Baseline, allocated_weights, device_maps, offloaded_weights
-from graphplan.device import CPU, DeviceKey, Topology
+from graphplan.analysis.plan import Plan
+from graphplan.capture.model_copy import Twin
+from graphplan.compiler.options import Options
+from graphplan.compiler.pipeline import Compiler
+from graphplan.devices.topology import CPU, DeviceKey, Topology
 from graphplan.errors import GraphplanError, InfeasibleError
-from graphplan.graph import Graph
-from graphplan.placement import Plan
-from graphplan.planner import Compiler, Options
-from graphplan.twin import Twin
+from graphplan.integrations.accelerate.comparison import (
+    Baseline,
+    allocated_weights,
+    device_maps,
+    offloaded_weights,
+)
+from graphplan.ir.graph import Graph
 
 USE = 0.98  # of what a packing allows, when offloading is forced
 _ROOMY = 1 << 20  # GiB of the card on which a model is measured

@@ -22,8 +22,8 @@ from instances import GIB, HOST, Card, Instance, Speed, devices
 from random_networks import SHAPES
 from report import table
 
-from graphplan.device import CPU, DeviceKey, Link, Topology
-from graphplan.graph import Graph
+from graphplan.devices.topology import CPU, DeviceKey, Link, Topology
+from graphplan.ir.graph import Graph
 
 _SLACK = 8 << 20  # bytes on each card beside activations, for what the allocator rounds up
 _OFFLOADED = (1, 1, 2, 2, 3, 4, 6, 8)  # cards of the instances that hold less than the weights

@@ -14,8 +14,8 @@ from unittest.mock import patch
 
 from planner_api import FIRST_PLACEMENT, Limits, Solution, caller_of_place, place
 
-from graphplan import capturing
-from graphplan.captured import Capture
+from graphplan.capture.captured_graph import Capture
+from graphplan.compiler import capture_cache
 from graphplan.errors import CaptureError
 
 __all__ = ["one_trace", "short_search"]
@@ -25,7 +25,7 @@ __all__ = ["one_trace", "short_search"]
 def one_trace() -> Iterator[None]:
     """Calls of one structure, with the same values, of one model are traced once: give no other model."""
     known: dict[Any, Capture | CaptureError] = {}
-    trace = capturing.capture
+    trace = capture_cache.capture
 
     def remembered(twin: Any, call: Any, dynamic_shapes: Any = None, *, keep_grad: bool = False) -> Capture:
         key = (twin.entry, twin.modes, keep_grad, None if call is None else str(call.spec))
@@ -39,7 +39,7 @@ def one_trace() -> Iterator[None]:
             raise found
         return copy.copy(found)
 
-    with patch.object(capturing, "capture", remembered):
+    with patch.object(capture_cache, "capture", remembered):
         yield
 
 

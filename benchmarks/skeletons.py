@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from graphplan.graph import Graph
+from graphplan.ir.graph import Graph
 
 
 class Block(nn.Module):

@@ -16,8 +16,8 @@ import report
 from planner_api import Evaluation, Problem, evaluate, place, reside
 
 from graphplan import Graph, Operation, Value, Weight
-from graphplan.device import DeviceSpec, Link, Topology
-from graphplan.timeline import make_timeline
+from graphplan.devices.topology import DeviceSpec, Link, Topology
+from graphplan.ir.timeline import make_timeline
 
 WEIGHT = 64 << 20  # bytes of one operation's weight; a block has two
 BLOCK_SECONDS = 4e-3  # to compute one block

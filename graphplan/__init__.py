@@ -7,8 +7,14 @@
 True
 """
 
-from graphplan.device import DeviceSpec, Link, Topology
-from graphplan.device_maps import infer_auto_device_map
+from graphplan.analysis.explanation import Explanation
+from graphplan.analysis.plan import Plan, Stage, Transfer
+from graphplan.analysis.relocation import Alternative
+from graphplan.analysis.sensitivity import Bottleneck, Growth
+from graphplan.api.load import load
+from graphplan.api.partition import partition, plan
+from graphplan.devices.speeds import Measurements, Speed
+from graphplan.devices.topology import DeviceSpec, Link, Topology
 from graphplan.errors import (
     BudgetError,
     CaptureError,
@@ -24,22 +30,17 @@ from graphplan.errors import (
     SimulatedOutOfMemoryError,
     VerificationError,
 )
-from graphplan.explain import Explanation
-from graphplan.graph import Graph, Operation, Value, Weight
-from graphplan.growth import Bottleneck, Growth
-from graphplan.liveness import Peak
-from graphplan.partitioning import partition, plan
-from graphplan.placement import Plan, Stage, Transfer
-from graphplan.pretrained import load
-from graphplan.relocation import Alternative
-from graphplan.runtime.benchmark import measure_devices
-from graphplan.runtime.executor import unplace
-from graphplan.runtime.profile import Profile
-from graphplan.runtime.simulate import SimulatedMachine, simulate
-from graphplan.runtime.simulated_machine import SimulatedTransfer
-from graphplan.schedule import Load, Schedule
-from graphplan.speeds import Measurements, Speed
-from graphplan.timeline import Timeline
+from graphplan.integrations.accelerate.auto_device_map import infer_auto_device_map
+from graphplan.ir.graph import Graph
+from graphplan.ir.graph_elements import Operation, Value, Weight
+from graphplan.ir.liveness import Peak
+from graphplan.ir.schedule import Load, Schedule
+from graphplan.ir.timeline import Timeline
+from graphplan.runtime.module.placed_module import unplace
+from graphplan.runtime.profile.call_profile import Profile
+from graphplan.runtime.profile.device_benchmark import measure_devices
+from graphplan.runtime.simulate.simulated_machine import SimulatedMachine, SimulatedTransfer
+from graphplan.runtime.simulate.simulation import simulate
 
 __version__ = "0.1.0"
 

@@ -13,7 +13,7 @@ def main() -> None:
     missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(f"graphplan: the command needs {' and '.join(missing)}: pip install 'graphplan[cli]'")
-    from graphplan.cli import run  # optional packages
+    from graphplan.cli.commands import run  # optional packages
 
     run()
 

@@ -24,11 +24,17 @@ from scaling import Row, fit
 from second_set import draws, live_bytes, second_set
 from skeletons import skeleton
 
-from graphplan.checks import check_schedule
-from graphplan.comparison import LESS, Baseline, allocated_weights, best, offloaded_weights
-from graphplan.device import CPU
-from graphplan.graph import Graph
-from graphplan.incumbents import assignment_of
+from graphplan.devices.topology import CPU
+from graphplan.integrations.accelerate.baseline_device_maps import assignment_of
+from graphplan.integrations.accelerate.comparison import (
+    LESS,
+    Baseline,
+    allocated_weights,
+    best,
+    offloaded_weights,
+)
+from graphplan.ir.graph import Graph
+from graphplan.ir.schedule_checks import check_schedule
 
 # bytes of the weights, ties once, as worked out from the configurations by hand
 WIDE, INNER, KEYS = 4096, 14336, 1024

@@ -59,9 +59,10 @@ def test_the_reference_has_every_public_name() -> None:
 def test_the_table_of_files_has_every_module() -> None:
     table = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     for folder in ("graphplan", "passes", "runtime"):
-        for path in sorted((ROOT / folder).glob("*.py")):
-            if path.name not in ("__init__.py", "__main__.py"):
-                assert f"`{folder}/{path.name}`" in table, f"CONTRIBUTING.md lacks {folder}/{path.name}"
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            name = path.relative_to(ROOT)
+            if path.name not in ("__init__.py", "__main__.py") and name.parent.name != "placement":
+                assert f"`{name}`" in table, f"CONTRIBUTING.md lacks {name}"
 
 
 def test_the_planners_page_has_every_number_that_steers_the_search() -> None:

@@ -1,1 +1,5 @@
-"""Placement: a problem enters, a placement with a lower bound on every other leaves."""
+"""The search: where every operation runs and every weight resides, and a bound on the time.
+
+In: a :class:`~graphplan.passes.placement.problem.Problem`. Out: a
+:class:`~graphplan.passes.placement.certificate.Solution`. The evaluator judges every placement.
+"""

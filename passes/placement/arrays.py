@@ -7,7 +7,7 @@ An item has one source, and costs one copy for each further device that reads it
     seconds = sum over operations of compute[device, operation]
             + sum over items, and devices that read them elsewhere, of latency + bytes / bandwidth
 
-The results equal the evaluator's (tests/test_arrays.py).
+The results equal the evaluator's (tests/passes/placement/test_arrays.py).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from graphplan.device import DeviceKey, DeviceSpec
+from graphplan.devices.topology import DeviceKey, DeviceSpec
+from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.params import SearchParams
 from graphplan.passes.placement.problem import Problem, cpu_key
 from graphplan.passes.placement.residence import follow, reside
-from graphplan.schedule import Assignment
 
 __all__ = ["Arrays", "Bools", "Floats", "Ints"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphplan.passes.placement.evaluate import Evaluation
-from graphplan.warn import warn
+from graphplan.warnings import warn
 
 __all__ = ["Bound", "Solution", "certify"]
 

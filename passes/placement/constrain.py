@@ -12,9 +12,9 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from graphplan.device import DISK, DeviceKey, Topology
+from graphplan.devices.topology import DISK, DeviceKey, Topology
 from graphplan.errors import PlanError
-from graphplan.graph import Graph
+from graphplan.ir.graph import Graph
 from graphplan.passes.placement.problem import Problem
 
 __all__ = ["Wishes", "constrain", "names_in"]

@@ -14,15 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 
-from graphplan.device import CPU, DISK, DeviceKey, DeviceSpec, Topology
+from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Topology
 from graphplan.errors import InfeasibleError, readable_bytes
+from graphplan.ir.schedule import STAGED_BYTES, Assignment
 from graphplan.passes.placement.certificate import Bound, Solution, certify
 from graphplan.passes.placement.driver import ON_ACCELERATORS, bound_with_offload, place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.limits import Limits
 from graphplan.passes.placement.params import SearchParams
 from graphplan.passes.placement.problem import Problem, cpu_key
-from graphplan.schedule import STAGED_BYTES, Assignment
 
 __all__ = ["place_or_map"]
 

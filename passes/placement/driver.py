@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from graphplan.device import DeviceKey
+from graphplan.devices.topology import DeviceKey
+from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.certificate import Bound, Solution, certify
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.infeasible import explain_infeasible, smallest_budgets
@@ -20,8 +21,7 @@ from graphplan.passes.placement.problem import Problem, cpu_key
 from graphplan.passes.placement.resident import ResidentSearch
 from graphplan.passes.placement.streamed import StreamedSearch
 from graphplan.passes.placement.streamed_local_search import climb_streamed
-from graphplan.schedule import Assignment
-from graphplan.warn import warn
+from graphplan.warnings import warn
 
 __all__ = ["ON_ACCELERATORS", "bound_with_offload", "holds_for", "place", "sketch"]
 

@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from graphplan.device import DeviceKey
-from graphplan.liveness import Memory, Peak, measure_memory
+from graphplan.devices.topology import DeviceKey
+from graphplan.ir.liveness import Memory, Peak, measure_memory
+from graphplan.ir.schedule import Assignment, Schedule
+from graphplan.ir.timeline import call_seconds
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.transfers import build_schedule
-from graphplan.schedule import Assignment, Schedule
-from graphplan.timeline import call_seconds
+from graphplan.passes.schedule.transfers import build_schedule
 
 __all__ = ["Evaluation", "evaluate"]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from graphplan.device import DeviceKey
-from graphplan.graph import Graph
+from graphplan.devices.topology import DeviceKey
+from graphplan.ir.graph import Graph
 from graphplan.passes.placement.evaluate import Evaluation
 from graphplan.passes.placement.limits import Limits
 from graphplan.passes.placement.params import Effort

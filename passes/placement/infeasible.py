@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from graphplan.device import DeviceKey, Topology
+from graphplan.devices.topology import DeviceKey, Topology
 from graphplan.errors import InfeasibleError, readable_bytes
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.limits import Limits

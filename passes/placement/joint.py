@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from graphplan.device import DeviceKey, Topology
+from graphplan.devices.topology import DeviceKey, Topology
 from graphplan.errors import InfeasibleError
+from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.certificate import Bound, Solution, certify
 from graphplan.passes.placement.constrain import Wishes, constrain
 from graphplan.passes.placement.driver import bound_with_offload, holds_for, place, sketch
@@ -25,7 +26,6 @@ from graphplan.passes.placement.params import SearchParams
 from graphplan.passes.placement.problem import Problem, cpu_key
 from graphplan.passes.placement.residence import reside
 from graphplan.passes.placement.shared_buffers import beside, evaluate_together, fit_together, within
-from graphplan.schedule import Assignment
 
 __all__ = ["Call", "place_jointly"]
 

@@ -19,7 +19,7 @@ from graphplan.passes.placement.frontier import Frontier
 from graphplan.passes.placement.linear_program import LinearProgram, branch_and_bound
 from graphplan.passes.placement.params import Effort
 from graphplan.passes.placement.symmetry import device_classes
-from graphplan.passes.segments import SMALL
+from graphplan.passes.schedule.prefetch_segments import SMALL
 
 __all__ = ["bound_by_classes"]
 

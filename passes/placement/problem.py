@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from graphplan.cost import all_seconds
-from graphplan.device import CPU, DeviceKey, DeviceSpec, Topology
-from graphplan.graph import Graph, Operation
+from graphplan.devices.topology import CPU, DeviceKey, DeviceSpec, Topology
+from graphplan.ir.cost_model import all_seconds
+from graphplan.ir.graph import Graph
+from graphplan.ir.graph_elements import Operation
 
 __all__ = ["Problem", "cpu_key"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 
-from graphplan.device import DeviceKey, Topology
-from graphplan.graph import Graph
+from graphplan.devices.topology import DeviceKey, Topology
+from graphplan.ir.graph import Graph
+from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.problem import Problem, cpu_key
-from graphplan.schedule import Assignment
 
 __all__ = ["follow", "reside"]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.arrays import Arrays, Floats, Ints
 from graphplan.passes.placement.certificate import Bound
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
@@ -18,7 +19,6 @@ from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.relaxation import Buffers, Relaxation
 from graphplan.passes.placement.segment_dp import SegmentDP
 from graphplan.passes.placement.symmetry import device_classes
-from graphplan.schedule import Assignment
 
 __all__ = ["ResidentSearch"]
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from graphplan.device import DeviceKey
+from graphplan.devices.topology import DeviceKey
+from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.problem import Problem
-from graphplan.schedule import Assignment
 
 __all__ = ["beside", "evaluate_together", "fit_together", "within"]
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.arrays import Arrays, Ints
 from graphplan.passes.placement.certificate import Bound
 from graphplan.passes.placement.coarsen import coarsen
@@ -25,7 +26,6 @@ from graphplan.passes.placement.relaxation import Buffers, Relaxation
 from graphplan.passes.placement.residence import reside
 from graphplan.passes.placement.segment_dp import Segment, SegmentDP
 from graphplan.passes.placement.symmetry import device_classes
-from graphplan.schedule import Assignment
 
 __all__ = ["StreamedSearch"]
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from graphplan.device import DeviceKey
+from graphplan.devices.topology import DeviceKey
+from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.arrays import Arrays
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.frontier import Frontier
 from graphplan.passes.placement.params import Effort
-from graphplan.schedule import Assignment
 
 __all__ = ["climb_streamed"]
 

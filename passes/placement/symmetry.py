@@ -7,7 +7,7 @@ there, prefetch buffers that exist. A key that left any of these out would make 
 
 from __future__ import annotations
 
-from graphplan.device import DeviceSpec
+from graphplan.devices.topology import DeviceSpec
 from graphplan.passes.placement.arrays import Arrays
 from graphplan.passes.placement.problem import Problem
 

@@ -1,0 +1,253 @@
+"""What holds a plan back: each budget grown, each link and device twice as fast, and planned again.
+
+These plans start from the one that is there, and are made by local search. Only the answer's is made with
+every placement tried where the graph is small, as the plan itself was: its gain is what one then gets,
+those of the others what is had at least.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+from tqdm.auto import tqdm
+
+from graphplan.analysis.sensitivity import Bottleneck, Growth, Thing
+from graphplan.devices.alignment import ALIGNMENT
+from graphplan.devices.topology import DeviceKey, DeviceSpec, Link, Topology
+from graphplan.errors import InfeasibleError
+from graphplan.ir.cost_model import move_seconds
+from graphplan.ir.schedule import Assignment
+from graphplan.passes.placement.driver import place
+from graphplan.passes.placement.evaluate import Evaluation, evaluate
+from graphplan.passes.placement.joint import Call, place_jointly
+from graphplan.passes.placement.limits import Limits
+from graphplan.passes.placement.residence import reside
+
+if TYPE_CHECKING:
+    from graphplan.analysis.plan import Plan
+
+__all__ = ["find_bottleneck"]
+
+_WORTH = 1e-3  # of the makespan: a smaller gain is none
+_SAME = 1e-6  # of the makespan: times that differ by less are the same
+_PRECISION = 0.05  # of the increase that is reported
+_TWICE = 2.0
+
+
+def find_bottleneck(plan: Plan, *, progress: bool = True) -> Bottleneck:
+    """Plan again with more of each thing; the result depends on the plan only."""
+    search = _Search(plan)
+    trials: list[Callable[[], Growth]] = [*search.memory(), *search.links(), *search.speeds()]
+    growths = []
+    # a bar that waits a second before it shows
+    with warnings.catch_warnings(), tqdm(trials, desc="bottleneck", delay=1, disable=not progress) as bar:
+        warnings.filterwarnings("ignore", message="balance=True")  # the plan itself has said so
+        growths = [trial() for trial in bar]
+        growths.sort(key=lambda growth: -growth.gain)
+        useful = [growth for growth in growths if growth.gain > _WORTH * plan.weighted_makespan]
+        binding = [growth for growth in useful if growth.what == "memory"]
+        answer = next(iter(binding or useful), None)
+        if answer is not None:
+            growths.remove(answer)
+            answer = search.confirmed(answer)
+            growths.append(answer)
+            growths.sort(key=lambda growth: -growth.gain)
+    return _with_parts(plan, answer, bool(binding), tuple(growths))
+
+
+def _with_parts(plan: Plan, answer: Growth | None, binds: bool, growths: tuple[Growth, ...]) -> Bottleneck:
+    """What was found, and where the seconds of the plan go."""
+    compute = transfers = fetches = through = hidden = 0.0
+    for one in plan.calls:
+        weight, topology, timeline = one.call_weight, one.topology, one.timeline
+        compute += weight * timeline.busy("run")
+        transfers += weight * sum(move_seconds(move, topology) for move in one.transfers)
+        moved = sum(move_seconds(move, topology) for move in one.schedule.moves("weight"))
+        fetches += weight * (moved + timeline.busy("wait"))
+        through += weight * sum(move_seconds(move, topology) for move in one.io_transfers)
+        hidden += weight * timeline.hidden_seconds
+    return Bottleneck(
+        answer,
+        binds,
+        growths,
+        plan.weighted_makespan,
+        compute_seconds=compute,
+        transfer_seconds=transfers,
+        fetch_seconds=fetches,
+        io_seconds=through,
+        hidden_seconds=hidden,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A placement of every call, on other devices than the plan's."""
+
+    calls: tuple[Evaluation, ...]
+    seconds: float
+
+    def peak(self, key: DeviceKey) -> int:
+        return max(found.peak(key).nbytes for found in self.calls)
+
+    @property
+    def assignments(self) -> list[Assignment]:
+        return [found.schedule.assignment for found in self.calls]
+
+
+class _Search:
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.topology = plan, plan.topology
+        self.calls = [Call(one.plain_problem, one.wishes, one.call_weight) for one in plan.calls]
+        self.now = plan.weighted_makespan
+        self.near = [one.schedule.assignment for one in plan.calls]
+        self.tried: dict[tuple[str, tuple[DeviceKey, ...]], Topology] = {}
+
+    def _place(
+        self, topology: Topology, near: Sequence[Assignment] | None = None, *, exhaustive: bool = False
+    ) -> _Found | None:
+        """What is found for these devices; None where nothing is, since no search is complete."""
+        calls, start = [call.on(topology) for call in self.calls], near or self.near
+        limits = Limits(effort=1.0 if exhaustive else 0.3, proves=False)
+        try:
+            if len(calls) == 1:
+                solutions = [place(calls[0].settled({}), limits, near=start[0])]
+            else:
+                solutions = list(place_jointly(calls, limits, near=start))
+        except InfeasibleError:
+            return None
+        found = tuple(solution.evaluation for solution in solutions)
+        return _Found(found, sum(c.weight * one.seconds for c, one in zip(calls, found, strict=True)))
+
+    def _growth(
+        self,
+        what: Thing,
+        devices: tuple[DeviceKey, ...],
+        found: _Found | None,
+        like: tuple[DeviceKey, ...] = (),
+    ) -> Growth:
+        gain = 0.0 if found is None else self.now - found.seconds
+        gain = gain if gain > _SAME * self.now else 0.0
+        return Growth(what, devices, like, 0, self.now - gain, gain)
+
+    def confirmed(self, answer: Growth) -> Growth:
+        """The answer with the fewest bytes that do, and what a plan that is made with them saves."""
+        if answer.what != "memory":
+            found = self._place(self.tried[answer.what, answer.devices], exhaustive=True)
+            again = self._growth(answer.what, answer.devices, found, answer.like)
+            return max(answer, again, key=lambda growth: growth.gain)
+        spec = self.topology[answer.devices[0]]
+        trials = self._narrowed(spec, answer)
+        least = min(size for size, s in trials.items() if s <= answer.makespan + _SAME * self.now)
+        found = self._place(self._grown(spec, least), exhaustive=True)
+        again = self._growth("memory", answer.devices, found, answer.like)
+        best = max(replace(answer, makespan=trials[least]), again, key=lambda growth: growth.gain)
+        trials[least] = best.makespan
+        return replace(best, increase=least, trials=tuple(sorted(trials.items())))
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def memory(self) -> Iterator[Callable[[], Growth]]:
+        """For each kind of device, what more memory on it saves."""
+        kinds: dict[object, list[DeviceSpec]] = {}
+        named = {*self.plan.wishes.pin.values(), *self.plan.fixed_weights.values()}
+        for spec in self.topology.devices:
+            special = spec.key if self.topology.links or spec.key in named else None
+            speeds = (spec.flops, spec.bandwidth, spec.overhead)
+            kinds.setdefault((spec.type, spec.memory, spec.reserve, speeds, special), []).append(spec)
+        for members in kinds.values():
+            if members[0].computes:
+                like = tuple(spec.key for spec in members[1:])
+                yield partial(self._memory, members[0], like)
+
+    def _memory(self, spec: DeviceSpec, like: tuple[DeviceKey, ...]) -> Growth:
+        """What is saved where it holds everything that may run on it."""
+        whole = self._missing(spec)
+        if whole <= 0:
+            return self._growth("memory", (spec.key,), None, like)
+        found = self._place(self._grown(spec, whole))
+        growth = self._growth("memory", (spec.key,), found, like)
+        if found is None or not growth.gain:
+            return growth
+        taken = self._taken(spec, found)
+        return replace(growth, increase=taken, trials=((taken, found.seconds),))
+
+    def _taken(self, spec: DeviceSpec, found: _Found) -> int:
+        """Bytes by which a placement passes the device's budget."""
+        return max(0, found.peak(spec.key) - spec.room)
+
+    def _narrowed(self, spec: DeviceSpec, answer: Growth) -> dict[int, float]:
+        """Bytes added -> seconds, on the way to the fewest bytes with which the time is the answer's."""
+        trials = dict(answer.trials)
+        low, high, near = 0, answer.increase, self.near
+        while high - low > max(ALIGNMENT, _PRECISION * high):
+            middle = (low + high) // 2
+            found = self._place(self._grown(spec, middle), near)
+            if found is None or found.seconds > answer.makespan + _SAME * self.now:
+                trials[middle] = self.now if found is None else min(found.seconds, self.now)
+                low = middle
+                continue
+            high, near = min(middle, max(self._taken(spec, found), low + 1)), found.assignments
+            trials[high] = found.seconds
+        return trials
+
+    def _grown(self, spec: DeviceSpec, size: int) -> Topology:
+        return self.topology.with_memory({spec.key: spec.memory + size})
+
+    def _missing(self, spec: DeviceSpec) -> int:
+        """Bytes that the device lacks to hold everything that may run on it."""
+        most = 0
+        for call in self.calls:
+            problem = call.settled({})
+            everywhere = problem.obey(dict.fromkeys(problem.graph.operations, spec.key))
+            most = max(most, evaluate(problem, reside(problem, everywhere)).peak(spec.key).nbytes)
+        return most - spec.room
+
+    # -- speed ------------------------------------------------------------------------------------
+
+    def links(self) -> Iterator[Callable[[], Growth]]:
+        """For each link that is used, what one twice as fast saves."""
+        used: dict[tuple[DeviceKey, DeviceKey], None] = {}
+        for one in self.plan.calls:
+            for copy in one.schedule.copies():
+                pair = (copy.source, copy.destination)
+                if (copy.destination, copy.source) not in used:
+                    used[pair] = None
+        for pair in used:
+            yield partial(self._link, pair)
+
+    def _link(self, pair: tuple[DeviceKey, DeviceKey]) -> Growth:
+        a, b = pair
+        faster = {ends: _faster(self.topology.link(*ends)) for ends in ((a, b), (b, a))}
+        topology = replace(self.topology, links={**self.topology.links, **faster})
+        return self._sped("link", pair, topology)
+
+    def speeds(self) -> Iterator[Callable[[], Growth]]:
+        """For each device that runs operations, what one twice as fast saves."""
+        used = {run.device for one in self.plan.calls for run in one.schedule.runs()}
+        for spec in self.topology.devices:
+            if spec.key in used:
+                yield partial(self._speed, spec)
+
+    def _speed(self, spec: DeviceSpec) -> Growth:
+        faster = replace(
+            spec,
+            flops=spec.flops * _TWICE,
+            bandwidth=spec.bandwidth * _TWICE,
+            overhead=spec.overhead / _TWICE,
+        )
+        devices = tuple(faster if one.key == spec.key else one for one in self.topology.devices)
+        return self._sped("speed", (spec.key,), replace(self.topology, devices=devices))
+
+    def _sped(
+        self, what: Literal["link", "speed"], devices: tuple[DeviceKey, ...], topology: Topology
+    ) -> Growth:
+        self.tried[what, devices] = topology
+        return self._growth(what, devices, self._place(topology))
+
+
+def _faster(link: Link) -> Link:
+    return Link(link.bandwidth * _TWICE, link.latency / _TWICE)

@@ -1,0 +1,191 @@
+"""Why a module, operation or weight is where it is: what it costs there, elsewhere, and what stops it.
+
+::
+
+    module blocks.1: 2 operations on 0, weights on 0, stage 1
+    weights 4.1 KiB, activations 3.0 KiB, 24,576 FLOP, 8.0 µs compute, 0.0 µs transfers
+
+    moved to      time    change  its compute  all copies  what stops it
+    --------  --------  --------  -----------  ----------  ----------------------------------------
+    2         303.1 µs  +60.3 µs       8.0 µs    166.2 µs  2 lacks 3.00 KiB (3072 bytes) at 'linear'
+    0         242.8 µs   +0.0 µs       8.0 µs    105.9 µs  it is there
+    cpu       305.1 µs  +62.3 µs      40.2 µs    136.0 µs  slower by 62.3 µs
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from graphplan.analysis.relocation import EPSILON, Alternative, Mover, only_read_by
+from graphplan.devices.topology import DeviceKey
+from graphplan.errors import PlanError
+from graphplan.ir.graph import Graph
+from graphplan.passes.placement.constrain import names_in
+from graphplan.report.text import count_text, size_text, table_lines, time_text
+
+if TYPE_CHECKING:
+    from graphplan.analysis.plan import Plan
+
+__all__ = ["Explanation", "explain"]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Where something is, what it costs there, and what it would cost elsewhere.
+
+    Attributes:
+        name: the module, operation or weight.
+        kind: ``"module"``, ``"operation"`` or ``"weight"``.
+        devices: where its operations run (those that read it, of a weight).
+        homes: where its weights live.
+        stages: indices of the stages that run it.
+        operations: their names, in order.
+        weight_bytes: bytes of its weights, ties once.
+        activation_bytes: bytes that its operations make.
+        flops: FLOP of its operations.
+        compute_seconds: modelled seconds of its operations where they are.
+        transfer_seconds: modelled seconds in which the call does nothing but copy what they read and
+            make. The copy of a streamed weight counts as far as the call waits for it.
+        makespan: of the plan; of several calls the weighted sum.
+        alternatives: one for each device of ``max_memory``.
+    """
+
+    name: str
+    kind: str
+    devices: tuple[DeviceKey, ...]
+    homes: tuple[DeviceKey, ...]
+    stages: tuple[int, ...]
+    operations: tuple[str, ...]
+    weight_bytes: int
+    activation_bytes: int
+    flops: int
+    compute_seconds: float
+    transfer_seconds: float
+    makespan: float
+    alternatives: tuple[Alternative, ...]
+
+    def to(self, device: DeviceKey) -> Alternative:
+        """What it would cost on one device.
+
+        Raises:
+            PlanError: a device that the plan has not.
+        """
+        for alternative in self.alternatives:
+            if alternative.device == device:
+                return alternative
+        known = ", ".join(repr(alternative.device) for alternative in self.alternatives)
+        raise PlanError(f"no device {device!r} in this plan: it has {known}")
+
+    def to_json(self) -> str:
+        """All of it as JSON text; devices are pairs where they are keys of a mapping."""
+        data = asdict(self)
+        for alternative in data["alternatives"]:
+            alternative["missing_bytes"] = list(map(list, alternative["missing_bytes"].items()))
+        return json.dumps(data, indent=1)
+
+    def __str__(self) -> str:
+        runs = (
+            f"{count_text(len(self.operations), 'operation')} on {_listed(self.devices)}"
+            if self.operations
+            else "unread"
+        )
+        lives = f", weights on {_listed(self.homes)}" if self.homes else ""
+        stages = f", stage {_listed(self.stages)}" if self.stages else ""
+        sizes = (
+            f"weights {size_text(self.weight_bytes)}, activations {size_text(self.activation_bytes)}, "
+            f"{self.flops:,} FLOP, {time_text(self.compute_seconds)} compute, "
+            f"{time_text(self.transfer_seconds)} transfers"
+        )
+        rows = [
+            [
+                str(other.device),
+                _time_or_dash(other.makespan),
+                _signed(other.slower),
+                _time_or_dash(other.compute_seconds),
+                _time_or_dash(other.transfer_seconds),
+                other.obstacle,
+            ]
+            for other in self.alternatives
+        ]
+        header = ["moved to", "time", "change", "its compute", "all copies", "what stops it"]
+        head = f"{self.kind} {self.name or '(all)'}: {runs}{lives}{stages}"
+        return "\n".join([head, sizes, "", *table_lines(header, rows)])
+
+
+def explain(plan: Plan, name: str) -> Explanation:
+    """Where ``name`` is in ``plan``, and what it would cost on each other device.
+
+    Raises:
+        PlanError: no module, operation or weight of that name, with those that are close.
+    """
+    graph = plan.graph
+    operations = [operation.name for operation in plan.operations_of(name)]
+    weight = graph.weight_named(name)
+    owned = [weight.name] if weight is not None else _owned(graph, name, operations)
+    if not operations and not owned:
+        close = difflib.get_close_matches(name, names_in(graph), 3)
+        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+        raise PlanError(f"no operation, module or weight named {name!r} in this plan{hint}")
+    devices, homes = plan.schedule.assignment.operations, plan.schedule.assignment.weights
+    working = [op for op in operations if not graph.operations[op].host_only]
+    specs = {spec.key: spec for spec in plan.topology.devices}
+    kind = "weight" if weight is not None else "operation" if name in graph.operations else "module"
+    mover = Mover(plan, name, kind, owned)
+    return Explanation(
+        name,
+        kind,
+        tuple(dict.fromkeys(devices[op] for op in working)),
+        tuple(dict.fromkeys(homes[one] for one in owned)),
+        tuple(stage.index for stage in plan.stages if set(stage.operations) & set(working)),
+        tuple(operations),
+        sum(graph.weights[one].nbytes for one in owned),
+        sum(graph.values[made].nbytes for op in operations for made in graph.operations[op].outputs),
+        sum(graph.operations[op].flops for op in operations),
+        sum(plan.problem.seconds(graph.operations[op], specs[devices[op]]) for op in working),
+        _touching(plan, operations, owned),
+        plan.weighted_makespan,
+        tuple(mover.to(spec.key) for spec in plan.topology.devices),
+    )
+
+
+def _owned(graph: Graph, name: str, operations: Sequence[str]) -> list[str]:
+    """The weights of a module by their names, and those that only its operations read."""
+    under = {
+        weight.name
+        for weight in graph.weights.values()
+        if any(one.startswith(name + ".") for one in (weight.name, *weight.names))
+    }
+    under.update(only_read_by(graph, operations))
+    return [one for one in graph.weights if one in under]
+
+
+def _touching(plan: Plan, operations: Sequence[str], owned: Sequence[str]) -> float:
+    """Seconds in which the call does nothing but copy what these operations read and make."""
+    graph = plan.graph
+    named = (graph.operations[op] for op in operations)
+    touched = {name for op in named for name in (*op.inputs, *op.outputs)} | set(owned)
+    copies = (
+        event
+        for event in plan.timeline.events
+        if (event.kind == "move" and event.name in touched)
+        or (event.kind == "wait" and touched.intersection(event.weights))
+    )
+    return sum(event.end - event.start for event in copies)
+
+
+def _listed(items: Sequence[object]) -> str:
+    return ", ".join(map(str, items)) or "-"
+
+
+def _time_or_dash(seconds: float | None) -> str:
+    return "-" if seconds is None else time_text(seconds)
+
+
+def _signed(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return ("-" if seconds < -EPSILON else "+") + time_text(abs(seconds))

@@ -1,0 +1,306 @@
+"""What it would cost to have one thing on another device, all else staying where it is.
+
+Every way is judged by the evaluator, in every call of the plan: the operations with their weights
+beside them, or fetched from where the weights are, or from the CPU. Rings lose slots where that is what
+it takes. A rule that forbids it is an
+obstacle to be named, not a reason to know no price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from graphplan.devices.topology import CPU, DeviceKey
+from graphplan.errors import readable_bytes
+from graphplan.ir.graph import Graph
+from graphplan.ir.timeline import make_timeline
+from graphplan.passes.placement.evaluate import Evaluation
+from graphplan.passes.placement.problem import Problem, cpu_key
+from graphplan.passes.placement.shared_buffers import fit_together
+from graphplan.report.text import time_text
+
+if TYPE_CHECKING:
+    from graphplan.analysis.plan import Plan
+
+__all__ = ["EPSILON", "Alternative", "Mover", "only_read_by"]
+
+EPSILON = 1e-12  # seconds: times that differ by less are the same
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """What it would cost to have something on one device, all else staying where it is.
+
+    Attributes:
+        device: key of ``max_memory``.
+        here: whether all of it is there now.
+        possible: whether that keeps every budget and rule.
+        makespan: modelled seconds of the best way to have it there, or None where none can be: with
+            its weights there too, where they are, or on the CPU. Of several calls the weighted sum.
+        slower: ``makespan`` less that of the plan.
+        compute_seconds: of its operations there, in one call.
+        transfer_seconds: in which the call then does nothing but copy, in one call: moves, and waits for
+            streamed weights.
+        missing_bytes: device key -> bytes by which its budget would be passed.
+        operation: at which operation the first of them would be.
+        along: operations that would have to come along, since they must stay together.
+        obstacle: what stops it, in words.
+    """
+
+    device: DeviceKey
+    here: bool
+    possible: bool
+    makespan: float | None
+    slower: float | None
+    compute_seconds: float | None
+    transfer_seconds: float | None
+    missing_bytes: Mapping[DeviceKey, int]
+    operation: str | None
+    along: tuple[str, ...]
+    obstacle: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """One way of having something on another device, judged in every call."""
+
+    found: tuple[Evaluation, ...]
+    seconds: float
+    excess: Mapping[DeviceKey, int]
+    operation: str | None
+
+
+class Mover:
+    """Moves one name to other devices, in every call of a plan."""
+
+    def __init__(self, plan: Plan, name: str, kind: str, owned: Sequence[str]) -> None:
+        self.plan, self.name, self.kind, self.owned = plan, name, kind, list(owned)
+        # a rule is an obstacle to be named, not a reason to know no price
+        self.free = [replace(one.problem, allowed={}) for one in plan.calls]
+        self.moved = [[op.name for op in self._operations(one)] for one in plan.calls]
+        closed = [_closure(one.graph, moved) for one, moved in zip(plan.calls, self.moved, strict=True)]
+        self.along = tuple(
+            name
+            for moved, group in zip(self.moved, closed, strict=True)
+            for name in group
+            if name not in moved
+        )
+        self.closed = closed
+        # what comes along brings the weights that nothing else reads
+        self.carried = [
+            [*self.owned, *only_read_by(one.graph, group)] if self.along else self.owned
+            for one, group in zip(plan.calls, closed, strict=True)
+        ]
+
+    def _operations(self, one: Plan) -> Iterator[Any]:
+        if self.kind == "operation" and one is not self.plan:
+            return iter(())  # its name means something else in another call
+        return one.operations_of(self.name)
+
+    def to(self, key: DeviceKey) -> Alternative:
+        """The best way to have it on a device, and what stops it."""
+        plan, spec = self.plan, self.plan.topology[key]
+        if not spec.computes:
+            return _impossible(key, f"{key!r} computes nothing")
+        if self._is_here(key):
+            return self._here(key)
+        outcomes = [self._judge(*way) for way in self._ways(key)]
+        best = min(outcomes, key=lambda o: (sum(o.excess.values()), o.seconds))
+        fits = [outcome for outcome in outcomes if not outcome.excess]
+        best = min(fits, key=lambda outcome: outcome.seconds) if fits else best
+        slower = best.seconds - plan.weighted_makespan
+        rule = self._rule(key)
+        obstacle = "; ".join(part for part in (rule, self._parted(), _short(best)) if part)
+        return Alternative(
+            key,
+            False,
+            not obstacle,
+            best.seconds,
+            slower,
+            self._compute(key),
+            _copies(best.found[0], plan),
+            best.excess,
+            best.operation,
+            self.along,
+            obstacle or _compared(slower, self._offloads(key, best)),
+        )
+
+    def _is_here(self, key: DeviceKey) -> bool:
+        assignment = self.plan.schedule.assignment
+        if self.kind == "weight":
+            return assignment.weights[self.owned[0]] == key
+        graph = self.plan.graph
+        working = [op for op in self.moved[0] if not graph.operations[op].host_only]
+        if not working:
+            return all(assignment.weights[name] == key for name in self.owned)
+        return all(assignment.operations[op] == key for op in working)
+
+    def _here(self, key: DeviceKey) -> Alternative:
+        plan = self.plan
+        copies, compute = plan.timeline.copy_seconds, self._compute(key)
+        return Alternative(
+            key, True, True, plan.weighted_makespan, 0.0, compute, copies, {}, None, (), "it is there"
+        )
+
+    def _compute(self, key: DeviceKey) -> float:
+        """Seconds of its operations: there, or of a weight's readers where they are."""
+        plan, spec = self.plan, self.plan.topology[key]
+        graph = plan.graph
+        return sum(self.free[0].seconds(graph.operations[op], spec) for op in self.moved[0])
+
+    def _ways(self, key: DeviceKey) -> Iterator[tuple[DeviceKey, bool, DeviceKey | None]]:
+        """(device, whether operations move, home of the weights or None for where they are)."""
+        fetchable = all(self.plan.graph.weights[name].fetchable for name in self.owned)
+        if self.kind != "weight" and self._settled(key):
+            yield key, True, None
+            return
+        yield key, True, key
+        if not fetchable:
+            return
+        if self.kind == "weight":
+            yield key, False, key
+            return
+        if self.owned:
+            yield key, True, None
+            cpu = cpu_key(self.plan.topology)
+            if cpu is not None and cpu != key:
+                yield key, True, cpu
+
+    def _settled(self, key: DeviceKey) -> list[str]:
+        """Those of its weights that an earlier plan, or a pin of their own, keeps elsewhere."""
+        graph = self.plan.graph
+        pinned = {w.name: k for n, k in self.plan.wishes.pin.items() if (w := graph.weight_named(n))}
+        fixed = {**self.plan.fixed_weights, **pinned}
+        return [name for name in self.owned if fixed.get(name, key) != key]
+
+    def _judge(self, key: DeviceKey, moves: bool, home: DeviceKey | None) -> _Outcome:
+        moved = []
+        for one, group, carried in zip(self.plan.calls, self.closed, self.carried, strict=True):
+            assignment = one.schedule.assignment
+            devices, homes = dict(assignment.operations), dict(assignment.weights)
+            if moves:
+                devices.update(dict.fromkeys(group, key))
+                bound = {
+                    name
+                    for op in group
+                    for name in one.graph.operations[op].inputs
+                    if name in one.graph.weights and not one.graph.weights[name].fetchable
+                }
+                homes.update(dict.fromkeys(bound, key))
+            if home is not None:
+                homes.update((name, home) for name in carried if name in homes)
+            moved.append(replace(assignment, operations=devices, weights=homes))
+        return _outcome(self.plan, fit_together(self.free, moved))
+
+    def _rule(self, key: DeviceKey) -> str:
+        """The rule of the caller, or of an earlier plan, that forbids it."""
+        plan = self.plan
+        pins = {n: k for n, k in plan.wishes.pin.items() if k != key and self._touched_by(n)}
+        if pins:
+            name, where = next(iter(pins.items()))
+            return f"pin={{{name!r}: {where!r}}}"
+        settled = self._settled(key)
+        if settled and self.kind == "weight":
+            return f"an earlier plan has put {settled[0]!r} on {plan.fixed_weights[settled[0]]!r}"
+        if plan.topology[key].device == CPU and any(s.is_accelerator for s in plan.topology.devices):
+            if not plan.wishes.offload:
+                return "offload=False"
+            if not plan.wishes.cpu_compute and self.kind != "weight":
+                return "cpu_compute=False"
+        for one, problem, group in zip(plan.calls, _problems(plan), self.closed, strict=True):
+            stuck = [op for op in group if key not in problem.allowed.get(op, one.topology.keys)]
+            if stuck and self.kind != "weight":
+                return f"{stuck[0]!r} writes to, or is tied to, what must stay where it is"
+        return ""
+
+    def _touched_by(self, pinned: str) -> bool:
+        graph = self.plan.graph
+        weight = graph.weight_named(pinned)
+        if weight is not None:  # the operations that read it may go, and fetch it
+            bound = self.kind == "weight" or not weight.fetchable
+            return bound and weight.name in self.owned
+        names = {op.name for one in self.plan.calls for op in one.operations_of(pinned)}
+        inside = any(name in names for group in self.closed for name in group)
+        under = any(name.startswith(pinned + ".") for name in self.owned)
+        return under if self.kind == "weight" else inside or under
+
+    def _parted(self) -> str:
+        if not self.along or self.kind == "weight":
+            return ""
+        shown = ", ".join(self.along[:3]) + (", ..." if len(self.along) > 3 else "")
+        return f"it must stay together with {shown}, which would come along"
+
+    def _offloads(self, key: DeviceKey, best: _Outcome) -> bool:
+        """Whether the CPU would compute, or keep weights to be fetched where none are now."""
+        streams = any(one.schedule.rings for one in best.found)
+        return self.plan.topology[key].device == CPU or (streams and not self.plan.schedule.rings)
+
+
+def _problems(plan: Plan) -> list[Problem]:
+    return [one.problem for one in plan.calls]
+
+
+def _outcome(plan: Plan, found: Sequence[Evaluation]) -> _Outcome:
+    seconds = sum(one.call_weight * judged.seconds for one, judged in zip(plan.calls, found, strict=True))
+    excess: dict[DeviceKey, int] = {}
+    operation = None
+    for judged in found:
+        for key, nbytes in judged.excess.items():
+            if nbytes > excess.get(key, 0):
+                excess[key], operation = nbytes, judged.peak(key).operation
+    return _Outcome(tuple(found), seconds, excess, operation)
+
+
+def _closure(graph: Graph, names: Sequence[str]) -> list[str]:
+    """These operations, those that must stay with them, and the readers of weights that are written."""
+    found = set(names)
+    while True:
+        before = len(found)
+        for group in graph.together:
+            if group & found:
+                found |= group
+        inputs = {name for op in found for name in graph.operations[op].inputs}
+        for name in inputs:
+            if name in graph.weights and not graph.weights[name].fetchable:
+                found |= set(graph.readers[name])
+        if len(found) == before:
+            return [name for name in graph.operations if name in found]
+
+
+def _copies(found: Evaluation, plan: Plan) -> float:
+    return make_timeline(plan.graph, plan.topology, found.schedule).copy_seconds
+
+
+def _impossible(key: DeviceKey, obstacle: str) -> Alternative:
+    return Alternative(key, False, False, None, None, None, None, {}, None, (), obstacle)
+
+
+def _short(outcome: _Outcome) -> str:
+    parts = [f"{key!r} lacks {readable_bytes(nbytes)}" for key, nbytes in outcome.excess.items()]
+    where = f" at {outcome.operation!r}" if outcome.operation else ""
+    return f"{' and '.join(parts)}{where}" if parts else ""
+
+
+def _compared(slower: float, offloads: bool) -> str:
+    if slower > EPSILON:
+        return f"slower by {time_text(slower)}"
+    if offloads:
+        faster = f"faster by {time_text(-slower)}, but " if slower < -EPSILON else ""
+        return (
+            f"{faster}the CPU computes, and keeps weights, only where the accelerators do not hold the model"
+        )
+    if slower < -EPSILON:
+        return f"nothing: faster by {time_text(-slower)}, which the search has not found"
+    return "nothing: it takes as long"
+
+
+def only_read_by(graph: Graph, operations: Sequence[str]) -> list[str]:
+    """Weights that these operations read, and no other."""
+    inside = set(operations)
+    return [
+        name
+        for name in graph.weights
+        if graph.consumers.get(name) and inside.issuperset(graph.consumers[name])
+    ]

@@ -1,0 +1,119 @@
+"""What more of one thing would save, and what would help a plan most: figures and text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from graphplan.devices.topology import DeviceKey
+from graphplan.report.text import size_text, table_lines, time_text
+
+__all__ = ["Bottleneck", "Growth", "Thing"]
+
+Thing = Literal["memory", "link", "speed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What more of one thing would save.
+
+    Attributes:
+        what: ``"memory"`` of a device, ``"link"`` between two, or ``"speed"`` of a device.
+        devices: the key of the device, or those of the link's ends.
+        like: keys of devices that are the same, for which the same holds.
+        increase: bytes to add to the budget: for the answer the fewest that give its whole gain, for
+            others as many as the placement that gives it takes. 0 where a link or a device is made twice
+            as fast.
+        makespan: modelled seconds of the plan that is made then.
+        gain: seconds that it saves (for all but the answer: at least); 0 where it saves none.
+        trials: bytes added -> modelled seconds, in the order of the bytes.
+    """
+
+    what: Thing
+    devices: tuple[DeviceKey, ...]
+    like: tuple[DeviceKey, ...]
+    increase: int
+    makespan: float
+    gain: float
+    trials: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def amount(self) -> str:
+        """By how much, as text."""
+        if self.what != "memory":
+            return "twice"
+        return f"+{size_text(self.increase)}" if self.increase else "any"  # and none of it saves time
+
+    def __str__(self) -> str:
+        if self.what == "memory":
+            return f"{size_text(self.increase)} more memory on {self.devices[0]!r}"
+        if self.what == "link":
+            return f"a link between {self.devices[0]!r} and {self.devices[1]!r} that is twice as fast"
+        return f"a device {self.devices[0]!r} that is twice as fast"
+
+
+@dataclass(frozen=True, slots=True)
+class Bottleneck:
+    """What would help a plan most.
+
+    Attributes:
+        answer: the growth that helps most: of memory, if that helps at all, since a budget can be had
+            without another machine; else of a link's or a device's speed. None if nothing helps.
+        binds: whether more memory would help.
+        growths: everything that was tried, what helps most first.
+        makespan: modelled seconds of the plan; of several calls the weighted sum, as all below.
+        compute_seconds: of all operations.
+        transfer_seconds: of activations between devices.
+        fetch_seconds: in which a call does nothing but copy weights, or wait for those that are streamed.
+        io_seconds: of inputs and outputs. These four are the makespan.
+        hidden_seconds: in which weights are streamed while a call does something else; they cost nothing.
+    """
+
+    answer: Growth | None
+    binds: bool
+    growths: tuple[Growth, ...]
+    makespan: float
+    compute_seconds: float
+    transfer_seconds: float
+    fetch_seconds: float
+    io_seconds: float
+    hidden_seconds: float
+
+    @property
+    def gain(self) -> float:
+        """Seconds that the answer saves."""
+        return 0.0 if self.answer is None else self.answer.gain
+
+    def to_json(self) -> str:
+        """All of it as JSON text."""
+        return json.dumps(asdict(self), indent=1)
+
+    def __str__(self) -> str:
+        if self.answer is None:
+            head = "nothing that was tried would save time"
+        else:
+            share = 100 * self.answer.gain / self.makespan
+            head = f"{self.answer} would save {time_text(self.answer.gain)} ({share:.1f} %)"
+            if not self.binds:
+                head = f"no budget binds; {head}"
+        parts = (
+            f"a call takes {time_text(self.makespan)}: {time_text(self.compute_seconds)} compute, "
+            f"{time_text(self.transfer_seconds)} transfers, {time_text(self.fetch_seconds)} fetched weights, "
+            f"{time_text(self.io_seconds)} inputs and outputs"
+        )
+        if self.hidden_seconds:
+            parts += f"; {time_text(self.hidden_seconds)} of streaming are hidden"
+        rows = [
+            [
+                growth.what,
+                " - ".join(map(str, growth.devices)),
+                growth.amount,
+                time_text(growth.makespan),
+                time_text(growth.gain),
+                f"so on {', '.join(map(str, growth.like))}" if growth.like else "",
+            ]
+            for growth in self.growths
+        ]
+        header = ["more", "of", "by", "time", "saves", ""]
+        return "\n".join([head, parts, "", *table_lines(header, rows)])

@@ -1,0 +1,107 @@
+"""What a caller gives beside examples, read: the model, wishes, what is to be compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphplan.devices.topology import SIMULATED, DeviceKey, Topology
+from graphplan.errors import DeviceError, InputError
+from graphplan.passes.placement.constrain import Wishes
+
+__all__ = ["read_compile", "read_model", "read_wishes"]
+
+
+def read_model(model: Any) -> nn.Module:
+    """The module to trace.
+
+    Raises:
+        InputError: it is none, or one that something else runs in its place.
+    """
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        model = model._orig_mod
+    if not isinstance(model, nn.Module):
+        what = "the class itself: make an instance" if isinstance(model, type) else type(model).__name__
+        raise InputError(f"graphplan places a torch.nn.Module, not {what}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InputError("a ScriptModule has no Python to trace: give the module that it was made from")
+    if hasattr(model, "_graphplan"):
+        raise InputError("this model is placed already: give partition the model that it was made from")
+    for name, part in model.named_modules():
+        if hasattr(part, "_hf_hook"):
+            raise InputError(
+                f"accelerate's hooks run {name or 'the model'!r}: load it without device_map, or call "
+                "accelerate.hooks.remove_hook_from_submodules(model) first"
+            )
+    return model
+
+
+def read_wishes(
+    pin: Mapping[str, DeviceKey | torch.device] | None,
+    together: Sequence[str | Sequence[str]],
+    topology: Topology,
+    *,
+    offload: bool,
+    cpu_compute: bool,
+    balance: bool,
+) -> Wishes:
+    """The caller's rules; whether their names are in the graph is seen later.
+
+    A pin may name a device as torch does, ``"cuda:0"`` or ``torch.device("cuda", 0)``, for its key.
+
+    Raises:
+        InputError: ``pin`` is no mapping of names, ``together`` no list of them, or a flag no flag.
+    """
+    for what, flag in (("offload", offload), ("cpu_compute", cpu_compute), ("balance", balance)):
+        if not isinstance(flag, bool):
+            raise InputError(f"{what} must be True or False, not {flag!r}")
+    if pin is not None and not isinstance(pin, Mapping):
+        raise InputError(f"pin must map names to device keys, as {{'lm_head': 0}}, not be {pin!r}")
+    if isinstance(together, str) or not isinstance(together, Sequence):
+        raise InputError(f"together must list names, or lists of them: write [{together!r}]")
+    groups = tuple(_names_of(group) for group in together)
+    for name in pin or {}:
+        if not isinstance(name, str):
+            raise InputError(f"pin must map names to device keys, as {{'lm_head': 0}}: {name!r} is no name")
+    pins = {name: _key_of(topology, device) for name, device in (pin or {}).items()}
+    return Wishes(pins, groups, offload, cpu_compute, balance)
+
+
+def _key_of(topology: Topology, device: DeviceKey | torch.device) -> DeviceKey:
+    """The key of a device that torch's name, or the key itself, stands for; others are refused later."""
+    if isinstance(device, str | torch.device):
+        keys = {spec.device: spec.key for spec in topology.devices}
+        return keys.get(str(device), str(device))
+    return device
+
+
+def _names_of(group: object) -> str | tuple[str, ...]:
+    if isinstance(group, str):
+        return group
+    names = tuple(group) if isinstance(group, Iterable) else ()
+    if not names or not all(isinstance(name, str) for name in names):
+        raise InputError(f"together must list names, or lists of them: {group!r} is neither")
+    return names
+
+
+def read_compile(compile: bool | Mapping[str, Any], topology: Topology) -> Mapping[str, Any] | None:
+    """Options of ``torch.compile``; None where nothing is to be compiled.
+
+    Raises:
+        InputError: neither a flag nor options.
+        DeviceError: a device is simulated, and cannot be compiled for.
+    """
+    if compile is False:
+        return None
+    if compile is not True and not isinstance(compile, Mapping):
+        raise InputError("compile must be True, False, or options of torch.compile such as {'mode': ...}")
+    simulated = [spec.key for spec in topology.devices if spec.type == SIMULATED]
+    if simulated:
+        raise DeviceError(
+            f"compile: device {simulated[0]!r} is simulated, and torch.compile has no code for simulated "
+            "devices: leave compile out inside simulate"
+        )
+    return {} if compile is True else dict(compile)

@@ -1,0 +1,85 @@
+"""Whether a placed model and eager agree: what ``check=True`` compares."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from graphplan.capture.model_copy import method_of
+
+__all__ = ["Disagreement", "compare", "eager_result"]
+
+_TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """A result that differs.
+
+    Attributes:
+        name: of the result, as in ``"logits"`` or ``"[0]"``.
+        text: how it differs.
+    """
+
+    name: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.name or 'the result'} {self.text}"
+
+
+def eager_result(model: nn.Module, entry: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What the model itself, or an entry of it, returns; buffers that it writes to are copies, inputs too."""
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    runs = copy.deepcopy(model, memo)
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone().to(device), (args, kwargs))
+    with torch.no_grad():
+        return method_of(runs, entry)(*args, **kwargs)
+
+
+def compare(ours: Any, eager: Any) -> Disagreement | None:
+    """The first tensor that differs by more than rounding does; None where none does."""
+    left = dict(_named_tensors(ours))
+    right = dict(_named_tensors(eager))
+    if left.keys() != right.keys():
+        return Disagreement("", f"has {sorted(left)}, eager's has {sorted(right)}")
+    for name, want in right.items():
+        found = _difference(left[name], want)
+        if found is not None:
+            return Disagreement(name, found)
+    return None
+
+
+def _named_tensors(tree: Any) -> list[tuple[str, torch.Tensor]]:
+    if hasattr(tree, "items"):
+        return [(f"{k}{n}", t) for k, value in tree.items() for n, t in _named_tensors(value)]
+    if isinstance(tree, list | tuple):
+        return [(f"[{i}]{n}", t) for i, value in enumerate(tree) for n, t in _named_tensors(value)]
+    return [("", tree)] if isinstance(tree, torch.Tensor) else []
+
+
+def _difference(ours: torch.Tensor, want: torch.Tensor) -> str | None:
+    if ours.shape != want.shape or ours.dtype != want.dtype:
+        return f"is {ours.dtype} {list(ours.shape)}, eager's is {want.dtype} {list(want.shape)}"
+    if not want.numel():
+        return None
+    here, there = ours.detach().to("cpu"), want.detach().to("cpu")
+    if not (want.is_floating_point() or want.is_complex()):
+        return None if torch.equal(here, there) else "differs from eager's in whole numbers"
+    if not torch.equal(here.isfinite(), there.isfinite()):
+        return "has other infinities or NaNs than eager's"
+    finite = there.isfinite()
+    if not bool(finite.any()):
+        return None
+    wide = torch.complex128 if want.is_complex() else torch.float64
+    apart = float((here[finite].to(wide) - there[finite].to(wide)).abs().max())
+    scale = max(1e-3, float(there[finite].to(wide).abs().max()))
+    most = _TOLERANCE.get(want.dtype, 1e-1) * scale
+    return None if apart <= most else f"differs from eager's by {apart:.3g}, where {most:.3g} is rounding"

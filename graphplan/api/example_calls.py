@@ -1,0 +1,86 @@
+"""The calls that a caller gives as examples."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from graphplan.capture.model_copy import Twin
+from graphplan.capture.signature import BoundCall
+from graphplan.errors import InputError
+
+__all__ = ["ExampleCall", "Examples", "read_example", "read_examples"]
+
+ExampleCall = Mapping[str, Any] | tuple[Sequence[Any], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """Several example calls, and how much each counts."""
+
+    calls: tuple[BoundCall, ...]
+    weights: tuple[float, ...]
+
+
+def read_examples(
+    twin: Twin,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    calls: Sequence[ExampleCall] | None,
+    weights: Sequence[float] | None,
+) -> Examples:
+    """The caller's calls and weights.
+
+    Raises:
+        InputError: they are not what :func:`graphplan.plan` takes.
+    """
+    if args or kwargs:
+        raise InputError("give example inputs in calls=, or in args= and kwargs=, not in both")
+    if isinstance(calls, Mapping | str) or not isinstance(calls, Sequence) or not calls:
+        raise InputError("calls must list example calls, each named inputs or a pair (args, kwargs)")
+    counts = [1.0] * len(calls) if weights is None else list(weights)
+    if len(counts) != len(calls):
+        raise InputError(f"there are {len(calls)} calls and {len(counts)} weights: give one for each")
+    for weight in counts:
+        number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
+        if not number or not (0 < weight < math.inf):
+            raise InputError(f"weights must be positive numbers, not {weight!r}")
+    return Examples(tuple(_bound(twin, call) for call in calls), tuple(map(float, counts)))
+
+
+def _bound(twin: Twin, call: ExampleCall) -> BoundCall:
+    if isinstance(call, Mapping):
+        return twin.bind((), call)
+    if isinstance(call, tuple | list) and len(call) == 2:
+        args, kwargs = call
+        if isinstance(args, tuple | list) and isinstance(kwargs, Mapping):
+            return twin.bind(tuple(args), kwargs)
+    kind = type(call).__name__
+    raise InputError(
+        f"each of calls must be named inputs or a pair (args, kwargs), as ((x,), {{}}), not a {kind}"
+    )
+
+
+def read_example(
+    model: nn.Module, twin: Twin, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> BoundCall | None:
+    """The example inputs, or the model's own, or None.
+
+    Raises:
+        InputError: they are not what :func:`graphplan.plan` takes, or do not fit the model.
+    """
+    if not isinstance(args, tuple | list):
+        raise InputError("args must be a tuple of inputs, as in torch.export: write args=(x,)")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InputError("kwargs must map argument names to inputs: write kwargs={'x': x}")
+    if args or kwargs or not twin.signature.parameters:
+        return twin.bind(tuple(args), kwargs or {})
+    dummies = getattr(model, "dummy_inputs", None)
+    if isinstance(dummies, Mapping) and dummies:
+        return twin.bind((), dummies)
+    return None

@@ -1,0 +1,244 @@
+"""The door for folders: :func:`load` reads a transformers checkpoint straight to where the plan puts it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphplan.api.partition import partition
+from graphplan.capture.model_copy import ModelWeights
+from graphplan.devices.max_memory import MaxMemory
+from graphplan.errors import CheckpointError
+from graphplan.integrations.transformers.checkpoint_rules import Matched, finish_weights, match_names
+from graphplan.runtime.checkpoint.checkpoint_files import file_entries
+from graphplan.runtime.checkpoint.converted_checkpoint import ConvertedCheckpoint, FileTensor
+from graphplan.warnings import warn
+
+__all__ = ["OpenedFolder", "load", "open_pretrained"]
+
+_CONFIG = "config.json"
+_GENERATION = "generation_config.json"
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def load(
+    path: str | Path,
+    max_memory: MaxMemory | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dtype: torch.dtype | str = "auto",
+    model_class: type[nn.Module] | None = None,
+    trust_remote_code: bool = False,
+    strict: bool | None = None,
+    **options: Any,
+) -> Any:
+    """A model from a folder that ``save_pretrained`` wrote, or that was downloaded from the Hub.
+
+    The model is built on the meta device, planned, and its weights are read from the folder's safetensors
+    files straight to where they belong: host memory holds what the plan puts there, and a few buffers.
+    transformers' own rules decide which tensor is which weight. Nothing is unpickled, nothing downloaded.
+
+    Args:
+        path: the folder, with ``config.json`` and ``.safetensors`` files.
+        max_memory: as in :func:`graphplan.partition`.
+        args: as in :func:`graphplan.partition`.
+        kwargs: as in :func:`graphplan.partition`.
+        dtype: of the weights; ``"auto"`` is the config's, or else that of the checkpoint's first weights.
+        model_class: to build; by default the first of the config's ``architectures``.
+        trust_remote_code: whether Python code from the folder may be run.
+        strict: as in :func:`graphplan.partition`. Where it is False, weights that the checkpoint lacks are
+            initialised anew. Tensors that the model does not know are warned of.
+        options: of :func:`graphplan.partition`.
+
+    Raises:
+        CheckpointError: no such folder, no safetensors in it, or weights that are missing or of other
+            shapes.
+        GraphplanError: as in :func:`graphplan.partition`.
+    """
+    opened = open_pretrained(
+        path,
+        dtype=dtype,
+        model_class=model_class,
+        trust_remote_code=trust_remote_code,
+        strict=strict is not False,
+    )
+    return partition(
+        opened.model, max_memory, args, kwargs, checkpoint=opened.source, strict=strict, **options
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedFolder:
+    """A model without its weights, and where they are.
+
+    Attributes:
+        model: on the meta device, but for what no checkpoint has.
+        source: of its weights.
+    """
+
+    model: nn.Module
+    source: ConvertedCheckpoint
+
+
+def open_pretrained(
+    path: str | Path,
+    *,
+    dtype: torch.dtype | str = "auto",
+    model_class: type[nn.Module] | None = None,
+    trust_remote_code: bool = False,
+    strict: bool = True,
+) -> OpenedFolder:
+    """As :func:`load`, without reading any weight."""
+    folder = Path(path)
+    config = _read_config(folder, trust_remote_code)
+    tensors = _tensors_of(folder, config)
+    cls = model_class or _class_of(folder, config, trust_remote_code)
+    chosen = _settle_dtype(config, dtype, tensors)
+    model = _built_on_meta(cls, config, chosen)
+    _keep_wide(model, chosen)
+    matched = match_names(model, tensors)
+    finish_weights(model, matched)
+    _judge(folder, cls, matched, strict=strict)
+    _finish_model(folder, model)
+    return OpenedFolder(model, ConvertedCheckpoint(ModelWeights(model), matched.found, matched.made))
+
+
+def _read_config(folder: Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig  # optional package
+
+    if not (folder / _CONFIG).is_file():
+        raise CheckpointError(
+            f"{folder} has no {_CONFIG}: give the folder of a transformers model. For one on the Hub, "
+            "download it first, with huggingface_hub.snapshot_download"
+        )
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is not None:
+        named = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        raise CheckpointError(
+            f"{folder} is quantised ({getattr(named, 'value', named)}), which load does not read: "
+            "use from_pretrained, and give the model to graphplan.partition"
+        )
+    config.name_or_path = str(folder)
+    return config
+
+
+def _tensors_of(folder: Path, config: Any) -> dict[str, FileTensor]:
+    named = getattr(config, "transformers_weights", None)
+    try:
+        found = file_entries(folder / named if named else folder)
+    except CheckpointError as error:
+        pickled = sorted(file.name for pattern in _PICKLED for file in folder.glob(pattern))
+        if not pickled or list(folder.glob("*.safetensors")):
+            raise
+        raise CheckpointError(
+            f"{folder} has weights only in {', '.join(pickled)}: such files run code when they are read. "
+            "Convert them with from_pretrained and save_pretrained, if you trust them"
+        ) from error
+    for extra in getattr(type(config), "extra_files", ()):
+        if (folder / extra).is_file():
+            found = {**found, **file_entries(folder / extra)}
+    return {name: FileTensor(header, entry) for name, (header, entry) in found.items()}
+
+
+def _class_of(folder: Path, config: Any, trust_remote_code: bool) -> type[nn.Module]:
+    """The class that the config names.
+
+    Raises:
+        CheckpointError: none that may be used.
+    """
+    import transformers  # optional package
+
+    names = list(getattr(config, "architectures", None) or ())
+    remote: Mapping[str, str] = getattr(config, "auto_map", None) or {}
+    named = [ref for ref in remote.values() if isinstance(ref, str) and ref.rpartition(".")[2] in names]
+    if trust_remote_code and named:
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+        cls: type[nn.Module] = get_class_from_dynamic_module(named[0], str(folder))
+        return cls
+    if not names:
+        raise CheckpointError(f"{folder / _CONFIG} names no architecture: give model_class=")
+    known: type[nn.Module] | None = getattr(transformers, names[0], None)
+    if known is None:
+        hint = ", or trust_remote_code=True, which runs the folder's code" if named else ""
+        raise CheckpointError(f"transformers has no class {names[0]!r}: give model_class={hint}")
+    return known
+
+
+def _settle_dtype(config: Any, dtype: torch.dtype | str, tensors: Mapping[str, FileTensor]) -> torch.dtype:
+    """The dtype of the weights, written into the config as ``from_pretrained`` does."""
+    if dtype == "auto":
+        of_file = (one.entry.dtype for one in tensors.values() if one.entry.dtype.is_floating_point)
+        dtype = getattr(config, "dtype", None) or next(of_file, torch.get_default_dtype())
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise CheckpointError(f"dtype must be 'auto' or a floating-point torch.dtype, not {dtype!r}")
+    config.dtype = dtype
+    for name in config.sub_configs:
+        if (sub := getattr(config, name)) is not None:
+            sub.dtype = dtype
+    return dtype
+
+
+def _built_on_meta(cls: Any, config: Any, dtype: torch.dtype) -> Any:
+    with ExitStack() as stack:
+        for context in cls.get_init_context(dtype, False, False, None):
+            stack.enter_context(context)
+        return cls(config)
+
+
+def _keep_wide(model: Any, dtype: torch.dtype) -> None:
+    """Weights that the model keeps in float32 whatever the dtype."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return
+    pattern, dtypes, _ = build_glob_alternation(list(plan))
+    for name, parameter in list(model.named_parameters()):
+        match = pattern.search(name)
+        if match is not None and parameter.is_floating_point():
+            path, _, own = name.rpartition(".")
+            wide = parameter.detach().to(plan[dtypes[match.lastgroup]])
+            model.get_submodule(path)._parameters[own] = nn.Parameter(wide, parameter.requires_grad)
+
+
+def _judge(folder: Path, cls: type[nn.Module], matched: Matched, *, strict: bool) -> None:
+    """Raise for what is missing, warn of what is not expected."""
+    if matched.missing:
+        listed = ", ".join(map(repr, sorted(matched.missing)))
+        if strict:
+            raise CheckpointError(
+                f"{folder} does not fit {cls.__name__}: missing {listed}. With strict=False they are "
+                "initialised anew"
+            )
+        warn(f"{folder} has not, so that they are initialised anew: {listed}")
+    if matched.unexpected:
+        listed = ", ".join(map(repr, sorted(matched.unexpected)))
+        warn(f"{cls.__name__} does not use of {folder}: {listed}")
+
+
+def _finish_model(folder: Path, model: Any) -> None:
+    from transformers import GenerationConfig  # optional package
+
+    model.eval()
+    if not model.can_generate():
+        return
+    own = (folder / _GENERATION).is_file()
+    named = _GENERATION if own else _CONFIG  # older folders have these settings there
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(
+            folder, config_file_name=named, local_files_only=True, _from_model_config=not own
+        )
+    except (OSError, ValueError, TypeError, json.JSONDecodeError) as error:
+        warn(f"{folder / named} cannot be read: {error}")

@@ -1,0 +1,357 @@
+"""The two doors: :func:`plan` decides, :func:`partition` also places and returns what runs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphplan.analysis.plan import Plan
+from graphplan.api.arguments import read_compile, read_model, read_wishes
+from graphplan.api.eager_check import compare, eager_result
+from graphplan.api.example_calls import ExampleCall, Examples, read_example, read_examples
+from graphplan.capture.model_copy import Twin, method_of, tensor_bytes
+from graphplan.capture.signature import BoundCall
+from graphplan.capture.size_limits import Extents
+from graphplan.compiler.options import Options
+from graphplan.compiler.pipeline import Compiler, EntryCall
+from graphplan.devices.max_memory import MaxMemory, Reserve, read_max_memory, require_present
+from graphplan.devices.speeds import Measurements, Speed, with_speeds
+from graphplan.devices.topology import DISK, DeviceKey, Link, Topology
+from graphplan.errors import CaptureError, InputError, NoGraphError
+from graphplan.integrations.accelerate.fallback_placement import fall_back, later_refused
+from graphplan.integrations.transformers.generate_plan import plan_first
+from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint, read_checkpoint
+from graphplan.runtime.memory.activation_warmup import warm_activations
+from graphplan.runtime.module.placed_module import PlacedModule, attach, attach_start, placed_class, unplaced
+from graphplan.runtime.module.program import Program
+from graphplan.runtime.weights.storage import place_model, require_data
+from graphplan.warnings import warn
+
+__all__ = ["partition", "plan"]
+
+_IN_MEMORY = (
+    "weights that were on 'disk' have been unpickled and are in memory now, beyond the CPU's budget: "
+    "partition the model again, with checkpoint=, to leave them on disk"
+)
+
+Links = Mapping[tuple[DeviceKey, DeviceKey], Link]
+
+
+def plan(
+    model: nn.Module,
+    max_memory: MaxMemory | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    links: Links | None = None,
+    return_outputs: bool = True,
+    pin: Mapping[str, DeviceKey | torch.device] | None = None,
+    together: Sequence[str | Sequence[str]] = (),
+    offload: bool = True,
+    cpu_compute: bool = True,
+    balance: bool = False,
+    reserve: Reserve = 0,
+    devices: Mapping[DeviceKey, Speed] | Measurements | None = None,
+    calls: Sequence[ExampleCall] | None = None,
+    weights: Sequence[float] | None = None,
+    max_batch: int | None = None,
+    max_length: int | None = None,
+    time_limit: float | None = None,
+) -> Plan:
+    """Decide where everything in ``model`` goes, and move nothing.
+
+    The model may be on the meta device, and the devices need not exist here.
+
+    Args:
+        model: any module; it is not changed.
+        max_memory: device key -> bytes or text such as ``"20GiB"``. Keys are accelerator indices,
+            ``"cpu"``, or device names; their order is the order of preference. A budget covers
+            everything on the device: weights, activations, copies. None: what is free here.
+        args: example inputs by position, on any device, meta too. Without examples the model's
+            ``dummy_inputs`` serve, or a symbolic trace, which knows no activation sizes.
+        kwargs: example inputs by name.
+        dynamic_shapes: as in ``torch.export.export``.
+        links: (source key, destination key) -> :class:`graphplan.Link`, where it differs from
+            25 GB/s and 15 microseconds. It holds in both directions unless the other is given too.
+        return_outputs: whether results go back to the device of the first tensor input.
+        pin: module, operation, parameter or buffer -> device key, or the device as torch names it. A
+            module runs there, and its weights live there; a parameter or buffer lives there.
+        together: modules, or lists of them, that must not be split over devices.
+        offload: False for accelerators only: what does not fit them is an error.
+        cpu_compute: False where the CPU may keep weights, but not compute.
+        balance: spread the work evenly over the accelerators instead of moving the fewest bytes.
+        reserve: bytes, or text such as ``"1GiB"``, to leave free on every device; or device key -> either.
+        devices: device key -> :class:`graphplan.Speed`, or what :func:`graphplan.measure_devices` found.
+            Without, known cards count at their makers' figures and others at a common one.
+        calls: several example calls, in place of ``args`` and ``kwargs``: each a mapping of named
+            inputs, or a pair ``(args, kwargs)``. One placement of the weights serves them all, keeps
+            every budget in each, and minimises the weighted sum of their seconds. What is returned is
+            the plan of the first; the others' are in its ``others``.
+        weights: how much each of ``calls`` counts, 1 each by default: ``[1, 200]`` for a prefill
+            that 200 decodes follow.
+        max_batch: for a transformers model, the most sequences in a call, beams counted. Memory is
+            planned for as many; without, for those of the example. With this or ``max_length``, the
+            prefill and the decode that ``generate`` makes after the example are planned too, and have room.
+        max_length: likewise the most tokens of a sequence, those in its cache counted.
+        time_limit: seconds for the search, after the trace; the best placement by then is taken, with the
+            bound that was proven. None: some work, which is seconds where the accelerators hold the
+            model and up to a minute where weights are streamed or memory is tight, and the same result
+            whatever the clock says.
+
+    Raises:
+        BudgetError, DeviceError: ``max_memory``, ``reserve``, ``links`` or ``devices`` cannot be read.
+        InputError: the inputs do not fit the model, or another argument is not what it should be.
+        PlanError: ``pin`` or ``together`` names what does not run, or they contradict each other.
+        LimitError: an example is larger than ``max_batch`` or ``max_length``.
+        CaptureError: the model cannot be traced.
+        InfeasibleError: no placement fits; the smallest budgets that would do are in the error.
+    """
+    topology = with_speeds(read_max_memory(max_memory, links, reserve), devices)
+    wishes = read_wishes(pin, together, topology, offload=offload, cpu_compute=cpu_compute, balance=balance)
+    extents = Extents(max_batch, max_length)
+    options = Options(dynamic_shapes, False, return_outputs, wishes, extents, time_limit=time_limit)
+    model = read_model(model)
+    twin = Twin(model)
+    compiler = Compiler(twin, topology, options)
+    if calls is not None or weights is not None:
+        examples = read_examples(twin, args, kwargs, calls, weights)
+        return compiler.plan_together(_entry_calls(examples), examples.weights)[0].plan
+    return plan_first(compiler, read_example(model, twin, args, kwargs))[0].plan
+
+
+def partition(
+    model: nn.Module,
+    max_memory: MaxMemory | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    checkpoint: str | Path | Checkpoint | None = None,
+    strict: bool | None = None,
+    links: Links | None = None,
+    return_outputs: bool = True,
+    grad: bool = False,
+    compile: bool | Mapping[str, Any] = False,
+    pin: Mapping[str, DeviceKey | torch.device] | None = None,
+    together: Sequence[str | Sequence[str]] = (),
+    offload: bool = True,
+    cpu_compute: bool = True,
+    balance: bool = False,
+    reserve: Reserve = 0,
+    devices: Mapping[DeviceKey, Speed] | Measurements | None = None,
+    calls: Sequence[ExampleCall] | None = None,
+    weights: Sequence[float] | None = None,
+    check: bool = False,
+    max_batch: int | None = None,
+    max_length: int | None = None,
+    time_limit: float | None = None,
+    warm: bool = False,
+) -> Any:
+    """The model, placed over the devices of ``max_memory`` and ready to run.
+
+    What is returned is of the model's own class, as far as ``isinstance``, names and state_dict keys
+    go, with ``.plan``, ``.graph_module`` and ``.code`` beside. ``model`` itself is left as it was;
+    weights that stay on the CPU share their memory with it.
+
+    Args:
+        model: any module, on any device; on the meta device with ``checkpoint``.
+        max_memory: as in :func:`plan`.
+        args: as in :func:`plan`. Without examples, and where a symbolic trace is not possible
+            either, the first call is captured and placed.
+        kwargs: as in :func:`plan`.
+        dynamic_shapes: as in :func:`plan`.
+        checkpoint: a safetensors file, or a folder of them, to read the weights from.
+        strict: None: names that the checkpoint lacks or the model does not know are errors, and what
+            cannot be captured falls back to hooks, with a warning. True: that is an error too. False:
+            neither is.
+        links: as in :func:`plan`.
+        return_outputs: False leaves results on the device that made them.
+        grad: keep autograd alive in calls. Otherwise they run as under ``torch.no_grad()``, so that
+            no activation outlives its last reader and the budgets hold.
+        compile: True to compile each stage (a run of operations on one device) with ``torch.compile``, at
+            its first call; or the options of ``torch.compile``. The plan counts operations one by one: a
+            compiled stage holds what it reads until it ends, and buffers of the compiler's own; give a
+            ``reserve``. Not on simulated devices.
+        pin: as in :func:`plan`.
+        together: as in :func:`plan`.
+        offload: as in :func:`plan`.
+        cpu_compute: as in :func:`plan`.
+        balance: as in :func:`plan`.
+        reserve: as in :func:`plan`.
+        devices: as in :func:`plan`.
+        calls: as in :func:`plan`. ``.plans`` and ``.graph_modules`` hold one for each structure.
+        weights: as in :func:`plan`.
+        check: compare the placed model with eager on the example inputs. Where a graph differs, hooks run the
+            model instead, as where there is no graph; with ``strict=True`` that is an error.
+        max_batch: as in :func:`plan`. A larger call is a :class:`graphplan.LimitError`. Without it, larger
+            calls are planned when they come, as far as the budgets have room.
+        max_length: likewise.
+        time_limit: as in :func:`plan`, for each structure of calls.
+        warm: let each accelerator's allocator reserve the planned bytes of activations now, instead of
+            piece by piece in the first call.
+
+    Raises:
+        GraphplanError: as in :func:`plan`; also DeviceError for a device that this machine lacks,
+            InputError for a meta model without a checkpoint.
+    """
+    topology = with_speeds(read_max_memory(max_memory, links, reserve), devices)
+    require_present(topology)
+    wishes = read_wishes(pin, together, topology, offload=offload, cpu_compute=cpu_compute, balance=balance)
+    extents = Extents(max_batch, max_length)
+    compiled = read_compile(compile, topology)
+    options = Options(dynamic_shapes, grad, return_outputs, wishes, extents, compiled, time_limit)
+    model = read_model(model)
+    twin = Twin(model)
+    source = _source(model, twin, checkpoint, strict=strict is not False)
+    start = _Start(topology, options, source, strict=strict is True, check=check, warm=warm)
+    if calls is not None or weights is not None:
+        return start.place_together(model, twin, read_examples(twin, args, kwargs, calls, weights))
+    try:
+        return start.place(model, twin, read_example(model, twin, args, kwargs))
+    except (CaptureError, InputError) as error:  # a model's own dummy inputs need not be what it takes
+        if not isinstance(args, Sequence) or len(args) or kwargs:
+            raise
+        warn(f"{error} (the first call will be captured instead)")
+    shell = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
+    shell.__class__ = placed_class(type(model))
+    attach_start(shell, start)
+    return shell
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """How a module comes to be placed: at once, at its first call, or again after unpickling.
+
+    Attributes:
+        topology: the devices.
+        options: of the compiler.
+        source: where weights are read from instead of the model.
+        homes: where weights are already, after unpickling.
+        known_plan: the plan that put them there.
+        strict: whether what cannot be captured is an error.
+        check: whether results are compared with eager's.
+    """
+
+    topology: Topology
+    options: Options
+    source: Checkpoint | None = None
+    homes: dict[str, DeviceKey] | None = None
+    known_plan: Plan | None = None
+    strict: bool = False
+    check: bool = False
+    warm: bool = False
+
+    def place(self, model: nn.Module, twin: Twin, call: BoundCall | None, entry: str = "") -> nn.Module:
+        """A placed copy of ``model``; ``entry`` is the path of the submodule that is called, if it is one."""
+        compiler = self._compiler(twin)
+        try:
+            planned = plan_first(compiler, call, entry)
+            placed = self._attached(model, twin, compiler, [compiler.lower(one) for one in planned])
+            if self.check and call is not None:
+                self._compare(model, placed, call, entry)
+        except NoGraphError as error:
+            if self.strict or call is None:
+                raise
+            if self.homes is not None:  # its modules run this call where their weights are
+                return self._attached(model, twin, compiler, [])
+            placed = fall_back(model, twin, call, self.topology, self.options, self.source, error, entry)
+            if self.check:
+                self._compare(model, placed, call, entry)
+        return placed
+
+    def _compare(self, model: nn.Module, placed: nn.Module, call: BoundCall, entry: str) -> None:
+        """Raise NoGraphError where a placed model and eager do not agree on the example inputs."""
+        if any(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers())):
+            warn("check: the model has no weights of its own to compare with")
+            return
+        eager = [eager_result(model, entry, call.args, call.kwargs) for _ in range(2)]
+        if compare(*eager) is not None:
+            warn("check: eager differs from call to call, so nothing can be compared")
+            return
+        args, kwargs = copy.deepcopy((call.args, call.kwargs))
+        apart = compare(method_of(placed, entry)(*args, **kwargs), eager[0])
+        if apart is not None:
+            what = "graph" if isinstance(placed, PlacedModule) else "model that hooks run"
+            raise NoGraphError(f"the {what} of {type(model).__name__} differs on the example inputs: {apart}")
+
+    def place_together(self, model: nn.Module, twin: Twin, examples: Examples) -> nn.Module:
+        """A placed copy of ``model``, for several calls; hooks keep room for that with the largest inputs."""
+        try:
+            compiler = self._compiler(twin)
+            planned = compiler.plan_together(_entry_calls(examples), examples.weights)
+            for one in planned:
+                compiler.commit(one)
+            placed = self._attached(model, twin, compiler, [compiler.lower(one) for one in planned])
+            self._compare_all(model, placed, examples)
+        except NoGraphError as error:
+            if self.strict:
+                raise
+            call = max(examples.calls, key=lambda call: sum(map(tensor_bytes, call.tensors)))
+            placed = fall_back(model, twin, call, self.topology, self.options, self.source, error)
+            self._compare_all(model, placed, examples)
+        return placed
+
+    def _compare_all(self, model: nn.Module, placed: nn.Module, examples: Examples) -> None:
+        for call in examples.calls if self.check else ():
+            self._compare(model, placed, call, "")
+
+    def _compiler(self, twin: Twin) -> Compiler:
+        mappable = frozenset[str]() if self.source is None else self.source.mappable()
+        known = None if self.known_plan is None else self.known_plan.schedule.assignment
+        return Compiler(twin, self.topology, self.options, self.homes, mappable, known)
+
+    def _attached(
+        self, model: nn.Module, twin: Twin, compiler: Compiler, programs: list[Program]
+    ) -> nn.Module:
+        if self.source is None and DISK in (self.homes or {}).values():
+            warn(_IN_MEMORY)
+        owned = self.homes is not None
+        made = place_model(model, twin.weights, compiler.layout(), placed_class, self.source, owned=owned)
+        placed = made.module
+        first = programs[0].plan if programs else self.known_plan
+        again = _Start(self.topology, self.options, None, compiler.homes, first, self.strict)
+        attach(
+            placed,
+            programs,
+            compiler.further,
+            twin.signature,
+            again,
+            keep_grad=self.options.grad,
+            return_outputs=self.options.return_outputs,
+            refused=None if self.strict else later_refused,
+            memory=(*made.pages, *made.files),
+        )
+        if self.warm:
+            warm_activations(program.plan for program in programs)
+        return placed
+
+    def __call__(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str
+    ) -> nn.Module:
+        """Place a module that was waiting for its first call, as it is now."""
+        model = unplaced(module)
+        twin = Twin(model)
+        return self.place(model, twin, twin.part(entry).bind(args, kwargs), entry)
+
+
+def _entry_calls(examples: Examples) -> list[EntryCall]:
+    return [EntryCall(call) for call in examples.calls]
+
+
+def _source(
+    model: nn.Module, twin: Twin, checkpoint: str | Path | Checkpoint | None, *, strict: bool
+) -> Checkpoint | None:
+    """Where weights are read from; None where the model has them."""
+    if checkpoint is None:
+        require_data(model, twin.weights)
+        return None
+    if isinstance(checkpoint, Checkpoint):
+        return checkpoint
+    return read_checkpoint(model, twin.weights, checkpoint, strict=strict)

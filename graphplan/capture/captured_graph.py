@@ -1,0 +1,108 @@
+"""A captured call: its fx graph, and what is known of its inputs and results."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from graphplan.capture.signature import BoundCall, InputSignature
+
+__all__ = ["Capture", "Part", "Prepare", "Without", "bound_call"]
+
+Prepare = Callable[[BoundCall], BoundCall]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows ``start`` to ``stop`` of a weight, by its first name."""
+
+    weight: str
+    start: int
+    stop: int
+
+    @property
+    def name(self) -> str:
+        """As in a plan: ``"lm_head.weight[0:4096]"``."""
+        return f"{self.weight}[{self.start}:{self.stop}]"
+
+    @classmethod
+    def named(cls, name: str) -> Part | None:
+        """The part that has this name; None for the name of a whole weight."""
+        found = re.fullmatch(r"(.+)\[(\d+):(\d+)\]", name)
+        return None if found is None else cls(found[1], int(found[2]), int(found[3]))
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A traced call.
+
+    Attributes:
+        module: holds the graph, and the submodules of its control-flow operations if any.
+        weights: node name -> the weight's first name in the model.
+        constants: name -> tensor: what the trace lifted out of the code, and is no attribute.
+        inputs: node name of each leaf of the call, in order.
+        out_spec: the structure of the result.
+        signature: which calls this graph serves.
+        method: ``"transformers"``, ``"export"`` or ``"symbolic_trace"``.
+        sizes: symbol of each dynamic size -> the largest that the plan is for.
+        prepare: from a call's arguments to those that were traced, where they differ.
+        parts: name -> rows of a weight that the graph reads in parts; ``weights`` has these names.
+        roles: for each leaf, axis -> ``"batch"`` or ``"length"`` of those that may vary, where a trace
+            has found them itself.
+        order: for each of ``inputs``, the leaf of the caller's call; None for what was added to it.
+        states: node name of each tensor of a cache that the caller passes in -> its leaf.
+        caches: names of the arguments that are caches; the result is then a pair of the model's result
+            and what became of each.
+        kept: positions of results that are tensors of caches: they stay where they are made.
+        entry: what was called, as in :class:`graphplan.capture.model_copy.Twin`.
+    """
+
+    module: fx.GraphModule
+    weights: dict[str, str]
+    constants: dict[str, torch.Tensor]
+    inputs: tuple[str, ...]
+    out_spec: pytree.TreeSpec
+    signature: InputSignature
+    method: str
+    sizes: dict[Any, int] = field(default_factory=dict)
+    prepare: Prepare | None = None
+    parts: dict[str, Part] = field(default_factory=dict)
+    roles: tuple[Mapping[int, str], ...] = ()
+    order: tuple[int | None, ...] = ()
+    states: Mapping[str, int] = field(default_factory=dict)
+    caches: tuple[str, ...] = ()
+    kept: frozenset[int] = frozenset()
+    entry: str = ""
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph: weights and inputs are placeholders, results one flat tuple."""
+        return self.module.graph
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        """The flattened results: nodes, and constants that pass through."""
+        return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]  # always a tuple
+
+
+def bound_call(traced: Mapping[str, Any]) -> BoundCall:
+    """A call of named arguments that needs no binding."""
+    leaves, spec = pytree.tree_flatten(((), dict(traced)))
+    return BoundCall((), dict(traced), tuple(leaves), spec)
+
+
+@dataclass(frozen=True, slots=True)
+class Without:
+    """Takes arguments out of a call that were not traced: none of them is a tensor."""
+
+    names: tuple[str, ...]
+
+    def __call__(self, call: BoundCall) -> BoundCall:
+        """The call without them."""
+        return bound_call({name: value for name, value in call.kwargs.items() if name not in self.names})

@@ -1,0 +1,210 @@
+"""The sizes that a plan counts with, where a trace has symbols for them.
+
+Those of inputs are as large as a graph is to serve. Those that the data decides (how many tokens an expert
+is given, how large an image is that a tensor of sizes tells of) are bounded where something is split by
+them, and otherwise as in the example call, where they come of its inputs alone::
+
+    split(x, [u0, u1])           u0 <= len(x), u1 <= len(x), u0 + u1 == len(x)
+    u2 = item(grid[0])           u2 == 4, as in the example
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from graphplan.capture.signature import CounterLeaf, TensorLeaf
+from graphplan.warnings import warn
+
+__all__ = [
+    "UNBOUNDED",
+    "exact_size",
+    "finite_bound",
+    "largest_sizes",
+    "sizes_of_call",
+    "sizes_of_example",
+    "symbols_of",
+    "with_splits",
+]
+
+
+def finite_bound(bound: Any) -> int | None:
+    """An upper bound of the tracer's as an int; None where it is none."""
+    try:
+        number = int(bound)
+    except (TypeError, ValueError, OverflowError, AttributeError):  # sympy's infinities raise any
+        return None
+    return number if number < UNBOUNDED else None
+
+
+UNBOUNDED = 1 << 48  # what torch writes for a size without an upper bound is above this
+
+
+def largest_sizes(graph: fx.Graph, inputs: Sequence[str], leaves: Sequence[Any]) -> dict[Any, int]:
+    """Each symbol of an input's sizes -> the largest that the signature's leaf for it admits."""
+    nodes = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    found: dict[Any, int] = {}
+
+    def note(size: Any, largest: int) -> None:
+        if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
+            found[size.node.expr] = max(found.get(size.node.expr, 0), largest)
+
+    for name, leaf in zip(inputs, leaves, strict=True):
+        val = nodes[name].meta.get("val")
+        if isinstance(leaf, CounterLeaf):
+            note(val, leaf.high)
+        elif isinstance(leaf, TensorLeaf) and isinstance(val, torch.Tensor):
+            for size, bounds in zip(val.shape, leaf.ranges, strict=False):
+                if bounds is not None:
+                    note(size, bounds[1])
+    return found
+
+
+def sizes_of_call(graph: fx.Graph, inputs: Sequence[str], leaves: Sequence[Any]) -> dict[Any, int]:
+    """Each symbol of an input's sizes -> its value in a call.
+
+    Args:
+        graph: that was traced.
+        inputs: names of its placeholders.
+        leaves: what the call gives for each.
+    """
+    nodes = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    found: dict[Any, int] = {}
+    for name, leaf in zip(inputs, leaves, strict=True):
+        val = nodes[name].meta.get("val")
+        pairs = zip(val.shape, leaf.shape, strict=True) if isinstance(val, torch.Tensor) else [(val, leaf)]
+        found |= {
+            size.node.expr: int(here)
+            for size, here in pairs
+            if isinstance(size, torch.SymInt) and size.node.expr.is_symbol
+        }
+    return found
+
+
+def exact_size(size: Any, sizes: Mapping[Any, int]) -> int | None:
+    """A size of a trace where its symbols have these values; None where the data decides it."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    expression = size.node.expr.xreplace(sizes)
+    return int(expression) if isinstance(expression, int) or expression.is_number else None
+
+
+def with_splits(graph: fx.Graph, sizes: Mapping[Any, int]) -> dict[Any, int]:
+    """The sizes, and those that the data decides where a tensor is split by them.
+
+    Each is at most the tensor's own size, and their sum is that size: of the tokens of all experts, none has
+    more than there are.
+    """
+    found = dict(sizes)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.split_with_sizes.default):
+        whole = node.args[0].meta.get("val")
+        sections = [getattr(part, "meta", {}).get("val", part) for part in node.args[1]]
+        axis = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+        if not isinstance(whole, torch.Tensor) or not any(isinstance(s, torch.SymInt) for s in sections):
+            continue
+        total = _largest(whole.shape[axis], found)
+        if total is not None:
+            parts = [s.node.expr if isinstance(s, torch.SymInt) else s for s in sections]
+            found |= {part: min(total, found.get(part, total)) for part in parts if _is_open(part)}
+            found[sum(parts)] = total
+    return found
+
+
+def _is_open(expression: Any) -> bool:
+    return getattr(expression, "is_symbol", False) and str(expression).startswith("u")
+
+
+def _largest(size: Any, sizes: Mapping[Any, int]) -> int | None:
+    known = exact_size(size, sizes)
+    if known is not None:
+        return known
+    return finite_bound(size.node.shape_env.bound_sympy(size.node.expr.xreplace(sizes)).upper)
+
+
+_MOST = 1 << 24  # elements: what decides sizes is computed from little
+_HARMLESS = (torch.ops.aten.detach_.default,)
+
+
+def sizes_of_example(graph: fx.Graph, values: Mapping[str, Any], inputs: Sequence[str]) -> dict[Any, int]:
+    """Sizes that the data decides, as they are in the example call.
+
+    Args:
+        graph: that was traced.
+        values: of its placeholders, as far as they are known: inputs, constants, buffers.
+        inputs: those that are other values in other calls.
+    """
+    deciding = [node for node in graph.nodes if symbols_of(node)]
+    wanted = _with_ancestors(deciding)
+    known: dict[fx.Node, Any] = {}
+    varying: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.name in values:
+            known[node] = values[node.name]
+        elif node in wanted and all(source in known for source in node.all_input_nodes):
+            made = _computed(node, known)
+            if made is not None:
+                known[node] = made
+        if node.name in inputs or varying.intersection(node.all_input_nodes):
+            varying.add(node)
+    found: dict[Any, int] = {}
+    for node in (node for node in deciding if node in known):
+        found |= _values_of(node, known[node])
+    if any(node in known for node in deciding if node in varying):
+        warn(
+            "sizes that only the data decides count in the plan as in the example call: calls in which they "
+            "are larger may pass its peaks"
+        )
+    return found
+
+
+def symbols_of(node: fx.Node) -> list[Any]:
+    """Symbols that the data decides, of what a node makes: each alone."""
+    val = node.meta.get("val")
+    sizes = val.shape if isinstance(val, torch.Tensor) else [val]
+    symbols = [size.node.expr for size in sizes if isinstance(size, torch.SymInt)]
+    return [symbol for symbol in symbols if _is_open(symbol)]
+
+
+def _values_of(node: fx.Node, made: Any) -> dict[Any, int]:
+    val = node.meta["val"]
+    sizes = zip(val.shape, made.shape, strict=True) if isinstance(val, torch.Tensor) else [(val, made)]
+    return {
+        size.node.expr: int(value)
+        for size, value in sizes
+        if isinstance(size, torch.SymInt) and _is_open(size.node.expr)
+    }
+
+
+def _with_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    found, left = set(nodes), list(nodes)
+    while left:
+        new = [node for node in left.pop().all_input_nodes if node not in found]
+        found.update(new)
+        left += new
+    return found
+
+
+def _does_more(target: torch._ops.OpOverload) -> bool:
+    """Whether an operation writes to what it is given, or draws at random."""
+    return bool(target._schema.is_mutable) or torch.Tag.nondeterministic_seeded in target.tags
+
+
+def _computed(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
+    """What a node makes of known values; None where it takes too much, or cannot be run by itself."""
+    target = node.target
+    if node.op != "call_function" or not callable(target):
+        return None
+    if isinstance(target, torch._ops.OpOverload) and target not in _HARMLESS and _does_more(target):
+        return None
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: known[source])
+    try:
+        with torch.no_grad():
+            made = target(*args, **kwargs)
+    except Exception:  # an operation may raise anything
+        return None
+    tensors = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+    return None if any(tensor.numel() > _MOST for tensor in tensors) else made

@@ -1,0 +1,228 @@
+"""The weights of a model by name, and the copy of it that is traced instead of it.
+
+The caller's model is never traced itself. A *twin* is: a deep copy whose parameters and buffers are
+CPU tensors in untouched virtual memory, wherever the caller's are (a meta model, a model on an
+accelerator), so that every capture happens on the CPU, costs no memory, and leaves the caller's model
+as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import mmap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphplan.capture.modes import Modes, read_modes, write_modes
+from graphplan.capture.signature import BoundCall, bind_call
+from graphplan.capture.transformers.caches import know_caches
+from graphplan.errors import CaptureError
+
+__all__ = ["ModelWeights", "Twin", "identity", "is_wrapper", "method_of", "tensor_bytes"]
+
+
+class ModelWeights:
+    """The parameters and buffers of a model by name, with ties resolved.
+
+    ``tensors`` maps each weight's first name to its tensor, ``names`` to all its names; ``first``
+    maps every name to the first.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.names: dict[str, list[str]] = {}
+        self.first: dict[str, str] = {}
+        self.parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self.persistent = set(model.state_dict(keep_vars=True))
+        self.identities: dict[Any, str] = {}
+        named = [*model.named_parameters(remove_duplicate=False)]
+        named += model.named_buffers(remove_duplicate=False)  # type: ignore[arg-type]  # buffers are tensors
+        for name, tensor in named:
+            first = self.identities.setdefault(identity(tensor), name)
+            self.first[name] = first
+            self.names.setdefault(first, []).append(name)
+            self.tensors.setdefault(first, tensor)
+
+    def has_rows(self, name: str) -> bool:
+        """Whether rows of this weight are plain tensors that lie in one piece, and count what is written."""
+        tensor = self.tensors[name]
+        plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+        return plain and tensor.is_contiguous() and not tensor.is_inference()
+
+    def sharing(self, name: str) -> list[str]:
+        """First names of other weights that lie in the same memory as this one, in another shape."""
+        memory = _memory(self.tensors[name])
+        others = (n for n, t in self.tensors.items() if n != name and _memory(t) == memory)
+        return [] if memory is None else list(others)
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.device.type == "meta":
+        return None
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+def method_of(model: nn.Module, entry: str) -> Callable[..., Any]:
+    """What an entry calls: ``path``, ``:method`` or ``path:method`` of a model; the model itself if empty."""
+    path, _, method = entry.partition(":")
+    module = model.get_submodule(path)
+    found: Callable[..., Any] = getattr(module, method) if method else module
+    return found
+
+
+@contextmanager
+def with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """A block in which this module alone, not its class, has another ``forward``."""
+    own = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        vars(module).pop("forward", None)  # a patch of the model may have taken it away
+        if own is not None:
+            module.forward = own
+
+
+def identity(tensor: torch.Tensor) -> Any:
+    """Equal for two tensors that are the same weight, whether one object or one memory."""
+    plain = is_dense(tensor) and tensor.layout is torch.strided
+    if not plain or tensor.device.type == "meta" or not tensor.numel():
+        return id(tensor)
+    memory = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+    return (tensor.device, memory, tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is torch's own, or a simulated one that stands for such, and no wrapper."""
+    return getattr(type(tensor), "stands_for", type(tensor)) in (torch.Tensor, nn.Parameter)
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a weight wraps other tensors, as quantised ones do."""
+    return hasattr(tensor, "__tensor_flatten__") and type(tensor) not in (torch.Tensor, nn.Parameter)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements, those of a wrapper's inner tensors included."""
+    if is_wrapper(tensor):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # a protocol of torch's
+        return sum(tensor_bytes(getattr(tensor, name)) for name in names)
+    return tensor.numel() * tensor.element_size()
+
+
+_ROOT_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+class Twin:
+    """A copy of a model to trace, with stand-ins for its weights.
+
+    Attributes:
+        module: the copy.
+        weights: the caller's own weights, by name.
+        signature: of the model's ``forward``.
+        entry: the method that is called: ``"model.encoder"`` for a submodule, ``"model:encode"`` for a method
+            of one, empty for the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        know_caches(model)
+        self.entry = ""
+        self.weights = ModelWeights(model)
+        self.signature = inspect.signature(model.forward)
+        stand_ins = _stand_ins(model)
+        try:
+            self.module: nn.Module = copy.deepcopy(model, stand_ins)
+        except (TypeError, RuntimeError, AttributeError) as error:
+            raise CaptureError(
+                f"{type(model).__name__} cannot be copied for tracing: {error}. A tensor attribute that is "
+                "computed from parameters is the usual cause: make it a buffer, or a parametrization"
+            ) from error
+        if type(model).__call__ is not nn.Module.__call__:  # the placed module's own runs around the graph
+            plain = {"__call__": nn.Module.__call__, "__module__": type(model).__module__}
+            self.module.__class__ = type(type(model).__name__, (type(model),), plain)
+        for name in _ROOT_HOOKS:  # the placed module's own, which run around the graph
+            vars(self.module).get(name, {}).clear()
+
+    def part(self, entry: str) -> Twin:
+        """The copy of a submodule, with the weights of the whole model; itself for the empty entry."""
+        if not entry:
+            return self
+        found = copy.copy(self)
+        found.entry = entry
+        found.module = self.module.get_submodule(entry.partition(":")[0])
+        found.signature = inspect.signature(getattr(found.module, found.method))
+        return found
+
+    @property
+    def method(self) -> str:
+        """The name of the method of ``module`` that is called."""
+        return self.entry.partition(":")[2] or "forward"
+
+    def full_name(self, name: str) -> str:
+        """The name in the whole model of a weight of this part."""
+        prefix = self.entry.partition(":")[0]
+        return f"{prefix}.{name}" if prefix else name
+
+    @property
+    def modes(self) -> Modes:
+        """Of the copy."""
+        return read_modes(self.module)
+
+    def set_modes(self, modes: Modes) -> None:
+        """Put the copy into the modes of the model."""
+        write_modes(self.module, modes)
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:
+        """Arguments in canonical form."""
+        return bind_call(self.signature, args, kwargs)
+
+
+def _stand_ins(model: nn.Module) -> dict[int, torch.Tensor]:
+    """Id of each weight -> a CPU tensor of its shape, in memory that is never touched.
+
+    One mapping, as large as the largest weight, serves them all: tracing neither reads nor writes
+    them, and the system provides a page only when it is written to.
+    """
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    plain = {id(t): t for _, t in named if is_dense(t)}
+    largest = max((_span(t) * t.element_size() for t in plain.values()), default=0)
+    memory = mmap.mmap(-1, max(largest, 1))
+    found = {}
+    for key, tensor in plain.items():
+        twin = _virtual(tensor, memory)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        found[key] = nn.Parameter(twin, tensor.requires_grad) if is_parameter else twin
+    return found
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Elements between the first and the last, both included."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _virtual(tensor: torch.Tensor, memory: mmap.mmap) -> torch.Tensor:
+    count = _span(tensor)
+    if not count:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    flat = torch.frombuffer(memory, dtype=tensor.dtype, count=count)
+    return flat.as_strided(tensor.shape, tensor.stride())

@@ -1,0 +1,180 @@
+"""How large a batch and how long a text a plan is for.
+
+A trace serves all sizes; memory does not. Each plan is for sizes up to a bound: the caller's ``max_batch``
+and ``max_length``, else those of the example, and of later calls the next power of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from graphplan.capture.captured_graph import Capture
+from graphplan.capture.dynamic_sizes import UNBOUNDED, largest_sizes, with_splits
+from graphplan.capture.signature import BoundCall, CounterLeaf, TensorLeaf
+from graphplan.errors import InputError, LimitError
+
+__all__ = ["Extents", "bounded"]
+
+_STEP = 8  # tokens by which such a plan reaches ahead at least where room is short
+_LEAST = 64  # tokens that a plan is for which is made while a text grows
+
+
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """The caller's limits.
+
+    Attributes:
+        max_batch: sequences in one call, beams counted, or None.
+        max_length: tokens of a sequence, those in the cache included, or None.
+    """
+
+    max_batch: int | None = None
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "max_length"):
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (whole and value > 0):
+                raise InputError(f"{name} must be a positive integer or None, not {value!r}")
+
+    @property
+    def given(self) -> bool:
+        """Whether the caller has given a limit."""
+        return self.max_batch is not None or self.max_length is not None
+
+    def largest(self, role: str, here: int, ahead: float) -> int:
+        """The size that a plan is for.
+
+        Args:
+            role: ``"batch"`` or ``"length"``.
+            here: the size in the call.
+            ahead: how far to plan for lengths that are to come: 1 for the next power of two, less for
+                so much of the length more.
+
+        Raises:
+            LimitError: the call is larger than the caller's limit.
+        """
+        limit = self.max_batch if role == "batch" else self.max_length
+        if limit is not None:
+            if here > limit:
+                name, what = ("max_batch", "sequences") if role == "batch" else ("max_length", "tokens")
+                raise LimitError(
+                    f"a call of {here} {what} is past {name}={limit}, up to which memory was planned: "
+                    f"partition the model with a larger {name}"
+                )
+            return limit
+        if role == "batch" or not ahead:
+            return here
+        if ahead < 1:
+            return here + max(int(here * ahead), _STEP)
+        return max(_LEAST, 1 << (here - 1).bit_length())
+
+
+def bounded(capture: Capture, call: BoundCall, extents: Extents, ahead: float) -> Capture:
+    """The capture for sizes up to what a plan is to be for.
+
+    Args:
+        capture: as traced, for all sizes.
+        call: one that it serves.
+        extents: the caller's limits.
+        ahead: as in :meth:`Extents.largest`.
+
+    Raises:
+        LimitError: as in :meth:`Extents.largest`.
+    """
+    if not any(capture.roles):
+        return capture
+    sizes = _sizes(capture, call)
+    longest = extents.largest("length", sizes.longest, ahead)
+    most = extents.largest("batch", sizes.batch, ahead)
+    leaves = []
+    for index, (leaf, roles) in enumerate(zip(capture.signature.leaves, capture.roles, strict=True)):
+        limits = {"batch": most, "length": longest}
+        if index in sizes.states:
+            limits["length"] = max(longest - sizes.new, 1)
+        elif extents.max_length is None and not ahead:  # each as long as it is: a decoder's text, say
+            limits["length"] = max(
+                (_size(call.leaves[index], axis) for axis in _axes(roles, "length")), default=1
+            )
+        leaves.append(_within(leaf, roles, limits))
+    signature = replace(capture.signature, leaves=tuple(leaves))
+    traced = [None if index is None else leaves[index] for index in capture.order]
+    growth = -(-most // sizes.batch) * -(-longest // sizes.longest)
+    found = {
+        **capture.sizes,
+        **largest_sizes(capture.graph, capture.inputs, _added(capture, call, growth)),
+        **largest_sizes(capture.graph, capture.inputs, traced),
+    }
+    return replace(capture, signature=signature, sizes=with_splits(capture.graph, found))
+
+
+def _added(capture: Capture, call: BoundCall, growth: int) -> list[TensorLeaf | None]:
+    """Inputs that the exporter adds to a call, of sizes that may grow as those of the call itself."""
+    if capture.prepare is None or None not in capture.order:
+        return [None] * len(capture.inputs)
+    leaves = capture.prepare(call).leaves
+    return [
+        TensorLeaf(leaf.dtype, tuple(leaf.shape), tuple((0, size * growth) for size in leaf.shape))
+        if index is None and isinstance(leaf, torch.Tensor)
+        else None
+        for index, leaf in zip(capture.order, leaves, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Of one call: its longest length, its largest batch, new tokens, and which leaves hold past ones."""
+
+    longest: int
+    batch: int
+    new: int
+    states: frozenset[int]
+
+
+def _sizes(capture: Capture, call: BoundCall) -> _Sizes:
+    states = frozenset(capture.states.values())
+    found = {"batch": 1, "length": 1}
+    past, new = 0, 1
+    for index, (leaf, roles) in enumerate(zip(call.leaves, capture.roles, strict=True)):
+        for axis, role in roles.items():
+            size = _size(leaf, axis)
+            found[role] = max(found[role], size)
+            if role == "length" and (index in states or isinstance(leaf, int)):
+                past = max(past, size)
+        if capture.signature.names[index] in _NEW and not isinstance(leaf, int):
+            new = int(leaf.shape[1])
+    counters = {i for i, leaf in enumerate(capture.signature.leaves) if isinstance(leaf, CounterLeaf)}
+    longest = max(found["length"], past + new if past else new)
+    return _Sizes(longest, found["batch"], new, states | counters)
+
+
+_NEW = ("input_ids", "decoder_input_ids", "inputs_embeds", "decoder_inputs_embeds")
+
+
+def _size(leaf: Any, axis: int) -> int:
+    """Of a tensor along an axis; a counter's value."""
+    return leaf if isinstance(leaf, int) else int(leaf.shape[axis])
+
+
+def _axes(roles: Mapping[int, str], role: str) -> list[int]:
+    return [axis for axis, one in roles.items() if one == role]
+
+
+def _within(leaf: object, roles: Mapping[int, str], limits: Mapping[str, int]) -> object:
+    """A signature's leaf with its ranges cut at the limits."""
+    if isinstance(leaf, CounterLeaf):
+        return replace(leaf, high=max(leaf.low, min(leaf.high, limits["length"])))
+    if not isinstance(leaf, TensorLeaf):
+        return leaf
+    ranges = list(leaf.ranges)
+    for axis, role in roles.items():
+        bounds = ranges[axis] if axis < len(ranges) else None
+        if bounds is not None:
+            high = limits[role] if bounds[1] >= UNBOUNDED else min(bounds[1], limits[role])
+            ranges[axis] = (bounds[0], max(bounds[0], high))
+    return replace(leaf, ranges=tuple(ranges))

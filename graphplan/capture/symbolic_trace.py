@@ -1,0 +1,101 @@
+"""Capture without example inputs: ``torch.fx.symbolic_trace``, opened up to the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from graphplan.capture.captured_graph import Capture
+from graphplan.capture.model_copy import Twin
+from graphplan.capture.signature import InputSignature, register_dataclasses
+from graphplan.errors import CaptureError
+
+__all__ = ["trace_symbolically"]
+
+
+class _OpenTracer(fx.Tracer):
+    """Traces into torch's weight-bearing layers, so that their weights are the graph's to place.
+
+    Its other layers stay whole: many of them decide by the sizes of what they get.
+    """
+
+    OPEN = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.RMSNorm)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return super().is_leaf_module(m, module_qualified_name) and not isinstance(m, self.OPEN)
+
+
+def trace_symbolically(twin: Twin) -> Capture:
+    """The graph of ``forward`` with its optional arguments left out.
+
+    Raises:
+        CaptureError: control flow depends on the inputs, or arguments are variadic.
+    """
+    parameters = twin.signature.parameters.values()
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+        raise CaptureError(
+            f"{type(twin.module).__name__}.forward{twin.signature} takes any number of arguments: "
+            "give example inputs (args=..., kwargs=...)"
+        )
+    concrete = {p.name: p.default for p in parameters if p.default is not p.empty}
+    required = [p.name for p in parameters if p.default is p.empty]
+    try:
+        graph = _OpenTracer().trace(twin.module, concrete_args=concrete)
+    except Exception as error:  # tracing runs the model's own code, which may raise anything
+        raise CaptureError(
+            f"{type(twin.module).__name__} cannot be traced without example inputs "
+            f"({type(error).__name__}: {error}): give args=... or kwargs=..."
+        ) from error
+    return _from_symbolic(twin, graph, required)
+
+
+def _from_symbolic(twin: Twin, graph: fx.Graph, required: Sequence[str]) -> Capture:
+    weights: dict[str, str] = {}
+    constants: dict[str, torch.Tensor] = {}
+    inputs = []
+    for node in list(graph.nodes):
+        if node.op == "placeholder":
+            if node.target in required:
+                inputs.append(node.name)
+            elif not node.users:
+                graph.erase_node(node)
+        elif node.op == "get_attr":
+            first = twin.weights.first.get(node.target)
+            if first is None:
+                value = _attribute(twin.module, node.target)
+                if not isinstance(value, torch.Tensor):
+                    continue
+                constants[node.target] = value
+                first = node.target
+            weights[node.name] = first
+    output = graph.output_node()
+    results = _plain(output.args[0])
+    register_dataclasses(results)
+    flat, out_spec = pytree.tree_flatten(results)
+    output.args = (tuple(flat),)
+    spec = pytree.tree_flatten(((), dict.fromkeys(required, 0)))[1]
+    signature = InputSignature(spec, (None,) * len(required), tuple(required), symbolic=True)
+    module = fx.GraphModule(twin.module, graph)
+    return Capture(module, weights, constants, tuple(inputs), out_spec, signature, "symbolic_trace")
+
+
+def _plain(results: Any) -> Any:
+    """Fx keeps a graph's arguments immutable: give back the containers that the model made."""
+    if isinstance(results, dict):
+        return {key: _plain(value) for key, value in results.items()}
+    if isinstance(results, fx.immutable_collections.immutable_list):
+        return [_plain(value) for value in results]
+    if type(results) is tuple:
+        return tuple(_plain(value) for value in results)
+    return results
+
+
+def _attribute(module: nn.Module, path: str) -> Any:
+    value: Any = module
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value

@@ -1,0 +1,308 @@
+"""Capture: a module and example inputs become a flat ``torch.fx`` graph over the module's weights.
+
+Three ways, tried in this order: ``transformers.exporters`` for transformers models, ``torch.export``
+(non-strict) for everything with example inputs, ``torch.fx.symbolic_trace`` for a plain module
+without them.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import replace
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from graphplan.capture.captured_graph import Capture, Prepare, Without, bound_call
+from graphplan.capture.dynamic_sizes import sizes_of_example, with_splits
+from graphplan.capture.exported_program import from_program
+from graphplan.capture.model_copy import Twin, with_forward
+from graphplan.capture.signature import BoundCall, leaf_names, register_dataclasses
+from graphplan.capture.symbolic_trace import trace_symbolically
+from graphplan.capture.transformers.attention_masks import masks_as_in_eager
+from graphplan.capture.transformers.exporter import export_transformers
+from graphplan.devices.machine import suspended
+from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError
+from graphplan.library_logs import silenced
+from graphplan.warnings import warn
+
+__all__ = ["capture", "is_transformers_model", "on_cpu"]
+
+
+def is_transformers_model(model: nn.Module) -> bool:
+    """Whether ``model`` is a transformers ``PreTrainedModel``; does not import transformers."""
+    return any(
+        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.")
+        for cls in type(model).__mro__
+    )
+
+
+def capture(
+    twin: Twin,
+    call: BoundCall | None,
+    dynamic_shapes: Any = None,
+    *,
+    keep_grad: bool = False,
+) -> Capture:
+    """Trace one call.
+
+    Args:
+        twin: the copy to trace.
+        call: the example inputs; None traces without (``symbolic_trace``).
+        dynamic_shapes: as in ``torch.export``.
+        keep_grad: trace with gradients enabled, so that ``detach`` and ``no_grad`` blocks stay.
+
+    Raises:
+        CaptureError: no way of capturing took it; the message has the reason of each.
+        InputError: the model itself rejects the inputs.
+    """
+    if call is None:
+        with _quiet():
+            return _named_apart(trace_symbolically(twin))
+    host = on_cpu(call)
+    with suspended(), _untouched_attributes(twin.module):
+        found = _named_apart(_with_examples(twin, host, dynamic_shapes, keep_grad))
+        if any(tensor.device.type == "meta" for tensor in call.tensors):
+            return found  # what they decide is not known
+        return _sized_as(found, twin, host)
+
+
+def _named_apart(found: Capture) -> Capture:
+    """The capture, in which nothing that is made has the name of a weight, such as ``mean``."""
+    taken = {*found.weights.values(), *found.constants}
+    used = taken | {node.name for node in found.graph.nodes}
+    renamed: dict[str, str] = {}
+    for node in found.graph.nodes:
+        if node.name in taken and node.name not in found.weights:
+            old, number = node.name, 1
+            while f"{old}_{number}" in used:
+                number += 1
+            node._rename(f"{old}_{number}")
+            used.add(node.name)
+            renamed[old] = node.name
+    inputs = tuple(renamed.get(name, name) for name in found.inputs)
+    states = {renamed.get(name, name): leaf for name, leaf in found.states.items()}
+    return replace(found, inputs=inputs, states=states) if renamed else found
+
+
+def _sized_as(found: Capture, twin: Twin, call: BoundCall) -> Capture:
+    """The capture, with sizes that the data decides as in the example."""
+    traced = call if found.prepare is None else found.prepare(call)
+    values = dict(zip(found.inputs, traced.leaves, strict=True))
+    for node, name in found.weights.items():
+        tensor = found.constants.get(name, twin.weights.tensors.get(name))
+        if tensor is not None and tensor.device.type != "meta" and name not in twin.weights.parameters:
+            values[node] = tensor.detach().cpu()
+    sizes = sizes_of_example(found.graph, values, found.inputs)
+    return replace(found, sizes=with_splits(found.graph, {**found.sizes, **sizes})) if sizes else found
+
+
+def _with_examples(twin: Twin, host: BoundCall, dynamic_shapes: Any, keep_grad: bool) -> Capture:
+    reasons = []
+    if is_transformers_model(twin.module) and not host.args and dynamic_shapes is None:
+        try:
+            return _through_transformers(twin, host, keep_grad)
+        except ImportError as error:
+            reasons.append(f"transformers.exporters: {error}")
+        except Exception as error:  # the exporter runs the model's own code, which may raise anything
+            reasons.append(f"transformers.exporters: {_first_line(error)}")
+    try:
+        return _through_export(twin, host, dynamic_shapes, keep_grad)
+    except GraphplanError:
+        raise
+    except Exception as error:  # torch.export runs the model's own code, which may raise anything
+        _reject_bad_inputs(twin, host)
+        reasons.append(f"torch.export: {_first_line(error)}")
+        name = type(twin.module).__name__
+        raise NoGraphError(f"{name} could not be captured:\n  " + "\n  ".join(reasons)) from error
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"
+
+
+def _reject_bad_inputs(twin: Twin, call: BoundCall) -> None:
+    """Tell a model that rejects its inputs from one that cannot be traced: run it on fake tensors."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    leaves = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in call.leaves]
+    args, kwargs = pytree.tree_unflatten(leaves, call.spec)
+    try:
+        with _quiet(), torch.no_grad(), mode:
+            twin.module(*args, **kwargs)
+    except Exception as error:  # the model's own code may raise anything
+        if type(error).__module__.startswith("torch.") or _runs(twin, call):
+            return  # a limit of fake tensors, which says nothing about the inputs
+        given = ", ".join(
+            f"{name}: {list(leaf.shape)} {leaf.dtype}"
+            if isinstance(leaf, torch.Tensor)
+            else f"{name}: {leaf!r}"
+            for name, leaf in zip(leaf_names(call), call.leaves, strict=True)
+        )
+        raise InputError(
+            f"{type(twin.module).__name__} rejects the example inputs ({given}): {_first_line(error)}"
+        ) from error
+
+
+def _runs(twin: Twin, call: BoundCall) -> bool:
+    """Whether the twin takes the inputs with real kernels; its weights are all zero, and small enough."""
+    if sum(tensor.numel() for tensor in twin.weights.tensors.values()) > _TRIABLE:
+        return False
+    args, kwargs = pytree.tree_unflatten(list(call.leaves), call.spec)
+    try:
+        with _quiet(), torch.no_grad():
+            twin.module(*args, **kwargs)
+    except Exception:  # the model's own code may raise anything
+        return False
+    return True
+
+
+_TRIABLE = 1 << 28  # elements
+
+
+def on_cpu(call: BoundCall) -> BoundCall:
+    """A call with its tensors on the CPU, those of the meta device as zeros."""
+
+    def to_cpu(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.device.type == "cpu":
+            return leaf
+        if leaf.device.type == "meta":
+            return torch.zeros_like(leaf, device="cpu")
+        return leaf.cpu()
+
+    leaves = [to_cpu(leaf) for leaf in call.leaves]
+    args, kwargs = pytree.tree_unflatten(leaves, call.spec)
+    return BoundCall(args, kwargs, tuple(leaves), call.spec)
+
+
+_TALKATIVE = (
+    "transformers",
+    "torch._subclasses.fake_tensor",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.export",
+)
+
+
+@contextmanager
+def _untouched_attributes(module: nn.Module) -> Iterator[None]:
+    """Give tensor attributes their values back: tracing an operation that writes to one runs it."""
+    kept = [
+        (tensor, tensor._version, tensor.clone())
+        for part in module.modules()
+        for name, value in vars(part).items()
+        if name not in ("_parameters", "_buffers", "_modules")
+        for tensor in pytree.tree_leaves(value)
+        if type(tensor) is torch.Tensor
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, version, values in kept:
+                if tensor._version != version:
+                    tensor.copy_(values)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the tracers' own warnings and log lines from the user, who did not call them.
+
+    ``torch.export`` prints all of the graph that it has when it cannot go on, to the standard error.
+    """
+    with silenced(*_TALKATIVE), warnings.catch_warnings(action="ignore"), redirect_stderr(io.StringIO()):
+        yield
+
+
+def _grad(keep_grad: bool) -> torch.set_grad_enabled:
+    return torch.set_grad_enabled(keep_grad)
+
+
+def _through_export(twin: Twin, call: BoundCall, dynamic_shapes: Any, keep_grad: bool) -> Capture:
+    module = twin.module
+    original = getattr(module, twin.method)
+    changed: list[bool] = []
+
+    @wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        before = pytree.tree_structure((args, kwargs))
+        result = original(*args, **kwargs)
+        register_dataclasses(result)
+        changed.append(pytree.tree_structure((args, kwargs)) != before)
+        return result
+
+    masks = masks_as_in_eager() if is_transformers_model(module) else nullcontext()
+    with _quiet(), _grad(keep_grad), masks, with_forward(module, forward):
+        program = torch.export.export(
+            module,
+            call.args,
+            dict(call.kwargs),
+            dynamic_shapes=_by_name(twin, call, dynamic_shapes),
+            strict=False,
+        )
+    if any(changed):
+        warn(
+            f"{type(module).__name__} puts something into a list or dict that it is given: a placed model "
+            "does not, it only returns results"
+        )
+    return from_program(program, call, twin, "export")
+
+
+def _by_name(twin: Twin, call: BoundCall, dynamic_shapes: Any) -> Any:
+    """``dynamic_shapes`` for the canonical call: named arguments became keyword arguments."""
+    if dynamic_shapes is None or isinstance(dynamic_shapes, Mapping):
+        if isinstance(dynamic_shapes, Mapping):
+            unknown = set(dynamic_shapes) - set(twin.signature.parameters)
+            if unknown and not any(p.kind is p.VAR_KEYWORD for p in twin.signature.parameters.values()):
+                raise InputError(f"dynamic_shapes names {sorted(unknown)}, which forward does not take")
+            if not call.args:
+                return {name: dynamic_shapes.get(name) for name in call.kwargs}
+        return dynamic_shapes
+    if call.args:
+        return tuple(dynamic_shapes)
+    names = list(call.kwargs)
+    given = list(dynamic_shapes)
+    return {name: given[i] if i < len(given) else None for i, name in enumerate(names)}
+
+
+def _through_transformers(twin: Twin, call: BoundCall, keep_grad: bool) -> Capture:
+    with _quiet():
+        exported = export_transformers(twin.module, twin.method, call, keep_grad=keep_grad)
+    traced = exported.traced
+    dropped = [name for name in call.kwargs if name not in traced]
+    if any(isinstance(call.kwargs[name], torch.Tensor) for name in dropped):
+        raise CaptureError(f"the exporter drops {dropped}")
+    made = {name for name, value in traced.items() if type(value) is not type(call.kwargs.get(name))}
+    prepare = _preparation(twin, made, dropped)
+    return from_program(
+        exported.program,
+        call,
+        twin,
+        "transformers",
+        prepare=prepare,
+        traced=traced,
+        roles=exported.roles,
+        guards=exported.guards,
+        caches=exported.caches,
+    )
+
+
+def _preparation(twin: Twin, made: set[str], dropped: Sequence[str]) -> Prepare | None:
+    """What the exporter does to a call's arguments before it traces: to be done to later calls too."""
+    if made:
+        return partial(_prepare_for_export, twin.module)
+    if dropped:
+        return Without(tuple(dropped))
+    return None
+
+
+def _prepare_for_export(module: nn.Module, call: BoundCall) -> BoundCall:
+    from transformers.exporters.utils import prepare_for_export  # optional package
+
+    return bound_call(prepare_for_export(module, dict(on_cpu(call).kwargs))[1])

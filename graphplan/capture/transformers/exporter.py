@@ -1,0 +1,323 @@
+"""Capture of transformers models: dynamic in batch and length, caches and token counters included.
+
+``transformers.exporters`` patches models so that they can be traced; the trace itself is made here, so that
+one graph serves all lengths and one all batches:
+
+- every axis that is a batch or a length may vary, sizes 0 and 1 included; an axis of length 1 (the one token
+  of a decode) stays, since a trace of several tokens is another computation;
+- the counters of caches are inputs, so that sliding windows are traced as they are;
+- what the trace has taken for granted of sizes (``guards``) is checked at each call;
+- a cache that the caller passes in comes back as what became of it, so that the caller's own can be changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx.experimental import _config as symbolic_config
+from torch.utils import _pytree as pytree
+
+from graphplan.capture.model_copy import with_forward
+from graphplan.capture.signature import BoundCall, Guard, register_dataclasses
+from graphplan.capture.transformers.attention_masks import masks_as_in_eager
+from graphplan.capture.transformers.caches import Given, is_cache, layout_of
+from graphplan.capture.transformers.export_patches import (
+    bounds_of_segments,
+    forwards_of,
+    of_one_length,
+    refuse_what_reads_less,
+    segments_as_in_eager,
+)
+from graphplan.capture.transformers.recurrences import recurrences_whole
+from graphplan.errors import CaptureError
+
+__all__ = ["Exported", "export_transformers"]
+
+logger = logging.getLogger("graphplan")
+
+BATCH, LENGTH = "batch", "length"
+Roles = Mapping[int, str]
+"""Axis -> ``"batch"`` or ``"length"``; for an integer, axis 0 is the integer itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was exported.
+
+    Attributes:
+        program: its result is the model's, and the caches that were given, as they are after the call.
+        traced: the arguments, after what the exporter does to them.
+        dropped: names of arguments that were flags of the output, which are baked in.
+        roles: for each leaf of ``traced``, its axes that may vary.
+        guards: what else the trace takes for granted.
+        caches: names of the arguments that are caches.
+    """
+
+    program: torch.export.ExportedProgram
+    traced: dict[str, Any]
+    dropped: tuple[str, ...]
+    roles: tuple[Roles, ...]
+    guards: tuple[Guard, ...]
+    caches: tuple[str, ...]
+
+
+def export_transformers(module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool) -> Exported:
+    """Trace a call of a transformers model, with as many axes dynamic as can be.
+
+    Args:
+        module: a copy of the model, or a submodule of one.
+        method: that is called: ``"forward"``, or one beside it.
+        call: its arguments.
+        keep_grad: as in :func:`graphplan.capture.tracing.capture`.
+
+    Raises:
+        Exception: whatever the model's own code or the tracer raises.
+    """
+    try:
+        return _export(module, method, call, keep_grad=keep_grad, dynamic=True)
+    except Exception as error:  # the tracer runs the model's own code, which may raise anything
+        reason = str(error).strip().splitlines()
+        logger.info("%s: sizes are fixed: %s", type(module).__name__, reason[0] if reason else error)
+        return _export(module, method, call, keep_grad=keep_grad, dynamic=False)
+
+
+def _export(module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool, dynamic: bool) -> Exported:
+    from transformers.exporters.utils import prepare_for_export  # optional package
+
+    given = _copied(call)
+    _, inputs, flags = prepare_for_export(module, given)
+    caches = tuple(name for name, value in inputs.items() if is_cache(value))
+    roles = {name: _roles(name, value, _batch(inputs)) for name, value in inputs.items()}
+    shapes = {name: _shapes(value, iter(roles[name])) for name, value in inputs.items()} if dynamic else None
+    original = getattr(module, method)
+
+    @wraps(original)
+    def forward(**kwargs: Any) -> Any:
+        result = original(**kwargs, **flags)  # not all configurations in it are told of flags
+        return _with_caches(result, {name: kwargs[name] for name in caches})
+
+    bounds = bounds_of_segments(inputs)
+    uniform = bool(bounds) and all(of_one_length(inputs[name]) for name in bounds)
+    codes = forwards_of(module)
+    with (
+        with_forward(module, forward),
+        _patched_for_export(module, inputs, flags, keep_grad=keep_grad, uniform=uniform),
+    ):
+        traced = forwards_of(module)
+        program = torch.export.export(
+            module, (), copy.deepcopy(dict(inputs)), dynamic_shapes=shapes, strict=False
+        )
+    refuse_what_reads_less(module, codes, traced, _weights_read(program))
+    leaves, paths = _leaves(inputs)
+    guards = _guards(program, leaves, paths)
+    if uniform:
+        guards += (_same_lengths([paths.index(f"L['{name}']") for name in bounds]),)
+    flat = tuple(role for name in inputs for role in roles[name])
+    return Exported(program, dict(inputs), tuple(flags), flat, guards, caches)
+
+
+@contextmanager
+def _patched_for_export(
+    module: nn.Module, inputs: Any, flags: Any, *, keep_grad: bool, uniform: bool
+) -> Iterator[None]:
+    """What the exporter of transformers, and we, change of torch and the model while it is traced."""
+    from transformers.exporters.exporter_dynamo import (  # optional package
+        patch_forward_signature,
+        patch_model_config,
+        reset_model_state,
+    )
+
+    with (
+        torch.set_grad_enabled(keep_grad),
+        symbolic_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]  # a config module
+        _patches(),
+        masks_as_in_eager(),
+        segments_as_in_eager(uniform=uniform),
+        recurrences_whole(module),
+        reset_model_state(module),
+        patch_model_config(module, flags),
+        patch_forward_signature(module, inputs),
+    ):
+        yield
+
+
+def _copied(call: BoundCall) -> dict[str, Any]:
+    """The arguments, with caches of their own: the exporter changes what it is given."""
+    return {name: _dense(value, always=is_cache(value)) for name, value in call.kwargs.items()}
+
+
+def _dense(value: Any, *, always: bool) -> Any:
+    """A copy with the usual strides: others of an example would be taken for sizes of their own."""
+
+    def dense(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if always or leaf.is_contiguous() or not leaf.is_floating_point():
+            return leaf.clone(memory_format=torch.contiguous_format)
+        return leaf
+
+    return pytree.tree_map(dense, value)
+
+
+def _batch(inputs: Mapping[str, Any]) -> int | None:
+    """The batch of a call: the first size of its first tensor that is no cache's."""
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor) and value.dim() >= 2 and name != "pixel_values":
+            return value.shape[0]
+    return None
+
+
+_TOKENS = re.compile(r"(input_ids|attention_mask|position_ids|token_type_ids|token_types|padding_mask)$")
+_STATES = re.compile(r"(embeds|encoder_outputs|hidden_states?)$")
+
+
+def _roles(name: str, value: Any, batch: int | None) -> list[Roles]:
+    """The roles of an argument's leaves."""
+    if is_cache(value):
+        leaves, spec = pytree.tree_flatten(value)
+        return [
+            _cache_roles(leaf, grows, batch)
+            for leaf, grows in zip(leaves, _growing(layout_of(spec)), strict=True)
+        ]
+    return [_tensor_roles(name, leaf, batch) for leaf in pytree.tree_leaves(value)]
+
+
+def _growing(layout: Any) -> Iterator[tuple[int, ...] | None]:
+    if layout.kind == "leaf":
+        yield layout.value
+    for part in layout.parts:
+        yield from _growing(part)
+
+
+def _cache_roles(leaf: Any, grows: tuple[int, ...] | None, batch: int | None) -> Roles:
+    if not isinstance(leaf, torch.Tensor):
+        return {0: LENGTH}
+    roles = {0: BATCH} if leaf.dim() >= 2 and leaf.shape[0] == batch else {}
+    return {**roles, **dict.fromkeys(grows or (), LENGTH)}
+
+
+def _tensor_roles(name: str, leaf: Any, batch: int | None) -> Roles:
+    if not isinstance(leaf, torch.Tensor) or batch is None or not leaf.dim():
+        return {}
+    roles = {0: BATCH} if leaf.shape[0] == batch and leaf.dim() >= 2 else {}
+    if _TOKENS.search(name) and leaf.dim() == 2:
+        roles[1] = LENGTH
+    elif _TOKENS.search(name) and leaf.dim() == 4:
+        roles |= {2: LENGTH, 3: LENGTH}
+    elif _STATES.search(name) and leaf.dim() == 3:
+        roles[1] = LENGTH
+    elif name == "cache_position":
+        roles[0] = LENGTH
+    return {axis: role for axis, role in roles.items() if role == BATCH or leaf.shape[axis] != 1}
+
+
+def _shapes(value: Any, roles: Iterator[Roles]) -> Any:
+    """``dynamic_shapes`` of one argument."""
+    auto = torch.export.Dim.AUTO
+    if isinstance(value, torch.Tensor):
+        return dict.fromkeys(next(roles), auto) or None
+    node = pytree.SUPPORTED_NODES.get(type(value))
+    if node is None:
+        return auto if next(roles) else None
+    children, keys = node.flatten_fn(value)
+    parts = [_shapes(child, roles) for child in children]
+    if type(value) is dict:
+        return dict(zip(keys, parts, strict=True))
+    return tuple(parts) if type(value) is tuple else parts
+
+
+def _with_caches(result: Any, caches: dict[str, Any]) -> Any:
+    """The result, in which marks stand for the caches that were given; and what became of these."""
+    register_dataclasses(result)
+    if not caches:
+        return result
+    marks = {id(cache): Given(name) for name, cache in caches.items()}
+    if isinstance(result, tuple):
+        result = tuple(marks.get(id(value), value) for value in result)
+    elif isinstance(result, dict):
+        result = copy.copy(result)
+        for name, value in list(result.items()):
+            if id(value) in marks:
+                result[name] = marks[id(value)]
+    return result, caches
+
+
+@contextmanager
+def _patches() -> Iterator[None]:
+    """The exporters' patches, but for those that let sliding layers keep every token."""
+    from transformers.cache_utils import DynamicSlidingWindowLayer  # optional package
+    from transformers.exporters.utils import apply_patches
+
+    names = ("update", "get_mask_sizes", "get_seq_length")
+    own = {name: vars(DynamicSlidingWindowLayer)[name] for name in names}
+    with apply_patches("dynamo"):
+        patched = {name: vars(DynamicSlidingWindowLayer)[name] for name in names}
+        for name in names:
+            setattr(DynamicSlidingWindowLayer, name, own[name])
+        try:
+            yield
+        finally:
+            for name in names:
+                setattr(DynamicSlidingWindowLayer, name, patched[name])
+
+
+def _leaves(inputs: Mapping[str, Any]) -> tuple[list[Any], list[str]]:
+    found, _ = pytree.tree_flatten_with_path(dict(inputs))
+    return [leaf for _, leaf in found], ["L" + pytree.keystr(path) for path, _ in found]
+
+
+def _guards(
+    program: torch.export.ExportedProgram, leaves: Sequence[Any], paths: Sequence[str]
+) -> tuple[Guard, ...]:
+    """The trace's conditions as one function of the leaves.
+
+    Raises:
+        CaptureError: one cannot be read, or does not hold for the example.
+    """
+    texts = list(dict.fromkeys(getattr(program, "_guards_code", ())))
+    if not texts:
+        return ()
+    places = sorted(((path, f"v[{i}]") for i, path in enumerate(paths)), key=lambda p: -len(p[0]))
+    written = []
+    for text in texts:
+        code = text
+        for path, place in places:
+            code = code.replace(path, place)
+        written.append(code)
+    guard = Guard(
+        "sizes do not fulfil " + " and ".join(texts), _condition(" and ".join(f"({c})" for c in written))
+    )
+    try:
+        holds = guard.holds(leaves)
+    except (NameError, TypeError, IndexError, AttributeError) as error:
+        raise CaptureError(f"a condition of the trace cannot be checked: {error}") from error
+    if not holds:
+        raise CaptureError(f"the trace does not serve its own example: {guard.text}")
+    return (guard,)
+
+
+def _same_lengths(places: Sequence[int]) -> Guard:
+    """What a trace in which all images are of one size takes for granted."""
+    return Guard(
+        "images are of several sizes", lambda leaves: all(of_one_length(leaves[place]) for place in places)
+    )
+
+
+def _weights_read(program: torch.export.ExportedProgram) -> set[str]:
+    used = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
+    specs = program.graph_signature.input_specs
+    return {spec.target for spec in specs if spec.target is not None and spec.arg.name in used}
+
+
+def _condition(code: str) -> Callable[[Sequence[Any]], bool]:
+    found: Callable[[Sequence[Any]], bool] = eval(f"lambda v: {code}")  # from the tracer: sizes and numbers
+    return found

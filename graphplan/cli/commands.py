@@ -1,0 +1,258 @@
+"""The ``graphplan`` command; needs the ``cli`` extra (typer, rich). Exit codes are in ``console``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import graphplan
+from graphplan.cli.command_options import (
+    Batch,
+    Budgets,
+    Cards,
+    Dtype,
+    Json,
+    Length,
+    Links,
+    Measured,
+    Meta,
+    Model,
+    Name,
+    Pins,
+    PlanFile,
+    Reserve,
+    TimeLimit,
+    Trust,
+)
+from graphplan.cli.command_steps import judge_ours, load_word, plan_named, read_topology, write_plan
+from graphplan.cli.console import (
+    complain,
+    exit_code,
+    print_json,
+    require_writable,
+    say,
+    show_warnings_in_one_line,
+    working,
+)
+from graphplan.cli.demo import run_demo
+from graphplan.cli.input_files import read_plan
+from graphplan.cli.model_argument import Ask
+from graphplan.cli.option_parsing import read_budgets, read_pins
+from graphplan.cli.result_text import comparison_text, demo_text, device_digest, devices_text, plan_digest
+from graphplan.devices.max_memory import read_max_memory, require_present
+from graphplan.devices.speeds import with_speeds
+from graphplan.errors import GraphplanError, InputError
+from graphplan.integrations.accelerate.comparison import device_maps
+from graphplan.runtime.profile.device_benchmark import measure_devices
+
+__all__ = ["app", "run"]
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+# what typer raises for a wrong command line: its own class, or click's in older releases
+_UsageError: type[Exception] = typer.BadParameter.__mro__[2]
+
+
+def run() -> None:
+    """Run the command; an error of ours is one line on stderr and an exit code."""
+    show_warnings_in_one_line()
+    as_json = "--json" in sys.argv
+    try:
+        sys.exit(app(standalone_mode=False, prog_name="graphplan") or 0)
+    except (GraphplanError, OSError) as error:
+        complain(error, str(error), as_json=as_json)
+        sys.exit(exit_code(error))
+    except _UsageError as error:
+        if type(error).__name__ != "NoArgsIsHelpError":  # it has printed the help
+            complain(error, _usage(error), as_json=as_json)
+        sys.exit(2)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+
+
+def _usage(error: Exception) -> str:
+    formatted = getattr(error, "format_message", error.__str__)()
+    context = getattr(error, "ctx", None)
+    path = "graphplan" if context is None else context.command_path
+    return f"{formatted} (see {path} --help)"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(graphplan.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _group(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Place PyTorch models over devices.
+
+    Exit codes: 0 done; 2 the command line, a file or a name is wrong;
+    3 no placement keeps the budgets; 4 the model cannot be traced;
+    1 anything else. Errors are one line on stderr, JSON with --json.
+    """
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="For plan.html, .json and .dot.")] = Path("out"),
+    as_json: Json = False,
+) -> None:
+    """Place a real sentence encoder over two accelerators and the CPU, and compare its results."""
+    with working("loading, planning and placing all-MiniLM-L6-v2"):
+        result = run_demo()
+    out.mkdir(parents=True, exist_ok=True)
+    result.plan.save_json(out / "plan.json")
+    result.plan.save_dot(out / "plan.dot")
+    result.plan.save_html(out / "plan.html", title="all-MiniLM-L6-v2")
+    if as_json:
+        measured = list(map(list, result.measured_peak_bytes.items()))
+        figures = {"difference": result.difference, "measured_peaks": measured, "simulated": result.simulated}
+        print_json({**figures, "plan": plan_digest(result.plan)})
+    else:
+        print(demo_text(result))
+        print(f"\nwrote {out / 'plan.html'}, {out / 'plan.json'} and {out / 'plan.dot'}")
+    if result.difference > 1e-5:
+        raise GraphplanError(f"the placed model's embeddings differ by {result.difference}")
+
+
+@app.command()
+def plan(
+    model: Model,
+    max_memory: Budgets = None,
+    device: Cards = None,
+    link: Links = None,
+    measured: Measured = None,
+    pin: Pins = None,
+    reserve: Reserve = "0",
+    offload: Annotated[bool, typer.Option(help="Without: what accelerators do not hold is an error.")] = True,
+    balance: Annotated[bool, typer.Option("--balance", help="Spread the work evenly.")] = False,
+    batch: Batch = None,
+    length: Length = None,
+    dtype: Dtype = None,
+    time_limit: TimeLimit = None,
+    trust_remote_code: Trust = False,
+    meta: Meta = False,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan here, as JSON.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page to look at here.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Decide where everything in a model goes. Devices that this machine lacks are fine."""
+    require_writable(out, html)
+    topology, pins = read_topology(max_memory, device, link, measured, reserve), read_pins(pin or ())
+    named = load_word(model, Ask(batch, length, dtype, trust_remote_code, meta))
+    with working(f"tracing {named.name} and placing it"):
+        found = plan_named(named, topology, pin=pins, offload=offload, balance=balance, time_limit=time_limit)
+    write_plan(found, out, html, named.name)
+    if as_json:
+        print_json({"model": named.name, "inputs": named.inputs, **plan_digest(found)})
+        return
+    print(f"{named.name}, called with {named.inputs}")
+    say(found.summary())
+    for path in (out, html):
+        if path is not None:
+            print(f"\nwrote {path}")
+
+
+@app.command()
+def show(
+    path: PlanFile,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page to look at here.")] = None,
+    dot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it for graphviz here.")] = None,
+    bottleneck: Annotated[
+        bool, typer.Option("--bottleneck", help="Say what more memory or speed would save most.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Show a plan that was written before."""
+    require_writable(html, dot)
+    found = read_plan(path)
+    write_plan(found, None, html, path.stem)
+    if dot is not None:
+        found.save_dot(dot)
+    wanted = found.bottleneck(progress=sys.stderr.isatty()) if bottleneck else None
+    if as_json:
+        said = plan_digest(found)
+        print_json(said if wanted is None else {**said, "bottleneck": json.loads(wanted.to_json())})
+        return
+    say(found.summary())
+    if wanted is not None:
+        say(f"\n{wanted}")
+
+
+@app.command()
+def compare(
+    model: Model,
+    max_memory: Budgets = None,
+    device: Cards = None,
+    link: Links = None,
+    measured: Measured = None,
+    reserve: Reserve = "0",
+    batch: Batch = None,
+    length: Length = None,
+    dtype: Dtype = None,
+    trust_remote_code: Trust = False,
+    meta: Meta = False,
+    as_json: Json = False,
+) -> None:
+    """Judge our plan, accelerate's device map and transformers' by one evaluator."""
+    topology = read_topology(max_memory, device, link, measured, reserve)
+    named = load_word(model, Ask(batch, length, dtype, trust_remote_code, meta))
+    with working(f"tracing {named.name} and placing it"):
+        rows, problem = judge_ours(named, topology)
+    with working("asking accelerate and transformers"):
+        no_split = sorted(getattr(named.model, "_no_split_modules", None) or ())
+        rows += device_maps(problem, named.model, no_split)
+    if as_json:
+        said = [{**asdict(row), "excess": list(map(list, row.excess.items()))} for row in rows]
+        print_json({"model": named.name, "inputs": named.inputs, "planners": said})
+    else:
+        print(f"{named.name}, called with {named.inputs}\n\n{comparison_text(rows)}")
+
+
+@app.command()
+def devices(
+    measure: Annotated[bool, typer.Option("--measure", help="Measure speeds and links: seconds.")] = False,
+    max_memory: Budgets = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what was measured here, for --measured.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what this machine has, and what graphplan takes its speed to be."""
+    if out is not None and not measure:
+        raise InputError("--out writes measurements: give --measure too")
+    require_writable(out)
+    topology = read_max_memory(read_budgets(max_memory or ()))
+    require_present(topology)
+    found = None
+    if measure:
+        budgets = {spec.key: spec.memory for spec in topology.devices}
+        found = measure_devices(budgets, progress=sys.stderr.isatty())
+        topology = with_speeds(topology, found)
+        if out is not None:
+            found.save_json(out)
+    if as_json:
+        said = {"devices": device_digest(topology), "measured": measure}
+        print_json(said if found is None else {**said, "measurements": json.loads(found.to_json())})
+        return
+    print(devices_text(topology))
+    print("\nspeeds were measured" if measure else "\nspeeds are makers' figures or guesses: see --measure")
+    if found is not None:
+        print(found)
+
+
+@app.command()
+def explain(path: PlanFile, name: Name, as_json: Json = False) -> None:
+    """Say why a module, operation or weight is where it is, what it costs there, and elsewhere."""
+    with working("judging the other devices"):
+        found = read_plan(path).explain(name)
+    say(found.to_json() if as_json else found)

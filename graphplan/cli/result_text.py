@@ -1,0 +1,150 @@
+"""What the command prints of a plan, a comparison and devices. In JSON sizes are bytes, times seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from graphplan.analysis.plan import Plan
+from graphplan.cli.demo import DemoResult
+from graphplan.devices.topology import SIMULATED, Topology
+from graphplan.integrations.accelerate.comparison import Baseline
+from graphplan.report.text import size_text, table_lines, time_text
+
+__all__ = ["card_of", "comparison_text", "demo_text", "device_digest", "devices_text", "plan_digest"]
+
+
+def plan_digest(plan: Plan) -> dict[str, Any]:
+    """The figures of ``plan.summary()``, and the device map."""
+    return {
+        "operations": len(plan.graph.operations),
+        "weight_bytes": plan.graph.weight_bytes,
+        "method": plan.method,
+        "activations_known": plan.activations_known,
+        "devices": [
+            {
+                "key": spec.key,
+                "device": spec.device,
+                "budget": spec.memory,
+                "peak": plan.peak_bytes[spec.key],
+                "weights": plan.peaks[spec.key].weights,
+                "peak_at": plan.peaks[spec.key].operation,
+            }
+            for spec in plan.topology.devices
+        ],
+        "stages": [{"device": s.device, "operations": len(s.operations)} for s in plan.stages],
+        "transfers": len(plan.transfers),
+        "transfer_bytes": plan.transfer_bytes,
+        "fetches": len(plan.fetches),
+        "streamed_bytes": plan.streamed_bytes,
+        "makespan": plan.makespan,
+        "lower_bound": plan.lower_bound,
+        "gap": plan.gap,
+        "proof": plan.proof,
+        "device_map": plan.device_map(),
+    }
+
+
+def comparison_text(rows: Sequence[Baseline]) -> str:
+    """A table, and what its columns mean where that is not plain."""
+    header = [
+        "planner",
+        "time of a call",
+        "over budget",
+        "offloaded",
+        "moved",
+        "streamed",
+        "planning",
+        "as asked",
+    ]
+    lines = table_lines(header, [_cells(row) for row in rows])
+    notes = [f"{row.name}: {row.error}" for row in rows if row.error]
+    return "\n".join([*lines, "", *notes, *_NOTES])
+
+
+_NOTES = (
+    "One evaluator judges all. It counts activations, and streams weights ahead of their use, as graphplan's",
+    "runtime does and accelerate's hooks do not. 'as asked' is the map of device_map=\"auto\". Where that",
+    "passes a budget, the row is of the fastest map that keeps all, made with less room, or of the nearest.",
+)
+
+
+def _cells(row: Baseline) -> list[str]:
+    if row.seconds is None:
+        return [row.name, "-", "-", "-", "-", "-", time_text(row.planning), "no placement"]
+    first = "" if row.first_seconds is None else time_text(row.first_seconds)
+    if row.first_over:
+        first += f", over budget by {size_text(row.first_over)}"
+    return [
+        row.name,
+        time_text(row.seconds),
+        size_text(row.over) if row.over else "no",
+        size_text(row.offloaded),
+        size_text(row.transfer_bytes),
+        size_text(row.streamed_bytes),
+        time_text(row.planning),
+        first,
+    ]
+
+
+def device_digest(topology: Topology) -> list[dict[str, Any]]:
+    """Each device with its budget and speeds."""
+    return [{**asdict(spec), "name": card_of(spec.device)} for spec in topology.devices]
+
+
+def devices_text(topology: Topology) -> str:
+    """The same as a table."""
+    rows = [
+        [
+            str(spec.key),
+            spec.device,
+            size_text(spec.memory),
+            f"{spec.flops / 1e12:.3g} TFLOP/s",
+            f"{spec.bandwidth / 1e9:.3g} GB/s",
+            time_text(spec.overhead),
+            card_of(spec.device),
+        ]
+        for spec in topology.devices
+    ]
+    return "\n".join(table_lines(["key", "device", "free", "compute", "memory", "operation", "name"], rows))
+
+
+def card_of(device: str) -> str:
+    """The name that the driver gives an accelerator; empty for other devices."""
+    kind, _, index = device.partition(":")
+    if kind in ("cpu", "disk", SIMULATED):
+        return ""
+    backend = getattr(torch, kind, None)
+    named = getattr(backend, "get_device_name", None)
+    return str(named(int(index or 0))) if named is not None else ""
+
+
+def demo_text(result: DemoResult) -> str:
+    """The plan of the demo, what was measured against it, and the sentences that are closest."""
+    kind = "simulated accelerators" if result.simulated else "accelerators"
+    lines = [
+        f"all-MiniLM-L6-v2 over two {kind} and the CPU",
+        "",
+        result.plan.summary(),
+        "",
+        "measured peaks against plan and budget:",
+    ]
+    for key, measured in result.measured_peak_bytes.items():
+        budget = result.plan.topology[key].memory
+        lines.append(f"  {key}: {measured:,} <= {result.plan.peak_bytes[key]:,} <= {budget:,} bytes")
+    name, device = result.offloaded
+    lines += [
+        "",
+        f"{name} stays on the CPU, and says so: device {device}",
+        f"largest difference from the unplaced model's embeddings: {result.difference:.1e}",
+        "",
+    ]
+    for i, sentence in enumerate(result.sentences):
+        row = result.similarity[i].clone()
+        row[i] = -1
+        best = int(row.argmax())
+        lines.append(f"  {sentence:46s} is closest to: {result.sentences[best]} ({float(row[best]):.2f})")
+    return "\n".join(lines)

@@ -1,0 +1,96 @@
+"""What has been traced of one model: a capture of each structure of calls, annotated for bounds of sizes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphplan.capture.captured_graph import Capture
+from graphplan.capture.lifted_constants import name_apart
+from graphplan.capture.model_copy import Twin
+from graphplan.capture.modes import Modes
+from graphplan.capture.signature import BoundCall, leaf_names
+from graphplan.capture.size_limits import bounded
+from graphplan.capture.tracing import capture
+from graphplan.compiler.options import Options
+from graphplan.passes.frontend.annotate import Annotator
+from graphplan.passes.frontend.simplify import simplify
+
+__all__ = ["Captured", "Captures"]
+
+logger = logging.getLogger("graphplan")
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What was traced, for all sizes, in some modes of the modules; and annotated, for some sizes."""
+
+    modes: Modes
+    capture: Capture
+    annotators: list[Annotator]
+
+
+class Captures:
+    """Traces calls of one model, each structure once.
+
+    Attributes:
+        twin: the copy that is traced.
+        options: of the caller.
+        known: what has been traced so far.
+    """
+
+    def __init__(self, twin: Twin, options: Options) -> None:
+        self.twin, self.options = twin, options
+        self.known: list[Captured] = []
+
+    def annotated(
+        self, call: BoundCall | None, device_types: Sequence[str], entry: str = "", ahead: float = 0.0
+    ) -> Annotator:
+        """A call, traced unless one of its structure was traced before, for sizes up to a bound.
+
+        Args:
+            call: the example; None for a trace without.
+            device_types: as in :class:`~graphplan.passes.frontend.annotate.Annotator`.
+            entry: path of the submodule that is called; empty for the model itself.
+            ahead: as in :meth:`graphplan.capture.size_limits.Extents.largest`.
+        """
+        known = self.traced(call, entry)
+        capture = known.capture
+        bound = capture if call is None else bounded(capture, call, self.options.extents, ahead=ahead)
+        for annotator in known.annotators:
+            if annotator.capture.signature == bound.signature:
+                return annotator
+        if known.annotators and call is not None:
+            outgrown = known.annotators[-1].capture.signature.mismatch(call)
+            logger.info("planning for larger sizes: %s", outgrown)
+        known.annotators.append(Annotator(bound, self.twin.weights, device_types))
+        return known.annotators[-1]
+
+    def traced(self, call: BoundCall | None, entry: str = "") -> Captured:
+        """A call, traced unless one of its structure was traced before."""
+        modes, reason = self.twin.modes, None
+        for known in self.known:
+            if call is not None and known.modes == modes and known.capture.entry == entry:
+                mismatch = known.capture.signature.mismatch(call)
+                if mismatch is None:
+                    return known
+                alike = known.capture.signature.spec == call.spec
+                reason = mismatch if alike or reason is None else reason
+        if call is not None and self.known:
+            what = entry or type(self.twin.module).__name__
+            logger.info(
+                "capturing another graph of %s for (%s): %s",
+                what,
+                ", ".join(leaf_names(call)),
+                reason or modes.difference(self.known[-1].modes) or "it was not called before",
+            )
+        self.known.append(Captured(modes, self._trace(call, entry), []))
+        return self.known[-1]
+
+    def _trace(self, call: BoundCall | None, entry: str) -> Capture:
+        options = self.options
+        found = capture(self.twin.part(entry), call, options.dynamic_shapes, keep_grad=options.grad)
+        simplify(found, keep_grad=options.grad)
+        name_apart(found, [other.capture for other in self.known])
+        return found

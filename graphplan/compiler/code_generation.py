@@ -1,0 +1,137 @@
+"""A plan becomes the program that a placed module runs: pass after pass, each proven."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+
+from graphplan.analysis.plan import Plan
+from graphplan.capture.captured_graph import Capture
+from graphplan.capture.lifted_constants import PlacedConstants
+from graphplan.capture.modes import Modes
+from graphplan.capture.signature import BoundCall, TensorLeaf
+from graphplan.compiler.options import Options
+from graphplan.devices.topology import CPU, Topology
+from graphplan.ir.graph import Graph
+from graphplan.ir.lowered_ops import constant_attribute
+from graphplan.passes.lowering.emit import host_device, lower
+from graphplan.passes.lowering.specialize_calls import quicken
+from graphplan.passes.lowering.stage_modules import cut_stages
+from graphplan.passes.lowering.verify_devices import verify_lowered
+from graphplan.runtime.module.program import Program, State
+
+__all__ = ["Planned", "lower_planned"]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A captured call, its plan, and the example that it was planned for."""
+
+    capture: Capture
+    plan: Plan
+    call: BoundCall | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Code:
+    """Generated code, and the modules that it calls, by attribute."""
+
+    graph: torch.fx.Graph
+    attributes: Mapping[str, nn.Module]
+
+
+def lower_planned(
+    planned: Planned,
+    topology: Topology,
+    options: Options,
+    constants: PlacedConstants,
+    modes: Modes,
+) -> Program:
+    """The program of a plan.
+
+    Args:
+        planned: the call.
+        topology: the devices.
+        options: of the caller.
+        constants: where those of all plans are.
+        modes: of the modules, as traced.
+    """
+    captured, plan = planned.capture, planned.plan
+    graph, code = plan.graph, _generate(planned, topology, options)
+    placed = constants.place(captured.constants, topology)
+    return Program(
+        plan=plan,
+        signature=captured.signature,
+        graph=code.graph,
+        constants={constant_attribute(name): tensor for name, tensor in placed.items()},
+        attributes=code.attributes,
+        inputs=tuple(captured.inputs.index(n) for n in (*graph.inputs, *_states_of(captured, graph))),
+        states=_states(planned, topology),
+        caches=captured.caches,
+        entry=captured.entry,
+        dense=_made_dense(captured, graph),
+        on_host=frozenset(_read_on_host(plan)),
+        changed=frozenset(graph.inputs.index(name) for name in graph.changed_inputs),
+        host=host_device(plan.schedule, topology),
+        out_spec=captured.out_spec,
+        modes=modes,
+        prepare=captured.prepare,
+    )
+
+
+def _generate(planned: Planned, topology: Topology, options: Options) -> _Code:
+    graph, schedule = planned.plan.graph, planned.plan.schedule
+    lowered = lower(planned.capture, graph, schedule, topology)
+    quicken(lowered.graph, keep_grad=options.grad)
+    verify_lowered(lowered, graph, schedule, topology)
+    attributes = dict[str, nn.Module](lowered.branches)
+    if options.compile is None:
+        return _Code(lowered.graph, attributes)
+    staged = cut_stages(lowered.graph, schedule.assignment.operations, attributes)
+    for name, stage in staged.stages.items():
+        attributes[name] = cast(nn.Module, torch.compile(stage, **options.compile))
+    return _Code(staged.graph, attributes)
+
+
+def _states_of(captured: Capture, graph: Graph) -> list[str]:
+    """The caches' tensors in the order in which the code takes them."""
+    return [name for name in graph.weights if name in captured.states]
+
+
+def _states(planned: Planned, topology: Topology) -> tuple[State, ...]:
+    """Where each tensor of the caller's caches is to be."""
+    captured, plan, call = planned.capture, planned.plan, planned.call
+    found = []
+    for position, name in enumerate(_states_of(captured, plan.graph), len(plan.graph.inputs)):
+        home = topology[plan.schedule.assignment.weights[name]].torch_device
+        leaf = captured.states[name]
+        here = home if call is None else call.leaves[leaf].device
+        found.append(State(position, leaf, home, torch.device(CPU) if here.type == "meta" else here))
+    return tuple(found)
+
+
+def _made_dense(captured: Capture, graph: Graph) -> tuple[int, ...]:
+    """Positions of the inputs that may have any strides: they were traced with the usual ones."""
+    found = []
+    for position, name in enumerate(graph.inputs):
+        index = captured.order[captured.inputs.index(name)] if captured.order else None
+        leaf = None if index is None else captured.signature.leaves[index]
+        if isinstance(leaf, TensorLeaf) and leaf.stride == () and leaf.shape:
+            found.append(position)
+    return tuple(found)
+
+
+def _read_on_host(plan: Plan) -> list[int]:
+    """Inputs that an operation on the caller's device reads without a move."""
+    host, graph = plan.schedule.host, plan.graph
+    read = {
+        name
+        for run in plan.schedule.runs()
+        if run.device == host and not graph.operations[run.operation].host_only
+        for name in graph.operations[run.operation].inputs
+    }
+    return [index for index, name in enumerate(graph.inputs) if name in read]

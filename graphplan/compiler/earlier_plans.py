@@ -1,0 +1,90 @@
+"""What the plans of a model settle for those that come later: homes of weights, constants, rings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from graphplan.analysis.plan import Plan
+from graphplan.capture.captured_graph import Part
+from graphplan.capture.lifted_constants import PlacedConstants
+from graphplan.devices.topology import DISK, DeviceKey, Topology
+from graphplan.ir.graph import Graph
+from graphplan.ir.schedule import Assignment, ring_bytes
+from graphplan.runtime.weights.storage import Layout
+
+__all__ = ["Commitments"]
+
+_RING_SLACK = 2 << 20  # bytes by which CUDA's allocator may count a larger ring differently
+
+
+class Commitments:
+    """What is settled.
+
+    Attributes:
+        homes: weight or part of one -> where it lives; None until a plan has decided.
+        known: the assignment that has put the weights there, where that was another process.
+        constants: those that are placed.
+        plans: made so far.
+    """
+
+    def __init__(self, homes: dict[str, DeviceKey] | None = None, known: Assignment | None = None) -> None:
+        self.homes, self.known = homes, known
+        self.constants = PlacedConstants()
+        self.plans: list[Plan] = []
+
+    def known_for(self, graph: Graph) -> Assignment | None:
+        """The known assignment, if it is of this graph."""
+        known = self.known
+        if known is None or known.operations.keys() != graph.operations.keys():
+            return None
+        return known if known.weights.keys() == graph.weights.keys() else None
+
+    def commit(self, plan: Plan, constants: Mapping[str, torch.Tensor]) -> None:
+        """Let what no earlier plan has settled be where this one has it.
+
+        Args:
+            plan: what is settled.
+            constants: of its capture.
+        """
+        homes = plan.schedule.assignment.weights
+        own = {name: key for name, key in homes.items() if plan.graph.weights[name].is_own}
+        self.homes = own | (self.homes or {})
+        self.constants.settle(constants, homes)
+        self.plans.append(plan)
+
+    @property
+    def parts(self) -> dict[Part, DeviceKey]:
+        """Parts of sliced weights that have been placed."""
+        named = ((Part.named(name), key) for name, key in (self.homes or {}).items())
+        return {part: key for part, key in named if part is not None}
+
+    def ring_bytes(self) -> dict[DeviceKey, int]:
+        """Bytes of the rings that earlier plans have made."""
+        return ring_bytes(ring for plan in self.plans for ring in plan.schedule.rings)
+
+    def ring_limits(self, topology: Topology) -> dict[DeviceKey, int]:
+        """Bytes that the rings may have so that earlier plans keep their budgets."""
+        here = self.ring_bytes()
+        limits: dict[DeviceKey, int] = {}
+        for plan in self.plans:
+            for spec in topology.devices:
+                own = sum(ring.nbytes for ring in plan.schedule.rings if ring.device == spec.key)
+                slack = _RING_SLACK if spec.type == "cuda" else 0
+                limit = max(own + spec.room - plan.peak_bytes[spec.key] - slack, here.get(spec.key, 0))
+                limits[spec.key] = min(limit, limits.get(spec.key, limit))
+        return limits
+
+    def layout(self, topology: Topology) -> Layout:
+        """Where the first plans have put the weights, and which of them they stream."""
+        assert self.homes is not None
+        rings = [ring for plan in self.plans for ring in plan.schedule.rings]
+        of = {part.name: part.part_of for plan in self.plans for part in plan.graph.parts}
+        streamed = (of.get(n, n) for ring in rings for segment in ring.segments for n in segment.weights)
+        return Layout(
+            {name: topology[key].torch_device for name, key in self.homes.items()},
+            [name for name in dict.fromkeys(streamed) if self.homes.get(name) != DISK],
+            any(topology[ring.device].type == "cuda" for ring in rings),
+            frozenset(name for name, key in self.homes.items() if key == DISK),
+        )

@@ -1,0 +1,225 @@
+"""From a call to a program: the passes in order.
+
+::
+
+    capture_cache     Twin            a copy to trace, without weights of its own
+                      capture         -> fx graph
+                      simplify        checks and no-ops go
+                      Annotator       -> Graph: bytes, FLOPs, aliases
+    formulation       constrain       what the caller asks for
+    fixed_point       place           -> where everything is
+    slicing_choice    slice_weights   the same again in parts, where no accelerator holds a weight
+    pipeline          check_schedule  proof that nothing passes a budget
+    code_generation   lower           -> fx graph with every move
+                      quicken         the fastest calls that do the same
+                      verify_lowered  proof that its tensors meet
+                      cut_stages      where stages are to be compiled
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
+
+from graphplan.analysis.plan import Plan
+from graphplan.capture.captured_graph import Capture
+from graphplan.capture.model_copy import Twin
+from graphplan.capture.modes import Modes
+from graphplan.capture.signature import BoundCall
+from graphplan.compiler.capture_cache import Captured, Captures
+from graphplan.compiler.code_generation import Planned, lower_planned
+from graphplan.compiler.earlier_plans import Commitments
+from graphplan.compiler.fixed_point import Choice, Member, settle_together
+from graphplan.compiler.formulation import Formulation, host_key
+from graphplan.compiler.options import Options
+from graphplan.compiler.slicing_choice import choose
+from graphplan.devices.topology import DeviceKey, Topology
+from graphplan.errors import CaptureError, InfeasibleError
+from graphplan.ir.graph import Graph
+from graphplan.ir.schedule import Assignment
+from graphplan.ir.schedule_checks import check_schedule
+from graphplan.passes.frontend.annotate import Annotator
+from graphplan.passes.placement.problem import Problem
+from graphplan.runtime.module.program import Program
+from graphplan.runtime.weights.storage import Layout
+
+__all__ = ["Compiler", "EntryCall"]
+
+logger = logging.getLogger("graphplan")
+
+_PLACED = (
+    "\nThe weights are where the first calls have put them: give partition this one among its calls=, and "
+    "room is left for it"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EntryCall:
+    """A call to plan.
+
+    Attributes:
+        call: its arguments.
+        entry: path of the submodule that is called; empty for the model itself.
+    """
+
+    call: BoundCall
+    entry: str = ""
+
+
+class Compiler:
+    """Plans and lowers calls of one model; the first decides where weights are.
+
+    Args:
+        twin: the copy of the model that is traced.
+        topology: the devices.
+        options: of the caller.
+        homes: where weights are already, if that is settled.
+        known: the assignment that has put them there.
+        mappable: the parameters that can stay on disk; None for all.
+    """
+
+    def __init__(
+        self,
+        twin: Twin,
+        topology: Topology,
+        options: Options,
+        homes: dict[str, DeviceKey] | None = None,
+        mappable: Set[str] | None = None,
+        known: Assignment | None = None,
+    ) -> None:
+        self.twin, self.topology, self.options, self.mappable = twin, topology, options, mappable
+        self._captures = Captures(twin, options)
+        self._committed = Commitments(homes, known)
+
+    @property
+    def homes(self) -> dict[str, DeviceKey] | None:
+        """Where weights live; None until a plan has decided."""
+        return self._committed.homes
+
+    @property
+    def captures(self) -> list[Captured]:
+        """What has been traced so far."""
+        return self._captures.known
+
+    def trace(self, call: BoundCall, entry: str = "") -> Capture:
+        """What is captured of a call, for all sizes."""
+        return self._captures.traced(call, entry).capture
+
+    def layout(self) -> Layout:
+        """Where the first plans have put the weights, and which of them they stream."""
+        return self._committed.layout(self.topology)
+
+    def plan(self, call: BoundCall | None, entry: str = "") -> Planned:
+        """Capture, annotate and place.
+
+        Args:
+            call: what is planned for, with larger sizes as the options say.
+            entry: path of the submodule that is called; empty for the model itself.
+        """
+        if call is None or self.homes is None:
+            return self._plan(call, self._capture(call, entry))
+        tried: Annotator | None = None
+        for ahead in (1.0, 0.25, 0.0):
+            annotator = self._capture(call, entry, ahead)
+            if annotator is tried:  # the caller has set the limits
+                continue
+            tried = annotator
+            try:
+                return self._plan(call, annotator)
+            except InfeasibleError as error:  # there is no room for what is to come: what is there may fit
+                lacking = error
+                logger.info("no room for such sizes, where the weights are: %s", error)
+        lacking.args = (f"{lacking}{_PLACED}",)
+        raise lacking
+
+    def plan_together(
+        self, calls: Sequence[EntryCall], weights: Sequence[float], *, advise: bool = True
+    ) -> tuple[Planned, ...]:
+        """Capture several calls, and place them over the same homes of weights.
+
+        Calls of one structure are one call with the sum of their weights. ``advise`` as in
+        :func:`graphplan.compiler.fixed_point.settle_together`.
+        """
+        members: dict[tuple[int, DeviceKey], Member] = {}
+        for one, weight in zip(calls, weights, strict=True):
+            annotator = self._capture(one.call, one.entry)
+            key = id(annotator), host_key(self.topology, one.call)
+            before = members[key].weight if key in members else 0.0
+            members[key] = Member(annotator, before + weight, one.call)
+        found = list(members.values())
+        choices = settle_together(self._formulation, found, advise=advise)
+        made = [self._planned(one, member.call) for member, one in zip(found, choices, strict=True)]
+        first = replace(made[0].plan, others=tuple(planned.plan for planned in made[1:]))
+        return replace(made[0], plan=first), *made[1:]
+
+    def pose(self, asked: EntryCall) -> Problem:
+        """What a plan of a call would have to place, with the weights where earlier plans have put them.
+
+        Raises:
+            LimitError: it is larger than the caller's limits.
+            CaptureError: it cannot be traced, or measured.
+        """
+        return self._formulation.plain(self._capture(asked.call, asked.entry), asked.call)
+
+    def commit(self, planned: Planned) -> None:
+        """Let later plans go by this one: where weights are, unless that is settled; what it holds beside."""
+        self._committed.commit(planned.plan, planned.capture.constants)
+
+    def restart(self) -> None:
+        """Forget what has been committed; traces are remembered."""
+        self._committed = Commitments()
+
+    def lower(self, planned: Planned) -> Program:
+        """The program of a plan that was committed."""
+        constants, modes = self._committed.constants, self.twin.modes
+        return lower_planned(planned, self.topology, self.options, constants, modes)
+
+    def further(self, call: BoundCall, modes: Modes, entry: str = "") -> Program:
+        """Plan, commit and lower a call of another structure, with the weights where they are."""
+        self.twin.set_modes(modes)
+        planned = self.plan(call, entry)
+        self.commit(planned)
+        return self.lower(planned)
+
+    @property
+    def _formulation(self) -> Formulation:
+        return Formulation(self.topology, self.options, self._committed, self.mappable)
+
+    def _capture(self, call: BoundCall | None, entry: str = "", ahead: float = 0.0) -> Annotator:
+        types = [spec.type for spec in self.topology.devices if spec.computes]
+        return self._captures.annotated(call, types, entry, ahead)
+
+    def _plan(self, call: BoundCall | None, annotator: Annotator) -> Planned:
+        return self._planned(choose(self._formulation, annotator, call), call)
+
+    def _planned(self, choice: Choice, call: BoundCall | None) -> Planned:
+        graph, evaluation, asked = choice.problem.graph, choice.solution.evaluation, choice.asked
+        check_schedule(graph, self.topology, evaluation.schedule)
+        _refuse_shared(graph, self.twin)
+        made = Plan(
+            graph,
+            self.topology,
+            evaluation.schedule,
+            evaluation.seconds,
+            choice.solution.lower_bound,
+            choice.solution.proof,
+            choice.annotator.capture.method,
+            asked.wishes,
+            asked.problem.fixed_weights,
+            asked.weight,
+            shared_rings=asked.problem.rings,
+            ring_limits=asked.problem.growth,
+            streams=asked.problem.streams,
+        )
+        return Planned(choice.annotator.capture, made, call)
+
+
+def _refuse_shared(graph: Graph, twin: Twin) -> None:
+    """Weights that are views of one memory are placed apart, which a call that writes would show."""
+    for weight in graph.weights.values():
+        if weight.mutated and weight.is_own and (others := twin.weights.sharing(weight.name)):
+            raise CaptureError(
+                f"a call writes to {weight.name!r}, which shares memory with {others[0]!r}: make one of them "
+                "a view that forward takes, so that the write can be seen in both"
+            )

@@ -1,0 +1,5 @@
+"""Devices: their keys, budgets and links, and how fast they are.
+
+In: ``max_memory``, links and speeds as the caller gives them, or this machine. Out: a
+:class:`~graphplan.devices.topology.Topology`.
+"""

@@ -1,0 +1,111 @@
+"""The machine that integer keys are about: this one, or the simulated one that is current."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Protocol
+
+import torch
+from accelerate.utils import get_max_memory
+
+from graphplan.devices.topology import SIMULATED, DeviceKey, Link
+
+__all__ = [
+    "Machine",
+    "accelerator_type",
+    "current_machine",
+    "detect_max_memory",
+    "suspended",
+    "unmetered",
+]
+
+
+class Machine(Protocol):
+    """What stands in for this machine's accelerators while it is current (see ``simulate``)."""
+
+    @property
+    def max_memory(self) -> dict[DeviceKey, int]:
+        """Key -> bytes."""
+        ...
+
+    @property
+    def device_type(self) -> str:
+        """What integer keys mean."""
+        ...
+
+    @property
+    def links(self) -> Mapping[tuple[DeviceKey, DeviceKey], Link]:
+        """What is known of the links."""
+        ...
+
+    def has(self, index: int) -> bool:
+        """Whether the device of this index exists."""
+        ...
+
+    def unmetered(self) -> AbstractContextManager[None]:
+        """A block in which allocations are not counted: planning is not running."""
+        ...
+
+    def suspended(self) -> AbstractContextManager[None]:
+        """A block in which operations are not intercepted."""
+        ...
+
+
+class _Current:
+    """The machine of the surrounding block; threads that are started inside a block have its machine too."""
+
+    def __init__(self) -> None:
+        self._here: ContextVar[Machine | None] = ContextVar("graphplan_machine", default=None)
+        self._open: list[Machine] = []
+
+    def get(self) -> Machine | None:
+        """None where there is none."""
+        here = self._here.get()
+        return self._open[-1] if here is None and self._open else here
+
+    @contextmanager
+    def being(self, machine: Machine) -> Iterator[None]:
+        """A block of a machine."""
+        token = self._here.set(machine)
+        self._open.append(machine)
+        try:
+            yield
+        finally:
+            self._open.remove(machine)
+            self._here.reset(token)
+
+
+current_machine = _Current()
+
+
+def suspended() -> AbstractContextManager[None]:
+    """A block that a simulated machine does not see, so that a trace is what it is without it."""
+    machine = current_machine.get()
+    return nullcontext() if machine is None else machine.suspended()
+
+
+def unmetered() -> AbstractContextManager[None]:
+    """A block in which a simulated machine counts no allocations; nothing on a real one."""
+    machine = current_machine.get()
+    return nullcontext() if machine is None else machine.unmetered()
+
+
+def accelerator_type() -> str | None:
+    """The type that integer keys mean now: the simulated one, or this machine's; None if none."""
+    machine = current_machine.get()
+    if machine is not None:
+        return machine.device_type
+    if torch.accelerator.is_available():
+        found = torch.accelerator.current_accelerator()
+        return None if found is None or found.type == SIMULATED else found.type
+    return None
+
+
+def detect_max_memory() -> dict[DeviceKey, int]:
+    """Free bytes of each accelerator and of the CPU, as accelerate reads them."""
+    machine = current_machine.get()
+    if machine is not None:
+        return dict(machine.max_memory)
+    return {key: int(value) for key, value in get_max_memory().items()}

@@ -1,0 +1,184 @@
+"""Devices as the caller names them: ``max_memory`` is read into a ``Topology``.
+
+A *key* is what the caller wrote in ``max_memory`` (``0``, ``"cpu"``, ``"cuda:1"``); the plan speaks in
+keys, and :class:`~graphplan.devices.topology.DeviceSpec` maps each to its ``torch.device``.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
+
+import torch
+from accelerate.utils import convert_file_size_to_int
+
+from graphplan.devices.datasheets import find_card
+from graphplan.devices.machine import accelerator_type, current_machine, detect_max_memory
+from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Link, Topology
+from graphplan.errors import BudgetError, DeviceError, readable_bytes
+
+__all__ = ["MaxMemory", "Reserve", "read_max_memory", "require_present"]
+
+Size = int | float | str  # bytes, or text such as "10GiB"
+MaxMemory = Mapping[DeviceKey, Size]
+Reserve = Size | Mapping[DeviceKey, Size]
+
+_ACCELERATOR = (100e12, 1.0e12)  # FLOP/s and bytes/s of a card that is not known
+_ACCELERATOR_OVERHEAD = 4e-6  # one asynchronous kernel launch
+_CPU_SPEED = (1e12, 50e9)
+# An operation on the CPU stops the host from queueing work for the accelerators, so its price is
+# the thread pool's wake-up and a drained queue, not a launch.
+_CPU_OVERHEAD = 20e-6
+
+
+def read_max_memory(
+    max_memory: MaxMemory | None,
+    links: Mapping[tuple[DeviceKey, DeviceKey], Link] | None = None,
+    reserve: Reserve = 0,
+) -> Topology:
+    """Read ``max_memory`` into a :class:`Topology`.
+
+    Args:
+        max_memory: key -> bytes or text such as ``"10GiB"``; None detects this machine.
+        links: what is known of the links; a simulated machine brings its own.
+        reserve: bytes to leave free on every device, or key -> bytes.
+
+    Raises:
+        BudgetError: an empty mapping, or a value that is no non-negative number of bytes.
+        DeviceError: a key that is no device.
+    """
+    if max_memory is None:
+        max_memory = dict(detect_max_memory())
+    if not isinstance(max_memory, Mapping):
+        kind = type(max_memory).__name__
+        raise BudgetError(f"max_memory must map device keys to bytes, not be {max_memory!r} ({kind})")
+    if not max_memory:
+        raise BudgetError("max_memory is empty: name at least one device, e.g. {0: '20GiB', 'cpu': '60GiB'}")
+    specs = tuple(_spec(key, _read_bytes(key, value)) for key, value in max_memory.items())
+    _reject_twins(specs)
+    if not any(spec.computes for spec in specs):
+        raise BudgetError("max_memory names only 'disk', which computes nothing: add an accelerator or 'cpu'")
+    _check_links(links, {spec.key for spec in specs})
+    machine = current_machine.get()
+    known = dict(machine.links) if machine is not None else {}
+    return Topology(_with_reserve(specs, reserve), {**known, **(links or {})})
+
+
+def _check_links(links: object, keys: Set[DeviceKey]) -> None:
+    """Refuse links that no plan would look up: inputs may come from devices beside those of a plan."""
+    if links is None:
+        return
+    if not isinstance(links, Mapping) or not all(isinstance(link, Link) for link in links.values()):
+        raise DeviceError(f"links must map (source, destination) to graphplan.Link, not be {links!r}")
+    for pair in links:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise DeviceError(f"links has the key {pair!r}: write (source, destination), as (0, 'cpu')")
+        for key in pair:
+            if key not in keys and not isinstance(key, str):
+                raise DeviceError(f"links names {key!r}, which is not in max_memory")
+
+
+def _with_reserve(specs: tuple[DeviceSpec, ...], reserve: Reserve) -> tuple[DeviceSpec, ...]:
+    if not isinstance(reserve, Mapping):
+        nbytes = _read_bytes("reserve", reserve, "reserve")
+        return tuple(
+            _reserved(spec, nbytes, "reserve") if spec.is_accelerator else replace(spec, reserve=nbytes)
+            for spec in specs
+        )
+    if unknown := set(reserve) - {spec.key for spec in specs}:
+        raise DeviceError(f"reserve names {min(unknown, key=repr)!r}, which is not in max_memory")
+    sizes = {key: _read_bytes(key, value, f"reserve[{key!r}]") for key, value in reserve.items()}
+    return tuple(_reserved(spec, sizes.get(spec.key, 0), f"reserve[{spec.key!r}]") for spec in specs)
+
+
+def _reserved(spec: DeviceSpec, nbytes: int, name: str) -> DeviceSpec:
+    if nbytes >= spec.memory > 0:
+        raise BudgetError(
+            f"{name} = {readable_bytes(nbytes)} leaves nothing of max_memory[{spec.key!r}] = "
+            f"{readable_bytes(spec.memory)}: reserve less, or leave the device out"
+        )
+    return replace(spec, reserve=nbytes)
+
+
+def require_present(topology: Topology) -> None:
+    """Raise DeviceError unless this machine (or the simulated one) has every device."""
+    machine = current_machine.get()
+    for spec in topology.devices:
+        if not spec.is_accelerator:
+            continue
+        device = spec.torch_device
+        index = device.index or 0
+        if machine is not None and device.type == machine.device_type:
+            present, have = machine.has(index), f"simulates {sorted(map(str, machine.max_memory))}"
+        else:
+            found = accelerator_type() if machine is None else None
+            here = torch.accelerator.device_count() if found is not None else 0
+            present = device.type == found and index < here
+            have = f"has {here} {found or 'accelerator'} device{'' if here == 1 else 's'}"
+        if not present:
+            raise DeviceError(
+                f"max_memory names {spec.key!r} ({spec.device}), but this machine {have}. "
+                "To plan for another machine use graphplan.plan; to try it here, graphplan.simulate"
+            )
+
+
+def _read_bytes(key: DeviceKey, value: object, name: str = "") -> int:
+    name = name or f"max_memory[{key!r}]"
+    if isinstance(value, str) and value.strip().isdigit():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | str):
+        raise BudgetError(f"{name} must be bytes or text such as '10GiB', not {value!r}")
+    try:
+        nbytes = int(convert_file_size_to_int(value)) if isinstance(value, str) else math.floor(float(value))
+    except (ValueError, OverflowError) as error:
+        raise BudgetError(f"{name} = {value!r} is no size: write bytes or '10GiB'") from error
+    if nbytes < 0:
+        raise BudgetError(f"{name} = {value!r} is negative")
+    return nbytes
+
+
+def _spec(key: object, memory: int) -> DeviceSpec:
+    if isinstance(key, numbers.Integral) and not isinstance(key, bool):
+        key = int(key)
+    if isinstance(key, bool) or not isinstance(key, int | str):
+        raise DeviceError(f"{key!r} is no device key: use an accelerator's index, 'cpu', 'disk' or 'cuda:0'")
+    if isinstance(key, int):
+        if key < 0:
+            raise DeviceError(f"device key {key} is negative: accelerators count from 0")
+        return _accelerator(key, f"{accelerator_type() or 'cuda'}:{key}", memory)
+    if key == DISK:
+        return DeviceSpec(key, DISK, memory, 0.0, 0.0, 0.0)
+    try:
+        device = torch.device(key)
+    except RuntimeError as error:
+        raise DeviceError(
+            f"{key!r} is no device: write an accelerator's index (0, 1, ...), 'cpu', 'disk', or a name such "
+            "as 'cuda:0'"
+        ) from error
+    if device.type == CPU:
+        return DeviceSpec(key, CPU, memory, *_CPU_SPEED, _CPU_OVERHEAD)
+    if device.type == "meta":
+        raise DeviceError("'meta' is no device that computes: leave it out of max_memory")
+    return _accelerator(key, f"{device.type}:{device.index or 0}", memory)
+
+
+def _accelerator(key: DeviceKey, device: str, memory: int) -> DeviceSpec:
+    flops, bandwidth = _ACCELERATOR
+    kind, _, index = device.partition(":")
+    if kind == "cuda" and torch.cuda.is_available() and int(index) < torch.cuda.device_count():
+        card = find_card(torch.cuda.get_device_name(int(index)))
+        if card is not None:
+            flops, bandwidth = card.flops, card.bandwidth
+    return DeviceSpec(key, device, memory, flops, bandwidth, _ACCELERATOR_OVERHEAD)
+
+
+def _reject_twins(specs: Sequence[DeviceSpec]) -> None:
+    seen: dict[str, DeviceKey] = {}
+    for spec in specs:
+        if spec.device in seen:
+            raise DeviceError(
+                f"max_memory keys {seen[spec.device]!r} and {spec.key!r} are both {spec.device}"
+            )
+        seen[spec.device] = spec.key

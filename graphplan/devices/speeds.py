@@ -1,0 +1,165 @@
+"""How fast devices and links are: the caller's figures, or those that were measured here.
+
+>>> import graphplan
+>>> mine = {0: graphplan.Speed(flops=90e12), "cpu": graphplan.Speed(bandwidth=80e9)}
+>>> [spec.flops for spec in with_speeds(read_max_memory({0: "1GiB"}), mine).devices]
+[90000000000000.0]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from graphplan.devices.max_memory import read_max_memory
+from graphplan.devices.topology import DeviceKey, DeviceSpec, Link, Topology, is_figure
+from graphplan.errors import DeviceError, GraphplanError, PlanError
+from graphplan.versioned_json import Format
+
+__all__ = ["Measurements", "Speed", "with_speeds"]
+
+_FORMAT = Format("graphplan.measurements", 1, "measurements")
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How fast one device is; None leaves what graphplan knows of it.
+
+    Attributes:
+        flops: FLOP/s that a large matrix product reaches.
+        bandwidth: bytes/s of the device's own memory, reads and writes together.
+        overhead: seconds that an operation takes however small it is.
+    """
+
+    flops: float | None = None
+    bandwidth: float | None = None
+    overhead: float | None = None
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value is not None and not is_figure(value, may_be_zero=item.name == "overhead"):
+                raise DeviceError(f"Speed({item.name}={value!r}): write a positive number, or None")
+
+    def applied(self, spec: DeviceSpec) -> DeviceSpec:
+        """The device with the figures that are not None."""
+        return replace(spec, **{name: value for name, value in asdict(self).items() if value is not None})
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """What was measured of a machine, for ``devices=`` of :func:`graphplan.plan`.
+
+    Attributes:
+        speeds: device key -> its speed.
+        links: (source key, destination key) -> the link in that direction.
+        notes: device key -> why it was not measured, or what to know of the figures.
+        dtypes: device key -> dtype of the matrix product that was timed.
+    """
+
+    speeds: Mapping[DeviceKey, Speed] = field(default_factory=dict)
+    links: Mapping[tuple[DeviceKey, DeviceKey], Link] = field(default_factory=dict)
+    notes: Mapping[DeviceKey, str] = field(default_factory=dict)
+    dtypes: Mapping[DeviceKey, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """The figures as JSON text; :meth:`from_json` reads them back."""
+        data = {
+            **_FORMAT.head(),
+            "speeds": [[key, asdict(speed)] for key, speed in self.speeds.items()],
+            "links": [[a, b, asdict(link)] for (a, b), link in self.links.items()],
+            "notes": list(map(list, self.notes.items())),
+            "dtypes": list(map(list, self.dtypes.items())),
+        }
+        return json.dumps(data, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Measurements:
+        """Read what :meth:`to_json` has written.
+
+        Raises:
+            PlanError: the text holds no measurements, or those of an unknown version.
+        """
+        data = _FORMAT.parse(text)
+        try:
+            return cls(
+                {key: Speed(**speed) for key, speed in data["speeds"]},
+                {(a, b): Link(**link) for a, b, link in data["links"]},
+                dict(map(tuple, data["notes"])),
+                dict(map(tuple, data["dtypes"])),
+            )
+        except (KeyError, TypeError, ValueError, GraphplanError) as error:
+            raise PlanError(f"these measurements are damaged: {type(error).__name__}: {error}") from error
+
+    def save_json(self, path: str | Path) -> None:
+        """Write :meth:`to_json` to a file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    def __str__(self) -> str:
+        lines = []
+        for key, speed in self.speeds.items():
+            parts = [
+                "" if speed.flops is None else f"{speed.flops / 1e12:.3g} TFLOP/s",
+                "" if speed.bandwidth is None else f"{speed.bandwidth / 1e9:.3g} GB/s",
+                "" if speed.overhead is None else f"{speed.overhead * 1e6:.3g} µs an operation",
+            ]
+            dtype = f" ({self.dtypes[key]})" if key in self.dtypes else ""
+            lines.append(f"{key}: {', '.join(part for part in parts if part)}{dtype}")
+        for (source, destination), link in self.links.items():
+            figures = f"{link.bandwidth / 1e9:.3g} GB/s, {link.latency * 1e6:.3g} µs"
+            lines.append(f"{source} -> {destination}: {figures}")
+        lines += [f"{key}: {note}" for key, note in self.notes.items()]
+        return "\n".join(lines)
+
+
+def with_speeds(topology: Topology, devices: Mapping[DeviceKey, Speed] | Measurements | None) -> Topology:
+    """The topology with the caller's figures, or measured ones.
+
+    Links that the topology has already stay as they are. Measurements may be of more devices than
+    are planned for, and of fewer: what they lack keeps its defaults.
+
+    Raises:
+        DeviceError: ``devices`` is neither, or the caller's names a device that is not planned for.
+    """
+    if devices is None:
+        return topology
+    if isinstance(devices, Measurements):
+        names = _own_keys(topology, {*devices.speeds, *(key for pair in devices.links for key in pair)})
+        speeds = {names[key]: speed for key, speed in devices.speeds.items() if key in names}
+        links = {
+            (names[a], names[b]): link for (a, b), link in devices.links.items() if a in names and b in names
+        }
+    else:
+        speeds, links = _read_speeds(topology, devices), {}
+    given = {pair for a, b in topology.links for pair in ((a, b), (b, a))}
+    found = {pair: link for pair, link in links.items() if pair not in given}
+    specs = (speeds[s.key].applied(s) if s.key in speeds and s.computes else s for s in topology.devices)
+    return replace(topology, devices=tuple(specs), links={**topology.links, **found})
+
+
+def _own_keys(topology: Topology, keys: set[DeviceKey]) -> dict[DeviceKey, DeviceKey]:
+    """Each key -> the topology's for the same device, which may be written otherwise (0, "cuda:0")."""
+    by_device = {spec.device: spec.key for spec in topology.devices}
+    found: dict[DeviceKey, DeviceKey] = {}
+    for key in keys:
+        device = read_max_memory({key: 0, "cpu": 0}).devices[0].device if key != "disk" else "disk"
+        if key in topology:
+            found[key] = key
+        elif device in by_device:
+            found[key] = by_device[device]
+    return found
+
+
+def _read_speeds(topology: Topology, devices: Any) -> dict[DeviceKey, Speed]:
+    if not isinstance(devices, Mapping) or not all(isinstance(s, Speed) for s in devices.values()):
+        raise DeviceError(
+            f"devices must map device keys to graphplan.Speed, or be graphplan.Measurements, not {devices!r}"
+        )
+    for key in devices:
+        if key not in topology:
+            known = ", ".join(map(repr, topology.keys))
+            raise DeviceError(f"devices names {key!r}, which is not in max_memory: it has {known}")
+    return dict(devices)

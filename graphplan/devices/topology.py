@@ -1,0 +1,180 @@
+"""Devices and the links between them, as the planner knows them.
+
+Speeds are bytes/s and FLOP/s, times seconds, sizes bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import torch
+
+from graphplan.devices.alignment import ALIGNMENT
+from graphplan.errors import DeviceError
+
+__all__ = ["CPU", "DISK", "SIMULATED", "DeviceKey", "DeviceSpec", "Link", "Topology", "is_figure"]
+
+DeviceKey = int | str
+
+CPU = "cpu"
+DISK = "disk"
+SIMULATED = "sim"  # what torch's PrivateUse1 backend is renamed to by ``simulate``
+
+_MIB = 1 << 20
+
+
+def is_figure(value: object, *, may_be_zero: bool = False) -> bool:
+    """Whether a value is a positive, finite number; 0 too where that makes sense."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) and (value > 0 or (may_be_zero and value == 0))
+
+
+@cache
+def _type_of(device: str) -> str:
+    return device.partition(":")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """What the planner knows of one device.
+
+    Attributes:
+        key: the caller's own key of ``max_memory``.
+        device: the torch device as text (``"cuda:0"``, ``"cpu"``); ``"disk"`` for the file mapping.
+        memory: the budget in bytes: weights, activations and buffers together.
+        flops: FLOP/s that a large matrix product reaches.
+        bandwidth: bytes/s of the device's own memory.
+        overhead: seconds that an operation takes however small it is.
+        reserve: bytes of ``memory`` that the plan leaves free.
+    """
+
+    key: DeviceKey
+    device: str
+    memory: int
+    flops: float
+    bandwidth: float
+    overhead: float
+    reserve: int = 0
+
+    @property
+    def room(self) -> int:
+        """Bytes that a plan may use."""
+        return max(0, self.memory - self.reserve)
+
+    @property
+    def type(self) -> str:
+        """``"cuda"``, ``"sim"``, ``"cpu"``, ``"disk"``, ..."""
+        return _type_of(self.device)
+
+    @property
+    def computes(self) -> bool:
+        """Whether operations can run here."""
+        return self.type != DISK
+
+    @property
+    def is_accelerator(self) -> bool:
+        """Whether this is neither the CPU nor the disk."""
+        return self.type not in (CPU, DISK)
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The torch device; the CPU for ``"disk"``, whose weights are mapped into host memory."""
+        return torch.device(CPU if self.type == DISK else self.device)
+
+    def rounded(self, nbytes: int) -> int:
+        """The fewest bytes that an allocator takes for a storage of ``nbytes``: whole 512s."""
+        return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+    def allocated(self, nbytes: int) -> int:
+        """The most bytes that an allocator takes for a storage of ``nbytes``, among others.
+
+        CUDA's caching allocator may hand out up to 1 MiB more of a cached block than was asked for
+        when the request is above 1 MiB (``CUDACachingAllocator.cpp``, ``should_split``).
+        """
+        slack = _MIB if self.type == "cuda" and nbytes > _MIB else 0
+        return self.rounded(nbytes) + slack
+
+    def resident(self, sizes: Iterable[int]) -> int:
+        """The most bytes that storages take which are allocated one after another and kept.
+
+        CUDA's caching allocator cuts those of 1 to 10 MiB from segments of 20 MiB, the rest of which,
+        up to 1 MiB, goes with the last; larger ones get segments of whole 2 MiB, and keep a rest of up
+        to 1 MiB.
+        """
+        total = middle = 0
+        for nbytes in sizes:
+            total += self.rounded(nbytes)
+            if self.type == "cuda" and nbytes >= 10 * _MIB:
+                rest = -self.rounded(nbytes) % (2 * _MIB)
+                total += rest if rest <= _MIB else 0
+            elif self.type == "cuda" and nbytes > _MIB:
+                middle += self.rounded(nbytes)
+        return total + -(-middle // (19 * _MIB)) * _MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction between two devices: ``bandwidth`` in bytes/s, ``latency`` in seconds."""
+
+    bandwidth: float = 25e9
+    latency: float = 15e-6
+
+    def __post_init__(self) -> None:
+        if not is_figure(self.bandwidth):
+            raise DeviceError(f"Link(bandwidth={self.bandwidth!r}): write a positive number of bytes/s")
+        if not is_figure(self.latency, may_be_zero=True):
+            raise DeviceError(f"Link(latency={self.latency!r}): write seconds, 0 or more")
+
+    def seconds(self, nbytes: int) -> float:
+        """Seconds to move ``nbytes``."""
+        return self.latency + nbytes / self.bandwidth
+
+
+_DISK_LINK = Link(2e9, 100e-6)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The devices in the caller's order, and the links between them.
+
+    ``links`` maps ``(source key, destination key)`` to a :class:`Link`; a pair that is not named in
+    either direction has ``default_link``, or 2 GB/s and 100 microseconds where one of them is the disk.
+    """
+
+    devices: tuple[DeviceSpec, ...]
+    links: Mapping[tuple[DeviceKey, DeviceKey], Link] = field(default_factory=dict)
+    default_link: Link = Link()
+
+    def link(self, source: DeviceKey, destination: DeviceKey) -> Link:
+        """The link from one device to another."""
+        found = self.links.get((source, destination)) or self.links.get((destination, source))
+        return found or (_DISK_LINK if DISK in (source, destination) else self.default_link)
+
+    def __getitem__(self, key: DeviceKey) -> DeviceSpec:
+        for spec in self.devices:
+            if spec.key == key:
+                return spec
+        known = ", ".join(repr(spec.key) for spec in self.devices)
+        raise DeviceError(f"no device {key!r} in this plan: it has {known}")
+
+    def __contains__(self, key: object) -> bool:
+        return any(spec.key == key for spec in self.devices)
+
+    @property
+    def keys(self) -> tuple[DeviceKey, ...]:
+        """The caller's keys, in the caller's order."""
+        return tuple(spec.key for spec in self.devices)
+
+    def scaled(self, factor: float) -> Topology:
+        """The same devices with every budget times ``factor``."""
+        grown = (replace(spec, memory=int(spec.memory * factor)) for spec in self.devices)
+        return replace(self, devices=tuple(grown))
+
+    def with_memory(self, memory: Mapping[DeviceKey, int]) -> Topology:
+        """The same devices with the budgets of ``memory`` (bytes) where it names them."""
+        changed = (replace(s, memory=memory.get(s.key, s.memory)) for s in self.devices)
+        return replace(self, devices=tuple(changed))

@@ -1,0 +1,1 @@
+"""Other libraries: what accelerate and transformers do beside calling a model."""

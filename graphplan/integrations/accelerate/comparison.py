@@ -1,0 +1,222 @@
+"""Device maps of accelerate and transformers for a planned model, judged by our own evaluator.
+
+Neither knows of activations: where the evaluator finds a budget passed, they are asked again with less
+room. What they place on the CPU is judged as if it were streamed ahead as graphplan streams it, which
+their hooks do not do: their modelled seconds are a lower bound of what they take.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from graphplan.analysis.plan import Plan
+from graphplan.devices.max_memory import read_max_memory
+from graphplan.devices.topology import CPU, DeviceKey
+from graphplan.integrations.accelerate.baseline_device_maps import (
+    Mapper,
+    accelerate_maps,
+    assignment_of,
+    transformers_maps,
+)
+from graphplan.ir.graph_elements import Weight
+from graphplan.ir.schedule import Assignment, Load, Schedule
+from graphplan.passes.placement.evaluate import Evaluation, evaluate
+from graphplan.passes.placement.problem import Problem
+
+__all__ = [
+    "LESS",
+    "REPAIRS",
+    "Baseline",
+    "allocated_weights",
+    "best",
+    "device_maps",
+    "judged",
+    "offloaded_weights",
+    "ours",
+    "read_weights",
+]
+
+LESS = "given less"  # the mark of a map that was made after another had passed a budget
+REPAIRS = 12  # times that one is asked again with less room, when the evaluator finds it over a budget
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What one of the planners makes of a problem.
+
+    Attributes:
+        name: whose it is.
+        strategy: how it was asked, for those that can be asked in several ways.
+        seconds: modelled seconds of a call; None where it placed nothing.
+        over: bytes by which the fullest device is over its budget; 0 where all are kept.
+        offloaded: bytes of weights that live on no accelerator, of those that are read.
+        used: bytes that weights take in the allocations of the accelerators where they live.
+        planning: seconds that it took.
+        error: what it raised instead.
+        excess: device -> bytes by which it is over its budget.
+        first_over: bytes by which the first answer was over, where another is taken instead.
+        first_seconds: the modelled seconds of that.
+        transfer_bytes: bytes of activations that cross between devices in a call.
+        streamed_bytes: bytes of weights that are copied in a call.
+    """
+
+    name: str
+    strategy: str = ""
+    seconds: float | None = None
+    over: int = 0
+    offloaded: int = 0
+    used: int = 0
+    planning: float = 0.0
+    error: str = ""
+    excess: Mapping[DeviceKey, int] = field(default_factory=dict)
+    first_over: int = 0
+    first_seconds: float | None = None
+    transfer_bytes: int = 0
+    streamed_bytes: int = 0
+
+    @property
+    def feasible(self) -> bool:
+        """Whether it placed everything within the budgets."""
+        return self.seconds is not None and self.over == 0
+
+
+def device_maps(problem: Problem, model: nn.Module, no_split: Sequence[str]) -> list[Baseline]:
+    """The maps of accelerate and transformers, of several ways to ask the best.
+
+    That is the fastest within the budgets; where all pass them, the nearest.
+
+    Args:
+        problem: what to place.
+        model: whose modules the graph's paths name; on the meta device is enough.
+        no_split: names of module classes that device maps keep whole.
+    """
+    kept = list(no_split)
+    makers = {"accelerate": accelerate_maps, "transformers": transformers_maps}
+    found = []
+    for name, ways in makers.items():
+        answers = list(_mapped(problem, name, ways(model, kept)))
+        if answers:  # none where transformers is not installed
+            first = answers[0]
+            found.append(replace(best(answers), first_over=first.over, first_seconds=first.seconds))
+    return found
+
+
+def ours(plan: Plan, planning: float) -> Baseline:
+    """A plan of ours as one of them; ``planning``: seconds that it took."""
+    problem, assignment = plan.plain_problem, plan.schedule.assignment
+    excess = {s.key: plan.peak_bytes[s.key] - s.room for s in plan.topology.devices}
+    over = {key: nbytes for key, nbytes in excess.items() if nbytes > 0}
+    return Baseline(
+        "graphplan",
+        "",
+        plan.makespan,
+        over=max(over.values(), default=0),
+        offloaded=offloaded_weights(problem, assignment),
+        used=allocated_weights(problem, assignment),
+        planning=planning,
+        excess=over,
+        transfer_bytes=plan.transfer_bytes,
+        streamed_bytes=plan.streamed_bytes,
+    )
+
+
+def best(found: Sequence[Baseline]) -> Baseline:
+    """The fastest that keeps the budgets; where none does, the one that is least over."""
+    return min(
+        found,
+        key=lambda b: (b.seconds is None, b.over, b.seconds if b.seconds is not None else 0.0),
+    )
+
+
+def judged(problem: Problem, name: str, strategy: str, propose: Callable[[], Assignment | None]) -> Baseline:
+    """What the evaluator says of a proposal, or the error that came instead of it."""
+    start = time.perf_counter()
+    try:
+        assignment = propose()
+    except Exception as error:  # whatever another's code raises is its result
+        return Baseline(name, strategy, error=f"{type(error).__name__}: {error}")
+    planning = time.perf_counter() - start
+    if assignment is None:
+        return Baseline(name, strategy, planning=planning, error="found no placement")
+    evaluation, spilled = _evaluate(problem, assignment)
+    return Baseline(
+        name,
+        strategy,
+        evaluation.seconds,
+        over=max([spilled, *evaluation.excess.values()]),
+        offloaded=offloaded_weights(problem, assignment),
+        used=allocated_weights(problem, assignment),
+        planning=planning,
+        excess=evaluation.excess,
+        transfer_bytes=sum(move.nbytes for move in evaluation.schedule.moves("activation")),
+        streamed_bytes=_streamed(evaluation.schedule),
+    )
+
+
+def _streamed(schedule: Schedule) -> int:
+    return sum(copy.nbytes for copy in schedule.copies() if isinstance(copy, Load) or copy.kind == "weight")
+
+
+def _evaluate(problem: Problem, assignment: Assignment) -> tuple[Evaluation, int]:
+    """The evaluation, and the bytes of weights that were put on a CPU that has no budget."""
+    if CPU in problem.topology:
+        return evaluate(problem, assignment), 0
+    cpu = read_max_memory({CPU: 1 << 42}).devices[0]
+    wider = replace(problem.topology, devices=(*problem.topology.devices, cpu))
+    weights = problem.graph.weights
+    spilled = sum(weights[name].nbytes for name, key in assignment.weights.items() if key == CPU)
+    return evaluate(replace(problem, topology=wider), assignment), spilled
+
+
+def _mapped(problem: Problem, name: str, ways: Mapping[str, Mapper]) -> Iterator[Baseline]:
+    """As users ask, ``"auto"`` first; and again with what was over taken off, in two ways."""
+    for way, mapper in ways.items():
+        asked = _asked(problem, name, way, mapper, {})
+        yield asked
+        for growth in (1, 2):
+            taken, found = dict[DeviceKey, int](), asked
+            for _ in range(REPAIRS):
+                if found.feasible or not found.excess:
+                    break
+                for key, excess in found.excess.items():
+                    before = taken.get(key, 0)
+                    taken[key] = max(before + excess, growth * before)  # modules move, not bytes
+                found = _asked(problem, name, f"{way}, {LESS}", mapper, taken)
+                yield found
+
+
+def _asked(
+    problem: Problem, name: str, strategy: str, mapper: Mapper, taken: Mapping[DeviceKey, int]
+) -> Baseline:
+    budgets = {s.key: max(0, s.room - taken.get(s.key, 0)) for s in problem.topology.devices}
+    return judged(problem, name, strategy, lambda: assignment_of(problem, mapper(budgets)))
+
+
+# -- bytes of weights ----------------------------------------------------------------------------------
+
+
+def read_weights(problem: Problem) -> list[Weight]:
+    """Those that a call reads."""
+    graph = problem.graph
+    return [weight for weight in graph.weights.values() if weight.name in graph.consumers]
+
+
+def offloaded_weights(problem: Problem, assignment: Assignment) -> int:
+    """Bytes of weights that live on no accelerator, without any rounding."""
+    keys = {spec.key for spec in problem.topology.devices if spec.is_accelerator}
+    return sum(w.nbytes for w in read_weights(problem) if assignment.weights[w.name] not in keys)
+
+
+def allocated_weights(problem: Problem, assignment: Assignment) -> int:
+    """Bytes that weights take of the one allocation on each accelerator where they live.
+
+    That is what the evaluator counts for them (see :mod:`graphplan.ir.liveness`), but for what the allocator
+    keeps of each device's allocation as a whole.
+    """
+    specs = {spec.key: spec for spec in problem.topology.devices if spec.is_accelerator}
+    placed = ((w.nbytes, specs.get(assignment.weights[w.name])) for w in read_weights(problem))
+    return sum(spec.rounded(nbytes) for nbytes, spec in placed if spec is not None)

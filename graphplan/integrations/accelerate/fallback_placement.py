@@ -1,0 +1,355 @@
+"""What happens where no graph can be captured: modules are placed, and accelerate's hooks run them.
+
+The plan is one of modules in the order in which they run. How large activations are is measured by running
+the model once; every accelerator keeps room for all of them. Hooks bring inputs to a module, and nobody
+brings together what a forward computes between its modules: so ways of splitting are tried one after
+another, on the example inputs, until one runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+from torch.utils import _pytree as pytree
+
+from graphplan.analysis.plan import Plan
+from graphplan.capture.model_copy import Twin, method_of, tensor_bytes
+from graphplan.capture.signature import BoundCall
+from graphplan.compiler.options import Options
+from graphplan.devices.alignment import ALIGNMENT
+from graphplan.devices.topology import CPU, DISK, DeviceKey, Topology
+from graphplan.errors import CaptureError, GraphplanError, InfeasibleError, NoGraphError, first_line
+from graphplan.integrations.accelerate.auto_device_map import ModuleSizes, map_modules
+from graphplan.ir.graph import Graph
+from graphplan.ir.graph_elements import Operation, Value, Weight
+from graphplan.ir.schedule import Assignment
+from graphplan.passes.placement.evaluate import evaluate
+from graphplan.passes.placement.problem import Problem
+from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
+from graphplan.runtime.fallback.hooked_module import dispatch
+from graphplan.runtime.fallback.module_profile import CallProfile, profile_call
+from graphplan.runtime.weights.storage import Layout, place_model
+
+__all__ = ["fall_back", "later_refused", "where_it_failed"]
+
+_SHARES = (1.0, 0.85, 0.7)  # of the budgets: hooks hold on to more than can be foreseen
+_SIZES = ModuleSizes(step=ALIGNMENT)
+
+
+def fall_back(
+    model: nn.Module,
+    twin: Twin,
+    call: BoundCall,
+    topology: Topology,
+    options: Options,
+    source: Checkpoint | None,
+    error: CaptureError,
+    entry: str = "",
+) -> nn.Module:
+    """A copy of ``model`` that hooks run, and one warning that says why.
+
+    ``entry`` is the submodule or method that the call is of, if it is not the model itself.
+
+    Raises:
+        CaptureError: the caller asks for what hooks cannot do, or no way of splitting runs.
+        InfeasibleError: the weights fit in no way.
+    """
+    _refuse_wishes(options, error)
+    reason = f"{error}{where_it_failed(error)}"
+    fallback = _Fallback(model, twin, call, topology, options, source, entry)
+    placed = fallback.place(reason)
+    warnings.warn(
+        f"{reason}\naccelerate's hooks run the model instead, module by module: its operations are not "
+        "planned, weights on the CPU are copied when they are needed. strict=True makes this an error",
+        stacklevel=5,
+    )
+    return placed
+
+
+def later_refused(error: NoGraphError) -> None:
+    """Warn of a call of a placed model that no capture takes.
+
+    Raises:
+        NoGraphError: the call is beyond the caller's own ``dynamic_shapes``.
+    """
+    if isinstance(error.__cause__, ConstraintViolationError):
+        raise error
+    warnings.warn(
+        f"{error}{where_it_failed(error)}\nThe modules of the placed model run calls of this structure one "
+        "by one, where their weights are: what they compute is not planned, and must fit beside the weights. "
+        "strict=True makes this an error",
+        stacklevel=6,
+    )
+
+
+def where_it_failed(error: BaseException) -> str:
+    """The line of the model's own code that the trace could not pass."""
+    cause: BaseException | None = error.__cause__ or error
+    own: tuple[str, ...] = (
+        "/torch/",
+        "/graphplan/",
+        "/transformers/exporters/",
+        "/contextlib.py",
+        "/functools.py",
+    )
+    own += tuple(str(Path(__file__).parents[3] / name) for name in ("graphplan", "passes", "runtime"))
+    frames = [] if cause is None else traceback.extract_tb(cause.__traceback__)
+    for frame in reversed(frames):
+        if not any(part in frame.filename for part in own) and not frame.filename.startswith("<"):
+            return f"\n  at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
+    return ""
+
+
+def _refuse_wishes(options: Options, error: CaptureError) -> None:
+    asked = {
+        "pin": options.wishes.pin,
+        "together": options.wishes.together,
+        "compile": options.compile is not None,
+        "balance": options.wishes.balance,
+    }
+    named = [name for name, value in asked.items() if value]
+    if named:
+        raise CaptureError(f"{error}\nHooks cannot do what {', '.join(named)} asks for") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """A way of splitting, and where it puts what.
+
+    Attributes:
+        entries: module or tensor -> device key.
+        main: the accelerator that runs what is on the CPU.
+        home: whether every module's results go back to where its inputs came from.
+    """
+
+    entries: Mapping[str, DeviceKey]
+    main: DeviceKey
+    home: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Fallback:
+    """Tries ways of splitting."""
+
+    model: nn.Module
+    twin: Twin
+    call: BoundCall
+    topology: Topology
+    options: Options
+    source: Checkpoint | None
+    entry: str
+
+    def place(self, reason: str) -> nn.Module:
+        """The first that runs."""
+        profile = self._profile()
+        failures: list[str] = []
+        for split in self._splits(profile, failures):
+            made = self._try(split, profile, reason)
+            if isinstance(made, nn.Module):
+                return made
+            failures.append(made)
+            gc.collect()  # hooks are in cycles, and hold on to memory
+        tried = "\n  ".join(dict.fromkeys(failures))
+        raise CaptureError(f"{reason}\nHooks do not run it either:\n  {tried}")
+
+    def _try(self, split: _Split, profile: CallProfile | None, reason: str) -> nn.Module | str:
+        """The model with hooks; why that does not run, if it does not."""
+        devices = {name: self.topology[key].torch_device for name, key in split.entries.items()}
+        main, plan = self.topology[split.main].torch_device, self._plan(split, profile)
+        try:
+            model = self._with_data(devices)
+            made = dispatch(model, devices, main, plan, reason, grad=self.options.grad, home=split.home)
+            self._run(made)
+        except (RuntimeError, NotImplementedError, GraphplanError) as error:
+            where = ", ".join(dict.fromkeys(str(device) for device in devices.values()))
+            return f"over {where}: {first_line(error)}"
+        return made
+
+    @property
+    def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Of the call; a run may change what it is given, caches say."""
+        return self.call.args, self.call.kwargs
+
+    def _with_data(self, devices: Mapping[str, torch.device]) -> nn.Module:
+        """The model with its weights: its own, or read to where they go."""
+        if self.source is None:
+            return self.model
+        weights = self.twin.weights
+        layout = Layout({name: _device_of(devices, name) for name in weights.tensors})
+        return place_model(self.model, weights, layout, source=self.source).module
+
+    def _profile(self) -> CallProfile | None:
+        """The call, run once: on the model's own weights where they are on the CPU, else on zeros."""
+        tensors = self.twin.weights.tensors.values()
+        memo: dict[int, Any] = {id(parameter): parameter for parameter in self.model.parameters()}
+        has_data = all(tensor.device.type == CPU for tensor in tensors)
+        module = copy.deepcopy(self.model, memo) if has_data else self.twin.module
+        try:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _on_cpu, copy.deepcopy(self._arguments))
+            return profile_call(module, method_of(module, self.entry), args, kwargs)
+        except Exception:  # the model's own code on weights of zero may raise anything
+            if has_data:
+                raise
+            return None
+
+    def _splits(self, profile: CallProfile | None, failures: Sequence[str]) -> Iterator[_Split]:
+        """Ways of splitting, those that use the accelerators best first; on the CPU alone at last."""
+        peak = profile.peak if profile is not None else 0
+        host = next((spec.key for spec in self.topology.devices if spec.type == CPU), None)
+        found = False
+        for share in _SHARES:
+            for split in self._over_accelerators(share, peak, host):
+                found = True
+                yield split
+            if not any("OutOfMemory" in failure for failure in failures):
+                break
+        budgets = self._budgets(1.0, peak)
+        alone = None if host is None else _Split({"": host}, host)
+        if alone is not None and self._fits(alone, budgets):
+            yield alone
+        elif not found:
+            raise self._infeasible(budgets, peak)
+
+    def _budgets(self, share: float, peak: int) -> dict[DeviceKey, int]:
+        """Bytes for weights: accelerators keep room for activations."""
+        return {
+            spec.key: max(0, int(spec.room * share) - peak) if spec.is_accelerator else spec.room
+            for spec in self.topology.devices
+            if spec.key != DISK
+        }
+
+    def _over_accelerators(self, share: float, peak: int, host: DeviceKey | None) -> list[_Split]:
+        accelerators = [spec.key for spec in self.topology.devices if spec.is_accelerator]
+        budgets = self._budgets(share, peak)
+        found = [
+            _Split(map_modules(self.model, budgets, whole, _SIZES, quiet=True), accelerators[0])
+            for whole in self._granularities()
+            if accelerators
+        ]
+        found += [replace(split, home=True) for split in found]
+        for key in accelerators:
+            alone = {k: budgets[k] for k in budgets if k in (key, host)}
+            found.append(_Split(map_modules(self.model, alone, set(), _SIZES, quiet=True), key))
+        used = [split for split in found if set(split.entries.values()) & set(accelerators)]
+        return [split for split in used if self._fits(split, budgets)]
+
+    def _granularities(self) -> Iterator[set[str]]:
+        """Classes that are not split: what the model says, its repeated blocks, none."""
+        stated = getattr(self.model, "_no_split_modules", None)
+        if stated:
+            yield set(stated)
+        lists = (m for m in self.model.modules() if isinstance(m, nn.ModuleList | nn.Sequential))
+        yield {type(block).__name__ for blocks in lists for block in blocks}
+        yield set()
+
+    def _fits(self, split: _Split, budgets: Mapping[DeviceKey, int]) -> bool:
+        if any(key not in budgets for key in split.entries.values()):
+            return False
+        if not self.options.wishes.offload and CPU in split.entries.values():
+            return False
+        taken: dict[DeviceKey, int] = {}
+        for name, tensor in self.twin.weights.tensors.items():
+            key = _device_of(split.entries, name)
+            taken[key] = taken.get(key, 0) + tensor_bytes(tensor)
+        return all(nbytes <= budgets[key] for key, nbytes in taken.items())
+
+    def _infeasible(self, budgets: Mapping[DeviceKey, int], peak: int) -> InfeasibleError:
+        total = sum(map(tensor_bytes, self.twin.weights.tensors.values()))
+        spread = max(1, len(budgets))
+        return InfeasibleError(
+            f"the modules of {type(self.model).__name__} ({total} bytes, and {peak} for activations on each "
+            f"accelerator) do not fit {dict(budgets)} one by one: allow more",
+            needed=dict.fromkeys(budgets, total // spread + peak),
+            available=dict(budgets),
+        )
+
+    def _plan(self, split: _Split, profile: CallProfile | None) -> Plan:
+        graph = self._graph(profile)
+        runs = {
+            name: split.main if self.topology[key].type == CPU else key
+            for name in graph.operations
+            for key in (_device_of(split.entries, graph.operations[name].module_path or name),)
+        }
+        homes = {name: _device_of(split.entries, name) for name in graph.weights}
+        host = next((spec.key for spec in self.topology.devices if spec.type == CPU), CPU)
+        problem = Problem(graph, self.topology, host, self.options.return_outputs, streams=False)
+        judged = evaluate(problem, Assignment(runs, homes))
+        return Plan(
+            graph,
+            self.topology,
+            judged.schedule,
+            judged.seconds,
+            0.0,
+            "hooks run the model: its operations are not planned",
+            "hooks",
+            self.options.wishes,
+            streams=False,
+        )
+
+    def _graph(self, profile: CallProfile | None) -> Graph:
+        """Modules with tensors of their own, in the order in which they ran."""
+        weights = self.twin.weights
+        members: dict[str, list[str]] = {}
+        for name, first in weights.first.items():
+            members.setdefault(name.rpartition(".")[0], []).append(first)
+        order = [] if profile is None else [name for name in profile.order if name in members]
+        order += [name for name in members if name not in set(order)]
+        outputs = {} if profile is None else profile.outputs
+        values: list[Value] = []
+        operations: list[Operation] = []
+        last: tuple[str, ...] = ()
+        peak = 0 if profile is None else profile.peak
+        for module in order:
+            nbytes = outputs.get(module, 0)
+            operation = module or "(root)"
+            values.append(Value(f"{operation}:out", nbytes, nbytes))
+            kind = type(self.model.get_submodule(module)).__name__
+            inputs = (*last, *dict.fromkeys(members[module]))
+            made = (values[-1].name,)
+            space = {CPU: max(0, peak - nbytes)}
+            operations.append(Operation(operation, kind, inputs, made, workspace=space, module_path=module))
+            last = made
+        return Graph(
+            operations, values, map(self._weight, weights.tensors), (), last, shapes_known=profile is not None
+        )
+
+    def _weight(self, name: str) -> Weight:
+        weights, tensor = self.twin.weights, self.twin.weights.tensors[name]
+        names = tuple(weights.names[name])
+        persistent = any(one in weights.persistent for one in names)
+        found = Weight(name, tensor_bytes(tensor), names, persistent=persistent, shape=tuple(tensor.shape))
+        return found if name in weights.parameters else replace(found, kind="buffer")
+
+    def _run(self, made: nn.Module) -> None:
+        """Run the example inputs; buffers are as before."""
+        kept = [(buffer, buffer.clone()) for buffer in made.buffers() if buffer.device.type != "meta"]
+        args, kwargs = copy.deepcopy(self._arguments)
+        try:
+            method_of(made, self.entry)(*args, **kwargs)
+        finally:
+            with torch.no_grad():
+                for buffer, values in kept:
+                    buffer.copy_(values)
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(tensor, device=CPU) if tensor.device.type == "meta" else tensor.to(CPU)
+
+
+def _device_of(entries: Mapping[str, Any], name: str) -> Any:
+    """What a map says of a module or tensor: its own entry, or that of the module it is in."""
+    while name and name not in entries:
+        name = name.rpartition(".")[0]
+    if name in entries:
+        return entries[name]
+    return next(iter(entries.values()))  # a module without tensors: anywhere

@@ -1,0 +1,204 @@
+"""Which tensor of a checkpoint is which weight of a transformers model, by transformers' own rules.
+
+transformers renames tensors (prefixes of base models, names of earlier versions) and converts them (experts
+that are stacked, projections that are joined or split) while it loads them. Here its rules run on names and
+shapes alone; reading comes later, when the plan says where to.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphplan.errors import CheckpointError
+from graphplan.runtime.checkpoint.converted_checkpoint import Conversion, FileTensor, equal_in_files
+
+__all__ = ["Matched", "finish_weights", "match_names"]
+
+logger = logging.getLogger("graphplan")
+
+
+@dataclass(slots=True)
+class Matched:
+    """What a checkpoint has for a model.
+
+    Attributes:
+        found: name of a weight -> the tensor that it is.
+        made: name of a weight -> the conversion that makes it.
+        missing: weights that it has not.
+        unexpected: tensors that are no weight of the model.
+        used: transformers' rules that applied; it undoes them when the model is saved.
+    """
+
+    found: dict[str, FileTensor] = field(default_factory=dict)
+    made: dict[str, Conversion] = field(default_factory=dict)
+    missing: set[str] = field(default_factory=set)
+    unexpected: set[str] = field(default_factory=set)
+    used: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """The sources that one converter takes for one weight."""
+
+    converter: Any
+    patterns: list[str]
+    sources: list[FileTensor]
+
+
+def match_names(model: nn.Module, tensors: Mapping[str, FileTensor]) -> Matched:
+    """Match the tensors of a checkpoint with the weights of a transformers model.
+
+    Args:
+        model: a ``PreTrainedModel`` on the meta device, weights not tied yet.
+        tensors: of the checkpoint, by name.
+
+    Raises:
+        CheckpointError: shapes that do not fit, or a conversion that fails.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+
+    rules = get_model_conversion_mapping(model)
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
+    of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    state, prefix = model.state_dict(), getattr(model, "base_model_prefix", "")
+    matched = Matched(missing={name for name, value in state.items() if isinstance(value, torch.Tensor)})
+    gathered: dict[str, _Gathered] = {}
+    for key in sorted(tensors, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:
+            name, pattern = rename_source_key(key, [], [], base_model_prefix=prefix, meta_state_dict=state)
+        if name not in state:
+            targets = [name] if pattern is None else of_pattern[pattern].target_patterns
+            matched.unexpected.update(name.replace(targets[0], target) for target in targets)
+        elif pattern is None:
+            matched.found.setdefault(name, tensors[key])
+        else:
+            group = gathered.setdefault(name, _Gathered(copy.deepcopy(of_pattern[pattern]), [], []))
+            group.patterns.append(pattern)
+            group.sources.append(tensors[key])
+    for name, group in gathered.items():
+        _add_conversion(model, matched, name, group, state[name].dtype)
+    matched.missing -= {*matched.found, *matched.made}
+    matched.used = [rule for rule in rules if rule.was_used()]
+    _check_shapes(matched, state)
+    return matched
+
+
+@dataclass(frozen=True, slots=True)
+class _Make:
+    """Runs one of transformers' converters."""
+
+    model: nn.Module
+    name: str
+    group: _Gathered
+
+    def __call__(self, tensors: Sequence[Any]) -> Mapping[str, Any]:
+        converter = copy.deepcopy(self.group.converter)
+        for pattern, tensor in zip(self.group.patterns, tensors, strict=True):
+            converter.add_tensor(self.name, self.name, pattern, _Ready(tensor))
+        made: Mapping[str, Any] = converter.convert(self.name, model=self.model, config=self.model.config)
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A tensor where the converter expects something to call for it."""
+
+    tensor: Any
+
+    def __call__(self) -> Any:
+        return self.tensor
+
+
+def _add_conversion(
+    model: nn.Module, matched: Matched, name: str, group: _Gathered, dtype: torch.dtype
+) -> None:
+    conversion = Conversion(tuple(group.sources), dtype, _Make(model, name, group))
+    try:
+        outline = conversion.outline()
+    except Exception as error:  # transformers' converters raise anything where a tensor is missing
+        kind = ", ".join(type(op).__name__ for op in group.converter.operations)
+        raise CheckpointError(
+            f"{name!r} cannot be made of {len(group.sources)} tensors of the checkpoint by {kind}: {error}"
+        ) from error
+    for target in outline:
+        matched.made[target] = conversion
+
+
+def _check_shapes(matched: Matched, state: Mapping[str, torch.Tensor]) -> None:
+    shapes = {name: one.entry.shape for name, one in matched.found.items()}
+    for conversion in dict.fromkeys(matched.made.values()):
+        for name, value in conversion.outline().items():
+            shapes[name] = tuple((value[0] if isinstance(value, list) else value).shape)
+    matched.unexpected.update(name for name in shapes if name not in state)
+    matched.made = {name: one for name, one in matched.made.items() if name in state}
+    wrong = [
+        f"{name!r} is of shape {list(shape)}, in the model {list(state[name].shape)}"
+        for name, shape in shapes.items()
+        if name in state and tuple(state[name].shape) != shape
+    ]
+    if wrong:
+        raise CheckpointError("the checkpoint does not fit the model: " + "; ".join(wrong))
+
+
+def finish_weights(model: Any, matched: Matched) -> None:
+    """Give a meta model what no checkpoint has, as ``from_pretrained`` does; its other weights stay meta.
+
+    Ties are made, buffers that are not saved and weights that are missing get the values that the model's
+    own initialisation gives them, in host memory. ``matched.missing`` and ``matched.unexpected`` lose what
+    transformers expects to be so.
+    """
+    from transformers.utils.loading_report import LoadStateDictInfo
+
+    _settle_double_ties(model, matched)
+    for name in (*matched.found, *matched.made):
+        model.get_parameter_or_buffer(name)._is_hf_initialized = True
+    info = LoadStateDictInfo(set(matched.missing), set(matched.unexpected), set(), [], {}, set())
+    model.mark_tied_weights_as_initialized(info)
+    for name in info.missing_keys - model.all_tied_weights_keys.keys():
+        _replace(model, name, model.get_parameter_or_buffer(name))
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        _replace(model, name, buffer)
+    model.initialize_weights()
+    model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
+    model._adjust_missing_and_unexpected_keys(info)
+    model._weight_conversions = matched.used
+    matched.missing, matched.unexpected = info.missing_keys, info.unexpected_keys
+
+
+def _replace(model: nn.Module, name: str, meta: torch.Tensor) -> None:
+    """Memory for a tensor that was on the meta device."""
+    path, _, own = name.rpartition(".")
+    module = model.get_submodule(path)
+    empty = torch.empty_like(meta, device="cpu")
+    if isinstance(meta, nn.Parameter):
+        module._parameters[own] = nn.Parameter(empty, meta.requires_grad)
+    else:
+        module._buffers[own] = empty
+
+
+def _settle_double_ties(model: Any, matched: Matched) -> None:
+    """Where a checkpoint has both of two tied weights, they are tied if they are equal, as transformers does.
+
+    transformers compares them when both are in memory; here neither is.
+    """
+    for target, source in list(model.all_tied_weights_keys.items()):
+        if target not in matched.found or source not in matched.found:
+            continue
+        if equal_in_files(matched.found[target], matched.found[source]):
+            del matched.found[target]
+            matched.missing.add(target)
+        else:
+            logger.warning(
+                "%r and %r are to be tied, and differ in the checkpoint: they are not tied", target, source
+            )
+            del model.all_tied_weights_keys[target]

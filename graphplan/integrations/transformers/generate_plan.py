@@ -1,0 +1,157 @@
+"""Plan a call so that the calls which ``generate`` makes after it have room too, up to the caller's limits.
+
+The example's call is planned first, and the others with the weights where it puts them. Where one of these
+lacks room there, it is the one that decides where the weights are; and where that is not enough, all are
+placed together.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from graphplan.capture.signature import BoundCall
+from graphplan.compiler.code_generation import Planned
+from graphplan.compiler.pipeline import Compiler, EntryCall
+from graphplan.devices.topology import DISK
+from graphplan.errors import CaptureError, InfeasibleError, LimitError
+from graphplan.integrations.transformers.generate_calls import Rehearsed, rehearse
+from graphplan.warnings import warn
+
+__all__ = ["plan_first"]
+
+logger = logging.getLogger("graphplan")
+
+
+def plan_first(compiler: Compiler, call: BoundCall | None, entry: str = "") -> list[Planned]:
+    """Plan and commit the call that decides where weights are, and those of ``generate`` if limits are given.
+
+    Args:
+        compiler: that has committed nothing, unless it knows from another process where weights are.
+        call: the example.
+        entry: path of the submodule that is called; empty for the model itself.
+
+    Returns:
+        the plan of the example, and of each other structure of calls that there is room for.
+    """
+    settled = compiler.homes is not None
+    first = compiler.plan(call, entry)
+    compiler.commit(first)
+    options = compiler.options
+    if call is None or entry or settled or not options.extents.given or options.grad:
+        return [first]
+    others = list(_plannable(compiler, rehearse(compiler, call)))
+    found, lacking = _plan_in_turn(compiler, others, first)
+    if lacking is None:
+        return found
+    example = EntryCall(call)
+    again = _plan_around(compiler, lacking.call, example, others) or _plan_all(compiler, example, others)
+    if again is not None:
+        return again
+    warn(
+        "the budgets have room for the example's call, and not for generate() up to max_batch and "
+        f"max_length: {str(lacking.error).splitlines()[0]}"
+    )
+    compiler.restart()
+    compiler.commit(first)
+    return [first]
+
+
+@dataclass(frozen=True, slots=True)
+class _Lacking:
+    """A call for which there is no room, and why."""
+
+    call: EntryCall
+    error: InfeasibleError
+
+
+def _plannable(compiler: Compiler, others: Sequence[Rehearsed]) -> Iterator[Rehearsed]:
+    """Those that a plan can be made of: an image's prompt, say, may leave no room for a token."""
+    for other in others:
+        try:
+            compiler.pose(other.asked)
+        except (LimitError, CaptureError) as error:
+            logger.info("no room is kept for a call of generate(): %s", error)
+        else:
+            yield other
+
+
+def _plan_in_turn(
+    compiler: Compiler, others: Sequence[Rehearsed], first: Planned
+) -> tuple[list[Planned], _Lacking | None]:
+    """Plan and commit calls one by one, caches where the calls before leave them; or say which cannot be."""
+    planned = {0: first}
+    for other in others:
+        try:
+            found = compiler.plan(_brought(other, planned), other.asked.entry)
+        except InfeasibleError as error:
+            return [], _Lacking(other.asked, error)
+        compiler.commit(found)
+        planned[other.number] = found
+    return [first, *(planned[other.number] for other in others)], None
+
+
+def _plan_around(
+    compiler: Compiler, hardest: EntryCall, example: EntryCall, others: Sequence[Rehearsed]
+) -> list[Planned] | None:
+    """Plan and commit all calls, with the weights where one of them has room; None where others lack it."""
+    logger.info("planning the call of generate() that lacked room first")
+    compiler.restart()
+    try:
+        compiler.commit(compiler.plan(hardest.call, hardest.entry))
+        first = compiler.plan(example.call, example.entry)
+    except InfeasibleError as error:
+        logger.info("no room for all calls of generate(): %s", error)
+        return None
+    compiler.commit(first)
+    found, lacking = _plan_in_turn(compiler, others, first)
+    return found if lacking is None else None
+
+
+def _plan_all(compiler: Compiler, example: EntryCall, others: Sequence[Rehearsed]) -> list[Planned] | None:
+    """Plan and commit all calls over one placement of the weights; None where that finds no room.
+
+    That knows no disk.
+    """
+    if DISK in compiler.topology:
+        return None
+    logger.info("planning all calls of generate() together")
+    compiler.restart()
+    calls = [example, *(other.asked for other in others)]
+    try:
+        planned = list(compiler.plan_together(calls, [1.0] * len(calls), advise=False))
+    except InfeasibleError as error:
+        logger.info("no room for generate(): %s", error)
+        return None
+    for one in planned:
+        compiler.commit(one)
+    return planned
+
+
+def _brought(other: Rehearsed, planned: Mapping[int, Planned]) -> BoundCall:
+    """The call, with the tensors of its caches on the devices that planned calls leave them on."""
+    call = other.asked.call
+    leaves = list(call.leaves)
+    with FakeTensorMode():
+        for leaf, (number, position) in other.made_by.items():
+            device = _left_on(planned.get(number), position)
+            if device is not None:
+                made = leaves[leaf]
+                leaves[leaf] = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=device)
+    return replace(call, leaves=tuple(leaves))
+
+
+def _left_on(planned: Planned | None, position: int) -> torch.device | None:
+    """Where a call leaves a tensor of a cache; None for another result."""
+    if planned is None or position not in planned.capture.kept:
+        return None
+    result, plan = planned.capture.outputs[position], planned.plan
+    producer = plan.graph.producer.get(result.name) if isinstance(result, fx.Node) else None
+    if producer is None:
+        return None
+    return plan.topology[plan.schedule.assignment.operations[producer]].torch_device

@@ -1,0 +1,306 @@
+"""The dataflow graph that the planner works on: operations, the values between them, their bytes.
+
+Nothing here knows of ``torch.fx``: a :class:`Graph` can be built by hand in a test. Its text form::
+
+    weights:
+      fc.weight : 4096 bytes
+    inputs:
+      x : 512 bytes
+    operations:
+      linear = linear(x, fc.weight) : 512 bytes, 65536 FLOP  # fc
+    outputs: linear
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from typing import Any
+
+import networkx as nx
+
+from graphplan.errors import VerificationError
+from graphplan.ir.graph_elements import Operation, Value, Weight
+
+__all__ = ["Graph"]
+
+
+class Graph:
+    """Operations in trace order, with the values and weights between them.
+
+    ``digraph`` is the ``networkx.DiGraph``: a node per operation (attribute ``operation``), an edge
+    per producer and consumer (attribute ``values``: the names that pass, in order).
+
+    Args:
+        operations: in the order in which the trace ran them.
+        values: every value, inputs included.
+        weights: every parameter, buffer and constant, unused ones too.
+        inputs: names of the values that the caller passes in.
+        outputs: names of the values or weights that are returned, in order.
+        together: sets of operations that must share a device (the alias trap).
+        shapes_known: False when there were no example inputs, so activations count as 0 bytes.
+    """
+
+    def __init__(
+        self,
+        operations: Iterable[Operation],
+        values: Iterable[Value],
+        weights: Iterable[Weight] = (),
+        inputs: Sequence[str] = (),
+        outputs: Sequence[str] = (),
+        together: Iterable[frozenset[str]] = (),
+        *,
+        shapes_known: bool = True,
+    ) -> None:
+        self.operations = {operation.name: operation for operation in operations}
+        self.values = {value.name: value for value in values}
+        self.weights = {weight.name: weight for weight in weights}
+        self.inputs = tuple(inputs)
+        self.outputs = tuple(outputs)
+        self.together = tuple(sorted(together, key=sorted))
+        self.shapes_known = shapes_known
+        self.producer = {v: op.name for op in self.operations.values() for v in op.outputs}
+        self.consumers = self._consumers()
+        self.digraph = self._digraph()
+
+    def _consumers(self) -> dict[str, tuple[str, ...]]:
+        found: dict[str, list[str]] = defaultdict(list)
+        for operation in self.operations.values():
+            for name in operation.inputs:
+                found[name].append(operation.name)
+        return {name: tuple(users) for name, users in found.items()}
+
+    @cached_property
+    def readers(self) -> dict[str, tuple[str, ...]]:
+        """Value or weight -> the operations that read its data, and not only its shape; in order."""
+        host_only = {operation.name for operation in self.operations.values() if operation.host_only}
+        return {
+            name: tuple(user for user in users if user not in host_only)
+            for name, users in self.consumers.items()
+        }
+
+    def tied(self, groups: Iterable[Iterable[str]]) -> Graph:
+        """The same graph with the members of each group tied, beside what is together already."""
+        ties: nx.Graph[str] = nx.Graph()
+        for names in (*self.together, *groups):
+            nx.add_path(ties, sorted(names))
+        return Graph(
+            self.operations.values(),
+            self.values.values(),
+            self.weights.values(),
+            self.inputs,
+            self.outputs,
+            [frozenset(members) for members in nx.connected_components(ties) if len(members) > 1],
+            shapes_known=self.shapes_known,
+        )
+
+    def _digraph(self) -> nx.DiGraph[str]:
+        digraph: nx.DiGraph[str] = nx.DiGraph()
+        for operation in self.operations.values():
+            digraph.add_node(operation.name, operation=operation)
+        for operation in self.operations.values():
+            passing: dict[str, list[str]] = defaultdict(list)
+            for name in operation.inputs:
+                if name in self.producer:
+                    passing[self.producer[name]].append(name)
+            for source, names in passing.items():
+                digraph.add_edge(source, operation.name, values=tuple(names))
+        return digraph
+
+    def to_networkx(self) -> nx.DiGraph[str]:
+        """A copy of the ``networkx.DiGraph``, the caller's to change."""
+        return self.digraph.copy()
+
+    def edges(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+        """(producer, consumer, names of the values that pass) for each edge of ``digraph``."""
+        for source, target in self.digraph.edges:
+            yield source, target, self.digraph.edges[source, target]["values"]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, ties once."""
+        return sum(weight.nbytes for weight in self.weights.values())
+
+    @property
+    def flops(self) -> int:
+        """FLOP of one call at the example inputs."""
+        return sum(operation.flops for operation in self.operations.values())
+
+    @property
+    def changed_inputs(self) -> tuple[str, ...]:
+        """Inputs that a call writes to, itself or through a view."""
+        roots = {self.root(name) for op in self.operations.values() for name in op.mutates}
+        return tuple(name for name in self.inputs if name in roots)
+
+    @cached_property
+    def streamable(self) -> frozenset[str]:
+        """Weights that may be copied into memory that is reused before the call ends.
+
+        Not those that a call writes to, nor those of which it returns the storage.
+        """
+        kept = {self.root(name) for name in self.outputs}
+        kept |= {self.root(value.name) for value in self.values.values() if value.stays}
+        kept |= {self.root(name) for op in self.operations.values() for name in op.mutates}
+        return frozenset(w.name for w in self.weights.values() if w.fetchable and w.name not in kept)
+
+    @cached_property
+    def not_tensors(self) -> frozenset[str]:
+        """Values that are numbers, sizes, lists: they take no bytes and no copy."""
+        return frozenset(value.name for value in self.values.values() if not value.is_tensor)
+
+    @cached_property
+    def states(self) -> tuple[Weight, ...]:
+        """The tensors of caches that the caller passes in."""
+        return tuple(weight for weight in self.weights.values() if weight.kind == "cache" and weight.nbytes)
+
+    @cached_property
+    def parts(self) -> tuple[Weight, ...]:
+        """The weights that are rows of others."""
+        return tuple(weight for weight in self.weights.values() if weight.part_of)
+
+    def weight_named(self, name: str) -> Weight | None:
+        """The weight that has this name, tied names included."""
+        return self._by_any_name().get(name)
+
+    def _by_any_name(self) -> dict[str, Weight]:
+        return {n: weight for weight in self.weights.values() for n in (weight.name, *weight.names)}
+
+    def root(self, name: str) -> str:
+        """The value or weight whose storage ``name`` is a view of, itself included."""
+        while name in self.values:
+            base = self.values[name].alias_of
+            if base is None:
+                break
+            name = base
+        return name
+
+    def weights_read(self, name: str) -> frozenset[str]:
+        """The weights whose data an operation reads, through views too; what makes a view reads none."""
+        operation = self.operations[name]
+        if operation.host_only:
+            return frozenset()
+        views = {self.root(value) for value in operation.outputs}
+        return frozenset({self.root(value) for value in operation.inputs} & self.weights.keys()) - views
+
+    def verify(self) -> None:
+        """Raise VerificationError unless names resolve, order is topological and bytes are sane."""
+        known = set(self.weights) | set(self.inputs)
+        if len(known) != len(self.weights) + len(self.inputs):
+            raise VerificationError("an input and a weight share a name")
+        for position, operation in enumerate(self.operations.values()):
+            self._verify_operation(position, operation, known)
+            known.update(operation.outputs)
+        for name in self.outputs:
+            if name not in known:
+                raise VerificationError(f"output {name!r} is made by no operation")
+        for group in self.together:
+            if unknown := group - set(self.operations):
+                raise VerificationError(f"together names unknown operations {sorted(unknown)}")
+
+    def _verify_operation(self, position: int, operation: Operation, known: set[str]) -> None:
+        problem = None
+        if missing := [name for name in operation.inputs if name not in known]:
+            problem = f"reads {missing[0]!r} before it is made"
+        elif again := [name for name in operation.outputs if name in known]:
+            problem = f"makes {again[0]!r}, which exists already"
+        elif unknown := [name for name in operation.outputs if name not in self.values]:
+            problem = f"makes {unknown[0]!r}, which is not among the values"
+        elif stray := [name for name in operation.mutates if name not in operation.inputs]:
+            problem = f"mutates {stray[0]!r}, which it does not read"
+        elif len(set(operation.inputs)) != len(operation.inputs):
+            problem = "names an input twice"
+        elif operation.flops < 0 or operation.bytes_accessed < 0:
+            problem = "has a negative size"
+        else:
+            for name in operation.outputs:
+                value = self.values[name]
+                base = value.alias_of
+                if base is not None and base not in known and base not in operation.outputs:
+                    problem = f"makes {name!r} as an alias of the unknown {base!r}"
+                elif value.nbytes < 0 or value.copy_bytes < 0:
+                    problem = f"makes {name!r} with negative bytes"
+                elif base is not None and value.nbytes:
+                    problem = f"makes {name!r}, an alias of {base!r}, with bytes of its own"
+        if problem:
+            raise VerificationError(f"operation {operation.name!r} {problem}\n{self.around(position)}")
+
+    def around(self, position: int, reach: int = 5) -> str:
+        """The operations around one position, the culprit marked: for messages."""
+        first = max(0, position - reach)
+        lines = []
+        for index, operation in list(enumerate(self.operations.values()))[first : position + reach + 1]:
+            lines.append(f"{'->' if index == position else '  '} {self.line(operation)}")
+        return "\n".join(lines)
+
+    def line(self, operation: Operation) -> str:
+        """One operation as text."""
+        made = ", ".join(operation.outputs) or "()"
+        nbytes = sum(self.values[name].nbytes for name in operation.outputs if name in self.values)
+        text = f"{made} = {operation.target}({', '.join(operation.inputs)}) : {nbytes} bytes"
+        if operation.flops:
+            text += f", {operation.flops} FLOP"
+        if operation.mutates:
+            text += f", writes {', '.join(operation.mutates)}"
+        aliases = [
+            f"{name} is {base}"
+            for name in operation.outputs
+            if name in self.values and (base := self.values[name].alias_of) is not None
+        ]
+        if aliases:
+            text += f", {', '.join(aliases)}"
+        return f"{text}  # {operation.module_path}" if operation.module_path else text
+
+    def __str__(self) -> str:
+        lines = ["weights:"]
+        for weight in self.weights.values():
+            tied = [name for name in weight.names if name != weight.name]
+            note = f" = {', '.join(tied)}" if tied else ""
+            lines.append(f"  {weight.name} : {weight.nbytes} bytes{note}")
+        lines.append("inputs:")
+        lines += [f"  {name} : {self.values[name].nbytes} bytes" for name in self.inputs]
+        lines.append("operations:")
+        lines += [f"  {self.line(operation)}" for operation in self.operations.values()]
+        lines.append(f"outputs: {', '.join(self.outputs)}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return (
+            f"Graph({len(self.operations)} operations, {len(self.weights)} weights of "
+            f"{self.weight_bytes} bytes, {self.flops} FLOP)"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Graph) and self.to_dict() == other.to_dict()
+
+    __hash__ = None  # type: ignore[assignment]  # equal by content, and content can be large
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {
+            "operations": [asdict(operation) for operation in self.operations.values()],
+            "values": [asdict(value) for value in self.values.values()],
+            "weights": [asdict(weight) for weight in self.weights.values()],
+            "inputs": list(self.inputs),
+            "outputs": list(self.outputs),
+            "together": [sorted(group) for group in self.together],
+            "shapes_known": self.shapes_known,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Graph:
+        """The inverse of :meth:`to_dict`."""
+        return cls(
+            [Operation(**_tuples(item)) for item in data["operations"]],
+            [Value(**_tuples(item)) for item in data["values"]],
+            [Weight(**_tuples(item)) for item in data["weights"]],
+            data["inputs"],
+            data["outputs"],
+            [frozenset(group) for group in data["together"]],
+            shapes_known=data["shapes_known"],
+        )
+
+
+def _tuples(item: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in item.items()}

@@ -1,0 +1,255 @@
+"""Bytes on each device at each step of a schedule: the one place where memory is counted.
+
+A device holds, at a step: the weights that live there, in one allocation, and the ring that weights are
+streamed into, both for the whole call, every storage whose last reader has not run yet, and the workspace
+of the operation that runs. A view holds its base's storage and brings none. What the caller passed in
+stays on the caller's device throughout. Weights on disk take the system's page cache and no memory of
+the CPU's budget, but for the buffers that they pass on their way to a ring. A part of a sliced weight
+takes bytes where the whole lives, and where it is kept beside that.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Topology
+from graphplan.errors import VerificationError
+from graphplan.ir.graph import Graph
+from graphplan.ir.schedule import STAGED_BYTES, Move, Run, Schedule, Step, Wait, read_in_place
+
+__all__ = ["Memory", "Peak", "measure_memory"]
+
+_Instance = tuple[str, DeviceKey]
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most bytes that a device holds, and when.
+
+    Attributes:
+        nbytes: weights, activations, copies and workspace, allocator rounding included.
+        weights: the part that is weights living there, and the ring for those that are streamed.
+        step: index of the step of the schedule at which it is reached, or -1 before the first.
+        operation: the operation that runs or waits for its input at that step.
+    """
+
+    nbytes: int
+    weights: int
+    step: int
+    operation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Peaks per device, and the live bytes during each step where they were asked for.
+
+    ``profile[key][i]`` is the most bytes on ``key`` during step ``i``; empty unless asked for.
+    """
+
+    peaks: Mapping[DeviceKey, Peak]
+    profile: Mapping[DeviceKey, tuple[int, ...]]
+
+
+_LASTING = 0  # the number of all storages that are counted apart, and there for the whole call
+
+
+def measure_memory(
+    graph: Graph, topology: Topology, schedule: Schedule, *, with_profile: bool = False
+) -> Memory:
+    """Count the bytes on each device at each step.
+
+    Raises:
+        VerificationError: a step reads a value that is not on its device.
+    """
+    return _Sweep(graph, topology, schedule).run(with_profile)
+
+
+class _Sweep:
+    def __init__(self, graph: Graph, topology: Topology, schedule: Schedule) -> None:
+        self.graph, self.schedule = graph, schedule
+        self.in_place = list(read_in_place(topology, schedule.assignment))
+        self.specs = {spec.key: spec for spec in topology.devices}
+        if schedule.host not in self.specs:
+            self.specs[schedule.host] = DeviceSpec(schedule.host, CPU, 0, 1.0, 1.0, 0.0)
+        # numbers in the order of birth: objects would keep the garbage collector busy
+        self.storage: dict[_Instance, int] = {}
+        self.device: list[DeviceKey] = [schedule.host]
+        self.nbytes = [0]
+        self.born = [-1]
+        self.last_use = [-1]
+        self.home: dict[str, DeviceKey] = {}
+        self.allocated: dict[tuple[DeviceKey, int], int] = {}  # bytes that an allocator takes for so many
+
+    def run(self, with_profile: bool) -> Memory:
+        resident = self._place_weights()
+        caller = self._place_inputs()
+        for index, step in enumerate(self.schedule.steps):
+            if isinstance(step, Move):
+                self._move(index, step)
+            elif isinstance(step, Run):
+                self._operate(index, step)
+            elif isinstance(step, Wait):
+                self._arrive(step)
+        self._hold_outputs()
+        return self._sweep(resident, caller, with_profile)
+
+    def _place_weights(self) -> dict[DeviceKey, int]:
+        sizes: dict[DeviceKey, list[int]] = defaultdict(list)
+        arenas: dict[DeviceKey, int] = defaultdict(int)
+        for weight in self.graph.weights.values():
+            key = self.schedule.assignment.weights[weight.name]
+            self.home[weight.name] = key
+            whole = self.schedule.assignment.weights.get(weight.part_of, key)
+            if weight.kind in ("constant", "cache") or whole != key:
+                sizes[key].append(weight.nbytes)  # an allocation of its own
+            if weight.kind not in ("constant", "cache"):
+                arenas[whole] += self.specs[whole].rounded(weight.nbytes)
+            # a weight outlives the call, so its storage is counted once, here, and never freed
+            self.storage[weight.name, key] = _LASTING
+        self.storage.update(dict.fromkeys(self.in_place, _LASTING))
+        for spec in self.specs.values():
+            if spec.type == CPU:
+                sizes[spec.key] += self._buffers()
+        for key, nbytes in arenas.items():
+            sizes[key].append(nbytes)
+        for ring in self.schedule.rings:
+            sizes[ring.device].append(ring.nbytes)
+        return {key: self.specs[key].resident(listed) for key, listed in sizes.items()}
+
+    def _buffers(self) -> list[int]:
+        """Bytes of the two buffers that each ring's weights on disk pass."""
+        largest: dict[DeviceKey, int] = {}
+        for load in self.schedule.loads():
+            if load.source == DISK:
+                largest[load.device] = max(load.nbytes, largest.get(load.device, 0))
+        return [2 * min(nbytes, STAGED_BYTES) for nbytes in largest.values()]
+
+    def _place_inputs(self) -> int:
+        host, total = self.schedule.host, 0
+        for name in self.graph.inputs:
+            self.home[name] = host
+            self.storage[name, host] = _LASTING
+            total += self.specs[host].allocated(self.graph.values[name].nbytes)
+        return total
+
+    def _bear(self, index: int, instance: _Instance, nbytes: int) -> None:
+        device = instance[1]
+        self.storage[instance] = len(self.nbytes)
+        self.device.append(device)
+        self.nbytes.append(self._allocated(device, nbytes))
+        self.born.append(index)
+        self.last_use.append(index)
+
+    def _allocated(self, device: DeviceKey, nbytes: int) -> int:
+        size = device, nbytes
+        found = self.allocated.get(size)
+        if found is None:
+            found = self.allocated[size] = self.specs[device].allocated(nbytes)
+        return found
+
+    def _use(self, index: int, instance: _Instance) -> None:
+        storage = self.storage.get(instance)
+        if storage is None:
+            raise VerificationError(
+                f"step {index} reads {instance[0]!r} on {instance[1]!r}, where it is not\n"
+                + steps_around(self.schedule, index)
+            )
+        self.last_use[storage] = index  # steps come in order
+
+    def _move(self, index: int, step: Move) -> None:
+        self._use(index, (step.value, step.source))
+        if step.kind == "writeback":
+            self._use(index, (step.value, step.destination))
+            return
+        self._bear(index, (step.value, step.destination), step.nbytes)
+
+    def _arrive(self, step: Wait) -> None:
+        ring = next(ring for ring in self.schedule.rings if ring.device == step.device)
+        for name in ring.segments[step.segment].weights:
+            # it takes no more than its slot, which is there for the whole call
+            self.storage[name, step.device] = _LASTING
+
+    def _operate(self, index: int, step: Run) -> None:
+        operation = self.graph.operations[step.operation]
+        values, not_tensors = self.graph.values, self.graph.not_tensors
+        for name in operation.inputs:
+            if name in not_tensors:
+                continue
+            where = self.home[name] if operation.host_only else step.device
+            self._use(index, (name, where))
+        for name in operation.outputs:
+            self.home[name] = step.device
+            value = values[name]
+            if value.alias_of is not None and (value.alias_of, step.device) in self.storage:
+                self.storage[name, step.device] = self.storage[value.alias_of, step.device]
+                self._use(index, (name, step.device))
+            else:
+                self._bear(index, (name, step.device), value.nbytes)
+
+    def _hold_outputs(self) -> None:
+        end, host = len(self.schedule.steps), self.schedule.host
+        for name in self.graph.outputs:
+            moved = self.schedule.returns_to_host and (name, host) in self.storage
+            if not moved and name not in self.home:
+                continue  # a host scalar of a hand-built graph
+            self._use(end, (name, host if moved else self.home[name]))
+        for value in self.graph.values.values():
+            if value.stays:
+                self._use(end, (value.name, self.home[value.name]))
+
+    def _sweep(self, resident: Mapping[DeviceKey, int], caller: int, with_profile: bool) -> Memory:
+        steps = self.schedule.steps
+        number_of = {key: number for number, key in enumerate(self.specs)}
+        owner = np.array([number_of[key] for key in self.device])
+        nbytes, born, last = (np.array(part) for part in (self.nbytes, self.born, self.last_use))
+        active = np.array([number_of[_device_of(step)] for step in steps], dtype=np.int64)
+        workspace = np.array([self._workspace(step) for step in steps], dtype=np.int64)
+        peaks: dict[DeviceKey, Peak] = {}
+        profile: dict[DeviceKey, tuple[int, ...]] = {}
+        for key, number in number_of.items():
+            lasting = resident.get(key, 0) + (caller if key == self.schedule.host else 0)
+            peaks[key] = Peak(lasting, resident.get(key, 0), -1, "")
+            mine = np.flatnonzero(owner[1:] == number) + 1  # without what lasts
+            change = np.bincount(born[mine], nbytes[mine], len(steps) + 2)
+            change -= np.bincount(last[mine] + 1, nbytes[mine], len(steps) + 2)
+            live = lasting + change[: len(steps)].cumsum().astype(np.int64)
+            acting = np.flatnonzero(active == number)
+            live[acting] += workspace[acting]
+            if with_profile:
+                profile[key] = tuple(live.tolist())
+            if len(acting):
+                step = int(acting[live[acting].argmax()])  # the first of equals
+                if live[step] > lasting:
+                    peaks[key] = Peak(int(live[step]), resident.get(key, 0), step, self._operation_of(step))
+        return Memory(peaks, profile)
+
+    def _workspace(self, step: Step) -> int:
+        """Bytes that an allocator takes for what an operation needs while it runs."""
+        if not isinstance(step, Run):
+            return 0
+        spec = self.specs[step.device]
+        nbytes = self.graph.operations[step.operation].workspace_on(spec.type)
+        return self._allocated(step.device, nbytes) if nbytes else 0
+
+    def _operation_of(self, index: int) -> str:
+        """The operation that runs at a step, or the first one after it."""
+        following = (step.operation for step in self.schedule.steps[index:] if isinstance(step, Run))
+        return next(following, "output")
+
+
+def _device_of(step: Step) -> DeviceKey:
+    return step.destination if isinstance(step, Move) else step.device
+
+
+def steps_around(schedule: Schedule, index: int, reach: int = 5) -> str:
+    """The steps around one index, the culprit marked: for messages."""
+    lines = str(schedule).splitlines()
+    first = max(0, index - reach)
+    return "\n".join(
+        f"{'->' if i == index else '  '} {line}"
+        for i, line in list(enumerate(lines))[first : index + reach + 1]
+    )

@@ -1,0 +1,104 @@
+"""A plan as JSON text: written whole, checked when it is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from graphplan.devices.topology import DeviceSpec, Link, Topology
+from graphplan.errors import GraphplanError, PlanError
+from graphplan.ir.graph import Graph
+from graphplan.ir.schedule_json import decode_schedule, encode_schedule
+from graphplan.passes.placement.constrain import Wishes
+from graphplan.versioned_json import Format
+
+if TYPE_CHECKING:
+    from graphplan.analysis.plan import Plan  # which lies above, since a plan writes itself
+
+__all__ = ["read_plan", "write_plan"]
+
+_FORMAT = Format("graphplan.plan", 2, "plan")
+
+
+def write_plan(plan: Plan) -> str:
+    """A plan as text."""
+    return json.dumps(_encode(plan), indent=1)
+
+
+def read_plan(cls: type[Plan], text: str) -> Plan:
+    """The plan that a text is.
+
+    Args:
+        cls: of the plan.
+        text: as :func:`write_plan` writes it.
+
+    Raises:
+        PlanError: the text is no plan, one of an unknown version, or one that does not add up.
+    """
+    return _from_data(cls, _FORMAT.parse(text))
+
+
+def _from_data(cls: type[Plan], data: Mapping[str, Any]) -> Plan:
+    try:
+        made = _decode(cls, data)
+        peaks = [[key, nbytes] for key, nbytes in made.peak_bytes.items()]
+    except (KeyError, TypeError, ValueError, AttributeError, GraphplanError) as error:
+        raise PlanError(f"this plan is damaged: {type(error).__name__}: {error}") from error
+    if peaks != data.get("peak_bytes"):
+        raise PlanError(f"this plan is damaged: its steps take {peaks}, it says {data.get('peak_bytes')}")
+    return made
+
+
+def _encode(plan: Plan) -> dict[str, Any]:
+    topology, schedule = plan.topology, plan.schedule
+    return {
+        **_FORMAT.head(),
+        "method": plan.method,
+        "makespan": plan.makespan,
+        "lower_bound": plan.lower_bound,
+        "proof": plan.proof,
+        "peak_bytes": [[key, nbytes] for key, nbytes in plan.peak_bytes.items()],
+        "devices": [asdict(spec) for spec in topology.devices],
+        "links": [[a, b, asdict(link)] for (a, b), link in topology.links.items()],
+        "default_link": asdict(topology.default_link),
+        **encode_schedule(schedule),
+        "graph": plan.graph.to_dict(),
+        "wishes": asdict(plan.wishes),
+        "fixed_weights": dict(plan.fixed_weights),
+        "call_weight": plan.call_weight,
+        "others": [_encode(other) for other in plan.others],
+        "shared_rings": [[key, nbytes] for key, nbytes in plan.shared_rings.items()],
+        "ring_limits": [[key, nbytes] for key, nbytes in plan.ring_limits.items()],
+        "streams": plan.streams,
+    }
+
+
+def _decode(cls: type[Plan], data: Mapping[str, Any]) -> Plan:
+    topology = Topology(
+        tuple(DeviceSpec(**spec) for spec in data["devices"]),
+        {(a, b): Link(**link) for a, b, link in data["links"]},
+        Link(**data["default_link"]),
+    )
+    return cls(
+        Graph.from_dict(data["graph"]),
+        topology,
+        decode_schedule(data),
+        data["makespan"],
+        data["lower_bound"],
+        data["proof"],
+        data["method"],
+        _decode_wishes(data["wishes"]),
+        data["fixed_weights"],
+        data["call_weight"],
+        tuple(_from_data(cls, _FORMAT.checked(other)) for other in data["others"]),
+        dict(map(tuple, data["shared_rings"])),
+        dict(map(tuple, data["ring_limits"])),
+        data["streams"],
+    )
+
+
+def _decode_wishes(data: Mapping[str, Any]) -> Wishes:
+    together = tuple(group if isinstance(group, str) else tuple(group) for group in data["together"])
+    return Wishes(**{**data, "together": together})

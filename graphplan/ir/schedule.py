@@ -1,0 +1,270 @@
+"""The schedule: a placed graph as a list of moves and runs, with nothing implicit.
+
+A schedule is what the lowered module does, step for step, so bytes and seconds are read off it and
+off nothing else. Before and after, for two operations on two devices::
+
+    a = linear(x, w)            move x: cpu -> 0
+    b = relu(a)                 run a on 0
+                                move a: 0 -> 1
+                                run b on 1
+                                move b: 1 -> cpu      (output)
+
+An *instance* is a value on a device. A value reaches a device at most once, and is dropped there
+after its last reader. Devices are keys, as in ``max_memory``; the caller's own device, from which
+inputs come and to which outputs return, is ``host``.
+
+Weights that live on the CPU, or on disk, and are read on an accelerator are *streamed*: a *segment* (the
+weights of an operation, or of a few small ones) is copied in one go into a slot of the accelerator's
+*ring*, on a queue of its own, ahead of its first reader. For two segments in a ring of one slot::
+
+    load 0: w0 -> slot 0 of 0, 4096 bytes
+    wait 0 on 0
+    run a on 0
+    release 0 on 0
+    load 1: w1 -> slot 0 of 0, 4096 bytes
+    ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Literal
+
+from graphplan.devices.topology import CPU, DISK, DeviceKey, Topology
+
+__all__ = [
+    "STAGED_BYTES",
+    "Assignment",
+    "Load",
+    "Move",
+    "MoveKind",
+    "Release",
+    "Ring",
+    "Run",
+    "Schedule",
+    "Segment",
+    "Step",
+    "Wait",
+    "read_in_place",
+    "ring_bytes",
+]
+
+STAGED_BYTES = 16 << 20  # the largest of the two buffers that weights on disk pass on their way to a ring
+
+MoveKind = Literal["activation", "weight", "input", "output", "writeback"]
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Where each operation runs and each weight lives: what a solver proposes.
+
+    Attributes:
+        operations: operation name -> device key.
+        weights: weight name -> device key.
+        slots: device key -> slots of its ring, as far as there are segments for them; more where more
+            segments are in use at once. 0, which is for calls of which autograd keeps the weights: no
+            ring, each weight is copied right before its first reader. A device that is not named has
+            two, or one where two do not fit.
+    """
+
+    operations: Mapping[str, DeviceKey]
+    weights: Mapping[str, DeviceKey]
+    slots: Mapping[DeviceKey, int] = field(default_factory=dict)
+
+
+def read_in_place(topology: Topology, assignment: Assignment) -> Iterator[tuple[str, DeviceKey]]:
+    """The weights on disk, with each device that reads them where they are: the CPU, page by page."""
+    memory = [spec.key for spec in topology.devices if spec.type == CPU]
+    if DISK in topology:
+        on_disk = [name for name, key in assignment.weights.items() if key == DISK]
+        yield from ((name, key) for name in on_disk for key in memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Copy one value or weight, ``nbytes`` of it, to another device.
+
+    A ``"writeback"`` copies an input that the call has changed into the caller's own tensor.
+    """
+
+    value: str
+    source: DeviceKey
+    destination: DeviceKey
+    nbytes: int
+    kind: MoveKind
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Run one operation on a device."""
+
+    operation: str
+    device: DeviceKey
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Enqueue the copy of a segment into its slot: it starts when the slot's last readers are done.
+
+    Attributes:
+        segment: its index in the ring.
+        device: the accelerator whose ring it is.
+        source: where the weights live.
+        weights: their names.
+        nbytes: bytes of the copy, the gaps between its weights included.
+    """
+
+    segment: int
+    device: DeviceKey
+    source: DeviceKey
+    weights: tuple[str, ...]
+    nbytes: int
+
+    @property
+    def destination(self) -> DeviceKey:
+        """The device, as for a :class:`Move`."""
+        return self.device
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Let what follows on a device wait until a segment is there; its weights can then be read."""
+
+    segment: int
+    device: DeviceKey
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Everything that reads a segment is enqueued: its slot may be loaded anew after that."""
+
+    segment: int
+    device: DeviceKey
+
+
+Step = Move | Run | Load | Wait | Release
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Weights that are copied to an accelerator in one go.
+
+    Attributes:
+        weights: names.
+        offsets: bytes from the start of the slot to each of them.
+        nbytes: bytes of the copy, the gaps between its weights included.
+        slot: index of the slot that it is copied into.
+        previous: index of the segment that is in the slot before it; for the first of a slot, the
+            last of it, in the call before.
+    """
+
+    weights: tuple[str, ...]
+    offsets: tuple[int, ...]
+    nbytes: int
+    slot: int
+    previous: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The slots of an accelerator into which weights are streamed. It lives as long as the module.
+
+    Attributes:
+        device: key of the accelerator.
+        source: where the streamed weights live; some may be on disk instead, which their loads say.
+        slots: bytes of each slot; they lie one after another.
+        segments: in the order in which they are copied.
+        nbytes: bytes of the storage, which calls of other structures may need larger than ``slots``.
+    """
+
+    device: DeviceKey
+    source: DeviceKey
+    slots: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    nbytes: int
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Bytes from the start of the storage to each slot."""
+        return tuple(accumulate(self.slots, initial=0))[:-1]
+
+
+def ring_bytes(rings: Iterable[Ring]) -> dict[DeviceKey, int]:
+    """Device -> bytes of the largest of these rings there."""
+    sizes: dict[DeviceKey, int] = {}
+    for ring in rings:
+        sizes[ring.device] = max(ring.nbytes, sizes.get(ring.device, 0))
+    return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The steps of one call.
+
+    Attributes:
+        steps: in execution order.
+        assignment: the placement that they carry out.
+        host: the key (or device name) of the caller's own device.
+        returns_to_host: whether outputs are moved back to ``host``.
+        rings: one for each accelerator that weights are streamed to.
+    """
+
+    steps: tuple[Step, ...]
+    assignment: Assignment
+    host: DeviceKey
+    returns_to_host: bool = True
+    rings: tuple[Ring, ...] = ()
+
+    def moves(self, *kinds: MoveKind) -> Iterator[Move]:
+        """The moves of these kinds, or all, in order."""
+        for step in self.steps:
+            if isinstance(step, Move) and (not kinds or step.kind in kinds):
+                yield step
+
+    def runs(self) -> Iterator[Run]:
+        """The runs, in order."""
+        for step in self.steps:
+            if isinstance(step, Run):
+                yield step
+
+    def loads(self) -> Iterator[Load]:
+        """The copies of segments, in order."""
+        for step in self.steps:
+            if isinstance(step, Load):
+                yield step
+
+    def copies(self) -> Iterator[Move | Load]:
+        """Everything that crosses between devices, in order."""
+        for step in self.steps:
+            if isinstance(step, Move | Load):
+                yield step
+
+    def with_rings(self, sizes: Mapping[DeviceKey, int], topology: Topology) -> Schedule:
+        """The same schedule, with a ring of at least so many bytes on each device that ``sizes`` names."""
+        known = {ring.device: ring for ring in self.rings}
+        cpu = next((spec.key for spec in topology.devices if spec.type == CPU), CPU)
+        rings = [
+            replace(ring, nbytes=max(ring.nbytes, sizes.get(spec.key, 0)))
+            for spec in topology.devices
+            if spec.key in known or spec.key in sizes
+            for ring in (known.get(spec.key, Ring(spec.key, cpu, (), (), 0)),)
+        ]
+        return replace(self, rings=tuple(rings))
+
+    def __str__(self) -> str:
+        slots = {(ring.device, i): s.slot for ring in self.rings for i, s in enumerate(ring.segments)}
+        return "\n".join(_line(step, slots) for step in self.steps)
+
+
+def _line(step: Step, slots: Mapping[tuple[DeviceKey, int], int]) -> str:
+    if isinstance(step, Run):
+        return f"run {step.operation} on {step.device}"
+    if isinstance(step, Move):
+        return f"move {step.value}: {step.source} -> {step.destination}, {step.nbytes} bytes ({step.kind})"
+    if isinstance(step, Load):
+        place = f"slot {slots.get((step.device, step.segment), '?')} of {step.device}"
+        return f"load {step.segment}: {', '.join(step.weights)} -> {place}, {step.nbytes} bytes"
+    verb = "wait" if isinstance(step, Wait) else "release"
+    return f"{verb} {step.segment} on {step.device}"

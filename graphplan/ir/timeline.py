@@ -1,0 +1,143 @@
+"""The clocks of one call: when each step starts and ends.
+
+Operations and moves follow one another on one clock. Each accelerator that weights are streamed to has
+a copy queue with a clock of its own: a segment's copy starts when the copy before it is done and what
+last read its slot is done, and its first reader waits for it. For two segments in one slot::
+
+    compute   |wait 0|==run a==|----wait 1----|==run b==|
+    copies    |load 0|         |---load 1-----|
+
+Runs, moves and waits fill the call without a gap: their seconds add up to its own. Those of loads are
+beside them, and hidden as far as nothing waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from typing import Literal
+
+from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Topology
+from graphplan.ir.cost_model import move_seconds, operation_seconds
+from graphplan.ir.graph import Graph
+from graphplan.ir.graph_elements import Operation
+from graphplan.ir.schedule import Load, Move, Release, Run, Schedule, Wait
+
+__all__ = ["Event", "Timeline", "call_seconds", "make_timeline"]
+
+Seconds = Callable[[Operation, DeviceSpec], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that takes time.
+
+    Attributes:
+        kind: an operation, a move, the copy of a segment (on the device's copy queue), or a wait for
+            such a copy, if it is not there in time.
+        name: of the operation, the value or the segment's weights.
+        device: where it runs, or where it arrives.
+        start: seconds since the call began.
+        end: seconds since the call began.
+        weights: of a load or a wait: what the segment holds.
+    """
+
+    kind: Literal["run", "move", "load", "wait"]
+    name: str
+    device: DeviceKey
+    start: float
+    end: float
+    weights: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The events of one call, in the order of its schedule, and its seconds."""
+
+    events: tuple[Event, ...]
+    seconds: float
+
+    def busy(self, kind: str, device: DeviceKey | None = None) -> float:
+        """Seconds that events of a kind take together, on one device or on all."""
+        chosen = (e for e in self.events if e.kind == kind and device in (None, e.device))
+        return sum(event.end - event.start for event in chosen)
+
+    @property
+    def copy_seconds(self) -> float:
+        """Seconds in which the call does nothing but copy: its moves, and its waits for streamed weights."""
+        return self.busy("move") + self.busy("wait")
+
+    @property
+    def hidden_seconds(self) -> float:
+        """Seconds in which weights are copied while the call does something else."""
+        return max(0.0, self.busy("load") - self.busy("wait"))
+
+
+def make_timeline(graph: Graph, topology: Topology, schedule: Schedule) -> Timeline:
+    """When each step of a schedule starts and ends."""
+    events: list[Event] = []
+    seconds = _run(graph, topology, schedule, operation_seconds, events)
+    return Timeline(tuple(events), seconds)
+
+
+def call_seconds(
+    graph: Graph, topology: Topology, schedule: Schedule, seconds: Seconds = operation_seconds
+) -> float:
+    """Seconds of one call.
+
+    Args:
+        graph: what is scheduled.
+        topology: its devices and links.
+        schedule: of the call.
+        seconds: of an operation on a device.
+    """
+    return _run(graph, topology, schedule, seconds, None)
+
+
+def _run(
+    graph: Graph, topology: Topology, schedule: Schedule, seconds: Seconds, events: list[Event] | None
+) -> float:
+    specs = {spec.key: spec for spec in topology.devices}
+    slot_of = {(ring.device, i): s.slot for ring in schedule.rings for i, s in enumerate(ring.segments)}
+    on_disk = {name for name, key in schedule.assignment.weights.items() if key == DISK}
+    now = 0.0
+    queue: dict[DeviceKey, float] = {}  # when each copy queue is done
+    free: dict[tuple[DeviceKey, int], float] = {}  # when each slot's last readers are done
+    there: dict[tuple[DeviceKey, int], float] = {}  # when each segment has arrived
+    coming: dict[tuple[DeviceKey, int], tuple[str, ...]] = {}  # its weights
+    for step in schedule.steps:
+        if isinstance(step, Run):
+            start, now = now, now + seconds(graph.operations[step.operation], specs[step.device])
+            if on_disk and specs[step.device].type == CPU:
+                now += _reading(graph, topology, graph.operations[step.operation], on_disk)
+            if events is not None:
+                events.append(Event("run", step.operation, step.device, start, now))
+        elif isinstance(step, Move):
+            start, now = now, now + move_seconds(step, topology)
+            if events is not None:
+                events.append(Event("move", step.value, step.destination, start, now))
+        elif isinstance(step, Load):
+            slot = step.device, slot_of[step.device, step.segment]
+            start = max(queue.get(step.device, 0.0), free.get(slot, 0.0))
+            end = start + move_seconds(step, topology)
+            queue[step.device] = there[step.device, step.segment] = end
+            if events is not None:
+                coming[step.device, step.segment] = step.weights
+                events.append(Event("load", ", ".join(step.weights), step.device, start, end, step.weights))
+        elif isinstance(step, Wait):
+            start, now = now, max(now, there[step.device, step.segment])
+            if events is not None and now > start:
+                held = coming[step.device, step.segment]
+                events.append(Event("wait", ", ".join(held), step.device, start, now, held))
+        else:
+            assert isinstance(step, Release)
+            free[step.device, slot_of[step.device, step.segment]] = now
+    return now
+
+
+def _reading(graph: Graph, topology: Topology, operation: Operation, on_disk: Set[str]) -> float:
+    """Seconds to read weights where they are on disk: an embedding reads few of its bytes."""
+    if operation.host_only:
+        return 0.0
+    sizes = [graph.weights[name].nbytes for name in operation.inputs if name in on_disk]
+    return sum(topology.link(DISK, CPU).seconds(min(n, operation.bytes_accessed)) for n in sizes)

@@ -1,0 +1,72 @@
+"""What passes between operations: the copies of a schedule, each from its maker to its first reader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from graphplan.devices.topology import DeviceKey
+from graphplan.ir.schedule import Load, Move, Run
+from graphplan.ir.timeline import Event
+
+if TYPE_CHECKING:
+    from graphplan.analysis.plan import Plan
+
+__all__ = ["Flow", "find_flows", "timed_steps"]
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """One copy between devices.
+
+    Attributes:
+        kind: ``"activation"``, ``"weight"``, ``"input"``, ``"output"`` or ``"writeback"``.
+        names: the value, or the weights that are copied in one go.
+        source: where from.
+        destination: where to.
+        nbytes: bytes of the copy.
+        start: modelled seconds since the call began.
+        end: modelled seconds since the call began.
+        maker: the operation that made the value; None for inputs and weights.
+        reader: the first operation there that reads it; None for outputs.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    source: DeviceKey
+    destination: DeviceKey
+    nbytes: int
+    start: float
+    end: float
+    maker: str | None
+    reader: str | None
+
+
+def timed_steps(plan: Plan) -> Iterator[tuple[Run | Move | Load, Event]]:
+    """Each step that takes time, but for waits, with its modelled event."""
+    events = iter(event for event in plan.timeline.events if event.kind != "wait")
+    for step in plan.schedule.steps:
+        if isinstance(step, Run | Move | Load):
+            yield step, next(events)
+
+
+def find_flows(plan: Plan) -> tuple[Flow, ...]:
+    """Every copy of one call, in order."""
+    found: list[Flow] = []
+    coming: dict[tuple[str, DeviceKey], int] = {}  # what has arrived and was not read yet
+    for step, event in timed_steps(plan):
+        if isinstance(step, Run):
+            for name in plan.graph.operations[step.operation].inputs:
+                index = coming.pop((name, step.device), None)
+                if index is not None and found[index].reader is None:
+                    found[index] = replace(found[index], reader=step.operation)
+            continue
+        names = step.weights if isinstance(step, Load) else (step.value,)
+        kind = "weight" if isinstance(step, Load) else step.kind
+        maker = None if kind in ("weight", "input") else plan.graph.producer.get(names[0])
+        if kind not in ("output", "writeback"):
+            coming.update({(name, step.destination): len(found) for name in names})
+        ends = (event.start, event.end, maker, None)
+        found.append(Flow(kind, names, step.source, step.destination, step.nbytes, *ends))
+    return tuple(found)

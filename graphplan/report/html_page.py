@@ -1,0 +1,87 @@
+"""A plan as one HTML file that needs nothing else: no network, no second file.
+
+The template, the styles and the scripts are files of ``graphplan/report/assets``; the plan goes in as
+JSON. Names of a model are data only: in the page they are always set as text, and no text ends the JSON's
+element.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from graphplan.ir.measured_call import Measured
+from graphplan.report.page_data import page_data
+
+if TYPE_CHECKING:
+    from graphplan.analysis.plan import Plan
+
+__all__ = ["to_html"]
+
+_SCRIPTS = (
+    "vendor/cytoscape.min.js",
+    "vendor/dagre.min.js",
+    "format.js",
+    "model.js",
+    "dom.js",
+    "layout.js",
+    "overview.js",
+    "paper.js",
+    "graph.js",
+    "outline.js",
+    "details.js",
+    "search.js",
+    "memory.js",
+    "timeline.js",
+    "tables.js",
+    "main.js",
+)
+# an escape of JSON; the group has those that would hide or turn around what is beside them: controls, marks
+# without width, and those that set the direction of text
+_ESCAPE = re.compile(
+    r"\\(?:([bfnrt]|u00[01].|u00[89].|u00ad|u061c|u180e|u200[b-f]|u202[89a-e]|u206.|ufeff)|u....|.)"
+)
+_SLOT = re.compile(r"<!-- (title|style|scripts|data) -->")
+
+
+def to_html(plan: Plan, title: str = "", measured: Measured | None = None) -> str:
+    """The page of a plan.
+
+    Args:
+        plan: what is shown.
+        title: of the page; the plan's own short text by default.
+        measured: one measured call, shown beside the modelled one.
+    """
+    title = title or "Plan"
+    parts = {
+        "title": html.escape(json.loads(_plain(json.dumps(title)))),
+        "style": f"<style>\n{_asset('page.css')}</style>",
+        "scripts": "\n".join(f"<script>\n{_script(name)}</script>" for name in _SCRIPTS),
+        "data": _embedded({"title": title, **page_data(plan, measured)}),
+    }
+    return _SLOT.sub(lambda found: parts[found[1]], _asset("page.html"))
+
+
+def _asset(name: str) -> str:
+    return files("graphplan.report").joinpath("assets", *name.split("/")).read_text(encoding="utf-8")
+
+
+def _script(name: str) -> str:
+    text = _asset(name)
+    assert "</script" not in text.lower(), name
+    return text
+
+
+def _plain(text: str) -> str:
+    """JSON whose strings show characters that cannot be seen by their numbers."""
+    return _ESCAPE.sub(lambda found: ("\\" if found[1] else "") + found[0], text)
+
+
+def _embedded(data: dict[str, Any]) -> str:
+    """JSON for an element of the page: without characters that could end the element or begin a comment."""
+    text = _plain(json.dumps(data, separators=(",", ":"), ensure_ascii=True))
+    escaped = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return f'<script type="application/json" id="plan">{escaped}</script>'

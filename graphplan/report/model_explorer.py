@@ -1,0 +1,162 @@
+"""A plan for Model Explorer: one graph nested by stage and module, and colours for its operations.
+
+The graph is a ``GraphCollection`` and the colours are ``NodeDataProviderData``, as in the interfaces of
+``input_graph.ts`` and ``types.ts`` of github.com/google-ai-edge/model-explorer.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphplan.ir.graph_elements import Operation
+from graphplan.ir.measured_call import Measured
+from graphplan.report.text import COLOURS, size_text, time_text
+
+if TYPE_CHECKING:
+    from graphplan.analysis.plan import Plan
+
+__all__ = ["save_model_explorer", "to_model_explorer"]
+
+_GRAPH = "plan"
+_GRADIENT = [{"stop": 0, "bgColor": "#f4f7fd"}, {"stop": 1, "bgColor": "#e0762f"}]
+
+
+def to_model_explorer(plan: Plan, title: str = "Plan", measured: Measured | None = None) -> dict[str, str]:
+    """Texts of JSON: ``""`` -> the graph, and for each way to colour it, its name -> the node data.
+
+    Args:
+        plan: what is written.
+        title: of the collection.
+        measured: one measured call; its seconds are one way more.
+    """
+    graph = {"id": _GRAPH, "nodes": _nodes(plan), "groupNodeAttributes": _groups(plan)}
+    texts = {"": json.dumps({"label": title, "graphs": [graph]})}
+    for name, data in _node_data(plan, measured).items():
+        texts[name] = json.dumps({_GRAPH: data})
+    return texts
+
+
+def save_model_explorer(plan: Plan, path: Path, title: str, measured: Measured | None = None) -> None:
+    """Write the graph to ``path``, and beside it each way to colour it (``plan.seconds.json``)."""
+    for name, text in to_model_explorer(plan, title, measured).items():
+        target = path.with_suffix(f".{name}.json") if name else path
+        target.write_text(text, encoding="utf-8")
+
+
+def _namespaces(plan: Plan) -> dict[str, str]:
+    """Operation -> the stage and the modules around it, joined by slashes."""
+    found = {}
+    for stage in plan.stages:
+        for name in stage.operations:
+            path = plan.graph.operations[name].module_path.replace("/", "_").split(".")
+            found[name] = "/".join([_stage_name(stage.index, stage.device), *filter(None, path)])
+    return found
+
+
+def _stage_name(index: int, device: object) -> str:
+    return f"stage {index} on {device}".replace("/", "_")
+
+
+def _nodes(plan: Plan) -> list[dict[str, Any]]:
+    graph, namespaces = plan.graph, _namespaces(plan)
+    position = {value: i for op in graph.operations.values() for i, value in enumerate(op.outputs)}
+    nodes = []
+    for operation in graph.operations.values():
+        sources = [(i, name) for i, name in enumerate(operation.inputs) if name in graph.producer]
+        nodes.append(
+            {
+                "id": operation.name,
+                "label": operation.target,
+                "namespace": namespaces.get(operation.name, "on the host"),
+                "attrs": _attributes(plan, operation),
+                "incomingEdges": [
+                    {
+                        "sourceNodeId": graph.producer[name],
+                        "sourceNodeOutputId": str(position[name]),
+                        "targetNodeInputId": str(i),
+                    }
+                    for i, name in sources
+                ],
+                "inputsMetadata": [
+                    {"id": str(i), "attrs": [{"key": "name", "value": name}]}
+                    for i, name in enumerate(operation.inputs)
+                ],
+                "outputsMetadata": [
+                    {"id": str(i), "attrs": _form(plan, name)} for i, name in enumerate(operation.outputs)
+                ],
+            }
+        )
+    return nodes
+
+
+def _attributes(plan: Plan, operation: Operation) -> list[dict[str, str]]:
+    weights = [plan.graph.weights[name] for name in operation.inputs if name in plan.graph.weights]
+    made = sum(plan.graph.values[name].nbytes for name in operation.outputs)
+    facts = {
+        "device": str(plan.schedule.assignment.operations[operation.name]),
+        "module": operation.module_path,
+        "FLOP": f"{operation.flops:,}" if operation.flops else "",
+        "makes": size_text(made),
+        "weights": ", ".join(f"{weight.name} ({size_text(weight.nbytes)})" for weight in weights),
+        "source": operation.source,
+    }
+    return [{"key": key, "value": value} for key, value in facts.items() if value]
+
+
+def _form(plan: Plan, name: str) -> list[dict[str, str]]:
+    value = plan.graph.values[name]
+    shape = [{"key": "tensor_shape", "value": f"{value.dtype}{list(value.shape)}"}] if value.dtype else []
+    return [{"key": "name", "value": name}, *shape]
+
+
+def _groups(plan: Plan) -> dict[str, dict[str, str]]:
+    runs = _seconds(plan)
+    groups = {
+        _stage_name(stage.index, stage.device): {
+            "device": str(stage.device),
+            "operations": str(len(stage.operations)),
+            "time": time_text(sum(runs.get(name, 0.0) for name in stage.operations)),
+        }
+        for stage in plan.stages
+    }
+    whole = {
+        "time": f"{time_text(plan.makespan)} modelled, lower bound {time_text(plan.lower_bound)}",
+        "proof": plan.proof,
+        "transfers": size_text(plan.transfer_bytes),
+        "streamed weights": size_text(plan.streamed_bytes),
+    }
+    return {"": whole, **groups}
+
+
+def _seconds(plan: Plan) -> dict[str, float]:
+    return {event.name: event.end - event.start for event in plan.timeline.events if event.kind == "run"}
+
+
+def _node_data(plan: Plan, measured: Measured | None) -> dict[str, dict[str, Any]]:
+    operations, values = plan.graph.operations.values(), plan.graph.values
+    keys = list(plan.topology.keys)
+    homes = plan.schedule.assignment.operations
+    colour = {key: f"{COLOURS[i % len(COLOURS)]}66" for i, key in enumerate(keys)}
+    made = {op.name: sum(values[name].nbytes for name in op.outputs) for op in operations}
+    found = {
+        "device": {
+            "name": "device",
+            "results": {n: {"value": str(k), "bgColor": colour.get(k, "#dddddd")} for n, k in homes.items()},
+        },
+        "bytes": _graded("bytes made", made),
+        "seconds": _graded("modelled seconds", _seconds(plan)),
+    }
+    if measured is not None:
+        runs = [event for event in measured.timeline.events if event.kind == "run"]
+        found["measured"] = _graded("measured seconds", {e.name: e.end - e.start for e in runs})
+    return found
+
+
+def _graded(name: str, figures: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "results": {key: {"value": figure} for key, figure in figures.items()},
+        "gradient": _GRADIENT,
+    }

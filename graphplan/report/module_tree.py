@@ -1,0 +1,136 @@
+"""A plan as a tree: stages, the modules in them, the operations in those.
+
+For a stage that runs ``layers.6.norm``, ``layers.6.attn.q`` and ``layers.6.attn.k``::
+
+    stage 1
+      layers.6
+        norm      -> one operation
+        attn
+          q       -> one operation
+          k       -> one operation
+
+A module with nothing but one module inside is one group with it. Where a group has more children than a
+person can look at, consecutive ones are put into runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from graphplan.analysis.plan import Plan
+
+__all__ = ["MOST_CHILDREN", "Group", "stage_groups"]
+
+MOST_CHILDREN = 96
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Operations that belong together.
+
+    Attributes:
+        kind: a stage, a module, or a run of siblings.
+        label: what it is called beside its siblings (``"self_attn"``).
+        path: of the module; of a run, that of the module around it.
+        operations: names of all operations inside, in order.
+        children: the groups and the operations right inside, in order of their first operation.
+    """
+
+    kind: Literal["stage", "module", "run"]
+    label: str
+    path: str
+    operations: tuple[str, ...]
+    children: tuple[Group | str, ...]
+
+
+def stage_groups(plan: Plan) -> tuple[Group, ...]:
+    """One group for each stage of a plan."""
+    paths = {name: operation.module_path for name, operation in plan.graph.operations.items()}
+    return tuple(
+        Group(
+            "stage",
+            _span([paths[name] for name in stage.operations]) or f"stage {stage.index}",
+            "",
+            stage.operations,
+            _opened(_children(stage.operations, "", paths)),
+        )
+        for stage in plan.stages
+    )
+
+
+def _opened(children: tuple[Group | str, ...]) -> tuple[Group | str, ...]:
+    """A stage shows what is inside its only module."""
+    while len(children) == 1 and isinstance(children[0], Group):
+        children = children[0].children
+    return children
+
+
+def _span(paths: Sequence[str]) -> str:
+    """The first and the last module, without the prefix that most of them have."""
+    named = [path for path in paths if path]
+    if not named:
+        return ""
+    prefix = ""
+    while True:
+        below = [path[len(prefix) :].split(".") for path in named if path.startswith(prefix)]
+        # a number says nothing without the name before it
+        longer = Counter(
+            parts[0] for parts in below if len(parts) > 1 and not parts[1].isdigit()
+        ).most_common(1)
+        if not longer:
+            break
+        inside = longer[0][1] + named.count(prefix + longer[0][0])
+        if inside < 0.8 * len(named):
+            break
+        prefix += longer[0][0] + "."
+    ends = [".".join(path.removeprefix(prefix).split(".")[:2]) for path in (named[0], named[-1])]
+    return ends[0] if ends[0] == ends[1] else f"{ends[0]} … {ends[1]}"
+
+
+def _children(names: Sequence[str], path: str, paths: dict[str, str]) -> tuple[Group | str, ...]:
+    start = len(path) + 1 if path else 0
+    inside: dict[str, list[str]] = {}
+    for name in names:
+        child = paths[name][start:].partition(".")[0]
+        # an operation of the module's own is a child by itself; a module's name has no colon of ours
+        inside.setdefault((child and f"m:{child}") or f"o:{name}", []).append(name)
+    found: list[Group | str] = []
+    for key, members in inside.items():
+        kind, _, child = key.partition(":")
+        found.append(child if kind == "o" else _module(child, path, members, paths))
+    return _in_runs(found, path)
+
+
+def _module(child: str, path: str, members: Sequence[str], paths: dict[str, str]) -> Group:
+    own = f"{path}.{child}" if path else child
+    children = _children(members, own, paths)
+    if len(children) == 1 and isinstance(children[0], Group) and children[0].kind == "module":
+        only = children[0]
+        return Group("module", _label(only.path, path), only.path, only.operations, only.children)
+    return Group("module", _label(own, path), own, tuple(members), children)
+
+
+def _label(path: str, outer: str) -> str:
+    """What a module is called inside another one."""
+    inside = path[len(outer) + 1 if outer else 0 :]
+    # a number says nothing without the name before it
+    return f"{outer.rpartition('.')[2]}.{inside}" if outer and inside.partition(".")[0].isdigit() else inside
+
+
+def _in_runs(children: list[Group | str], path: str) -> tuple[Group | str, ...]:
+    while len(children) > MOST_CHILDREN:
+        runs = min(MOST_CHILDREN, ceil(len(children) / (MOST_CHILDREN // 2)))
+        each = ceil(len(children) / runs)
+        children = [_run(children[i : i + each], path) for i in range(0, len(children), each)]
+    return tuple(children)
+
+
+def _run(children: list[Group | str], path: str) -> Group:
+    ends = [child if isinstance(child, str) else child.label for child in (children[0], children[-1])]
+    names = [n for child in children for n in ((child,) if isinstance(child, str) else child.operations)]
+    return Group("run", f"{ends[0]} … {ends[1]}", path, tuple(names), tuple(children))

@@ -1,0 +1,244 @@
+"""What the page shows, as plain data: numbers in columns, names once, everything else by index.
+
+Groups, operations, weights, devices, modules and source lines are lists; what refers to one of them does
+so by its position. A child of a group is the position of another group, or ``-1 - position`` of an
+operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from graphplan.devices.topology import CPU, DeviceKey
+from graphplan.ir.measured_call import Measured
+from graphplan.ir.schedule import Run
+from graphplan.ir.timeline import Timeline
+from graphplan.report.data_flows import find_flows
+from graphplan.report.module_tree import Group, stage_groups
+
+if TYPE_CHECKING:
+    from graphplan.analysis.plan import Plan
+    from graphplan.ir.graph_elements import Value
+
+__all__ = ["page_data"]
+
+
+def page_data(plan: Plan, measured: Measured | None = None) -> dict[str, Any]:
+    """Everything that the page of a plan needs.
+
+    Args:
+        plan: what is shown.
+        measured: one measured call, to be shown beside the modelled one.
+    """
+    return _Writer(plan, measured).data()
+
+
+@dataclass(slots=True)
+class _Table:
+    """Strings, each once."""
+
+    rows: list[str] = field(default_factory=list)
+    known: dict[str, int] = field(default_factory=dict)
+
+    def index(self, text: str) -> int:
+        if text not in self.known:
+            self.known[text] = len(self.rows)
+            self.rows.append(text)
+        return self.known[text]
+
+
+class _Writer:
+    def __init__(self, plan: Plan, measured: Measured | None) -> None:
+        self.plan, self.graph, self.measured = plan, plan.graph, measured
+        specs = [spec.key for spec in plan.topology.devices]
+        self.keys = specs if plan.schedule.host in specs else [*specs, plan.schedule.host]
+        self.device = {key: index for index, key in enumerate(self.keys)}
+        self.operation = {name: index for index, name in enumerate(self.graph.operations)}
+        self.weight = {name: index for index, name in enumerate(self.graph.weights)}
+        runs = [event for event in plan.timeline.events if event.kind == "run"]
+        self.seconds = {event.name: event.end - event.start for event in runs}
+        self.modules, self.sources = _Table(), _Table()
+        self.groups: list[dict[str, Any]] = []
+
+    def data(self) -> dict[str, Any]:
+        stages = [self._group(group) for group in stage_groups(self.plan)]
+        return {
+            "summary": self._summary(),
+            "devices": [self._device(key) for key in self.keys],
+            "stages": [
+                {"group": group, "device": self.device[stage.device]}
+                for group, stage in zip(stages, self.plan.stages, strict=True)
+            ],
+            "groups": self.groups,
+            "operations": self._operations(),
+            "weights": [self._weight(name) for name in self.graph.weights],
+            "modules": self.modules.rows,
+            "sources": self.sources.rows,
+            "dependencies": self._dependencies(),
+            "flows": self._flows(),
+            "modelled": self._events(self.plan.timeline),
+            "measured": None if self.measured is None else self._events(self.measured.timeline),
+        }
+
+    def _summary(self) -> dict[str, Any]:
+        plan = self.plan
+        return {
+            "method": plan.method,
+            "makespan": plan.makespan,
+            "lowerBound": plan.lower_bound,
+            "gap": plan.gap,
+            "proof": plan.proof,
+            "transferBytes": plan.transfer_bytes,
+            "transfers": len(plan.transfers),
+            "streamedBytes": plan.streamed_bytes,
+            "fetches": len(plan.fetches),
+            "hiddenSeconds": plan.timeline.hidden_seconds,
+            "weightBytes": self.graph.weight_bytes,
+            "flops": self.graph.flops,
+            "activationsKnown": plan.activations_known,
+            "calls": len(plan.calls),
+            "measuredSeconds": None if self.measured is None else self.measured.timeline.seconds,
+        }
+
+    # -- devices ----------------------------------------------------------------------------------
+
+    def _device(self, key: DeviceKey) -> dict[str, Any]:
+        plan = self.plan
+        # the caller's own device may be none of the plan's
+        spec = next((spec for spec in plan.topology.devices if spec.key == key), None)
+        peak = plan.peaks[key]
+        ring = sum(ring.nbytes for ring in plan.schedule.rings if ring.device == key)
+        return {
+            "key": str(key),
+            "device": CPU if spec is None else spec.device,
+            "budget": None if spec is None else spec.memory,
+            "reserve": 0 if spec is None else spec.reserve,
+            "peak": peak.nbytes,
+            "peakAt": self._peak_position(peak.step),
+            "weights": peak.weights - ring,
+            "ring": ring,
+            "memory": self._memory(key),
+            "busy": plan.timeline.busy("run", key),
+            "measuredPeak": None if self.measured is None else self.measured.peak_bytes.get(key),
+        }
+
+    def _peak_position(self, step: int) -> int:
+        """How many operations ran before a step."""
+        return sum(isinstance(s, Run) for s in self.plan.schedule.steps[: max(0, step)])
+
+    def _memory(self, key: DeviceKey) -> list[int]:
+        """Position among the operations and most bytes from there on, for each change."""
+        line: list[int] = []
+        position, most = 0, 0
+        profile = self.plan.memory.profile[key]
+        for step, nbytes in zip(self.plan.schedule.steps, profile, strict=True):
+            most = max(most, nbytes)
+            if isinstance(step, Run):
+                if not line or line[-1] != most:
+                    line += [position, most]
+                position, most = position + 1, 0
+        if most and (not line or line[-1] != most):
+            line += [position, most]
+        return line
+
+    # -- the tree ---------------------------------------------------------------------------------
+
+    def _group(self, group: Group) -> int:
+        index = len(self.groups)
+        self.groups.append({})
+        children = [
+            -1 - self.operation[child] if isinstance(child, str) else self._group(child)
+            for child in group.children
+        ]
+        operations = [self.graph.operations[name] for name in group.operations]
+        reads = {name for operation in operations for name in operation.inputs if name in self.weight}
+        self.groups[index] = {
+            "kind": group.kind,
+            "label": group.label,
+            "path": group.path,
+            "children": children,
+            "count": len(operations),
+            "seconds": sum(self.seconds.get(name, 0.0) for name in group.operations),
+            "flops": sum(operation.flops for operation in operations),
+            "made": sum(self._made(operation.outputs) for operation in operations),
+            "weights": sum(self.graph.weights[name].nbytes for name in reads),
+        }
+        return index
+
+    def _made(self, names: Sequence[str]) -> int:
+        return sum(self.graph.values[name].nbytes for name in names)
+
+    def _operations(self) -> dict[str, list[Any]]:
+        columns: dict[str, list[Any]] = {
+            name: []
+            for name in ("name", "target", "module", "source", "device", "seconds", "flops", "made", "reads")
+        }
+        columns["result"] = []
+        assigned = self.plan.schedule.assignment.operations
+        for name, operation in self.graph.operations.items():
+            columns["name"].append(name)
+            columns["target"].append(operation.target)
+            columns["module"].append(self.modules.index(operation.module_path))
+            columns["source"].append(self.sources.index(operation.source))
+            columns["device"].append(self.device[assigned[name]])
+            columns["seconds"].append(self.seconds.get(name, 0.0))
+            columns["flops"].append(operation.flops)
+            columns["made"].append(self._made(operation.outputs))
+            columns["reads"].append([self.weight[n] for n in operation.inputs if n in self.weight])
+            columns["result"].append(", ".join(_form(self.graph.values[n]) for n in operation.outputs))
+        return columns
+
+    def _weight(self, name: str) -> dict[str, Any]:
+        weight = self.graph.weights[name]
+        return {
+            "name": name,
+            "names": [other for other in weight.names if other != name],
+            "kind": weight.kind,
+            "bytes": weight.nbytes,
+            "form": f"{weight.dtype}{list(weight.shape)}" if weight.dtype else "",
+            "home": self.device[self.plan.schedule.assignment.weights[name]],
+            "partOf": weight.part_of,
+        }
+
+    # -- what passes and when ---------------------------------------------------------------------
+
+    def _dependencies(self) -> list[int]:
+        """Producer and consumer of each edge, one after the other."""
+        ends: list[int] = []
+        for source, target, _ in self.graph.edges():
+            ends += [self.operation[source], self.operation[target]]
+        return ends
+
+    def _flows(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "kind": flow.kind,
+                "names": list(flow.names),
+                "from": self.device[flow.source],
+                "to": self.device[flow.destination],
+                "bytes": flow.nbytes,
+                "start": flow.start,
+                "end": flow.end,
+                "maker": None if flow.maker is None else self.operation[flow.maker],
+                "reader": None if flow.reader is None else self.operation[flow.reader],
+            }
+            for flow in find_flows(self.plan)
+        ]
+
+    def _events(self, timeline: Timeline) -> dict[str, Any]:
+        """What takes time; an operation by its position, anything else by what it copies."""
+        columns: dict[str, list[Any]] = {name: [] for name in ("kind", "device", "start", "end", "what")}
+        for event in timeline.events:
+            columns["kind"].append("rmlw"[["run", "move", "load", "wait"].index(event.kind)])
+            columns["device"].append(self.device[event.device])
+            columns["start"].append(event.start)
+            columns["end"].append(event.end)
+            is_run = event.kind == "run"
+            columns["what"].append(self.operation.get(event.name, event.name) if is_run else event.name)
+        return {"seconds": timeline.seconds, **columns}
+
+
+def _form(value: Value) -> str:
+    return f"{value.dtype}{list(value.shape)}" if value.dtype else ""

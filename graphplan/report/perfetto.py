@@ -1,0 +1,141 @@
+"""The timeline of a call in Chrome's trace format, which Perfetto and ``chrome://tracing`` open.
+
+Each device has a track for what it computes, for what arrives and for streamed weights, and a counter of
+its bytes; arrows lead from the operation that makes a value to its copy. A measured call is a second
+process beside the modelled one. Times are microseconds, as the format wants them.
+
+Source: the Trace Event Format (Google, 2016).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from graphplan.devices.topology import DeviceKey
+from graphplan.ir.measured_call import Measured
+from graphplan.ir.timeline import Event, Timeline
+from graphplan.report.data_flows import find_flows, timed_steps
+
+if TYPE_CHECKING:
+    from graphplan.analysis.plan import Plan
+
+__all__ = ["to_trace"]
+
+_MODELLED, _MEASURED = 1, 2
+_TRACKS = ("run", "move", "load")
+_TITLES = {"run": "compute", "move": "transfers in", "load": "streamed weights"}
+
+
+def to_trace(plan: Plan, measured: Measured | None = None) -> str:
+    """The trace as JSON text.
+
+    Args:
+        plan: whose modelled call is written.
+        measured: a measured call, to be written beside it.
+    """
+    writer = _Writer(plan)
+    events = [*writer.process(_MODELLED, "modelled", plan.timeline), *writer.memory(), *writer.arrows()]
+    if measured is not None:
+        events += writer.process(_MEASURED, "measured", measured.timeline)
+        events += writer.measured_peaks(measured)
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+class _Writer:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        keys: list[DeviceKey] = [*plan.topology.keys, plan.schedule.host]
+        self.device = {key: index for index, key in enumerate(dict.fromkeys(keys))}
+
+    def _track(self, event: Event) -> int:
+        kind = "run" if event.kind == "wait" else event.kind
+        return self.device[event.device] * len(_TRACKS) + _TRACKS.index(kind) + 1
+
+    def process(self, pid: int, name: str, timeline: Timeline) -> Iterator[dict[str, Any]]:
+        yield _named("process_name", pid, 0, f"{name} call")
+        tracks = {}
+        for event in timeline.events:
+            kind = "run" if event.kind == "wait" else event.kind
+            tracks[self._track(event)] = f"{event.device} {_TITLES[kind]}"
+        for tid in sorted(tracks):
+            yield _named("thread_name", pid, tid, tracks[tid])
+            yield {
+                "ph": "M",
+                "name": "thread_sort_index",
+                "pid": pid,
+                "tid": tid,
+                "args": {"sort_index": tid},
+            }
+        for event in timeline.events:
+            yield {
+                "ph": "X",
+                "name": f"wait for {event.name}" if event.kind == "wait" else event.name,
+                "cat": event.kind,
+                "ts": event.start * 1e6,
+                "dur": (event.end - event.start) * 1e6,
+                "pid": pid,
+                "tid": self._track(event),
+                "args": self._arguments(event),
+            }
+
+    def _arguments(self, event: Event) -> dict[str, Any]:
+        operation = self.plan.graph.operations.get(event.name)
+        if event.kind != "run" or operation is None:
+            weights = self.plan.graph.weights
+            if event.weights:
+                return {
+                    "weights": list(event.weights),
+                    "bytes": sum(weights[n].nbytes for n in event.weights),
+                }
+            value = self.plan.graph.values.get(event.name)
+            return {} if value is None else {"bytes": value.copy_bytes}
+        made = sum(self.plan.graph.values[name].nbytes for name in operation.outputs)
+        return {
+            "module": operation.module_path,
+            "target": operation.target,
+            "flops": operation.flops,
+            "bytes made": made,
+            "source": operation.source,
+        }
+
+    def memory(self) -> Iterator[dict[str, Any]]:
+        """A counter for each device: weights, and all else that it holds during a step."""
+        starts = {id(step): event.start for step, event in timed_steps(self.plan)}
+        for key in self.device:
+            weights, before, now = self.plan.peaks[key].weights, -1, 0.0
+            for step, nbytes in zip(self.plan.schedule.steps, self.plan.memory.profile[key], strict=True):
+                now = max(now, starts.get(id(step), now))
+                if nbytes != before:
+                    yield _counter(_MODELLED, f"memory of {key}", now, weights, nbytes)
+                before = nbytes
+
+    def measured_peaks(self, measured: Measured) -> Iterator[dict[str, Any]]:
+        """A counter for each device that counts its bytes: the peak, as a level."""
+        for key, nbytes in measured.peak_bytes.items():
+            weights = min(nbytes, self.plan.peaks[key].weights)
+            yield _counter(_MEASURED, f"measured peak of {key}", 0.0, weights, nbytes)
+
+    def arrows(self) -> Iterator[dict[str, Any]]:
+        """From the middle of the operation that makes a value to the middle of its copy."""
+        runs = {event.name: event for event in self.plan.timeline.events if event.kind == "run"}
+        for number, flow in enumerate(find_flows(self.plan)):
+            if flow.maker is None:
+                continue
+            made = runs[flow.maker]
+            copied = Event("move", flow.names[0], flow.destination, flow.start, flow.end)
+            for phase, event in (("s", made), ("f", copied)):
+                middle = (event.start + event.end) / 2
+                place = {"pid": _MODELLED, "tid": self._track(event), "ts": middle * 1e6}
+                end = {"bp": "e"} if phase == "f" else {}
+                yield {"ph": phase, "name": "transfer", "cat": "transfer", "id": number, **place, **end}
+
+
+def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _counter(pid: int, name: str, seconds: float, weights: int, nbytes: int) -> dict[str, Any]:
+    levels = {"weights": weights, "activations": max(0, nbytes - weights)}
+    return {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": seconds * 1e6, "args": levels}

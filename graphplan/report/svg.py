@@ -1,0 +1,265 @@
+"""A plan as one still picture: stages over time in the lane of their device, and memory below.
+
+Stages and fetches are as wide as their modelled time. The memory of each device is drawn over the order
+of operations, with its budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING
+
+from graphplan.devices.topology import DeviceKey
+from graphplan.ir.measured_call import Measured
+from graphplan.report.data_flows import Flow, find_flows
+from graphplan.report.module_tree import stage_groups
+from graphplan.report.text import COLOURS, count_text, gap_text, size_text, time_text
+
+if TYPE_CHECKING:
+    from graphplan.analysis.plan import Plan
+    from graphplan.devices.topology import DeviceSpec
+
+__all__ = ["to_svg"]
+
+_WIDTH, _LEFT, _RIGHT = 1180, 150, 24
+_LANE, _BOX, _FETCH, _CHART, _HEAD = 92, 40, 10, 84, 66
+_INK, _MUTED, _LINE, _TRANSFER, _ACTIVATION, _BUDGET, _MEASURED = (
+    "#1b2330", "#5f6b7c", "#e1e5eb", "#c75d1c", "#e3a94a", "#c4372c", "#7a3fc0",
+)  # fmt: skip
+
+
+def to_svg(plan: Plan, title: str = "Plan", measured: Measured | None = None) -> str:
+    """The picture as text.
+
+    Args:
+        plan: what is drawn.
+        title: above it.
+        measured: one measured call; its peaks are drawn beside the modelled ones.
+    """
+    return "\n".join(_Picture(plan, title, measured).lines()) + "\n"
+
+
+_LETTER = 7.0  # width of one, in the sizes of moves
+
+
+@dataclass(slots=True)
+class _Arrow:
+    """Transfers between two devices that follow one another closely."""
+
+    source: DeviceKey
+    destination: DeviceKey
+    start: float
+    end: float
+    nbytes: int
+
+
+class _Picture:
+    def __init__(self, plan: Plan, title: str, measured: Measured | None) -> None:
+        self.plan, self.title, self.measured = plan, title, measured
+        self.specs = plan.topology.devices
+        self.lane = {spec.key: index for index, spec in enumerate(self.specs)}
+        self.flows = find_flows(plan)
+        self.written: dict[int, list[tuple[float, float]]] = {}  # row -> where sizes are
+        self.memory_top = _HEAD + _LANE * len(self.specs) + 56
+        self.height = self.memory_top + _CHART * len(self.specs) + 12
+
+    def lines(self) -> Iterator[str]:
+        yield (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{self.height}" '
+            f'viewBox="0 0 {_WIDTH} {self.height}" font-family="system-ui, sans-serif" font-size="12">'
+        )
+        yield (
+            '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+            f'orient="auto"><path d="M0,0L8,4L0,8Z" fill="{_TRANSFER}"/></marker></defs>'
+        )
+        yield f'<rect width="{_WIDTH}" height="{self.height}" fill="#fff"/>'
+        yield from self._head()
+        for index, spec in enumerate(self.specs):
+            yield from self._lane(index, spec)
+        yield from self._stages()
+        yield from self._fetches()
+        for arrow in self._arrows():
+            yield from self._arrow(arrow)
+        yield _text(20, self.memory_top - 14, "Memory over the order of operations", _INK, weight=600)
+        for index, spec in enumerate(self.specs):
+            yield from self._memory(index, spec)
+        yield "</svg>"
+
+    # -- time -------------------------------------------------------------------------------------
+
+    def _x(self, seconds: float) -> float:
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * seconds / (self.plan.makespan or 1.0)
+
+    def _head(self) -> Iterator[str]:
+        plan = self.plan
+        yield _text(20, 26, self.title, _INK, size=16, weight=600)
+        took = "" if self.measured is None else f", {time_text(self.measured.timeline.seconds)} measured"
+        about = (
+            f"{time_text(plan.makespan)} modelled{took}; {gap_text(plan)}; "
+            f"{size_text(plan.transfer_bytes)} transferred, {size_text(plan.streamed_bytes)} streamed"
+        )
+        yield _text(20, 46, about, _MUTED)
+
+    def _lane(self, index: int, spec: DeviceSpec) -> Iterator[str]:
+        top = _HEAD + index * _LANE
+        colour = _colour(index)
+        yield _rect(0, top, _WIDTH, _LANE, colour, opacity=0.05)
+        yield f'<line x1="0" x2="{_WIDTH}" y1="{top}" y2="{top}" stroke="{_LINE}"/>'
+        yield _text(20, top + 30, str(spec.key), colour, weight=600, size=13)
+        peak = size_text(self.plan.peak_bytes[spec.key])
+        yield _text(20, top + 48, peak, _MUTED)
+        yield _text(20, top + 64, f"of {size_text(spec.memory)}", _MUTED)
+
+    def _stages(self) -> Iterator[str]:
+        runs = {e.name: e for e in self.plan.timeline.events if e.kind == "run"}
+        for stage, group in zip(self.plan.stages, stage_groups(self.plan), strict=True):
+            index = self.lane[stage.device]
+            start = self._x(runs[stage.operations[0]].start)
+            width = max(1.5, self._x(runs[stage.operations[-1]].end) - start)
+            top = _HEAD + index * _LANE + 18
+            seconds = runs[stage.operations[-1]].end - runs[stage.operations[0]].start
+            yield f"<g><title>{escape(f'stage {stage.index}: {group.label}, {time_text(seconds)}')}</title>"
+            yield _rect(start, top, width, _BOX, _colour(index), opacity=0.28, stroke=_colour(index))
+            for row, text in enumerate(
+                (group.label, f"{time_text(seconds)}, {count_text(len(stage.operations), 'op')}")
+            ):
+                if len(text) * 6.6 < width:
+                    yield _text(start + width / 2, top + 17 + 15 * row, text, _INK, anchor="middle", size=11)
+            yield "</g>"
+
+    def _fetches(self) -> Iterator[str]:
+        for flow in self.flows:
+            if flow.kind == "weight":
+                index = self.lane[flow.destination]
+                top = _HEAD + index * _LANE + 18 + _BOX + 8
+                width = max(0.75, self._x(flow.end) - self._x(flow.start) - 0.5)
+                note = f"{', '.join(flow.names)}: {size_text(flow.nbytes)} from {flow.source}"
+                yield f"<g><title>{escape(note)}</title>"
+                yield _rect(self._x(flow.start), top, width, _FETCH, _colour(index), opacity=0.5) + "</g>"
+
+    def _arrows(self) -> Iterable[_Arrow]:
+        found: list[_Arrow] = []
+        close = 0.06 * self.plan.makespan
+        for flow in self.flows:
+            if flow.kind == "activation":
+                self._join(found, flow, close)
+        return found
+
+    def _join(self, found: list[_Arrow], flow: Flow, close: float) -> None:
+        ends = (flow.source, flow.destination)
+        same = (a for a in reversed(found) if (a.source, a.destination) == ends)
+        last = next(same, None)
+        if last is not None and flow.start - last.end < close:
+            last.end, last.nbytes = flow.end, last.nbytes + flow.nbytes
+        else:
+            found.append(_Arrow(flow.source, flow.destination, flow.start, flow.end, flow.nbytes))
+
+    def _arrow(self, arrow: _Arrow) -> Iterator[str]:
+        source, target = self.lane[arrow.source], self.lane[arrow.destination]
+        down = target > source
+        start = _HEAD + source * _LANE + 18 + (_BOX if down else 0)
+        end = _HEAD + target * _LANE + 18 + (0 if down else _BOX)
+        x1, x2 = self._x(arrow.start), self._x(arrow.end)
+        size = size_text(arrow.nbytes)
+        yield (
+            f'<path d="M{x1:.1f},{start}L{x2:.1f},{end}" stroke="{_TRANSFER}" stroke-width="1.8" '
+            f'fill="none" marker-end="url(#head)"><title>{size}</title></path>'
+        )
+        place = (x1 + x2) / 2 + 8, (start + end) / 2 + 4
+        if self._is_free(*place, len(size) * _LETTER):
+            yield _text(*place, size, _TRANSFER, size=11, weight=600, halo=True)
+
+    def _is_free(self, left: float, top: float, width: float) -> bool:
+        """Whether a text has room there, which it then takes; the arrow's title says it in any case."""
+        taken = self.written.setdefault(round(top), [])
+        right = left + width
+        free = right < _WIDTH and all(right < start or left > end for start, end in taken)
+        if free:
+            taken.append((left, right))
+        return free
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def _memory(self, index: int, spec: DeviceSpec) -> Iterator[str]:
+        plan, peak = self.plan, self.plan.peaks[spec.key]
+        most = max(peak.nbytes, 1)
+        far = spec.memory > 4 * most
+        scale = most * 1.1 if far else max(most, spec.memory) * 1.05
+        bottom, room = self.memory_top + (index + 1) * _CHART - 14, _CHART - 26
+        levels = plan.memory.profile[spec.key]
+        across = (_WIDTH - _LEFT - _RIGHT) / max(1, len(levels))
+
+        def y(nbytes: float) -> float:
+            return bottom - room * nbytes / scale
+
+        yield _text(20, bottom - room / 2 + 4, str(spec.key), _colour(index), weight=600, size=13)
+        path = "".join(
+            f"V{y(max(nbytes, peak.weights)):.1f}H{_LEFT + (i + 1) * across:.1f}"
+            for i, nbytes in _changes(levels)
+        )
+        yield f'<path d="M{_LEFT},{y(0):.1f}{path}V{y(0):.1f}Z" fill="{_ACTIVATION}"/>'
+        if peak.weights:
+            high = y(peak.weights)
+            yield _rect(_LEFT, high, _WIDTH - _LEFT - _RIGHT, y(0) - high, _colour(index), opacity=0.9)
+        budget = f"budget {size_text(spec.memory)}" + (", above this chart" if far else "")
+        top = bottom - room if far else y(spec.memory)
+        if not far:
+            yield _dashed(top, _BUDGET)
+        yield _text(_WIDTH - _RIGHT, top - 4, budget, _BUDGET, anchor="end", size=11, halo=True)
+        at = _LEFT + (max(0, peak.step) + 0.5) * across
+        yield f'<circle cx="{at:.1f}" cy="{y(peak.nbytes):.1f}" r="3.5" fill="{_INK}" stroke="#fff"/>'
+        note = f"peak {size_text(peak.nbytes)}" + (f" at {peak.operation}" if peak.operation else "")
+        if self.measured is not None and spec.key in self.measured.peak_bytes:
+            nbytes = self.measured.peak_bytes[spec.key]
+            yield _dashed(y(nbytes), _MEASURED)
+            note += f", measured peak {size_text(nbytes)}"
+        yield _text(_LEFT + 4, bottom - room - 4, note, _INK, size=11, halo=True)
+
+
+def _changes(levels: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """The last position of each run of equal levels, and its level."""
+    position, before = -1, None
+    for now in levels:
+        if before is not None and now != before:
+            yield position, before
+        position, before = position + 1, now
+    if before is not None:
+        yield position, before
+
+
+def _colour(index: int) -> str:
+    return COLOURS[index % len(COLOURS)]
+
+
+def _dashed(y: float, colour: str) -> str:
+    ends = f'x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"'
+    return f'<line {ends} stroke="{colour}" stroke-dasharray="6 4"/>'
+
+
+def _rect(
+    x: float, y: float, width: float, height: float, fill: str, *, opacity: float = 1.0, stroke: str = "none"
+) -> str:
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="3" fill="{fill}" '
+        f'fill-opacity="{opacity}" stroke="{stroke}"/>'
+    )
+
+
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    fill: str,
+    *,
+    size: int = 12,
+    weight: int = 400,
+    anchor: str = "start",
+    halo: bool = False,
+) -> str:
+    around = ' stroke="#fff" stroke-width="3" paint-order="stroke"' if halo else ""
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" fill="{fill}" font-size="{size}" font-weight="{weight}" '
+        f'text-anchor="{anchor}"{around}>{escape(text)}</text>'
+    )

@@ -1,0 +1,141 @@
+"""A plan as text, and the forms of its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from graphplan.analysis.plan import Plan
+    from graphplan.ir.schedule import Ring
+
+__all__ = ["COLOURS", "count_text", "gap_text", "size_text", "summary_text", "table_lines", "time_text"]
+
+
+COLOURS = ("#3b6fd4", "#0f8b7d", "#8350c8", "#c2417a", "#4b8b3b", "#2a8fb3", "#b7791f", "#64748b")
+"""One for each device, in the order of ``max_memory``."""
+
+
+def size_text(nbytes: int) -> str:
+    """Bytes for people: ``1536 -> "1.5 KiB"``."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def time_text(seconds: float) -> str:
+    """Seconds for people: ``0.0015 -> "1.50 ms"``."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.1f} µs"
+    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table as lines: the first and the last column to the left, figures to the right."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    lines = []
+    for row in (header, *rows):
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        cells[0], cells[-1] = row[0].ljust(widths[0]), row[-1]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return lines
+
+
+def summary_text(plan: Plan) -> str:
+    """The plan as a table that a person can read."""
+    graph = plan.graph
+    weights = size_text(graph.weight_bytes)
+    hooked = plan.method == "hooks"
+    time = f"{time_text(plan.makespan)} modelled" + (" for the copies alone" if hooked else "")
+    bound = "" if hooked else f"lower bound {time_text(plan.lower_bound)}, "
+    lines = [
+        f"{count_text(len(graph.operations), 'operation')}, {count_text(len(graph.weights), 'weight')} "
+        f"of {weights}, {'run' if hooked else 'captured'} by {plan.method}",
+        "",
+        *_devices(plan),
+        "",
+        *_stages(plan),
+        "",
+        f"transfers  {count_text(len(plan.transfers), 'value')}, {size_text(plan.transfer_bytes)} per call",
+        f"fetches    {count_text(len(plan.fetches), 'copy', 'copies')} of weights, "
+        f"{size_text(plan.streamed_bytes)} per call" + "".join(_ring(ring) for ring in plan.schedule.rings),
+        f"time       {time}, {bound}{gap_text(plan, 2)}",
+    ]
+    if plan.others:
+        lines.append(
+            f"{len(plan.calls)} calls   {time_text(plan.weighted_makespan)} with their weights, lower bound "
+            f"{time_text(plan.weighted_lower_bound)}"
+        )
+    lines += _sliced(plan)
+    if not plan.activations_known:
+        lines.append("activations are unknown without example inputs: peaks count weights only")
+    return "\n".join(lines)
+
+
+def count_text(count: int, one: str, many: str = "") -> str:
+    """A number of things: ``1 copy``, ``2 copies``."""
+    return f"{count} {one if count == 1 else many or one + 's'}"
+
+
+def gap_text(plan: Plan, digits: int = 1) -> str:
+    """How far from optimal a plan may be, and what proved that; without a bound nobody knows."""
+    if not (plan.lower_bound > 0 or plan.makespan == 0):
+        return f"gap unknown ({plan.proof})"
+    gap = f"{100 * plan.gap:.{digits}f} %"
+    return f"within {gap} of optimal ({plan.proof})"
+
+
+def _sliced(plan: Plan) -> list[str]:
+    """How the weights that no accelerator holds are cut, and where their parts are read from."""
+    lines = []
+    for name in dict.fromkeys(part.part_of for part in plan.graph.parts):
+        parts = [part for part in plan.graph.parts if part.part_of == name]
+        homes = [plan.parts[part.name] for part in parts]
+        listed = ", ".join(f"{homes.count(key)} on {key}" for key in dict.fromkeys(homes))
+        lines.append(
+            f"sliced     {name}, {size_text(sum(p.nbytes for p in parts))} in {len(parts)} parts: {listed}"
+        )
+    return lines
+
+
+def _ring(ring: Ring) -> str:
+    count = len(ring.slots)
+    return f", {size_text(ring.nbytes)} in {count} slot{'' if count == 1 else 's'} on {ring.device}"
+
+
+def _devices(plan: Plan) -> list[str]:
+    rows = []
+    for spec in plan.topology.devices:
+        peak = plan.peaks[spec.key]
+        count = sum(len(stage.operations) for stage in plan.stages if stage.device == spec.key)
+        share = f"{100 * peak.nbytes / spec.memory:.0f} %" if spec.memory else "-"
+        budget, most, weights = size_text(spec.memory), size_text(peak.nbytes), size_text(peak.weights)
+        rows.append(
+            [str(spec.key), spec.device, budget, most, share, weights, str(count), peak.operation or "-"]
+        )
+    header = ["key", "device", "budget", "peak", "used", "weights", "operations", "peak at"]
+    return table_lines(header, rows)
+
+
+def _stages(plan: Plan) -> list[str]:
+    rows = []
+    for stage in plan.stages:
+        paths = [plan.graph.operations[name].module_path for name in stage.operations]
+        arriving = sum(
+            move.nbytes
+            for move in plan.transfers
+            if _first_reader(plan, move.value, stage.operations) and move.destination == stage.device
+        )
+        first, last = paths[0] or "(root)", paths[-1] or "(root)"
+        ends = first if first == last else f"{first} .. {last}"
+        rows.append([str(stage.index), str(stage.device), str(len(paths)), size_text(arriving), ends])
+    shown = rows if len(rows) <= 24 else [*rows[:12], ["...", "", "", "", ""], *rows[-11:]]
+    return table_lines(["stage", "device", "operations", "reads", "modules"], shown)
+
+
+def _first_reader(plan: Plan, value: str, operations: Sequence[str]) -> bool:
+    return any(name in operations for name in plan.graph.consumers.get(value, ()))

@@ -1,0 +1,116 @@
+"""Which operations must share a device because they share memory that is written to.
+
+A copy on another device is no longer a view: what is written to one is not seen in the other. So
+where a storage is written to, and somebody reads it afterwards by another name than the writer's
+result, the writer, that reader and the makers of the views between them stay together::
+
+    b = view(a)           b shares a's storage
+    e = sin(a)            reads it before the write: free to go anywhere, with a copy
+    c = add_(a, 1)        writes to it
+    d = mul(b, c)         reads it by the older name: view, add_, mul share a device
+
+Where only the result is read afterwards, nothing is tied: the writer may work on a copy. What touches
+a weight or an input that is written to stays together whole: the model, or the caller, sees the write
+after the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import networkx as nx
+
+from graphplan.ir.graph import Graph
+
+__all__ = ["find_together"]
+
+
+def find_together(graph: Graph) -> list[frozenset[str]]:
+    """The sets of operations that aliasing ties to one device, disjoint, each of two or more."""
+    roots = {name: graph.root(name) for name in graph.values}
+    order = {name: index for index, name in enumerate(graph.operations)}
+    members: dict[str, list[str]] = {}
+    for name, root in roots.items():
+        members.setdefault(root, []).append(name)
+    ties: nx.Graph[str] = nx.Graph()
+    for root in _written_roots(graph, roots):
+        if root in graph.weights or root in graph.inputs:
+            nx.add_path(ties, _touching(graph, root, roots))
+        else:
+            nx.add_path(ties, _entangled(graph, root, members.get(root, []), order))
+    for operation in graph.operations.values():
+        if operation.target == "as_strided" and (origin := _view_origin(graph, operation.inputs[0])):
+            nx.add_path(ties, [origin, operation.name])
+    return [frozenset(group) for group in nx.connected_components(ties) if len(group) > 1]
+
+
+def _written_roots(graph: Graph, roots: dict[str, str]) -> list[str]:
+    written = (name for op in graph.operations.values() for name in op.mutates)
+    return list(dict.fromkeys(roots.get(name, name) for name in written))
+
+
+def _touching(graph: Graph, root: str, roots: dict[str, str]) -> list[str]:
+    """The operations that make or read the storage of ``root``, in order."""
+    return [
+        operation.name
+        for operation in graph.operations.values()
+        if any(roots.get(n, n) == root for n in (*operation.inputs, *operation.outputs))
+        and not operation.host_only
+    ]
+
+
+def _entangled(graph: Graph, root: str, members: list[str], order: Mapping[str, int]) -> list[str]:
+    """Writers of a storage, those who read it later by an older name, and the makers of both names."""
+    found: dict[str, None] = {}
+    inside = {*members, root}
+    readers = [
+        (order[reader], reader, name)
+        for name in members
+        for reader in dict.fromkeys(graph.readers.get(name, ()))
+    ]
+    writers = {reader for name in inside for reader in graph.consumers.get(name, ())}
+    for writer in sorted(writers, key=lambda name: order[name]):
+        operation = graph.operations[writer]
+        targets = [name for name in operation.mutates if name in inside]
+        if not targets:
+            continue
+        fresh = _descendants(graph, members, operation.outputs)
+        late = [use for use in readers if use[0] > order[writer] and use[2] not in fresh]
+        returned = [name for name in graph.outputs if name in inside and name not in fresh]
+        if not late and not returned:
+            continue
+        names = {*targets, *returned, *(name for _, _, name in late)}
+        makers = [maker for name in names for maker in _view_makers(graph, name)]
+        # what is returned is taken from where its maker ran
+        owners = [graph.producer[name] for name in (*returned, root) if returned and name in graph.producer]
+        found.update(dict.fromkeys([writer, *(reader for _, reader, _ in late), *makers, *owners]))
+    return sorted(found, key=lambda name: order[name])
+
+
+def _view_makers(graph: Graph, name: str) -> list[str]:
+    """The operations that made ``name`` out of its storage, view by view."""
+    found = []
+    while name in graph.values:
+        base = graph.values[name].alias_of
+        if base is None:
+            break
+        if name in graph.producer:
+            found.append(graph.producer[name])
+        name = base
+    return found
+
+
+def _descendants(graph: Graph, members: list[str], outputs: tuple[str, ...]) -> set[str]:
+    """Those of ``members`` that are ``outputs`` or views of them."""
+    found = set(outputs)
+    for name in members:  # in order of creation, so one sweep reaches all
+        if graph.values[name].alias_of in found:
+            found.add(name)
+    return found
+
+
+def _view_origin(graph: Graph, name: str) -> str | None:
+    """The operation that made the storage, if ``name`` is a view whose strides a copy would change."""
+    if name not in graph.values or graph.values[name].alias_of is None:
+        return None
+    return graph.producer.get(graph.root(name)) or graph.producer.get(name)

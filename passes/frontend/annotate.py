@@ -1,0 +1,66 @@
+"""Give a captured graph its bytes, FLOPs, aliases and workspaces: ``torch.fx`` becomes a ``Graph``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from graphplan.capture.captured_graph import Capture
+from graphplan.capture.model_copy import ModelWeights
+from graphplan.devices.topology import CPU, DeviceKey
+from graphplan.ir.graph import Graph
+from graphplan.ir.schedule import Schedule
+from graphplan.passes.frontend.fake_interpreter import Interpreter
+from graphplan.passes.frontend.graph_reader import GraphReader
+
+__all__ = ["Annotator", "annotate"]
+
+
+def annotate(capture: Capture, weights: ModelWeights, device_types: Sequence[str] = ("cpu",)) -> Graph:
+    """The planner's graph of a capture: see :class:`Annotator`."""
+    return Annotator(capture, weights, device_types).graph()
+
+
+class Annotator:
+    """Writes down the graph of a capture, as it is and as a schedule makes it.
+
+    Args:
+        capture: simplified.
+        weights: of the model that was captured; unused ones are in the graph too.
+        device_types: for which to measure workspaces; a type without a backend here counts as CPU.
+    """
+
+    def __init__(
+        self, capture: Capture, weights: ModelWeights, device_types: Sequence[str] = ("cpu",)
+    ) -> None:
+        self.capture, self.weights, self.device_types = capture, weights, device_types
+        self.interpreter = Interpreter(device_types, capture.sizes)
+
+    def of(self, capture: Capture) -> Annotator:
+        """An annotator of another capture of the model, which knows what this one has measured."""
+        other = Annotator(capture, self.weights, self.device_types)
+        other.interpreter.memo = self.interpreter.memo
+        return other
+
+    def graph(self, schedule: Schedule | None = None, kinds: Mapping[DeviceKey, str] | None = None) -> Graph:
+        """The graph; with ``schedule``, as it is when values are moved as it says.
+
+        A moved value that was a slice arrives dense, and kernels of one type of device return other
+        strides than those of another: after either an operation may copy where it took a view, or take
+        another workspace.
+
+        Args:
+            schedule: where operations run.
+            kinds: the type of each of its devices; one that is left out counts as CPU.
+
+        Raises:
+            CaptureError: an operation that cannot be run on fake tensors and has no recorded result.
+        """
+        reader = GraphReader(self.capture, self.weights, kinds or {})
+        if self.capture.method == "symbolic_trace":
+            reader.read_unknown()
+        else:
+            usual = next((kind for kind in self.device_types if kind != CPU), CPU)
+            reader.read(self.interpreter, schedule, usual)
+        graph = reader.graph()
+        graph.verify()
+        return graph

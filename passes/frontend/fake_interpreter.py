@@ -1,0 +1,154 @@
+"""Run operations on fake tensors: what each makes, what is a view of what, what it takes on the way.
+
+No data, no arithmetic. Two operations that look alike are run once between them, so a model of eighty
+equal layers costs little more than one of two. Running them shows what no schema tells: which result
+is a view, and how many bytes a composite operation takes before it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils import _pytree as pytree
+
+from graphplan.capture.dynamic_sizes import symbols_of
+from graphplan.errors import NoGraphError
+from graphplan.library_logs import silenced
+from graphplan.passes.frontend.fake_operation import Effect, OperationResult, run_fake
+from graphplan.passes.frontend.tensor_meta import TensorMeta, describe, is_tensor_meta
+from graphplan.warnings import warn
+
+__all__ = ["Interpreter"]
+
+_DATA_DECIDES = (DataDependentOutputException, DynamicOutputShapeException)  # which the trace has seen
+
+
+class Interpreter:
+    """Runs the graph on fake tensors, each distinct operation once."""
+
+    def __init__(self, device_types: Sequence[str], sizes: Mapping[Any, int] | None = None) -> None:
+        self.sizes = sizes or {}
+        self.device_types = tuple(dict.fromkeys(("cpu", *device_types)))
+        self.env: dict[fx.Node, Any] = {}
+        self.memo: dict[Any, dict[str, Effect]] = {}
+
+    def load(self, node: fx.Node, *, requires_grad: bool = False) -> None:
+        """Take a placeholder's value from the trace."""
+        value = describe(node.meta.get("val"), self.sizes)
+        if isinstance(value, TensorMeta) and requires_grad:
+            value = replace(value, requires_grad=True)
+        self.env[node] = value
+
+    def run(
+        self,
+        node: fx.Node,
+        copied: Callable[[fx.Node], bool] = lambda _: False,
+        device_type: str = "cpu",
+    ) -> Effect:
+        """Run one node; its value is remembered for those that read it.
+
+        Args:
+            node: an operation.
+            copied: whether it reads a copy of an argument that was moved to its device: a copy is
+                dense, which may make another operation take another path.
+            device_type: of its device: kernels differ in the strides of what they return.
+        """
+
+        def argument(source: fx.Node) -> Any:
+            value = self.env[source]
+            return value.copied() if isinstance(value, TensorMeta) and copied(source) else value
+
+        args, kwargs = fx.map_arg((node.args, node.kwargs), argument)
+        leaves, spec = pytree.tree_flatten((args, dict(kwargs)), is_leaf=is_tensor_meta)
+        # what the data decides differs between operations that look alike
+        own = node if symbols_of(node) else None
+        key = (node.target, spec, tuple(map(_hashable, leaves)), own)
+        effects = self.memo.get(key)
+        if effects is None:
+            effects = self._measure(node, leaves, spec)
+            self.memo[key] = effects
+        effect = effects.get(device_type) or next(iter(effects.values()))
+        self.env[node] = effect.value
+        return effect
+
+    def _measure(self, node: fx.Node, leaves: Sequence[Any], spec: pytree.TreeSpec) -> dict[str, Effect]:
+        """For each type of device, what it showed; one entry where that does not depend on the device."""
+        if not any(isinstance(leaf, TensorMeta) for leaf in leaves) and not _makes_tensor(node):
+            return {"": self._compute_scalar(node, leaves, spec)}
+        effects: dict[str, Effect] = {}
+        workspace: dict[str, int] = {}
+        for device_type in self.device_types:
+            try:
+                with silenced("torch._subclasses.fake_tensor"):
+                    run = run_fake(node.target, leaves, spec, _fake_device(device_type))
+            except Exception as error:  # a kernel without a fake may raise anything
+                if not effects:
+                    return {"": self._recorded(node, error)}
+                continue  # Operation.workspace_on takes the largest that is known
+            workspace[device_type] = run.workspace[""]
+            if not effects or _shapes(run) == _shapes(next(iter(effects.values()))):
+                effects[device_type] = run  # some fakes of recurrent layers have other shapes than the CPU's
+        flops = next(iter(effects.values())).flops
+        return {kind: Effect(run.value, run.results, flops, workspace) for kind, run in effects.items()}
+
+    def _compute_scalar(self, node: fx.Node, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Effect:
+        args, kwargs = pytree.tree_unflatten(list(leaves), spec)
+        if any(leaf is None for leaf in leaves) and not callable(node.target):
+            return self._recorded(node, None)
+        try:
+            assert callable(node.target)
+            value = node.target(*args, **kwargs)
+        except (TypeError, RuntimeError, ZeroDivisionError, OverflowError) as error:
+            return self._recorded(node, error)
+        return Effect(value, (), 0, {})
+
+    def _recorded(self, node: fx.Node, error: Exception | None) -> Effect:
+        """What the trace itself recorded, for an operation that does not run on fake tensors."""
+        if "val" not in node.meta:
+            raise NoGraphError(f"{node.format_node()} cannot be run on fake tensors: {error}") from error
+        # sizes need not add up at the bounds that they are counted with
+        if error is not None and not isinstance(error, _DATA_DECIDES) and _has_sizes(node):
+            warn(
+                f"{node.target} does not run on fake tensors ({type(error).__name__}: {error}): its results "
+                "count as new memory of the sizes that the trace saw, and what it takes on the way as nothing"
+            )
+        value = describe(node.meta["val"], self.sizes)
+        tensors = [leaf for leaf in pytree.tree_leaves(value, is_leaf=is_tensor_meta) if is_tensor_meta(leaf)]
+        return Effect(value, tuple(OperationResult(t, t.copy_bytes) for t in tensors), 0, {"cpu": 0})
+
+
+def _shapes(effect: Effect) -> list[tuple[Any, ...]]:
+    leaves = pytree.tree_leaves(effect.value, is_leaf=is_tensor_meta)
+    return [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, TensorMeta)]
+
+
+def _hashable(leaf: Any) -> Any:
+    # True == 1 == 1.0, yet they are different arguments
+    return leaf if isinstance(leaf, TensorMeta) else (type(leaf), leaf)
+
+
+def _makes_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor | list | tuple)
+
+
+def _has_sizes(node: fx.Node) -> bool:
+    """Whether the sizes of what it reads and makes are numbers."""
+    leaves = pytree.tree_leaves([one.meta.get("val") for one in (node, *node.all_input_nodes)])
+    return not any(
+        isinstance(size, torch.SymInt)
+        for leaf in leaves
+        for size in (leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,))
+    )
+
+
+def _fake_device(device_type: str) -> torch.device:
+    if device_type == "cpu":
+        return torch.device("cpu")
+    backend = getattr(torch, device_type, None)
+    available = backend is not None and backend.is_available()
+    return torch.device(device_type, 0) if available else torch.device("cpu")

@@ -1,0 +1,186 @@
+"""One operation on fake tensors of one type of device: its results, its FLOPs, what it takes on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from graphplan.capture.transformers.recurrences import WHOLE, run_in_torch, shortened, text_length
+from graphplan.devices.alignment import round_up
+from graphplan.devices.machine import unmetered
+from graphplan.ir.live_storages import LiveStorages
+from graphplan.passes.frontend.tensor_meta import TensorMeta, contiguous_strides, describe
+
+__all__ = ["Effect", "OperationResult", "run_fake"]
+
+aten = torch.ops.aten
+
+_LENGTHS = (64, 128)
+"""Tokens at which longer recurrences are run, each round of which takes and computes the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperationResult:
+    """One tensor that an operation returned.
+
+    ``argument`` is the index, among the operation's tensor arguments, of the one that it is a view
+    of; ``sibling`` that of the earlier result whose storage it shares; -1 for neither.
+    """
+
+    tensor: TensorMeta
+    nbytes: int
+    argument: int = -1
+    sibling: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What running one operation showed. ``results`` are a flat list; ``value`` the structure."""
+
+    value: Any
+    results: tuple[OperationResult, ...]
+    flops: int
+    workspace: Mapping[str, int]
+
+
+def run_fake(target: Any, leaves: Sequence[Any], spec: pytree.TreeSpec, device: torch.device) -> Effect:
+    """Run an operation on fakes of its arguments.
+
+    Args:
+        target: the operation.
+        leaves: its arguments, flat, tensors as :class:`~graphplan.passes.frontend.tensor_meta.TensorMeta`.
+        spec: their structure.
+        device: of the tensors, and what stands for each device among the arguments.
+    """
+    # torch may touch the device itself when it first fakes a tensor there
+    with unmetered(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        fakes = [_stand_in(leaf, device) for leaf in leaves]
+        arguments = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
+        args, kwargs = pytree.tree_unflatten(fakes, spec)
+        with _Tracker(arguments) as tracker:
+            out = target(*args, **kwargs)
+        returned = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        results = [
+            replace(result, tensor=_true_strides(target, fakes, result.tensor))
+            for result in _results(returned, arguments)
+        ]
+        own = sum(round_up(result.nbytes) for result in results)
+        workspace = {"": max(0, tracker.live.peak - own)}
+        return Effect(_restrided(describe(out), results), tuple(results), tracker.flops, workspace)
+
+
+def _stand_in(leaf: Any, device: torch.device) -> Any:
+    """What an operation is given for a leaf of its arguments."""
+    if isinstance(leaf, TensorMeta):
+        return _fake(leaf, device)
+    return device if isinstance(leaf, torch.device) else leaf
+
+
+def _results(returned: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> list[OperationResult]:
+    """What an operation returned, and whose storage each of it is."""
+    owner = {tensor.untyped_storage()._cdata: index for index, tensor in enumerate(arguments)}
+    first: dict[int, int] = {}
+    results: list[OperationResult] = []
+    for tensor in returned:
+        storage = tensor.untyped_storage()
+        argument = owner.get(storage._cdata, -1)
+        sibling = -1 if argument >= 0 else first.setdefault(storage._cdata, len(results))
+        shared = sibling >= 0 and sibling != len(results)
+        nbytes = 0 if argument >= 0 or shared else storage.nbytes()
+        results.append(OperationResult(describe(tensor), nbytes, argument, sibling if shared else -1))
+    return results
+
+
+def _true_strides(target: Any, fakes: Sequence[Any], meta: TensorMeta) -> TensorMeta:
+    """``meta`` with the strides that kernels give it, where torch's fakes keep the input's.
+
+    BatchNorm's kernels write contiguous results, or channels-last ones for channels-last input.
+    """
+    if target is not aten.batch_norm.default or len(meta.shape) != fakes[0].dim():
+        return meta
+    if fakes[0].dim() == 4 and fakes[0].is_contiguous(memory_format=torch.channels_last):
+        return meta
+    return TensorMeta(meta.shape, contiguous_strides(meta.shape), meta.dtype, meta.requires_grad)
+
+
+def _restrided(value: Any, results: Sequence[OperationResult]) -> Any:
+    return results[0].tensor if isinstance(value, TensorMeta) and results else value
+
+
+def _fake(meta: TensorMeta, device: torch.device) -> torch.Tensor:
+    made = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
+    return made.requires_grad_() if meta.requires_grad else made
+
+
+class _Tracker(TorchDispatchMode):
+    """Counts FLOPs, and the bytes that are alive beyond the arguments'."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, arguments: Sequence[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.live = LiveStorages(arguments)
+        self.flops = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.higher_order.cond:
+            _, true_branch, false_branch, operands = args
+            with self:
+                return [branch(*operands) for branch in (false_branch, true_branch)][1]
+        if func is torch.ops.higher_order.while_loop:
+            condition, body, carried, additional = args
+            with self:  # the values of one round are alive while the next round's are made
+                first = condition(*carried, *additional)
+                once = body(*carried, *additional)
+                second = condition(*once, *additional)
+                twice = tuple(body(*once, *additional))
+                del first, second
+                return twice
+        if func in WHOLE:  # what it is made of, so that its workspace and FLOPs are seen
+            return self._recurrence(func, args)
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "prim":
+            return out
+        self.flops += _flops(func, args, kwargs or {}, out)
+        self.live.count(leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor))
+        return out
+
+    def _recurrence(self, operation: Any, args: tuple[Any, ...]) -> Any:
+        """One of many rounds; where they are very many, as much as two shorter texts tell of it."""
+        length = text_length(operation, args)
+        if length <= sum(_LENGTHS):
+            with self:
+                return run_in_torch(operation, args)
+        short, longer = (_tracked(operation, shortened(operation, args, tokens)) for tokens in _LENGTHS)
+        beyond = (length - _LENGTHS[1]) / (_LENGTHS[1] - _LENGTHS[0])
+        peak, flops = (round(b + (b - a) * beyond) for a, b in zip(short, longer, strict=True))
+        results = operation(*args)
+        own = sum(round_up(result.untyped_storage().nbytes()) for result in results)
+        workspace = results[0].new_empty(max(0, peak - own), dtype=torch.uint8)
+        self.live.count([*results, workspace])
+        self.flops += flops
+        return results
+
+
+def _tracked(operation: Any, args: tuple[Any, ...]) -> tuple[int, int]:
+    """The bytes that a recurrence takes beyond its arguments, and its FLOP."""
+    with _Tracker([leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]) as tracker:
+        run_in_torch(operation, args)
+    return tracker.live.peak, tracker.flops
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
+    packet = getattr(func, "_overloadpacket", None)
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
+        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
+    formula = flop_registry.get(packet)
+    return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0

@@ -1,0 +1,252 @@
+"""Walk a captured fx graph once and write down its operations, values and weights."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphplan.capture.captured_graph import Capture
+from graphplan.capture.model_copy import ModelWeights, is_wrapper
+from graphplan.capture.source_lines import source_line
+from graphplan.devices.alignment import round_up
+from graphplan.devices.topology import CPU, DeviceKey
+from graphplan.ir.graph import Graph
+from graphplan.ir.graph_elements import Operation, Value, Weight
+from graphplan.ir.schedule import Schedule
+from graphplan.passes.frontend.aliases import find_together
+from graphplan.passes.frontend.fake_interpreter import Interpreter
+from graphplan.passes.frontend.fake_operation import Effect, OperationResult
+from graphplan.passes.frontend.fx_nodes import module_path, returns_list, target_name
+from graphplan.passes.frontend.graph_weights import cache_weight, constant_weight, part_weight, weight_of
+from graphplan.passes.frontend.operation_values import unknown_value, unnamed_bytes, value_of, values_of
+from graphplan.passes.frontend.simplify import mutated_arguments
+from graphplan.passes.frontend.tensor_meta import TensorMeta, describe
+
+__all__ = ["GraphReader"]
+
+aten = torch.ops.aten
+
+_UNWRAP = torch.ops.export.access_subclass_inner_tensor.default
+
+# Reads of a few rows of a table: what passes through memory is the rows.
+_GATHERS = {
+    aten.embedding.default,
+    aten.index.Tensor,
+    aten.index_select.default,
+    aten.gather.default,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """What an operation takes: FLOP, bytes that pass through memory, bytes beside its outputs."""
+
+    flops: int = 0
+    bytes_accessed: int = 0
+    workspace: Mapping[str, int] = field(default_factory=dict)
+
+
+class GraphReader:
+    """Walks the fx graph once and writes down operations, values and weights."""
+
+    def __init__(self, capture: Capture, weights: ModelWeights, kinds: Mapping[DeviceKey, str]) -> None:
+        self.capture, self.model, self.kinds = capture, weights, kinds
+        self.operations: list[Operation] = []
+        self.values: dict[str, Value] = {}
+        self.inputs: list[str] = []
+        self.states: list[tuple[str, TensorMeta]] = []
+        self.written: set[str] = set()
+        self.opaque: set[str] = set()
+        self.name_of: dict[fx.Node, str] = {}
+        self.home: dict[str, DeviceKey] = {}
+        self.nodes = list(capture.graph.nodes)
+        self.sees_shapes = capture.method != "symbolic_trace"
+
+    def read(self, interpreter: Interpreter, schedule: Schedule | None, usual: str) -> None:
+        """Read it as under a schedule; without one, as on devices of the usual type."""
+        for node in self.nodes:
+            if node.op == "placeholder":
+                weight = self.model.tensors.get(self.capture.weights.get(node.name, ""))
+                interpreter.load(node, requires_grad=weight is not None and weight.requires_grad)
+                self._placeholder(node, interpreter.env[node])
+            elif node.op == "get_attr":  # a submodule of a control-flow operation
+                interpreter.env[node] = getattr(self.capture.module, str(node.target))
+            elif node.op == "call_function" and not self._is_part(node):
+                copied = self._copied_by(schedule, node)
+                key = None if schedule is None else schedule.assignment.operations[node.name]
+                kind = usual if key is None else self.kinds.get(key, CPU)
+                effect = _inner_tensor(node) or interpreter.run(node, copied, kind)
+                interpreter.env[node] = effect.value
+                self._operation(node, effect)
+                for user in self._parts(node):
+                    interpreter.env[user] = interpreter.env[node][user.args[1]]
+
+    def _copied_by(self, schedule: Schedule | None, node: fx.Node) -> Callable[[fx.Node], bool]:
+        """Which arguments of an operation are copies, under a schedule."""
+        if schedule is None:
+            return lambda _: False
+        device = schedule.assignment.operations[node.name]
+        for made in (node, *self._parts(node)):
+            self.home[made.name] = device
+
+        def copied(argument: fx.Node) -> bool:
+            name = self.name_of.get(argument, argument.name)
+            home = schedule.assignment.weights.get(name, self.home.get(name, schedule.host))
+            return home != device
+
+        return copied
+
+    def read_unknown(self) -> None:
+        """Without example inputs: operations and weights, and no bytes of activations."""
+        for node in self.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node, None)
+            elif node.op == "get_attr":
+                if node.name in self.capture.weights:
+                    self.name_of[node] = self.capture.weights[node.name]
+            elif node.op != "output" and not self._is_part(node):
+                self._operation(node, None)
+
+    def _placeholder(self, node: fx.Node, described: Any) -> None:
+        if node.name in self.capture.weights:
+            self.name_of[node] = self.capture.weights[node.name]
+            return
+        if node.name in self.capture.states and isinstance(described, TensorMeta):
+            self.name_of[node] = node.name
+            self.states.append((node.name, described))
+            return
+        counter = isinstance(node.meta.get("val"), torch.SymInt)
+        if self.sees_shapes and not isinstance(described, TensorMeta) and not counter:
+            return  # a constant, which the trace has taken in
+        if node.name not in self.capture.inputs:
+            return
+        self.name_of[node] = node.name
+        self.inputs.append(node.name)
+        nbytes = described.copy_bytes if isinstance(described, TensorMeta) else 0
+        value = value_of(node.name, described, nbytes)
+        self.values[node.name] = replace(value, is_tensor=False) if counter else value
+
+    def _is_part(self, node: fx.Node) -> bool:
+        """Whether this takes one result out of several: a part of its producer, not a step."""
+        if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
+            return False
+        if self.sees_shapes:
+            return isinstance(node.args[0].meta.get("val"), list | tuple) or returns_list(node.args[0])
+        return node.args[0].op == "call_module" and isinstance(node.args[1], int)
+
+    def _parts(self, node: fx.Node) -> list[fx.Node]:
+        return [user for user in node.users if self._is_part(user)]
+
+    def _operation(self, node: fx.Node, effect: Effect | None) -> None:
+        """Write down an operation and its values; without ``effect`` nothing is known of their bytes."""
+        parts = self._parts(node)
+        made = parts or [node]
+        self.name_of.update({part: part.name for part in made})
+        inputs, mutates = self._names(node.all_input_nodes), self._names(mutated_arguments(node))
+        if node.op == "call_module":
+            inputs += self._module_weights(str(node.target))
+            mutates += self._module_buffers(str(node.target))
+        self.written.update(mutates)
+        if effect is None:
+            values, cost = [unknown_value(part, node, self.name_of) for part in made], _Cost()
+        else:
+            values = values_of(node, parts, effect, self.name_of)
+            cost = self._cost(node, parts, effect, writes=bool(mutates))
+        self.values.update({value.name: value for value in values})
+        self.operations.append(
+            Operation(
+                node.name,
+                target_name(node.target),
+                tuple(dict.fromkeys([*inputs, *mutates])),
+                tuple(value.name for value in values),
+                tuple(dict.fromkeys(mutates)),
+                cost.flops,
+                cost.bytes_accessed,
+                cost.workspace,
+                module_path(node),
+                host_only=not any(value.is_tensor for value in values) and not mutates,
+                source=source_line(node.meta.get("stack_trace") or ""),
+            )
+        )
+
+    def _cost(self, node: fx.Node, parts: Sequence[fx.Node], effect: Effect, *, writes: bool) -> _Cost:
+        beside = unnamed_bytes(parts, effect) + self._unwrapped_bytes(node)
+        workspace = {kind: nbytes + beside for kind, nbytes in effect.workspace.items()}
+        return _Cost(effect.flops, self._bytes_accessed(node, effect, writes), workspace)
+
+    def _names(self, nodes: Iterable[fx.Node]) -> list[str]:
+        return list(dict.fromkeys(self.name_of[node] for node in nodes if node in self.name_of))
+
+    def _unwrapped_bytes(self, node: fx.Node) -> int:
+        """Bytes that an operation takes for the plain form of wrapped weights that it is given as they are.
+
+        The wrapper's own code makes it, which no trace sees: it is taken to need the plain tensor twice.
+        """
+        if node.target is _UNWRAP:
+            return 0
+        named = (self.model.tensors.get(self.capture.weights.get(n.name, "")) for n in node.all_input_nodes)
+        wrapped = [tensor for tensor in named if tensor is not None and is_wrapper(tensor)]
+        return sum(2 * round_up(tensor.numel() * tensor.element_size()) for tensor in wrapped)
+
+    def _bytes_accessed(self, node: fx.Node, effect: Effect, writes: bool) -> int:
+        made = sum(result.nbytes for result in effect.results)
+        if not made and not writes:
+            return 0
+        tensors = [describe(n.meta.get("val"), self.capture.sizes) for n in node.all_input_nodes]
+        read = [t.copy_bytes for t in tensors if isinstance(t, TensorMeta)]
+        if node.target in _GATHERS:
+            return 2 * made + sum(read[1:])
+        return made + sum(read)
+
+    def _module_weights(self, path: str) -> list[str]:
+        prefix = path + "."
+        found = [first for name, first in self.model.first.items() if name.startswith(prefix)]
+        self.opaque.update(found)
+        return list(dict.fromkeys(found))
+
+    def _module_buffers(self, path: str) -> list[str]:
+        return [n for n in self._module_weights(path) if n not in self.model.parameters]
+
+    def graph(self) -> Graph:
+        """What has been read."""
+        weights = [weight for name in self.model.tensors for weight in self._weights(name)]
+        for name, tensor in self.capture.constants.items():
+            weights.append(constant_weight(name, tensor, name in self.written))
+        weights += [cache_weight(name, described, name in self.written) for name, described in self.states]
+        outputs = []
+        for position, node in enumerate(self.capture.outputs):
+            returned = self.name_of.get(node) if isinstance(node, fx.Node) else None
+            if returned is not None and position in self.capture.kept:
+                self._let_stay(returned)
+            elif returned is not None:
+                outputs.append(returned)
+        unique = list(dict.fromkeys(outputs))
+        parts = (self.operations, self.values.values(), weights, self.inputs, unique)
+        plain = Graph(*parts, shapes_known=self.sees_shapes)
+        return Graph(*parts, find_together(plain), shapes_known=self.sees_shapes)
+
+    def _let_stay(self, name: str) -> None:
+        value = self.values.get(name)
+        if value is not None and value.is_tensor and name not in self.inputs:
+            self.values[name] = replace(value, stays=True)
+
+    def _weights(self, name: str) -> list[Weight]:
+        """A weight, with its parts if it is sliced."""
+        whole = weight_of(self.model, name, written=name in self.written, movable=name not in self.opaque)
+        parts = [part for part in self.capture.parts.values() if part.weight == name]
+        if not parts:
+            return [whole]
+        return [replace(whole, nbytes=0), *(part_weight(whole, part) for part in parts)]
+
+
+def _inner_tensor(node: fx.Node) -> Effect | None:
+    """What takes a tensor out of a wrapper: it is there already."""
+    if node.target is not _UNWRAP:
+        return None
+    meta = describe(node.meta["val"])
+    return Effect(meta, (OperationResult(meta, 0, argument=0),), 0, {})

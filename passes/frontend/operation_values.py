@@ -1,0 +1,104 @@
+"""The values that an operation makes: their bytes, and whose storage they are a view of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from graphplan.devices.alignment import round_up
+from graphplan.ir.graph_elements import Value
+from graphplan.passes.frontend.fake_operation import Effect, OperationResult
+from graphplan.passes.frontend.fx_nodes import argument_nodes, is_tensor_node, may_be_view
+from graphplan.passes.frontend.simplify import mutated_arguments
+from graphplan.passes.frontend.tensor_meta import TensorMeta, dtype_name
+
+__all__ = ["unknown_value", "unnamed_bytes", "value_of", "values_of"]
+
+Names = Mapping[fx.Node, str]
+
+
+def values_of(node: fx.Node, parts: Sequence[fx.Node], effect: Effect, names: Names) -> list[Value]:
+    """What an operation that was measured makes.
+
+    Args:
+        node: the operation.
+        parts: the nodes that take one of several results.
+        effect: as measured.
+        names: of the values and weights before it.
+    """
+    arguments = [names[n] for n in argument_nodes(node) if is_tensor_node(n) and n in names]
+    if parts:
+        return _taken_values(parts, effect, arguments)
+    if isinstance(effect.value, TensorMeta):
+        return [_result_value(node.name, effect.results[0], arguments, {})]
+    if not effect.results:
+        return [Value(node.name, is_tensor=False)]
+    total = sum(result.nbytes for result in effect.results)
+    return [Value(node.name, total, sum(result.tensor.copy_bytes for result in effect.results))]
+
+
+def unknown_value(part: fx.Node, node: fx.Node, names: Names) -> Value:
+    """What an operation makes of which no shape is known: ``node``, or ``part`` of its results."""
+    mutated = mutated_arguments(node)
+    if mutated and mutated[0] in names:
+        return Value(part.name, alias_of=names[mutated[0]])
+    first = next((a for a in node.args if isinstance(a, fx.Node) and a in names), None)
+    if first is not None and may_be_view(node):
+        return Value(part.name, alias_of=names[first])
+    return Value(part.name)
+
+
+def unnamed_bytes(parts: Sequence[fx.Node], effect: Effect) -> int:
+    """Bytes of results that nobody takes out: they die with the operation."""
+    if not parts:
+        return 0
+    index_of = _result_index(effect.value)
+    taken = {index_of.get(part.args[1]) for part in parts}
+    return sum(round_up(result.nbytes) for i, result in enumerate(effect.results) if i not in taken)
+
+
+def value_of(name: str, described: Any, nbytes: int, base: str | None = None) -> Value:
+    """A value of a tensor, or of what is none."""
+    if isinstance(described, TensorMeta):
+        dtype = dtype_name(described.dtype)
+        return Value(name, nbytes, described.copy_bytes, base, True, described.shape, dtype)
+    return Value(name, nbytes, 0, base)
+
+
+def _taken_values(parts: Sequence[fx.Node], effect: Effect, arguments: Sequence[str]) -> list[Value]:
+    index_of = _result_index(effect.value)
+    owners = {index_of[p.args[1]]: p.name for p in reversed(parts) if p.args[1] in index_of}
+    values: list[Value] = []
+    for part in parts:
+        index = index_of.get(part.args[1])
+        if index is None:
+            values.append(Value(part.name, is_tensor=False))
+        elif owners[index] != part.name:  # the same result taken out twice
+            values.append(value_of(part.name, effect.results[index].tensor, 0, owners[index]))
+        else:
+            values.append(_result_value(part.name, effect.results[index], arguments, owners))
+    return values
+
+
+def _result_value(
+    name: str, result: OperationResult, arguments: Sequence[str], owners: Mapping[int, str]
+) -> Value:
+    base, nbytes = None, result.nbytes
+    if 0 <= result.argument < len(arguments):
+        base = arguments[result.argument]
+    elif result.sibling >= 0:
+        base = owners.get(result.sibling)
+        nbytes = 0 if base is not None else result.tensor.copy_bytes
+    return value_of(name, result.tensor, nbytes, base)
+
+
+def _result_index(value: Any) -> dict[Any, int]:
+    """Position in a list of results -> index among its tensors."""
+    found: dict[Any, int] = {}
+    if isinstance(value, list | tuple):
+        for position, item in enumerate(value):
+            if isinstance(item, TensorMeta):
+                found[position] = len(found)
+    return found

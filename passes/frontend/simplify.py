@@ -1,0 +1,277 @@
+"""Clean a captured graph: what checks nothing here and what changes nothing goes.
+
+Before and after::
+
+    _assert_tensor_metadata(x, ...)
+    y = to.dtype(x, float32)          # x is float32      z = mul(x, w)
+    z = mul(y, w)
+
+``view`` becomes ``reshape``, and each state of a mutated value gets the name of the operation that
+made it::
+
+    a = add_(x, 1)                                        a = add_(x, 1)
+    b = mul(x, w)                                         b = mul(a, w)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils import _pytree as pytree
+
+from graphplan.capture.captured_graph import Capture
+
+__all__ = ["drop_checks", "is_mutable", "mutated_arguments", "simplify"]
+
+aten = torch.ops.aten
+
+_CHECKS = {
+    aten._assert_tensor_metadata.default,
+    aten._assert_async.msg,
+    aten._assert_scalar.default,
+    aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default,
+    torch._check,
+}
+_INT_MAX = (1 << 63) - 1
+
+
+def simplify(capture: Capture, *, keep_grad: bool = False) -> None:
+    """Simplify the captured graph in place.
+
+    Args:
+        capture: its graph is changed.
+        keep_grad: keep ``detach``, which matters to autograd only.
+    """
+    graph = capture.graph
+    drop_checks(graph)
+    if capture.method != "symbolic_trace":
+        _fold_lifted_constants(graph)
+        folds = [*_FOLDS, (_DETACHES, lambda _: True)] if not keep_grad else list(_FOLDS)
+        _fold(graph, folds)
+        _let_views_copy(graph)
+    _name_states(graph)
+    _eliminate_dead_code(graph)
+    graph.lint()
+
+
+def drop_checks(graph: fx.Graph) -> None:
+    """Remove the trace's assertions, which name the devices and sizes that it saw."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in _CHECKS and not node.users:
+            graph.erase_node(node)
+
+
+def _fold_lifted_constants(graph: fx.Graph) -> None:
+    """A constant of the code is copied at each call lest somebody writes to it; drop unneeded copies."""
+    for node in list(graph.nodes):
+        if node.target is not aten.lift_fresh_copy.default:
+            continue
+        aliases = {node} | {user for user in node.users if user.target is aten.detach_.default}
+        readers = {user for alias in aliases for user in alias.users} - aliases
+        if any(is_mutable(user) for user in readers) or _is_returned(node):
+            node.target = aten.clone.default
+            continue
+        for alias in sorted(aliases, reverse=True):
+            alias.replace_all_uses_with(node.args[0])
+            graph.erase_node(alias)
+
+
+def _is_returned(constant: fx.Node) -> bool:
+    """Whether the caller gets hold of this tensor, or of a view of it."""
+    memory = _val(constant).untyped_storage()._cdata
+    seen, pending = {constant}, [constant]
+    while pending:
+        for user in pending.pop().users:
+            if user.op == "output":
+                return True
+            values = pytree.tree_leaves(_val(user))
+            shares = any(isinstance(v, torch.Tensor) and v.untyped_storage()._cdata == memory for v in values)
+            if shares and user not in seen:
+                seen.add(user)
+                pending.append(user)
+    return False
+
+
+def _val(node: Any) -> Any:
+    return node.meta.get("val") if isinstance(node, fx.Node) else None
+
+
+def _same_type(node: fx.Node) -> bool:
+    if node.kwargs.get("copy") or node.kwargs.get("memory_format") not in (None, torch.preserve_format):
+        return False
+    before, after = _val(node.args[0]), _val(node)
+    # a copy flag given by position follows non_blocking: to.dtype(self, dtype, non_blocking, copy, ...)
+    assert isinstance(node.target, torch._ops.OpOverload)
+    schema = [argument.name for argument in node.target._schema.arguments]
+    given = dict(zip(schema, node.args, strict=False))
+    if given.get("copy") or given.get("memory_format") not in (None, torch.preserve_format):
+        return False
+    return before is not None and after is not None and bool(before.dtype == after.dtype)
+
+
+def _whole_slice(node: fx.Node) -> bool:
+    rest = (*node.args[2:], *(None,) * (5 - len(node.args)))
+    start, end, step = rest[:3]
+    return start in (None, 0) and end in (None, _INT_MAX) and step in (None, 1)
+
+
+def _same_shape(node: fx.Node) -> bool:
+    before, after = _val(node.args[0]), _val(node)
+    if before is None or after is None or before.dim() != after.dim():
+        return False
+    # strides say nothing here: those of the example need not be those of a call, or of a GPU's kernel
+    return all(bool(statically_known_true(a == b)) for a, b in zip(before.shape, after.shape, strict=True))
+
+
+def _is_identity_dropout(node: fx.Node) -> bool:
+    probability, train = node.args[1], node.args[2]
+    return train is False or bool(probability == 0)
+
+
+_DETACHES = (aten.detach.default, aten.detach_.default, aten.alias.default)
+_Fold = tuple[tuple[Any, ...], Callable[[fx.Node], bool]]
+_FOLDS: list[_Fold] = [
+    (
+        (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other),
+        _same_type,
+    ),
+    ((aten.slice.Tensor,), _whole_slice),
+    ((aten.expand.default, aten.view.default, aten.reshape.default, aten.squeeze.dim), _same_shape),
+    ((aten.dropout.default,), _is_identity_dropout),
+]
+
+
+def _fold(graph: fx.Graph, folds: Iterable[_Fold]) -> None:
+    rule = {target: holds for targets, holds in folds for target in targets}
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        holds = rule.get(node.target)
+        if holds is None or not isinstance(node.args[0], fx.Node) or not holds(node):
+            continue
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+
+
+def _let_views_copy(graph: fx.Graph) -> None:
+    """A trace leaves out a ``contiguous()`` that the CPU's kernels make needless; others may need it.
+
+    ``reshape`` is a view wherever ``view`` is one, and copies where that would be an error.
+    """
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is aten.view.default:
+            node.target = aten.reshape.default
+
+
+def is_mutable(node: fx.Node) -> bool:
+    """Whether running this node changes one of its arguments."""
+    return bool(mutated_arguments(node))
+
+
+_SYMBOLIC_WRITERS = {"setitem", "iadd", "isub", "imul", "itruediv", "ior", "iand", "ixor", "ipow"}
+
+
+def mutated_arguments(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose values this one writes to.
+
+    From the operator's schema; BatchNorm and InstanceNorm, whose schemas hide it, by their
+    arguments; the methods and functions of a symbolic trace by torch's naming rules.
+    """
+    if node.op == "call_method":
+        name = str(node.target)
+        writes = name.endswith("_") and not name.startswith("_")
+        return [a for a in node.args[:1] if writes and isinstance(a, fx.Node)]
+    if node.op != "call_function":
+        return []
+    if isinstance(node.target, torch._ops.OpOverload):
+        return _mutated_by_schema(node, node.target)
+    return _mutated_by_name(node)
+
+
+def _mutated_by_schema(node: fx.Node, target: torch._ops.OpOverload) -> list[fx.Node]:
+    if target in (aten.detach_.default, aten.lift_fresh_copy.default):
+        return []
+    names = [argument.name for argument in target._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    if target in (aten.batch_norm.default, aten.instance_norm.default):
+        flag = "training" if target is aten.batch_norm.default else "use_input_stats"
+        written = ["running_mean", "running_var"] if given.get(flag) else []
+    else:
+        written = [
+            argument.name
+            for argument in target._schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+    found: list[fx.Node] = []
+    for name in written:
+        value = given.get(name)
+        items = value if isinstance(value, list | tuple) else [value]
+        found += [item for item in items if isinstance(item, fx.Node)]
+    return found
+
+
+def _mutated_by_name(node: fx.Node) -> list[fx.Node]:
+    name = getattr(node.target, "__name__", "")
+    first = [a for a in node.args[:1] if isinstance(a, fx.Node)]
+    found: list[fx.Node] = []
+    if name in _SYMBOLIC_WRITERS or (name.endswith("_") and not name.startswith("_")):
+        found += first
+    if node.kwargs.get("inplace") is True:
+        found += first or [a for a in (node.kwargs.get("input"),) if isinstance(a, fx.Node)]
+    if isinstance(out := node.kwargs.get("out"), fx.Node):
+        found.append(out)
+    if name in ("batch_norm", "instance_norm"):
+        given = dict(zip(("input", "running_mean", "running_var"), node.args, strict=False))
+        given.update(node.kwargs)
+        stats = [given.get("running_mean"), given.get("running_var")]
+        found += [item for item in stats if isinstance(item, fx.Node)]
+    return found
+
+
+def _name_states(graph: fx.Graph) -> None:
+    """Let what reads a mutated value after the mutation read the mutation's result."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        if not _returns_first(node):
+            continue
+        target = node.args[0]
+        for user in list(target.users):
+            if user is not node and order[user] > order[node]:
+                user.replace_input_with(target, node)
+
+
+def _returns_first(node: fx.Node) -> bool:
+    """Whether this writes to its first argument and returns it."""
+    mutated = mutated_arguments(node)
+    if len(mutated) != 1 or not node.args or node.args[0] is not mutated[0]:
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        returns = node.target._schema.returns
+        return len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return name not in ("setitem", "batch_norm", "instance_norm")
+
+
+def _eliminate_dead_code(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if node.users or node.op in ("placeholder", "output") or is_mutable(node):
+            continue
+        if node.op == "call_module" or _has_effects(node):
+            continue
+        graph.erase_node(node)
+
+
+def _has_effects(node: fx.Node) -> bool:
+    """Whether a node without users does something that its schema does not say."""
+    if node.op == "get_attr":
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target.namespace not in ("aten", "prim", "prims")
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True
+    return node.op == "call_method" and str(node.target).endswith("_")

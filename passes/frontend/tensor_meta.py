@@ -1,0 +1,131 @@
+"""A tensor without data: shape, strides and dtype, and what a copy of it is.
+
+Sizes that vary count at their bound: the plan is for the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphplan.capture.dynamic_sizes import finite_bound
+from graphplan.warnings import warn
+
+__all__ = ["TensorMeta", "contiguous_strides", "describe", "dtype_name", "is_tensor_meta"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """A tensor as the interpreter carries it.
+
+    ``requires_grad`` matters even without autograd: ``matmul`` copies a strided input to fold its
+    dimensions when the other side requires a gradient, and does not when it does not.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @property
+    def copy_bytes(self) -> int:
+        elements = 1
+        for size in self.shape:
+            elements *= size
+        return elements * self.dtype.itemsize
+
+    def copied(self) -> TensorMeta:
+        """What ``.to()`` another device makes of it: dense, its dimensions in the same order.
+
+        As torch's ``infer_dense_strides`` (``ExpandUtils.cpp``).
+        """
+        order = list(range(len(self.shape)))[::-1]
+        for i in range(1, len(order)):
+            at = i
+            for j in range(i - 1, -1, -1):
+                inner, outer = order[j], order[at]
+                swap = self._belongs_outside(inner, outer)
+                if swap > 0:
+                    order[j], order[at] = outer, inner
+                    at = j
+                elif swap < 0:
+                    break
+        strides, step = [0] * len(order), 1
+        for dimension in order:
+            strides[dimension] = step
+            step *= max(self.shape[dimension], 1)
+        kept = self.stride if self._is_dense() else tuple(strides)
+        return TensorMeta(self.shape, kept, self.dtype)
+
+    def _belongs_outside(self, a: int, b: int) -> int:
+        """1 if dimension ``a`` has the larger step of the two, -1 if ``b`` has, 0 if that is open."""
+        if self.stride[a] == 0 or self.stride[b] == 0:
+            return 0
+        if self.stride[a] != self.stride[b]:
+            return 1 if self.stride[a] > self.stride[b] else -1
+        return 1 if self.shape[a] > self.shape[b] else 0
+
+    def _is_dense(self) -> bool:
+        """Whether its elements fill its storage without gap or overlap."""
+        step = 1
+        for stride, size in sorted((st, n) for st, n in zip(self.stride, self.shape, strict=True) if n != 1):
+            if stride != step:
+                return False
+            step *= size
+        return True
+
+
+def is_tensor_meta(value: Any) -> bool:
+    """Whether this is one, and so a leaf of the arguments and results that the interpreter carries."""
+    return isinstance(value, TensorMeta)
+
+
+def _size(size: Any, sizes: Mapping[Any, int]) -> int:
+    """A size as the plan counts it: a dynamic one at its bound, as one that the data decides."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    expression = size.node.expr.xreplace(sizes)
+    if isinstance(expression, int) or expression.is_number:
+        return int(expression)
+    bound = finite_bound(size.node.shape_env.bound_sympy(expression).upper)
+    if bound is None:
+        warn(
+            "a size that only the data decides has no upper bound: it counts as 1 in the plan, whose peaks "
+            "may be passed"
+        )
+        return max(1, int(expression.subs(dict.fromkeys(expression.free_symbols, 1))))
+    return bound
+
+
+def describe(val: Any, sizes: Mapping[Any, int] | None = None) -> Any:
+    """A traced value as the interpreter carries it; ``sizes`` are those of its symbols."""
+    sizes = sizes or {}
+    if isinstance(val, torch.Tensor):
+        shape = tuple(_size(size, sizes) for size in val.shape)
+        if val.layout is not torch.strided:
+            return TensorMeta(shape, contiguous_strides(shape), val.dtype)
+        return TensorMeta(shape, tuple(_size(step, sizes) for step in val.stride()), val.dtype)
+    if isinstance(val, list | tuple):
+        return [describe(item, sizes) for item in val]
+    if isinstance(val, torch.SymInt):
+        return _size(val, sizes)
+    if isinstance(val, torch.SymFloat | torch.SymBool):
+        return val.node.hint if val.node.hint is not None else 1.0
+    return val
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Elements between neighbours along each dimension, of a tensor in row-major order."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in a graph: ``"float32"``."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,33 @@
+"""One graph that covers two readings of a capture: of each value and operation the larger bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from graphplan.ir.graph import Graph
+from graphplan.ir.graph_elements import Value
+
+__all__ = ["costlier"]
+
+
+def costlier(a: Graph, b: Graph) -> Graph:
+    """Of two readings of one capture, each value's and operation's larger bytes.
+
+    A value that is a view in one and not in the other is none, so both readings are covered.
+    """
+    values = [_costlier_value(value, b.values[name]) for name, value in a.values.items()]
+    operations = []
+    for name, operation in a.operations.items():
+        other = b.operations[name]
+        kinds = {*operation.workspace, *other.workspace}
+        workspace = {k: max(operation.workspace_on(k), other.workspace_on(k)) for k in sorted(kinds)}
+        operations.append(replace(operation, workspace=workspace))
+    together = {*a.together, *b.together}
+    parts = (operations, values, a.weights.values(), a.inputs, a.outputs)
+    return Graph(*parts, together, shapes_known=a.shapes_known)
+
+
+def _costlier_value(a: Value, b: Value) -> Value:
+    if a.alias_of == b.alias_of:
+        return replace(a, nbytes=max(a.nbytes, b.nbytes), copy_bytes=max(a.copy_bytes, b.copy_bytes))
+    return a if a.alias_of is None else b

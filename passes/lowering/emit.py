@@ -1,0 +1,264 @@
+"""Turn a schedule back into ``torch.fx``: each move a ``.to()``, each device argument the true one.
+
+Before and after, for ``arange`` and ``add`` on device ``sim:1``::
+
+    arange = arange(8, device=cpu)        arange = arange(8, device=sim:1)
+    add = add(x, arange)                  x_1 = x.to('sim:1')
+                                          add = add(x_1, arange)
+
+The result takes the tensors of a call, in order, and returns a flat tuple. Weights are read from the
+module under their original names; how those that are streamed are written is in
+:mod:`graphplan.ir.lowered_ops`.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphplan.capture.captured_graph import Capture
+from graphplan.devices.topology import CPU, DISK, SIMULATED, DeviceKey, Topology
+from graphplan.errors import CaptureError, VerificationError
+from graphplan.ir.graph import Graph
+from graphplan.ir.lowered_ops import (
+    constant_attribute,
+    load_segment,
+    part_attribute,
+    release_segment,
+    resident_part,
+    stream_attribute,
+    to_device,
+    wait_segment,
+)
+from graphplan.ir.schedule import Load, Move, Release, Run, Schedule, Wait
+from graphplan.passes.frontend.simplify import drop_checks
+
+__all__ = ["Lowered", "host_device", "lower"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A lowered call.
+
+    Attributes:
+        graph: takes the call's tensors in order, returns a flat tuple.
+        branches: attribute name -> graph of a control-flow operation (``torch.cond``).
+    """
+
+    graph: fx.Graph
+    branches: dict[str, fx.GraphModule]
+
+
+def lower(capture: Capture, graph: Graph, schedule: Schedule, topology: Topology) -> Lowered:
+    """The fx graph that carries out ``schedule``."""
+    return _Lowering(capture, graph, schedule, topology).run()
+
+
+def host_device(schedule: Schedule, topology: Topology) -> torch.device:
+    """The torch device that ``schedule.host`` means."""
+    if schedule.host in topology:
+        return topology[schedule.host].torch_device
+    return torch.device(str(schedule.host))
+
+
+class _Lowering:
+    def __init__(self, capture: Capture, graph: Graph, schedule: Schedule, topology: Topology) -> None:
+        self.capture, self.graph, self.schedule = capture, graph, schedule
+        self.devices = {spec.key: spec.torch_device for spec in topology.devices}
+        self.devices.setdefault(schedule.host, host_device(schedule, topology))
+        self.source = {node.name: node for node in capture.graph.nodes}
+        self.out = fx.Graph()
+        self.env: dict[tuple[str, DeviceKey], fx.Node] = {}
+        self.home: dict[str, DeviceKey] = dict(schedule.assignment.weights)
+        self.name_of = {node: capture.weights.get(name, name) for name, node in self.source.items()}
+        self.return_device: fx.Node | None = None
+        self.branches: dict[str, fx.GraphModule] = {}
+        self.streams: dict[DeviceKey, fx.Node] = {}
+        self.loaded: dict[tuple[DeviceKey, int], fx.Node] = {}
+
+    def run(self) -> Lowered:
+        self._placeholders()
+        for step in self.schedule.steps:
+            if isinstance(step, Move):
+                self._move(step)
+            elif isinstance(step, Run):
+                self._run(step)
+            else:
+                self._stream(step)
+        self._output()
+        self.out.lint()
+        return Lowered(self.out, self.branches)
+
+    def _placeholders(self) -> None:
+        for name in self.graph.inputs:
+            node = self.out.placeholder(name)
+            node.meta.update(self.source[name].meta)
+            self.env[name, self.schedule.host] = node
+            self.home[name] = self.schedule.host
+        for name in self.graph.weights:
+            if name in self.capture.states:
+                node = self.out.placeholder(name)
+                node.meta.update(self.source[name].meta)
+                self.env[name, self.home[name]] = node
+        moved_out = any(True for _ in self.schedule.moves("output"))
+        tensors = [name for name in self.graph.inputs if self.graph.values[name].is_tensor]
+        if moved_out and tensors:
+            first = self.env[tensors[0], self.schedule.host]
+            self.return_device = self.out.call_function(getattr, (first, "device"))
+
+    def _instance(self, name: str, key: DeviceKey) -> fx.Node:
+        node = self.env.get((name, key))
+        if node is not None:
+            return node
+        in_place = self.home.get(name) == DISK and self.devices[key].type == CPU
+        if name not in self.graph.weights or (self.home[name] != key and not in_place):
+            raise VerificationError(f"lowering needs {name!r} on {key!r}, where the schedule has not put it")
+        if self.graph.weights[name].part_of:
+            node = self._part(name, key)
+        else:
+            constant = name in self.capture.constants
+            node = self.out.get_attr(constant_attribute(name) if constant else name)
+        self.env[name, key] = node
+        return node
+
+    def _part(self, name: str, key: DeviceKey) -> fx.Node:
+        """Rows of a weight: a view where that lives, else what is kept on ``key``."""
+        part = self.graph.weights[name]
+        whole = self._instance(part.part_of, self.home[part.part_of])
+        if self.home[part.part_of] == key:
+            return self._call(torch.narrow, (whole, 0, part.start, part.shape[0]), name)
+        kept = self.out.get_attr(part_attribute(self.graph.parts.index(part)))
+        return self._call(resident_part, (kept, whole), name)
+
+    def _move(self, step: Move) -> None:
+        node = self._instance(step.value, step.source)
+        if step.kind == "writeback":
+            caller = self.env[step.value, step.destination]
+            self.out.call_method("copy_", (caller, node))
+            return
+        target: Any = str(self.devices[step.destination])
+        if step.kind == "output" and self.return_device is not None:
+            target = self.return_device
+        # without example inputs nobody knows what is a tensor
+        kind, call = ("call_method", "to") if self.graph.shapes_known else ("call_function", to_device)
+        suffix = "returned" if step.kind == "output" else f"on_{step.destination}"
+        name = re.sub(r"\W", "_", f"{step.value}_{suffix}")
+        moved = self.out.create_node(kind, call, (node, target), name=name)
+        moved.meta["move"] = step
+        self.env[step.value, step.destination] = moved
+
+    def _stream(self, step: Load | Wait | Release) -> None:
+        place = step.device, step.segment
+        if isinstance(step, Release):
+            node = self._call(release_segment, (self.loaded[place],), f"released_{step.segment}")
+        elif isinstance(step, Load):
+            weights = [self._instance(name, step.source) for name in step.weights]
+            arguments = (self._ring(step.device), step.segment, *weights)
+            node = self.loaded[place] = self._call(load_segment, arguments, f"loaded_{step.segment}")
+        else:
+            node = self._call(wait_segment, (self.loaded[place],), f"segment_{step.segment}")
+            ring = next(ring for ring in self.schedule.rings if ring.device == step.device)
+            for position, name in enumerate(ring.segments[step.segment].weights):
+                part = self._call(operator.getitem, (node, position), f"{name}_on_{step.device}")
+                self.env[name, step.device] = part
+        node.meta["stream"] = step
+
+    def _call(self, target: Any, arguments: tuple[Any, ...], name: str) -> fx.Node:
+        return self.out.create_node("call_function", target, arguments, name=re.sub(r"\W", "_", name))
+
+    def _ring(self, key: DeviceKey) -> fx.Node:
+        if key not in self.streams:
+            index = next(i for i, ring in enumerate(self.schedule.rings) if ring.device == key)
+            self.streams[key] = self.out.get_attr(stream_attribute(index))
+        return self.streams[key]
+
+    def _run(self, step: Run) -> None:
+        operation = self.graph.operations[step.operation]
+        node = self.source[operation.name]
+
+        def find(argument: fx.Node) -> Any:
+            name = self.name_of[argument]
+            if argument.op == "get_attr" and name not in self.graph.weights:
+                return self._branch(str(argument.target), self.devices[step.device])
+            value = self.graph.values.get(name)
+            elsewhere = operation.host_only or (value is not None and not value.is_tensor)
+            return self._instance(name, self.home[name] if elsewhere else step.device)
+
+        made = self.out.node_copy(node, find)
+        made.meta["operation"] = operation.name
+        _set_device(made, self.devices[step.device])
+        if made.target is torch.ops.higher_order.wrap_with_autocast:
+            if self.devices[step.device].type == SIMULATED:
+                raise CaptureError(
+                    f"{operation.name!r} is an autocast block, and simulated devices have no autocast: "
+                    "convert the weights instead, or pin the block to the CPU"
+                )
+            made.update_arg(0, self.devices[step.device].type)
+        self._bind(node.name, step.device, made)
+        for user in node.users:
+            if user.name in operation.outputs and user is not node:
+                part = self.out.call_function(operator.getitem, (made, user.args[1]))
+                part.meta.update(user.meta)
+                self._bind(user.name, step.device, part)
+
+    def _branch(self, name: str, device: torch.device) -> fx.Node:
+        """A graph that a control-flow operation calls: the same, on the operation's device."""
+        branch = copy.deepcopy(getattr(self.capture.module, name))
+        for part in [m for m in branch.modules() if isinstance(m, fx.GraphModule)]:
+            drop_checks(part.graph)
+            for node in part.graph.nodes:
+                if node.op == "call_function":
+                    _set_device(node, device)
+            part.recompile()
+        self.branches[name] = branch
+        return self.out.get_attr(name)
+
+    def _bind(self, name: str, key: DeviceKey, node: fx.Node) -> None:
+        self.env[name, key] = node
+        self.home[name] = key
+
+    def _output(self) -> None:
+        def find(argument: Any) -> Any:
+            if not isinstance(argument, fx.Node):
+                return argument
+            name = self.name_of[argument]
+            moved = self.env.get((name, self.schedule.host)) if self.schedule.returns_to_host else None
+            return moved or self._instance(name, self.home[name])
+
+        def left(argument: Any) -> Any:
+            name = self.name_of[argument] if isinstance(argument, fx.Node) else None
+            return argument if name is None else self._instance(name, self.home[name])
+
+        self.out.output(
+            tuple(
+                left(argument) if position in self.capture.kept else find(argument)
+                for position, argument in enumerate(self.capture.outputs)
+            )
+        )
+
+
+def _set_device(node: fx.Node, device: torch.device) -> None:
+    """Give the operation its device, where the trace had baked one in."""
+    for name in _device_arguments(node):
+        if isinstance(name, int):
+            node.update_arg(name, device)
+        else:
+            node.update_kwarg(name, device)
+
+
+def _device_arguments(node: fx.Node) -> list[int | str]:
+    found: list[int | str] = [
+        index for index, value in enumerate(node.args) if isinstance(value, torch.device)
+    ]
+    found += [name for name, value in node.kwargs.items() if isinstance(value, torch.device)]
+    if found or not isinstance(node.target, torch._ops.OpOverload):
+        return found
+    schema = node.target._schema.arguments
+    makes = not any(isinstance(a, fx.Node) for a in node.all_input_nodes)
+    return [a.name for a in schema if a.name == "device" and makes and a.name not in node.kwargs]

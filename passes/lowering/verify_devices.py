@@ -1,0 +1,134 @@
+"""Prove, without running it, that a lowered graph keeps its tensors together.
+
+Devices are followed through the fx graph: weights bring theirs, ``.to()`` and the loading of a segment
+change it, and every other operation must find all its tensors on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphplan.devices.topology import Topology
+from graphplan.errors import VerificationError
+from graphplan.ir.graph import Graph
+from graphplan.ir.graph_elements import Operation
+from graphplan.ir.lowered_ops import constant_attribute, part_attribute
+from graphplan.ir.schedule import Load, Move, Release, Run, Schedule, Step
+from graphplan.passes.lowering.emit import Lowered, host_device
+
+__all__ = ["verify_lowered"]
+
+
+def verify_lowered(lowered: Lowered, graph: Graph, schedule: Schedule, topology: Topology) -> None:
+    """Raise VerificationError unless each operation's tensors are on its device, where it was placed.
+
+    Also: each value is moved at most once to each device, and as often as the schedule says.
+    """
+    _Proof(lowered, graph, schedule, topology).run()
+
+
+class _Proof:
+    def __init__(self, lowered: Lowered, graph: Graph, schedule: Schedule, topology: Topology) -> None:
+        self.lowered, self.graph, self.schedule = lowered, graph, schedule
+        devices = {spec.key: spec.torch_device for spec in topology.devices}
+        self.host = host_device(schedule, topology)
+        devices.setdefault(schedule.host, self.host)
+        self.devices = devices
+        self.residence: dict[str, torch.device] = {}
+        for name, key in schedule.assignment.weights.items():
+            self.residence[name] = devices[key]
+            if graph.weights[name].kind == "constant":
+                self.residence[constant_attribute(name)] = devices[key]
+        for index, part in enumerate(graph.parts):
+            self.residence[part_attribute(index)] = self.residence[part.name]
+        self.device: dict[fx.Node, torch.device | None] = {}
+        self.moved: set[tuple[Any, Any]] = set()
+        self.streamed: list[Step] = []
+
+    def run(self) -> None:
+        for node in self.lowered.graph.nodes:
+            problem = self._visit(node)
+            if problem:
+                raise VerificationError(f"{problem}\n{self._around(node)}")
+        expected = sum(1 for move in self.schedule.moves() if move.kind != "writeback")
+        if len(self.moved) != expected:
+            raise VerificationError(
+                f"the lowered graph moves {len(self.moved)} values, the schedule {expected}"
+            )
+        steps = [step for step in self.schedule.steps if not isinstance(step, Move | Run)]
+        if self.streamed != steps:
+            raise VerificationError(
+                f"the lowered graph has {len(self.streamed)} steps of streams, the schedule {len(steps)}, or "
+                "they are in another order"
+            )
+
+    def _visit(self, node: fx.Node) -> str | None:
+        if node.op == "placeholder":
+            value = self.graph.values.get(node.name)
+            here = self.host if value is None or value.is_tensor else None
+            self.device[node] = self.residence.get(node.name, here)
+        elif node.op == "get_attr":
+            self.device[node] = self.residence.get(str(node.target))
+        elif node.op == "output":
+            return None
+        elif node.target is getattr:
+            self.device[node] = None
+        elif "move" in node.meta:
+            return self._move(node)
+        elif "stream" in node.meta:
+            return self._stream(node, node.meta["stream"])
+        elif "operation" in node.meta:
+            return self._operate(node, self.graph.operations[node.meta["operation"]])
+        else:  # one result taken out of several, part of a weight, or an input written back
+            self.device[node] = self.device[node.all_input_nodes[0]]
+        return None
+
+    def _move(self, node: fx.Node) -> str | None:
+        value, target = node.args
+        if (value, str(target)) in self.moved:
+            return f"{value} is moved to {target} twice"
+        self.moved.add((value, str(target)))
+        assert isinstance(value, fx.Node)
+        destination = self.host if isinstance(target, fx.Node) else torch.device(str(target))
+        if self.device[value] == destination:
+            return f"{value} is moved to {destination}, where it is already"
+        self.device[node] = destination
+        return None
+
+    def _stream(self, node: fx.Node, step: Step) -> str | None:
+        self.streamed.append(step)
+        if isinstance(step, Load):
+            for weight in node.all_input_nodes[1:]:
+                if self.device[weight] != self.devices[step.source]:
+                    return f"{weight} is loaded from {step.source!r}, where it is not"
+            self.device[node] = self.devices[step.device]
+        else:  # a wait hands on what was loaded, a release nothing
+            loaded = self.device[node.all_input_nodes[0]]
+            self.device[node] = None if isinstance(step, Release) else loaded
+        return None
+
+    def _operate(self, node: fx.Node, operation: Operation) -> str | None:
+        inputs = [n for n in node.all_input_nodes if self.device.get(n) is not None]
+        found: Mapping[torch.device, fx.Node] = {self.device[n]: n for n in inputs}  # type: ignore[misc]  # Nones are out
+        placed = self.devices[self.schedule.assignment.operations[operation.name]]
+        values = [self.graph.values[name] for name in operation.outputs]
+        self.device[node] = placed if any(value.is_tensor for value in values) else None
+        if operation.host_only:
+            return None
+        for device, culprit in found.items():
+            if device != placed:
+                return f"{node.name} runs on {placed}, its input {culprit} is on {device}"
+        return None
+
+    def _around(self, node: fx.Node, reach: int = 5) -> str:
+        nodes = list(self.lowered.graph.nodes)
+        at = nodes.index(node)
+        lines = []
+        for other in nodes[max(0, at - reach) : at + reach + 1]:
+            mark = "->" if other is node else "  "
+            lines.append(f"{mark} {other.format_node()}  # {self.device.get(other, '?')}")
+        return "\n".join(lines)

@@ -1,0 +1,281 @@
+"""Which weights are copied together, when, and into which slot of the ring: decided before any call.
+
+From where a weight is read, and where views of it are, follows how long its copy is needed. Readers far
+apart have a copy each rather than hold a slot between them; the weights of one operation, and of
+neighbours while they are small, are one segment. A segment gets the slot that is free for the longest
+time when it is first read, so it can be loaded early. Before and after, for two weights on the CPU::
+
+    run a on 0       load 0: wa -> slot 0 of 0
+    run b on 0       load 1: wb -> slot 1 of 0
+                     wait 0 on 0
+                     run a on 0
+                     release 0 on 0
+                     wait 1 on 0
+                     run b on 0
+                     release 1 on 0
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from graphplan.devices.alignment import round_up
+from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Topology
+from graphplan.ir.graph import Graph
+from graphplan.ir.schedule import Assignment, Load, Move, Release, Ring, Run, Segment, Step, Wait
+
+__all__ = ["SMALL", "Streamed", "add_streams"]
+
+_SLOTS = 2
+_ORDER = {Release: 0, Load: 1, Wait: 2}  # of what comes right before one step
+SMALL = 4  # a copy is small while it takes less than so many times its latency
+
+
+class Streamed:
+    """Tells which weights a device reads from its ring."""
+
+    def __init__(self, graph: Graph, topology: Topology, assignment: Assignment) -> None:
+        memory = {spec.key for spec in topology.devices if spec.type in (CPU, DISK)}
+        self.weights = {
+            name
+            for name, key in assignment.weights.items()
+            if key in memory and name in graph.streamable and graph.weights[name].nbytes
+        }
+        accelerators = {spec.key for spec in topology.devices if spec.is_accelerator}
+        self.devices = {key for key in accelerators if assignment.slots.get(key) != 0}
+
+    def __call__(self, name: str, device: DeviceKey) -> bool:
+        """Whether operations on ``device`` read ``name`` from its ring."""
+        return name in self.weights and device in self.devices
+
+
+@dataclass(slots=True)
+class _Span:
+    """Weights that are needed on a device from one step to another, both included.
+
+    ``alone``: it shares its copy with none, having no neighbours in host memory but those of its first
+    copy, or of the weight that it is a part of.
+    """
+
+    weights: list[str]
+    start: int
+    end: int
+    alone: bool = False
+
+
+def add_streams(
+    graph: Graph,
+    topology: Topology,
+    assignment: Assignment,
+    steps: Sequence[Run | Move],
+    least: Mapping[DeviceKey, int],
+) -> tuple[tuple[Step, ...], tuple[Ring, ...]]:
+    """The steps with loads, waits and releases, and the rings that they use.
+
+    Args:
+        graph: what is scheduled.
+        topology: its devices and links.
+        assignment: where weights live, and how many slots a ring has.
+        steps: without the copies of streamed weights.
+        least: device -> bytes of the ring that is there already.
+    """
+    uses = _find_uses(graph, Streamed(graph, topology, assignment), steps)
+    extra: dict[int, list[Step]] = defaultdict(list)
+    rings = []
+    for spec in topology.devices:
+        grouped = _group(_cluster(uses.get(spec.key, [])), assignment)
+        spans = _merge_small(graph, topology, assignment, spec, grouped)
+        if not spans and not least.get(spec.key):
+            continue
+        source = _source(topology, assignment, spans)
+        slot_of = _choose_slots(spans, assignment.slots.get(spec.key, _SLOTS))
+        ring = _ring(graph, spec, source, spans, slot_of, least.get(spec.key, 0))
+        _place_steps(ring, spans, assignment, _leading_moves(steps), extra)
+        rings.append(ring)
+    return _interleave(steps, extra), tuple(rings)
+
+
+def _source(topology: Topology, assignment: Assignment, spans: Sequence[_Span]) -> DeviceKey:
+    homes = [home for span in spans if (home := _home(assignment, span)) != DISK]
+    if homes or spans:
+        return homes[0] if homes else DISK
+    return next((spec.key for spec in topology.devices if spec.type == CPU), CPU)
+
+
+def _find_uses(graph: Graph, streamed: Streamed, steps: Sequence[Run | Move]) -> dict[DeviceKey, list[_Span]]:
+    """Each read of a streamed weight, until the last read of a view made by it."""
+    uses: dict[DeviceKey, list[_Span]] = defaultdict(list)
+    if not streamed.weights:
+        return uses
+    views: dict[tuple[str, DeviceKey], _Span] = {}
+    home: dict[str, DeviceKey] = {}
+    for index, step in enumerate(steps):
+        if isinstance(step, Move):
+            if (span := views.get((step.value, step.source))) is not None:
+                span.end = index
+            continue
+        operation, fresh = graph.operations[step.operation], dict[str, _Span]()
+        for name in operation.inputs:
+            device = home.get(name, step.device) if operation.host_only else step.device
+            if views and (span := views.get((name, device))) is not None:
+                span.end = index
+            elif name in streamed.weights and not operation.host_only and streamed(name, device):
+                fresh[name] = _Span([name], index, index, bool(graph.weights[name].part_of))
+                uses[device].append(fresh[name])
+        for name in operation.outputs:
+            home[name] = step.device
+            base = graph.values[name].alias_of
+            if base is not None:
+                span = fresh.get(base) or views.get((base, step.device))
+                if span is not None:
+                    views[name, step.device] = span
+    return uses
+
+
+def _cluster(uses: Iterable[_Span]) -> list[_Span]:
+    """Reads of one weight that share a copy: those between which no other weight is first read."""
+    spans: list[_Span] = []
+    starts: list[int] = []
+    latest: dict[str, _Span] = {}
+    for use in uses:
+        known = latest.get(use.weights[0])
+        if known is not None and bisect_left(starts, use.start) <= bisect_right(starts, known.end):
+            known.end = max(known.end, use.end)
+            continue
+        use.alone |= known is not None
+        latest[use.weights[0]] = use
+        starts.append(use.start)
+        spans.append(use)
+    return spans
+
+
+def _home(assignment: Assignment, span: _Span) -> DeviceKey:
+    return assignment.weights[span.weights[0]]
+
+
+def _group(spans: Iterable[_Span], assignment: Assignment) -> list[_Span]:
+    """The weights that one operation is the first to read, together.
+
+    What is on disk and what is in memory are copied apart. One that is copied again has a copy of its
+    own: it has one place in host memory, so its neighbours there are those of its first copy.
+    """
+    grouped: list[_Span] = []
+    for span in spans:
+        last = grouped[-1] if grouped else None
+        joined = last is not None and last.start == span.start and not (last.alone or span.alone)
+        if last is not None and joined and _home(assignment, last) == _home(assignment, span):
+            last.weights += span.weights
+            last.end = max(last.end, span.end)
+        else:
+            grouped.append(span)
+    return grouped
+
+
+def _merge_small(
+    graph: Graph, topology: Topology, assignment: Assignment, spec: DeviceSpec, spans: Sequence[_Span]
+) -> list[_Span]:
+    """Neighbours in one copy while it takes little longer than its latency, and no larger slot."""
+    if not spans:
+        return []
+    link = topology.link(_source(topology, assignment, spans), spec.key)
+    largest = max(_bytes(graph, span.weights) for span in spans)
+    limit = min(SMALL * link.latency * link.bandwidth, largest)
+    merged = [spans[0]]
+    for span in spans[1:]:
+        last = merged[-1]
+        joined = [*last.weights, *span.weights]
+        apart = last.alone or span.alone or _home(assignment, last) != _home(assignment, span)
+        if apart or _bytes(graph, joined) > limit:
+            merged.append(span)
+        else:
+            last.weights, last.end = joined, max(last.end, span.end)
+    return merged
+
+
+def _offsets(graph: Graph, weights: Iterable[str]) -> list[int]:
+    """Where each weight of a segment begins, and where the segment ends."""
+    offsets, at, end = [], 0, 0
+    for name in weights:
+        offsets.append(at)
+        end = at + graph.weights[name].nbytes
+        at = round_up(end)
+    return [*offsets, end]
+
+
+def _bytes(graph: Graph, weights: Iterable[str]) -> int:
+    return _offsets(graph, weights)[-1]
+
+
+def _choose_slots(spans: Sequence[_Span], wanted: int) -> list[int]:
+    """A slot for each segment: a new one while there are fewer than wanted, else the longest free."""
+    slots: list[int] = []
+    busy: list[int] = []  # the step at which each slot is last read
+    for span in spans:
+        slot = min(range(len(busy)), key=busy.__getitem__, default=0)
+        if len(busy) < wanted or busy[slot] >= span.start:
+            slot = len(busy)
+            busy.append(span.end)
+        busy[slot] = span.end
+        slots.append(slot)
+    return slots
+
+
+def _ring(
+    graph: Graph,
+    spec: DeviceSpec,
+    source: DeviceKey,
+    spans: Sequence[_Span],
+    slot_of: Sequence[int],
+    least: int,
+) -> Ring:
+    sizes = [0] * (max(slot_of, default=-1) + 1)
+    last: dict[int, int] = {slot: index for index, slot in enumerate(slot_of)}
+    segments = []
+    for index, (span, slot) in enumerate(zip(spans, slot_of, strict=True)):
+        *offsets, nbytes = _offsets(graph, span.weights)
+        segments.append(Segment(tuple(span.weights), tuple(offsets), nbytes, slot, last[slot]))
+        sizes[slot] = max(sizes[slot], spec.rounded(nbytes))
+        last[slot] = index
+    return Ring(spec.key, source, tuple(sizes), tuple(segments), max(sum(sizes), least))
+
+
+def _leading_moves(steps: Sequence[Run | Move]) -> int:
+    """How many inputs are moved first: on the link they had better not queue behind whole segments."""
+    return next((index for index, step in enumerate(steps) if isinstance(step, Run)), len(steps))
+
+
+def _place_steps(
+    ring: Ring,
+    spans: Sequence[_Span],
+    assignment: Assignment,
+    first: int,
+    extra: dict[int, list[Step]],
+) -> None:
+    """Loads as early as the slot allows, in order; waits and releases around the readers.
+
+    ``extra[i]`` comes right before step ``i``; nothing is loaded before step ``first``.
+    """
+    load_at = first
+    for index, span in enumerate(spans):
+        extra[span.end + 1].append(Release(index, ring.device))
+    for index, (span, segment) in enumerate(zip(spans, ring.segments, strict=True)):
+        if segment.previous < index:
+            load_at = max(load_at, spans[segment.previous].end + 1)
+        load = Load(index, ring.device, _home(assignment, span), segment.weights, segment.nbytes)
+        extra[load_at].append(load)
+        extra[span.start].append(Wait(index, ring.device))
+
+
+def _interleave(steps: Sequence[Step], extra: Mapping[int, Sequence[Step]]) -> tuple[Step, ...]:
+    if not extra:
+        return tuple(steps)
+    woven: list[Step] = []
+    at = 0
+    for index in sorted(extra):
+        woven += steps[at:index]
+        woven += sorted(extra[index], key=lambda step: _ORDER[type(step)])
+        at = index
+    return (*woven, *steps[at:])

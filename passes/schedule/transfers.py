@@ -1,0 +1,107 @@
+"""Make every move explicit: a graph and an assignment become a schedule.
+
+A value is copied to a device right before its first reader there, once; outputs return to the caller's
+device at the end. Weights that are streamed get their steps from
+:mod:`graphplan.passes.schedule.prefetch_segments`. Before and after, for ``b`` on device 1 and the rest
+on device 0::
+
+    a = linear(x, w)             move x: cpu -> 0
+    b = relu(a)                  run a on 0
+    c = add(a, b)                move a: 0 -> 1
+                                 run b on 1
+                                 move b: 1 -> 0
+                                 run c on 0
+                                 move c: 0 -> cpu
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from graphplan.devices.topology import DeviceKey, Topology
+from graphplan.ir.graph import Graph
+from graphplan.ir.graph_elements import Operation
+from graphplan.ir.schedule import Assignment, Move, MoveKind, Run, Schedule, read_in_place
+from graphplan.passes.schedule.prefetch_segments import Streamed, add_streams
+
+__all__ = ["build_schedule"]
+
+
+def build_schedule(
+    graph: Graph,
+    topology: Topology,
+    assignment: Assignment,
+    host: DeviceKey,
+    *,
+    returns_to_host: bool = True,
+    rings: Mapping[DeviceKey, int] | None = None,
+) -> Schedule:
+    """The schedule that carries out ``assignment`` in the graph's order.
+
+    Args:
+        graph: what is scheduled.
+        topology: the devices, of which the accelerators may have rings.
+        assignment: where operations run and weights live.
+        host: key or name of the caller's device.
+        returns_to_host: whether outputs go back there.
+        rings: device -> bytes of the ring that is there already.
+    """
+    writer = _Writer(graph, topology, assignment, host)
+    for operation in graph.operations.values():
+        writer.run(operation)
+    for name in graph.changed_inputs:
+        writer.write_back(name, host)
+    if returns_to_host:
+        for name in graph.outputs:
+            if name in writer.home and writer.is_tensor(name):
+                writer.bring(name, host, "output")
+    steps, made = add_streams(graph, topology, assignment, writer.steps, rings or {})
+    return Schedule(steps, assignment, host, returns_to_host, made)
+
+
+class _Writer:
+    def __init__(self, graph: Graph, topology: Topology, assignment: Assignment, host: DeviceKey) -> None:
+        self.graph, self.assignment = graph, assignment
+        self.streamed = Streamed(graph, topology, assignment)
+        self.steps: list[Run | Move] = []
+        self.home: dict[str, DeviceKey] = dict(assignment.weights)
+        self.home.update(dict.fromkeys(graph.inputs, host))
+        self.present: set[tuple[str, DeviceKey]] = set(self.home.items())
+        self.present.update(read_in_place(topology, assignment))
+
+    def is_tensor(self, name: str) -> bool:
+        return name not in self.graph.not_tensors
+
+    def run(self, operation: Operation) -> None:
+        device = self.assignment.operations[operation.name]
+        if not operation.host_only:
+            for name in operation.inputs:
+                if (name, device) in self.present or not self.is_tensor(name):
+                    continue
+                if not self.streamed(name, device):
+                    self.bring(name, device, self._kind(name))
+        self.steps.append(Run(operation.name, device))
+        for name in operation.outputs:
+            self.home[name] = device
+            self.present.add((name, device))
+
+    def bring(self, name: str, device: DeviceKey, kind: MoveKind) -> None:
+        if (name, device) in self.present:
+            return
+        self.present.add((name, device))
+        self.steps.append(Move(name, self.home[name], device, self._bytes(name), kind))
+
+    def write_back(self, name: str, host: DeviceKey) -> None:
+        # what touches a changed input is tied together, so at most one other device has it
+        for device in {key for value, key in self.present if value == name} - {host}:
+            self.steps.append(Move(name, device, host, self._bytes(name), "writeback"))
+
+    def _bytes(self, name: str) -> int:
+        weight = self.graph.weights.get(name)
+        return self.graph.values[name].copy_bytes if weight is None else weight.nbytes
+
+    def _kind(self, name: str) -> MoveKind:
+        root = self.graph.root(name)
+        if root in self.graph.weights:
+            return "weight"
+        return "input" if root in self.graph.inputs else "activation"

@@ -1,0 +1,159 @@
+"""The weights of a safetensors checkpoint: which file has what, and what can stay there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from graphplan.capture.model_copy import ModelWeights
+from graphplan.errors import CheckpointError
+from graphplan.runtime.checkpoint.mapped_files import MappedFile
+from graphplan.runtime.checkpoint.parallel_reads import Request, read_into
+from graphplan.runtime.checkpoint.safetensors_header import Entry, FileHeader, read_header
+
+__all__ = ["Checkpoint", "file_entries", "read_checkpoint"]
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+_Found = tuple[FileHeader, Entry]
+
+
+class Checkpoint:
+    """The tensors of a checkpoint by the first name of each weight.
+
+    A buffer that no checkpoint holds (non-persistent) comes from the model itself.
+    """
+
+    def __init__(self, weights: ModelWeights, found: Mapping[str, _Found]) -> None:
+        self.weights = weights
+        self.found = {
+            first: found[name]
+            for first, names in weights.names.items()
+            for name in reversed(names)  # the first of its names that a file has
+            if name in found
+        }
+        self._files: dict[Path, MappedFile] = {}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.found
+
+    @property
+    def files(self) -> tuple[MappedFile, ...]:
+        """Those that :meth:`map` has mapped."""
+        return tuple(self._files.values())
+
+    def mappable(self) -> frozenset[str]:
+        """Parameters that can be used where they are in their file: of the model's dtype and strides."""
+        return frozenset(
+            name
+            for name, (_, entry) in self.found.items()
+            if name in self.weights.parameters
+            and entry.dtype == self.weights.tensors[name].dtype
+            and self.weights.tensors[name].is_contiguous()
+            and entry.start % entry.dtype.itemsize == 0
+        )
+
+    def map(self, name: str) -> torch.Tensor:
+        """One weight in its file."""
+        header, entry = self.found[name]
+        if header.path not in self._files:
+            self._files[header.path] = MappedFile(header)
+        return self._files[header.path].tensor(entry)
+
+    def read(self, targets: Mapping[str, torch.Tensor], progress: Callable[[int], object]) -> None:
+        """Fill tensors, on any device and of any dtype, with the weights of these names.
+
+        Args:
+            targets: first name -> what is filled.
+            progress: called with bytes as they are read.
+        """
+        requests = [Request(*self.found[name], target) for name, target in targets.items()]
+        read_into(requests, progress)
+
+
+def read_checkpoint(model: nn.Module, weights: ModelWeights, path: str | Path, *, strict: bool) -> Checkpoint:
+    """Open a checkpoint and compare its names and shapes with the model's.
+
+    Args:
+        model: whose weights they are, for messages.
+        weights: of ``model``.
+        path: a ``.safetensors`` file, or a folder with one, with an index of several, or with several.
+        strict: whether missing or unexpected names are errors.
+
+    Raises:
+        CheckpointError: no such file, a damaged one, or names or shapes that do not fit.
+    """
+    found = file_entries(Path(path))
+    missing = [
+        first
+        for first, names in weights.names.items()
+        if not any(name in found for name in names)
+        and ((strict and set(names) & weights.persistent) or weights.tensors[first].device.type == "meta")
+    ]
+    unexpected = sorted(set(found) - set(weights.first)) if strict else []
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{path} does not fit {type(model).__name__}: missing {_listed(missing)}, "
+            f"unexpected {_listed(unexpected)}"
+        )
+    checkpoint = Checkpoint(weights, found)
+    wrong = [
+        f"{header.path.name} has {entry.name!r} of shape {list(entry.shape)}, the model "
+        f"{list(weights.tensors[name].shape)}"
+        for name, (header, entry) in checkpoint.found.items()
+        if entry.shape != tuple(weights.tensors[name].shape)
+    ]
+    if wrong:
+        raise CheckpointError("; ".join(wrong))
+    return checkpoint
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names)) or "nothing"
+
+
+def file_entries(path: Path) -> dict[str, _Found]:
+    """Tensor name -> where it is.
+
+    Raises:
+        CheckpointError: no such file, or a damaged one.
+    """
+    single = path / _SINGLE
+    index = path / _INDEX if path.is_dir() and not single.is_file() else path
+    if index.name.endswith(".index.json") and index.is_file():
+        return _indexed(index)
+    files = [path]
+    if path.is_dir():
+        files = [single] if single.is_file() else sorted(path.glob("*.safetensors"))
+    if not files or not files[0].is_file():
+        raise CheckpointError(
+            f"no checkpoint at {path}: give a .safetensors file, or a folder with {_SINGLE}, {_INDEX} or "
+            "other .safetensors files"
+        )
+    found: dict[str, _Found] = {}
+    for file in files:
+        header = read_header(file)
+        for name, entry in header.entries.items():
+            if name in found:
+                raise CheckpointError(f"{found[name][0].path} and {file} both have {name!r}")
+            found[name] = header, entry
+    return found
+
+
+def _indexed(index: Path) -> dict[str, _Found]:
+    try:
+        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        named = {str(name): index.parent / file for name, file in listed.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is no index of a checkpoint: {error!r}") from error
+    if lacking := sorted({str(file) for file in named.values() if not file.is_file()}):
+        raise CheckpointError(f"{index} names files that are not there: {_listed(lacking)}")
+    headers = {file: read_header(file) for file in dict.fromkeys(named.values())}
+    if absent := [name for name, file in named.items() if name not in headers[file].entries]:
+        raise CheckpointError(f"{index} names tensors that its files do not have: {_listed(absent)}")
+    return {name: (headers[file], headers[file].entries[name]) for name, file in named.items()}

@@ -1,0 +1,82 @@
+"""Weights that stay in a file: mapped into memory, read page by page when they are used.
+
+The pages are the file's own in the system's page cache: no copy in this process's memory. What is
+written to such a weight (``load_state_dict``, an optimiser) goes to a private copy of the page, never to
+the file. A file that is cut short under a mapping would end the process at the next read, so each call
+asks first whether the file is as it was; one that is replaced or deleted is kept until it is unmapped.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import weakref
+
+import torch
+
+from graphplan.errors import CheckpointError
+from graphplan.runtime.checkpoint.safetensors_header import Entry, FileHeader
+
+__all__ = ["MappedFile"]
+
+# a private mapping is counted as memory that may be wanted, unless it is said not to
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # mmap.MAP_NORESERVE from Python 3.13 on
+
+
+class MappedFile:
+    """A safetensors file in memory.
+
+    Args:
+        header: of the file.
+
+    Raises:
+        CheckpointError: the file is gone, or has changed since its header was read.
+    """
+
+    def __init__(self, header: FileHeader) -> None:
+        self.header = header
+        try:
+            self._file = os.open(header.path, os.O_RDONLY)
+        except OSError as error:
+            raise CheckpointError(f"{header.path} cannot be read: {error.strerror}") from error
+        weakref.finalize(self, os.close, self._file)
+        self.check()
+        try:
+            flags, access = mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+            self._mapping = mmap.mmap(self._file, header.size, flags=flags, prot=access)
+        except OSError as error:
+            raise CheckpointError(f"{header.path} cannot be mapped: {error.strerror}") from error
+        self.start = self._bytes(0, header.size).data_ptr()
+        self.end = self.start + header.size
+
+    def check(self) -> None:
+        """Raise CheckpointError if the file has changed since its header was read."""
+        now, then = os.fstat(self._file), self.header
+        if now.st_size != then.size:
+            raise CheckpointError(
+                f"{then.path} had {then.size} bytes when it was opened and has {now.st_size} now: weights "
+                "that are on 'disk' are read from it at each call. Partition the model again"
+            )
+        if now.st_mtime_ns != then.changed_ns:
+            raise CheckpointError(
+                f"{then.path} was written to since it was opened: weights that are on 'disk' are read from "
+                "it at each call. Partition the model again"
+            )
+
+    def _bytes(self, offset: int, nbytes: int) -> torch.Tensor:
+        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes, offset=offset)
+
+    def tensor(self, entry: Entry) -> torch.Tensor:
+        """A tensor of the file, in place."""
+        if not entry.nbytes:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        return self._bytes(entry.start, entry.nbytes).view(entry.dtype).view(entry.shape)
+
+    def holds(self, address: int) -> bool:
+        """Whether an address is in the mapping."""
+        return self.start <= address < self.end
+
+    def bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
+        """The bytes from an address on."""
+        return self._bytes(address - self.start, nbytes)

@@ -1,0 +1,173 @@
+"""A model that accelerate's hooks run: what is left where no graph of a call can be had."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from graphplan.errors import PlanError
+from graphplan.library_logs import silenced
+
+if TYPE_CHECKING:
+    from graphplan.analysis.plan import Plan  # which lies above, since a plan can be asked for others
+
+__all__ = ["HookedModule", "dispatch"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Hooked:
+    """What a hooked module keeps beside the model's own attributes."""
+
+    plan: Plan
+    reason: str
+    keep_grad: bool
+
+
+class HookedModule(nn.Module):
+    """What :func:`graphplan.partition` makes of a model that cannot be captured."""
+
+    _graphplan: _Hooked
+
+    @property
+    def plan(self) -> Plan:
+        """The plan: of modules, not of operations."""
+        return self._graphplan.plan
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The one plan, for calls of any structure."""
+        return (self.plan,)
+
+    @property
+    def graph_modules(self) -> tuple[Any, ...]:
+        """None: there is no generated code."""
+        return ()
+
+    @property
+    def code(self) -> str:
+        """There is none.
+
+        Raises:
+            PlanError: always; it says why.
+        """
+        raise PlanError(f"there is no generated code, hooks run the model: {self._graphplan.reason}")
+
+    def profile(self, *_args: Any, **_kwargs: Any) -> Any:
+        """There is no graph to measure node by node.
+
+        Raises:
+            PlanError: always; it says why.
+        """
+        raise PlanError(f"there is no graph to profile, hooks run the model: {self._graphplan.reason}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._graphplan.keep_grad):
+            return super().__call__(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's own; what hooks keep on the CPU is there, and not on the meta device."""
+        found = super().state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", "")
+        for name, tensor in found.items():
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "meta":
+                found[name] = self._kept_by_hooks(name.removeprefix(prefix))
+        return found
+
+    def _kept_by_hooks(self, name: str) -> torch.Tensor:
+        path, _, own = name.rpartition(".")
+        hook = getattr(self.get_submodule(path), "_hf_hook", None)
+        for one in getattr(hook, "hooks", (hook,)):
+            weights = getattr(one, "weights_map", None)
+            if weights is not None:
+                value: torch.Tensor = weights[own]
+                return value
+        raise PlanError(f"{name!r} is on the meta device, and no hook has its values")
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _hooked_class(original: type[nn.Module]) -> type[nn.Module]:
+    if original not in _classes:
+        names = ("__module__", "__qualname__", "__doc__")
+        body = {name: getattr(original, name) for name in names}
+        _classes[original] = type(original.__name__, (HookedModule, original), body)
+    return _classes[original]
+
+
+def dispatch(
+    model: nn.Module,
+    devices: Mapping[str, torch.device],
+    main: torch.device,
+    plan: Plan,
+    reason: str,
+    *,
+    grad: bool,
+    home: bool = False,
+) -> nn.Module:
+    """A copy of ``model`` that accelerate's hooks run.
+
+    Parameters on the CPU are shared with ``model``, buffers are copies.
+
+    Args:
+        model: left as it is.
+        devices: module or tensor -> where it lives.
+        main: the device that runs what lives on the CPU.
+        plan: what ``.plan`` says.
+        reason: why there are hooks.
+        grad: whether calls keep autograd alive.
+        home: whether each entry's results go back to where its inputs came from, so that what is computed
+            between modules is on one device.
+    """
+    from accelerate import dispatch_model
+
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    copied = copy.deepcopy(model, memo)
+    named = {name: str(device) for name, device in devices.items()}
+    # offloaded weights are on the meta device, it says; their values are not lost here
+    with silenced("accelerate.big_modeling", below=logging.ERROR), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The following device_map keys do not match")
+        skip = getattr(model, "_skip_keys_device_placement", None)
+        made: nn.Module = dispatch_model(
+            copied, named, main_device=str(main), force_hooks=True, skip_keys=list(skip) if skip else None
+        )
+        _place_own_tensors(made, {} if home else devices, main)
+        if home:
+            _send_results_back(made, devices)
+    made.__dict__["_graphplan"] = _Hooked(plan, reason, grad)
+    made.__class__ = _hooked_class(type(model))
+    return made
+
+
+def _place_own_tensors(model: nn.Module, devices: Mapping[str, torch.device], main: torch.device) -> None:
+    """Tensors of modules that the map splits: hooks do not see those that are named one by one."""
+    modules = dict(model.named_modules())
+    for name, device in devices.items():
+        path, _, own = name.rpartition(".")
+        if name in modules or path not in modules:
+            continue
+        owner = modules[path]
+        target = main if device.type == "cpu" else device
+        for kind in (owner._parameters, owner._buffers):
+            tensor = kind.get(own)
+            if tensor is not None and tensor.device != target and tensor.device.type != "meta":
+                moved = tensor.detach().to(target)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                kind[own] = nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
+
+
+def _send_results_back(model: nn.Module, entries: Mapping[str, torch.device]) -> None:
+    modules = dict(model.named_modules())
+    for name in entries:
+        hook = getattr(modules.get(name), "_hf_hook", None)
+        for one in getattr(hook, "hooks", (hook,)):
+            if one is not None:
+                one.io_same_device = True

@@ -1,0 +1,357 @@
+"""A call that no capture takes, of a module that is placed already: its modules run where their weights are.
+
+The placed weights are used as they are: nothing is copied but what a module needs elsewhere while it runs.
+A tree of modules that shares them has hooks: each module is given its inputs on its own device. With two
+layers on devices 0 and 1::
+
+    layer0(x)        x -> 0, run
+    layer1(y)        y -> 1, run, and its result -> 0 where the caller computes with it
+
+What a forward computes between its modules may need things together, which nobody knows beforehand: ways of
+running are tried one after another, on copies of the arguments, and the first that runs is kept. The last
+brings each module's weights to the caller's device while it runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from graphplan.capture.model_copy import method_of
+from graphplan.capture.modes import Modes, read_modes, write_modes
+from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf, leaf_names
+from graphplan.capture.transformers.caches import is_cache
+from graphplan.errors import CaptureError, GraphplanError, first_line
+from graphplan.runtime.memory.wrapper_tensors import moved
+from graphplan.runtime.simulate.simulated_tensor import SimulatedTensor
+
+__all__ = ["Modulewise"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How modules are run.
+
+    Attributes:
+        name: for people.
+        gathered: whether all run on the caller's device, and weights are brought there.
+        returns: whether a module's results go to where its caller computes.
+    """
+
+    name: str
+    gathered: bool = False
+    returns: bool = True
+
+
+_WAYS = (
+    _Way("where their weights are", returns=False),
+    _Way("where their weights are, results brought back"),
+    _Way("on the device of the call", gathered=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A call structure that no capture takes, of any sizes."""
+
+    entry: str
+    modes: Modes
+    signature: InputSignature
+
+
+@dataclass
+class Modulewise:
+    """The calls of one placed module that run module by module."""
+
+    forms: list[_Form] = field(default_factory=list)
+    ways: dict[int, _Way] = field(default_factory=dict)
+    tree: nn.Module | None = None
+
+    def renewed(self) -> Modulewise:
+        """For a copy of the module."""
+        return Modulewise(list(self.forms), dict(self.ways))
+
+    def note(self, entry: str, call: BoundCall, modes: Modes) -> int:
+        """Run calls of this structure module by module from now on; the index of their form."""
+        leaves = tuple(_any_size(leaf) for leaf in call.leaves)
+        self.forms.append(_Form(entry, modes, InputSignature(call.spec, leaves, leaf_names(call))))
+        return len(self.forms) - 1
+
+    def find(self, entry: str, call: BoundCall, modes: Modes) -> int | None:
+        """The form that a call has, if it is one of these."""
+        for index, form in enumerate(self.forms):
+            if form.entry == entry and form.modes == modes and form.signature.mismatch(call) is None:
+                return index
+        return None
+
+    def run(
+        self,
+        whole: nn.Module,
+        plain: nn.Module,
+        index: int,
+        call: BoundCall,
+        *,
+        home: bool,
+        instead: torch.device | None = None,
+    ) -> Any:
+        """Run a call.
+
+        Args:
+            whole: the placed module, whose weights are used.
+            plain: the same as its own class.
+            index: of the form that the call has.
+            call: its arguments.
+            home: whether results go back to the device of the call.
+            instead: where modules on the CPU compute; None: on the CPU.
+
+        Raises:
+            CaptureError: no way of running works.
+        """
+        if self.tree is None:
+            self.tree = _shared(plain)
+        _follow(self.tree, whole)
+        form, device = self.forms[index], call.device or torch.device("cpu")
+        places = _Places(device, instead)
+        if index not in self.ways:
+            self.ways[index] = self._first_way(form, call, places)
+        result = _run(self.tree, form.entry, self.ways[index], places, call.args, call.kwargs)
+        _take_back(self.tree, whole)
+        return _sent(result, device) if home else result
+
+    def _first_way(self, form: _Form, call: BoundCall, places: _Places) -> _Way:
+        assert self.tree is not None
+        failures = []
+        for way in _WAYS:
+            args, kwargs = copy.deepcopy((call.args, call.kwargs))
+            try:
+                with _undone(self.tree):
+                    _run(self.tree, form.entry, way, places, args, kwargs)
+            except (RuntimeError, NotImplementedError, GraphplanError) as error:
+                failures.append(f"{way.name}: {first_line(error)}")
+                gc.collect()
+            else:
+                return way
+        raise CaptureError(
+            "no capture takes this call, and its modules do not run\n  "
+            + "\n  ".join(failures)
+            + "\nPartition the model with this call as the example: hooks then run it, with room for what "
+            "this call needs beside the weights"
+        )
+
+
+def _any_size(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return TensorLeaf(leaf.dtype, (None,) * leaf.dim(), stride=())
+
+
+def _shared(plain: nn.Module) -> nn.Module:
+    """A tree of modules of its own over the same parameters and buffers."""
+    memo: dict[int, Any] = {id(t): t for t in (*plain.parameters(), *plain.buffers())}
+    tree = copy.deepcopy(plain, memo)
+    for name in _hook_tables(tree):  # the placed module's own, which run around the call
+        vars(tree)[name].clear()
+    return tree
+
+
+def _hook_tables(module: nn.Module) -> list[str]:
+    return [n for n in vars(module) if n.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))]
+
+
+def _follow(tree: nn.Module, whole: nn.Module) -> None:
+    """Have the modes, the tensors, and the hooks of submodules, that the placed module has now."""
+    write_modes(tree, read_modes(whole))
+    for mine, part in zip(tree.modules(), whole.modules(), strict=True):
+        mine._parameters.update(part._parameters)
+        mine._buffers.update(part._buffers)
+        for name in _hook_tables(part) if part is not whole else ():
+            vars(mine)[name] = copy.copy(vars(part)[name])
+
+
+def _take_back(tree: nn.Module, whole: nn.Module) -> None:
+    """Give the placed module the values of buffers that the model has made anew."""
+    for mine, part in zip(tree.modules(), whole.modules(), strict=True):
+        for name, own in part._buffers.items():
+            made = mine._buffers.get(name)
+            if own is not None and made is not None and made is not own:
+                own.detach().copy_(made)
+
+
+@contextmanager
+def _undone(tree: nn.Module) -> Iterator[None]:
+    """What a trial writes to buffers, or draws at random, is as before; it calls no hooks of the user's."""
+    hooks = [(vars(part), name, vars(part)[name]) for part in tree.modules() for name in _hook_tables(part)]
+    for table, name, found in hooks:
+        table[name] = type(found)()
+    kept = [(part, dict(part._buffers)) for part in tree.modules() if part._buffers]
+    values = [(t, t._version, t.detach().cpu().clone()) for t in tree.buffers() if not t.is_inference()]
+    accelerators = {t.device.index for t in tree.parameters() if t.device.type == "cuda"}
+    with torch.random.fork_rng(devices=sorted(accelerators)):
+        try:
+            yield
+        finally:
+            for table, name, found in hooks:
+                table[name] = found
+            for part, buffers in kept:
+                part._buffers.update(buffers)
+            with torch.no_grad():
+                for tensor, version, before in values:
+                    if tensor._version != version:
+                        tensor.copy_(before)
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Devices of a call.
+
+    Attributes:
+        host: where its inputs are.
+        instead: where modules that are on the CPU compute; None: on the CPU.
+    """
+
+    host: torch.device
+    instead: torch.device | None
+
+    def of(self, module: nn.Module) -> torch.device | None:
+        """Where a module with tensors computes."""
+        device = _device_of(module)
+        return None if device is None else self.allowed(device)
+
+    def allowed(self, device: torch.device) -> torch.device:
+        """The device, or the one that computes in its stead."""
+        return self.instead if self.instead is not None and device.type == "cpu" else device
+
+
+@dataclass
+class _Call:
+    """One run.
+
+    Attributes:
+        way: of running.
+        places: devices.
+        callers: where the modules that are running compute, the innermost last.
+        swapped: for each of them, the tensors that are elsewhere in truth.
+    """
+
+    way: _Way
+    places: _Places
+    callers: list[torch.device] = field(default_factory=list)
+    swapped: list[_Swapped] = field(default_factory=list)
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Bring a module's inputs, its own tensors, and its layer of the caches, to where it runs."""
+        device = self.places.allowed(self.places.host) if self.way.gathered else self.places.of(module)
+        self.callers.append(device or self._device_of_caller())
+        self.swapped.append(_Swapped())
+        if device is None:
+            return args, kwargs
+        self.swapped[-1].bring(module, device)
+        layer = getattr(module, "layer_idx", None)
+        for value in (*args, *kwargs.values()):
+            if isinstance(layer, int) and is_cache(value):
+                _bring_layer(value, layer, device)
+        return _sent(args, device), _sent(kwargs, device)
+
+    def after(self, module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> Any:
+        """Put back what was brought."""
+        self.callers.pop()
+        self.swapped.pop().put_back(module)
+        return _sent(result, self._device_of_caller()) if self.way.returns else result
+
+    def _device_of_caller(self) -> torch.device:
+        return self.callers[-1] if self.callers else self.places.host
+
+
+@dataclass
+class _Swapped:
+    """Tensors of one module that are on another device while it runs."""
+
+    kept: list[tuple[dict[str, Any], str, torch.Tensor]] = field(default_factory=list)
+
+    def bring(self, module: nn.Module, device: torch.device) -> None:
+        """Have copies on the device in place of what is elsewhere."""
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None and tensor.device != device:
+                    self.kept.append((table, name, tensor))
+                    table[name] = _on(device, tensor)  # type: ignore[assignment]  # read while it runs
+        _tell_recurrent(module)
+
+    def put_back(self, module: nn.Module) -> None:
+        """Have the tensors again, buffers with what was written to their copies."""
+        for table, name, tensor in self.kept:
+            if table is module._buffers and table[name] is not None:
+                with torch.no_grad():
+                    tensor.copy_(table[name])
+            table[name] = tensor
+        _tell_recurrent(module)
+
+
+def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    simulated = isinstance(tensor, SimulatedTensor)  # its parts are no tensors to be moved one by one
+    return tensor.to(device) if simulated else moved(tensor, device)
+
+
+def _tell_recurrent(module: nn.Module) -> None:
+    """LSTMs keep a list of their weights."""
+    names = getattr(module, "_flat_weights_names", None)
+    if names is not None:
+        vars(module)["_flat_weights"] = [getattr(module, name, None) for name in names]
+
+
+def _run(
+    tree: nn.Module,
+    entry: str,
+    way: _Way,
+    places: _Places,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    call = _Call(way, places)
+    hooks: list[Any] = []
+    for part in tree.modules():
+        hooks.append(part.register_forward_pre_hook(call.before, with_kwargs=True, prepend=True))
+        hooks.append(part.register_forward_hook(call.after, with_kwargs=True, always_call=True))
+    try:
+        method: Callable[..., Any] = method_of(tree, entry)
+        return method(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _device_of(module: nn.Module) -> torch.device | None:
+    """Where most bytes of a module are."""
+    found: dict[torch.device, int] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        found[tensor.device] = found.get(tensor.device, 0) + tensor.numel() * tensor.element_size()
+    return max(found, key=lambda device: found[device], default=None)
+
+
+def _bring_layer(cache: Any, index: int, device: torch.device) -> None:
+    """Have a layer's tensors of a cache where the layer runs."""
+    for one in (cache, *(value for value in vars(cache).values() if is_cache(value))):
+        layers = getattr(one, "layers", ())
+        if index < len(layers):
+            state = vars(layers[index])
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.device != device:
+                    state[name] = value.to(device)
+            state.update({name: device for name, value in state.items() if isinstance(value, torch.device)})
+
+
+def _sent(value: Any, device: torch.device) -> Any:
+    """The value with its tensors on a device; caches as they are."""
+
+    def send(leaf: Any) -> Any:
+        return leaf.to(device) if isinstance(leaf, torch.Tensor) and leaf.device != device else leaf
+
+    return pytree.tree_map(send, value, is_leaf=is_cache)

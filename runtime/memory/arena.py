@@ -1,0 +1,71 @@
+"""One allocation of a device, cut into weights that each have a storage of their own.
+
+Views of one large storage would be one to everything that looks at storages: saving a bias would write
+them all, and libraries that look for ties would find nothing but ties. So each weight gets a storage
+over its own bytes, which keeps the allocation alive; it goes with the last of them. For two weights of
+1000 and 100 bytes::
+
+    allocation   |a: 1000 bytes|24|b: 100 bytes|412|
+    storages     |-----a-------|  |-----b------|
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from graphplan.devices.alignment import round_up
+from graphplan.errors import readable_bytes
+from graphplan.runtime.memory.allocation import allocating
+from graphplan.runtime.simulate.simulated_tensor import SimulatedTensor
+
+__all__ = ["Arena", "dense_strides", "is_plain", "shaped"]
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements are all that it is: no wrapper of others, nothing sparse or lazy."""
+    data = tensor.detach()
+    known = type(data) in (torch.Tensor, SimulatedTensor)
+    return known and data.layout is torch.strided and not (data.is_conj() or data.is_neg())
+
+
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a copy of ``tensor``: its own where it has no gaps."""
+    like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    return tuple(torch.empty_like(like).stride())
+
+
+def shaped(place: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Bytes as what a copy of ``like`` would be."""
+    return torch.as_strided(place.view(like.dtype), like.size(), dense_strides(like))
+
+
+class Arena:
+    """The memory of a device's weights.
+
+    Args:
+        device: where.
+        nbytes: of all weights that it is to hold, each rounded up to whole steps.
+
+    Raises:
+        GraphplanError: the device has no room.
+    """
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        with allocating(device, f"the {readable_bytes(nbytes)} of weights that live there"):
+            self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._used = 0
+
+    def reserve(self, like: torch.Tensor) -> torch.Tensor:
+        """The next free place, as what a copy of ``like`` would be; not written to yet."""
+        nbytes = like.numel() * like.element_size()
+        place = _apart(self.bytes[self._used : self._used + nbytes])
+        self._used += round_up(nbytes)
+        return shaped(place, like)
+
+
+def _apart(piece: torch.Tensor) -> torch.Tensor:
+    """The same bytes under a storage of their own, which keeps the piece."""
+    if isinstance(piece, SimulatedTensor):
+        return piece.apart()
+    return from_dlpack(piece) if piece.numel() else torch.empty_like(piece)

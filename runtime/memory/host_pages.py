@@ -1,0 +1,106 @@
+"""Host memory that weights are streamed from: one anonymous mapping, page-locked where a GPU reads it.
+
+Weights that are copied together lie next to each other, so that one copy moves them. Each has a storage
+of its own over its bytes, so that saving or sharing one of them concerns its bytes alone. The mapping
+lives as long as any of them, and is registered with CUDA once, as it is: torch's own allocator of
+page-locked memory would round it up to a power of two.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+import torch
+
+from graphplan.devices.alignment import round_up
+from graphplan.runtime.memory.arena import dense_strides, shaped
+from graphplan.warnings import warn
+
+__all__ = ["HostPages"]
+
+_HUGE = 2 << 20  # bytes of a huge page: filling them for the first time is several times as fast
+_PORTABLE = 1  # cudaHostRegisterPortable: for every GPU
+
+
+class _Mapping(mmap.mmap):
+    """An anonymous mapping that CUDA forgets before it is unmapped."""
+
+    release: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        # not a weakref's callback: mmap unmaps before it calls those
+        if self.release is not None:
+            self.release()
+            self.release = None
+
+
+class HostPages:
+    """A mapping, and what it is given out for.
+
+    Args:
+        nbytes: of all tensors that it is to hold, each rounded up to whole steps.
+        pinned: whether a CUDA device copies from it.
+    """
+
+    def __init__(self, nbytes: int, *, pinned: bool) -> None:
+        # private: shared pages, which Python's mmap takes by default, are never huge
+        self._mapping = _Mapping(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if nbytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without them
+                self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        self.start = self._bytes(0, max(nbytes, 1)).data_ptr()
+        self.end = self.start + nbytes
+        self.pinned = pinned and self._register(nbytes)
+        self._used = 0
+
+    def _register(self, nbytes: int) -> bool:
+        cudart = torch.cuda.cudart()
+        try:
+            code = int(cudart.cudaHostRegister(self.start, nbytes, _PORTABLE))
+            reason = "" if code == 0 else f"cudaHostRegister returned {code}"
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+        if reason:
+            _forget_error()
+            warn(
+                f"the {nbytes} bytes of streamed weights could not be page-locked ({reason}): they are "
+                "copied from ordinary memory, which is slower. A higher limit of locked memory (ulimit -l), "
+                "or more weights on the accelerators, would help"
+            )
+            return False
+        self._mapping.release = partial(cudart.cudaHostUnregister, self.start)
+        return True
+
+    def _bytes(self, offset: int, nbytes: int) -> torch.Tensor:
+        # a storage of its own for each, over the same mapping, which each of them keeps
+        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes, offset=offset)
+
+    def reserve(self, like: torch.Tensor) -> torch.Tensor:
+        """The next free place, as what a copy of ``like`` would be; not written to yet."""
+        nbytes = like.numel() * like.element_size()
+        if not nbytes:
+            return torch.empty_strided(like.size(), dense_strides(like), dtype=like.dtype)
+        place = self._bytes(self._used, nbytes)
+        self._used += round_up(nbytes)
+        return shaped(place, like)
+
+    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor at the next free place."""
+        return self.reserve(tensor).copy_(tensor)
+
+    def holds(self, address: int) -> bool:
+        """Whether an address is in the mapping."""
+        return self.start <= address < self.end
+
+    def bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
+        """The bytes from an address on."""
+        return self._bytes(address - self.start, nbytes)
+
+
+def _forget_error() -> None:
+    """Take back CUDA's last error, which the next kernel launch would otherwise raise as its own."""
+    with suppress(RuntimeError):  # this launch is the one that raises it
+        torch.zeros(1, device="cuda")

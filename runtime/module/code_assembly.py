@@ -1,0 +1,84 @@
+"""A program's code over the weights of one module: the module and its code are one namespace."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from torch import fx, nn
+
+from graphplan.ir.lowered_ops import constant_attribute, part_attribute, stream_attribute
+from graphplan.runtime.module.module_state import Code, ModuleState
+from graphplan.runtime.module.program import Program
+from graphplan.runtime.module.result_structure import given_layouts, rebuilder
+from graphplan.runtime.module.weight_binding import BoundCode
+from graphplan.runtime.weights.resident_parts import rows_of
+
+__all__ = ["code_of", "named_tensors"]
+
+
+def code_of(module: nn.Module, state: ModuleState, index: int) -> Code:
+    """The program's code over the module's weights."""
+    found = state.codes.get(index)
+    if found is None:
+        program = state.programs[index]
+        code = _graph_module(module, state, program)
+        rebuild = rebuilder(program.out_spec, given_layouts(program.signature.spec, program.caches))
+        found = state.codes[index] = Code(code, BoundCode(code), rebuild)
+    return found
+
+
+def _graph_module(module: nn.Module, state: ModuleState, program: Program) -> fx.GraphModule:
+    """The code and the module: one namespace, seen through two objects."""
+    found = fx.GraphModule(nn.Module(), fx.Graph(), class_name=type(module).__name__)
+    for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        found.__dict__[name] = module.__dict__[name]
+    for name, tensor in program.constants.items():
+        found.__dict__[name] = tensor
+    found.__dict__.update(program.attributes)
+    _bind_streams(module, state, program, found)  # before parts are copied: it may bring the whole elsewhere
+    _bind_parts(module, state, program, found)
+    found.graph = copy.deepcopy(program.graph)
+    found.graph.owning_module = None  # a cycle would keep device memory until the next collection
+    found.training = module.training
+    return found
+
+
+def _bind_streams(module: nn.Module, state: ModuleState, program: Program, code: fx.GraphModule) -> None:
+    """Give the code what copies its segments."""
+    plan = program.plan
+    rings = {plan.devices[ring.device]: ring for ring in plan.schedule.rings}
+    if not rings:
+        return
+    weights = dict(named_tensors(module))
+    for weight in plan.graph.weights.values():
+        if weight.kind == "constant" and constant_attribute(weight.name) in program.constants:
+            weights[weight.name] = program.constants[constant_attribute(weight.name)]
+    if state.streams.must_grow(rings):
+        state.codes.clear()  # they hold on to the smaller ring
+    parts = plan.graph.parts
+    state.streams.prepare(rings, {**weights, **{part.name: weights[part.part_of] for part in parts}})
+    weights.update({part.name: rows_of(weights[part.part_of], part) for part in parts})
+    for index, (device, ring) in enumerate(rings.items()):
+        if ring.segments:
+            code.__dict__[stream_attribute(index)] = state.streams.bind(device, ring, weights)
+
+
+def _bind_parts(module: nn.Module, state: ModuleState, program: Program, code: fx.GraphModule) -> None:
+    """Give the code the parts of sliced weights that are kept on accelerators."""
+    plan = program.plan
+    if not plan.graph.parts:
+        return
+    weights, home = dict(named_tensors(module)), plan.schedule.assignment.weights
+    for index, part in enumerate(plan.graph.parts):
+        if home[part.name] != home[part.part_of]:
+            device = plan.devices[home[part.name]]
+            kept = state.parts.keep(part, weights[part.part_of], device)
+            code.__dict__[part_attribute(index)] = kept
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Its parameters and buffers, under each of their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)

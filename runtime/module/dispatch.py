@@ -1,0 +1,144 @@
+"""Which program serves a call: that of a known form at once, else that of its structure, else a new one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from graphplan.capture.modes import ModeReader, Modes
+from graphplan.capture.signature import BoundCall, bind_call
+from graphplan.errors import NoGraphError
+from graphplan.ir.schedule import ring_bytes
+from graphplan.runtime.module.dispatch_cache import find_route
+from graphplan.runtime.module.module_state import KnownForm, ModuleState
+from graphplan.runtime.module.program import Program
+from graphplan.warnings import warn
+
+__all__ = ["Served", "ServedByModules", "serve", "share_rings"]
+
+_MANY = 32
+_MANY_PROGRAMS = (
+    f"{_MANY} call structures have been captured for one model: an argument that is no tensor (a float, a "
+    "string) may differ from call to call, or sizes may: pass tensors, or dynamic_shapes"
+)
+_HOOKED = (
+    "hooks were added to submodules after placing, and no graph calls them: while they are there, calls run "
+    "module by module, each where its weights are, which is slower"
+)
+_ROUTES = 16  # forms of calls that are remembered
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A call as its program takes it: the leaves of its inputs, and the caches that it was given."""
+
+    index: int
+    leaves: Sequence[Any]
+    caches: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedByModules:
+    """A call that no program serves: which of the forms that run module by module it has."""
+
+    form: int
+    call: BoundCall
+
+
+def serve(
+    module: nn.Module,
+    state: ModuleState,
+    entry: str,
+    signature: inspect.Signature,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Served | ServedByModules:
+    """The program that serves a call, and what it takes of it; or that no program does.
+
+    Args:
+        module: that is called.
+        state: of it.
+        entry: path of the submodule that is called; empty for the module itself.
+        signature: of what is called.
+        args: of the call, by position.
+        kwargs: of the call, by name.
+
+    Raises:
+        GraphplanError: the call has a new structure, and cannot be captured or placed.
+    """
+    if state.reader is None:
+        state.reader = ModeReader(module)
+    modes = state.reader.read(module)
+    if state.guard is not None and state.guard.hooked():
+        return _by_modules(state, entry, bind_call(signature, args, kwargs), modes)
+    for known in state.routes:
+        program = state.programs[known.index]
+        if program.modes == modes and program.entry == entry:
+            leaves = known.route.leaves(args, kwargs, program.host)
+            if leaves is not None and program.at_home(leaves):
+                given = {name: args[at] if isinstance(at, int) else kwargs[at] for name, at in known.caches}
+                return Served(known.index, leaves, given)
+    call = bind_call(signature, args, kwargs)
+    index = _find(state, entry, call, modes)
+    if isinstance(index, ServedByModules):
+        return index
+    program = state.programs[index]
+    route = find_route(signature, program.signature, program.prepare, args, kwargs)
+    if route is not None:
+        places = _places(signature, program.caches, kwargs)
+        state.routes = [KnownForm(route, index, places), *state.routes[: _ROUTES - 1]]
+    given = {name: call.kwargs[name] for name in program.caches}
+    traced = call if program.prepare is None else program.prepare(call)
+    return Served(index, traced.leaves, given)
+
+
+def _by_modules(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> ServedByModules:
+    """Run a call module by module: graphs do not call the hooks of submodules."""
+    form = state.modulewise.find(entry, call, modes)
+    if form is None:
+        warn(_HOOKED)
+        form = state.modulewise.note(entry, call, modes)
+    return ServedByModules(form, call)
+
+
+def _find(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> int | ServedByModules:
+    device = call.device
+    for index, program in enumerate(state.programs):
+        here = program.entry == entry and (device is None or device == program.host)
+        alike = here and program.modes == modes and program.signature.mismatch(call) is None
+        if alike and program.takes(call.leaves):
+            return index
+    form = state.modulewise.find(entry, call, modes)
+    if form is not None:
+        return ServedByModules(form, call)
+    assert state.compile is not None
+    try:
+        state.programs.append(state.compile(call, modes, entry))
+    except NoGraphError as error:
+        if state.refused is None:
+            raise
+        state.refused(error)
+        return ServedByModules(state.modulewise.note(entry, call, modes), call)
+    share_rings(state.programs)
+    if len(state.programs) == _MANY:
+        warn(_MANY_PROGRAMS)
+    return len(state.programs) - 1
+
+
+def _places(
+    signature: inspect.Signature, names: Sequence[str], kwargs: Mapping[str, Any]
+) -> tuple[tuple[str, int | str], ...]:
+    """For each argument, its position or its name in a call."""
+    order = list(signature.parameters)
+    return tuple((name, name if name in kwargs else order.index(name)) for name in names)
+
+
+def share_rings(programs: list[Program]) -> None:
+    """Let every plan count the rings as large as any call structure needs them."""
+    sizes = ring_bytes(ring for program in programs for ring in program.plan.schedule.rings)
+    if sizes:
+        programs[:] = [replace(program, plan=program.plan.with_rings(sizes)) for program in programs]

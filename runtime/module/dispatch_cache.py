@@ -1,0 +1,257 @@
+"""A call of a form that was served before goes straight to its program.
+
+Binding a call to the names of ``forward`` and flattening it by pytree takes longer than many a layer. A
+route remembers one form: how many arguments by position, which names in which order, and for each argument
+what it is made of. A call that has exactly this form takes the route, and its tensors are checked as for any
+call; every other call is bound and flattened. For ``model(ids, mask=None)`` a route is::
+
+    (tensor,) {mask: None}   ->   inputs of the code: tensor 0
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from graphplan.capture.captured_graph import Without
+from graphplan.capture.signature import BoundCall, CounterLeaf, Guard, InputSignature, TensorLeaf, bind_call
+from graphplan.capture.transformers.caches import COUNTERS, is_described
+from graphplan.runtime.module.result_structure import make
+
+__all__ = ["Route", "find_route"]
+
+Match = Callable[[Any, list[Any]], bool]
+"""Whether a value has the form; its tensors are appended to the list, in order."""
+
+
+class _Unknown(Exception):  # noqa: N818  # not an error: it is caught where it matters
+    """A value of which no route is made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One form of a call.
+
+    Attributes:
+        count: arguments by position.
+        names: of the others, in the order in which they are given.
+        matches: the form of each argument.
+        checks: what each tensor, or counter, must be, in the order of the arguments.
+        guards: further conditions, on all leaves.
+        positions: for each leaf that the guards are about, the tensor that it is, or None.
+        order: for each leaf that the signature knows, the tensor that it is, or None for a constant.
+        constants: the leaves that are no tensors.
+    """
+
+    count: int
+    names: tuple[str, ...]
+    matches: tuple[Match, ...]
+    checks: tuple[TensorLeaf | CounterLeaf | None, ...]
+    guards: tuple[Guard, ...]
+    positions: tuple[int | None, ...]
+    order: tuple[int | None, ...]
+    constants: tuple[Any, ...]
+    first: int | None
+
+    def leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any], host: torch.device) -> list[Any] | None:
+        """The leaves of a call of this form, whose tensors the program serves; None for any other call."""
+        if len(args) != self.count or tuple(kwargs) != self.names:
+            return None
+        tensors: list[Any] = []
+        values = (*args, *kwargs.values()) if kwargs else args
+        for match, value in zip(self.matches, values, strict=True):
+            if not match(value, tensors):
+                return None
+        for check, tensor in zip(self.checks, tensors, strict=True):
+            if check is not None and not check.fits(tensor):
+                return None
+        if self.guards:
+            checked = [None if position is None else tensors[position] for position in self.positions]
+            if not all(guard.holds(checked) for guard in self.guards):
+                return None
+        if self.first is not None and tensors[self.first].device != host:
+            return None
+        return [
+            constant if index is None else tensors[index]
+            for index, constant in zip(self.order, self.constants, strict=True)
+        ]
+
+
+def find_route(
+    forward: inspect.Signature,
+    signature: InputSignature,
+    prepare: Callable[[BoundCall], BoundCall] | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Route | None:
+    """The route of a call that was bound and served; None where its form cannot be told so quickly.
+
+    Args:
+        forward: the signature of the model's ``forward``.
+        signature: of the program that serves the call.
+        prepare: as the program's.
+        args: of the call.
+        kwargs: of the call.
+    """
+    if prepare is not None and not isinstance(prepare, Without):
+        return None  # it computes with the tensors
+    if signature.symbolic or any(isinstance(p.default, torch.Tensor) for p in forward.parameters.values()):
+        return None
+    values = (*args, *kwargs.values())
+    try:
+        form = _Form()
+        matches = tuple(form.match(value) for value in values)
+        marked = [form.marked(value) for value in values]
+    except _Unknown:
+        return None
+    call = bind_call(forward, marked[: len(args)], dict(zip(kwargs, marked[len(args) :], strict=True)))
+    if call.spec != signature.spec:
+        return None
+    checks: list[TensorLeaf | CounterLeaf | None] = [None] * form.count
+    positions = [form.index_of(leaf) for leaf in call.leaves]
+    for position, leaf in zip(positions, signature.leaves, strict=True):
+        if (position is None) == isinstance(leaf, TensorLeaf | CounterLeaf):
+            return None
+        if position is not None:
+            checks[position] = leaf
+    if None in checks:
+        return None  # a tensor that is dropped on the way
+    traced = call if prepare is None else prepare(call)
+    order = tuple(form.index_of(leaf) for leaf in traced.leaves)
+    constants = tuple(None if form.index_of(leaf) is not None else leaf for leaf in traced.leaves)
+    first = next((position for position in positions if position is not None), None)
+    checked = (tuple(checks), signature.guards, tuple(positions))
+    return Route(len(args), tuple(kwargs), matches, *checked, order, constants, first)
+
+
+_CONSTANTS = (bool, int, float, str, torch.dtype, torch.device)
+
+
+class _Form:
+    """Reads the form of arguments, and puts marks, which are tensors too, in place of their tensors."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.marks: list[Any] = []
+        self.objects = False  # inside an object whose attributes are flattened with it
+
+    def index_of(self, leaf: Any) -> int | None:
+        """Which tensor of the call a leaf stands for; None for a constant."""
+        return next((index for index, mark in enumerate(self.marks) if mark is leaf), None)
+
+    def match(self, value: Any) -> Match:
+        """The test for values of this value's form."""
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            self.count += 1
+            return _is_tensor
+        if value is None or kind in _CONSTANTS or (self.objects and isinstance(value, type)):
+            return _constant(value)
+        if kind is list or kind is tuple:
+            return _sequence(kind, [self.match(v) for v in value])
+        if kind is dict:
+            return _mapping(tuple(value), [self.match(v) for v in value.values()])
+        if (node := pytree.SUPPORTED_NODES.get(kind)) is not None and is_described(node):
+            return self._object(value)
+        if self.objects and hasattr(value, "__dict__") and not isinstance(value, _SPECIAL):
+            return self._object(value)
+        raise _Unknown
+
+    def _object(self, value: Any) -> Match:
+        outside, self.objects = self.objects, True
+        parts = [self._attribute(name, part) for name, part in vars(value).items()]
+        self.objects = outside
+        return _attributes(type(value), tuple(vars(value)), parts)
+
+    def _attribute(self, name: str, value: Any) -> Match:
+        if not _counts(name, value):
+            return self.match(value)
+        self.count += 1
+        return _is_counter
+
+    def marked(self, value: Any) -> Any:
+        """The value with marks in place of its tensors."""
+        if isinstance(value, torch.Tensor):
+            self.marks.append(torch.empty((0,) * value.dim()))
+            return self.marks[-1]
+        if isinstance(value, list | tuple):
+            return type(value)([self.marked(v) for v in value])
+        if isinstance(value, dict):
+            return {key: self.marked(v) for key, v in value.items()}
+        if hasattr(value, "__dict__") and not isinstance(value, type):
+            return make(type(value), {key: self._marked_attribute(key, v) for key, v in vars(value).items()})
+        return value
+
+    def _marked_attribute(self, name: str, value: Any) -> Any:
+        if not _counts(name, value):
+            return self.marked(value)
+        self.marks.append(object())
+        return self.marks[-1]
+
+
+# what has attributes and is more than those, or is called
+_SPECIAL = (type, list, tuple, dict, set, frozenset, FunctionType, MethodType)
+
+
+def _attributes(cls: type, names: tuple[str, ...], parts: Sequence[Match]) -> Match:
+    def match(value: Any, tensors: list[Any]) -> bool:
+        if type(value) is not cls:
+            return False
+        state = value.__dict__
+        if tuple(state) != names:
+            return False
+        return all(part(item, tensors) for part, item in zip(parts, state.values(), strict=True))
+
+    return match
+
+
+def _counts(name: str, value: Any) -> bool:
+    """Whether an attribute is a counter that is a leaf of its own."""
+    return name in COUNTERS and type(value) is int and value > 1
+
+
+def _is_counter(value: Any, tensors: list[Any]) -> bool:
+    tensors.append(value)
+    return type(value) is int and value > 1
+
+
+def _is_tensor(value: Any, tensors: list[Any]) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return False
+    tensors.append(value)
+    return True
+
+
+def _constant(known: Any) -> Match:
+    kind: type = type(known)
+
+    def match(value: Any, _tensors: list[Any]) -> bool:
+        return value is known or (type(value) is kind and bool(value == known))
+
+    return match
+
+
+def _sequence(kind: Any, parts: Sequence[Match]) -> Match:
+    def match(value: Any, tensors: list[Any]) -> bool:
+        if type(value) is not kind or len(value) != len(parts):
+            return False
+        return all(part(item, tensors) for part, item in zip(parts, value, strict=True))
+
+    return match
+
+
+def _mapping(keys: tuple[Any, ...], parts: Sequence[Match]) -> Match:
+    kinds = tuple(map(type, keys))
+
+    def match(value: Any, tensors: list[Any]) -> bool:
+        if type(value) is not dict or tuple(value) != keys or tuple(map(type, value)) != kinds:
+            return False
+        return all(part(item, tensors) for part, item in zip(parts, value.values(), strict=True))
+
+    return match

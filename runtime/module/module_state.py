@@ -1,0 +1,101 @@
+"""What a placed module keeps beside the model's own attributes: its programs, and how to make more."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from graphplan.capture.modes import ModeReader, Modes
+from graphplan.capture.signature import BoundCall
+from graphplan.errors import NoGraphError
+from graphplan.runtime.fallback.module_by_module import Modulewise
+from graphplan.runtime.module.dispatch_cache import Route
+from graphplan.runtime.module.module_guard import Guard
+from graphplan.runtime.module.program import Program
+from graphplan.runtime.module.result_structure import Rebuild
+from graphplan.runtime.module.weight_binding import BoundCode
+from graphplan.runtime.profile.call_profile import Recorder
+from graphplan.runtime.weights.resident_parts import ModuleParts
+from graphplan.runtime.weights.weight_streams import ModuleStreams
+
+__all__ = ["Code", "Compile", "KnownForm", "ModuleState", "Refused", "Start"]
+
+Compile = Callable[[BoundCall, Modes, str], Program]
+"""Makes a program of a call, the modes of the modules, and the path of the submodule that is called."""
+
+Refused = Callable[[NoGraphError], None]
+"""Warns of a call structure that no capture takes, or raises."""
+
+Start = Callable[[nn.Module, Sequence[Any], Mapping[str, Any], str], nn.Module]
+"""Places a module at a call of it: with its arguments by position, by name, and the submodule's path."""
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """The code of one program, ready to run on one module's weights."""
+
+    module: fx.GraphModule
+    bound: BoundCode | Recorder
+    rebuild: Rebuild
+
+
+@dataclass(frozen=True, slots=True)
+class KnownForm:
+    """A form of call that has been served, and by which program."""
+
+    route: Route
+    index: int
+    caches: tuple[tuple[str, int | str], ...]  # with the position or name of the argument that each is
+
+
+@dataclass
+class ModuleState:
+    """What a placed module keeps beside the model's own attributes.
+
+    ``codes`` are bound to one module's weights, so a copy of the module makes its own.
+    ``start`` places the module at its next call: where there were no inputs to plan with, and where
+    pickling has dropped the programs. ``restart`` is what pickling keeps for that.
+    """
+
+    programs: list[Program]
+    compile: Compile | None = None
+    signature: inspect.Signature | None = None
+    restart: Any = None
+    keep_grad: bool = False
+    return_outputs: bool = True
+    refused: Refused | None = None
+    start: Start | None = None
+    device: torch.device | None = None
+    codes: dict[int, Code] = field(default_factory=dict)
+    routes: list[KnownForm] = field(default_factory=list)
+    reader: ModeReader | None = None
+    guard: Guard | None = None
+    streams: ModuleStreams = field(default_factory=ModuleStreams)
+    parts: ModuleParts = field(default_factory=ModuleParts)
+    modulewise: Modulewise = field(default_factory=Modulewise)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
+        # constants of the code may be written to, so each copy has its own
+        own = {id(t): t.clone() for p in self.programs for t in p.constants.values()}
+        programs = [
+            replace(p, constants={name: own[id(tensor)] for name, tensor in p.constants.items()})
+            for p in self.programs
+        ]
+        copied = replace(self, programs=programs, codes={}, routes=[], reader=None, guard=None)
+        copied.modulewise = self.modulewise.renewed()
+        copied.streams, copied.parts, copied.lock = ModuleStreams(), ModuleParts(), threading.RLock()
+        return copied
+
+    def __reduce__(self) -> Any:
+        return _restored, (self.restart if self.start is None else self.start,)
+
+
+def _restored(start: Start) -> ModuleState:
+    return ModuleState([], start=start)

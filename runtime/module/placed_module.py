@@ -1,0 +1,283 @@
+"""The module that a user calls: the model itself, with placed weights and generated code inside.
+
+A placed module is of a class made from the model's own, with the same name, so that it answers to
+everything that the model did; only ``forward`` is new. It looks for the program whose input structure
+fits the call, has one made if there is none, and runs it.
+
+Several threads may call one module. Calls that stream weights follow one another, since they share the
+slots; the others run at the same time.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import fx, nn
+
+from graphplan.capture.model_copy import method_of
+from graphplan.capture.modes import ModeReader
+from graphplan.errors import CaptureError, PlanError
+from graphplan.runtime.checkpoint.mapped_files import MappedFile
+from graphplan.runtime.memory.host_pages import HostPages
+from graphplan.runtime.module.code_assembly import code_of
+from graphplan.runtime.module.dispatch import ServedByModules, serve, share_rings
+from graphplan.runtime.module.module_guard import Guard
+from graphplan.runtime.module.module_state import Compile, ModuleState, Refused, Start
+from graphplan.runtime.module.program import Program
+from graphplan.runtime.module.program_run import run
+from graphplan.runtime.module.transformers_methods import answers
+from graphplan.runtime.profile.call_profile import Profile, Recorder
+from graphplan.runtime.weights.weight_changes import require_in_place
+from graphplan.warnings import warn
+
+if TYPE_CHECKING:
+    from graphplan.analysis.plan import Plan  # which lies above, since a plan can be asked for others
+
+__all__ = ["PlacedModule", "attach", "attach_start", "placed_class", "unplace", "unplaced"]
+
+Record = Callable[[Program, fx.GraphModule], Recorder]
+
+
+def _kept_in_place(name: str) -> Callable[..., Any]:
+    """A method of modules that moves or converts: an error where it would change a placed weight."""
+    method = getattr(nn.Module, name)
+
+    @functools.wraps(method)
+    def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
+        require_in_place(self, lambda probe: method(probe, *args, **kwargs))
+        return self
+
+    return convert
+
+
+class PlacedModule(nn.Module):
+    """What :func:`graphplan.partition` makes of a model's class."""
+
+    _graphplan: ModuleState
+
+    to, cpu, cuda = map(_kept_in_place, ("to", "cpu", "cuda"))
+    half, bfloat16, float, double = map(_kept_in_place, ("half", "bfloat16", "float", "double"))
+    type, to_empty = map(_kept_in_place, ("type", "to_empty"))
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the first call structure.
+
+        Raises:
+            PlanError: nothing has been captured yet.
+        """
+        state = self._graphplan
+        unpickled = state.start or (None if state.programs else state.restart)
+        known: Plan | None = getattr(unpickled, "known_plan", None)
+        return self._first().plan if known is None else known
+
+    def _first(self) -> Program:
+        if not self._graphplan.programs:
+            raise PlanError("nothing is planned yet: call the module once, or give partition example inputs")
+        return self._graphplan.programs[0]
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plan of every call structure so far."""
+        return tuple(program.plan for program in self._graphplan.programs)
+
+    @property
+    def graph_modules(self) -> tuple[fx.GraphModule, ...]:
+        """The generated code of every call structure so far, over this module's own weights."""
+        return tuple(
+            code_of(self, self._graphplan, index).module for index in range(len(self._graphplan.programs))
+        )
+
+    @property
+    def graph_module(self) -> fx.GraphModule:
+        """The generated code of the first call structure; PlanError as :attr:`plan`."""
+        self._first()
+        return code_of(self, self._graphplan, 0).module
+
+    @property
+    def code(self) -> str:
+        """The generated Python of the first call structure."""
+        return str(self.graph_module.code)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the placed model on the model's own arguments."""
+        return self._enter("", self._graphplan.signature, args, kwargs)
+
+    def profile(self, *args: Any, **kwargs: Any) -> Profile:
+        """Run one call and measure it: its timeline and peaks, beside the modelled ones.
+
+        Call the module before, so that what only the first call does is not measured. On a simulated
+        machine peaks are measured from now on.
+        """
+        recorders: list[Recorder] = []
+
+        def record(program: Program, code: fx.GraphModule) -> Recorder:
+            recorders.append(Recorder(code, program.plan))
+            return recorders[0]
+
+        self._enter("", self._graphplan.signature, args, kwargs, record)
+        measured = recorders[0].measured
+        assert measured is not None
+        return Profile(recorders[0].plan, measured)
+
+    def _enter(
+        self,
+        entry: str,
+        signature: inspect.Signature | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        record: Record | None = None,
+    ) -> Any:
+        """Run the module, or a submodule of it, on its own arguments."""
+        with self._graphplan.lock:
+            self._notice_changes()
+            if self._graphplan.start is not None:
+                started = self._graphplan.start(self, args, kwargs, entry)
+                self.__dict__.clear()
+                self.__dict__.update(started.__dict__)
+                if not isinstance(started, PlacedModule):  # hooks run it
+                    self.__class__ = type(started)  # type: ignore[assignment]  # of the same original
+                    if record is not None:
+                        raise PlanError("hooks run this model, there is no graph to profile")
+                    return method_of(self, entry)(*args, **kwargs)
+        state = self._graphplan
+        signature = signature or state.signature
+        assert signature is not None
+        state.streams.check_files()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):
+            with state.lock:
+                served = serve(self, state, entry, signature, args, kwargs)
+                if isinstance(served, ServedByModules):
+                    return self._run_modulewise(served, record)
+                program, code = state.programs[served.index], code_of(self, state, served.index)
+                if record is not None:
+                    code = replace(code, bound=record(program, code.module))
+                if program.streams:
+                    return run(self, program, code, served)
+            return run(self, program, code, served)
+
+    def _notice_changes(self) -> None:
+        """Have the module placed anew where it is not what its graphs were traced from."""
+        state = self._graphplan
+        changed = None if state.guard is None or state.start is not None else state.guard.difference(self)
+        if changed is not None:
+            warn(f"{changed}: {type(self).__name__} is captured anew, as it is now")
+            state.start = state.restart
+
+    def _run_modulewise(self, served: ServedByModules, record: Record | None) -> Any:
+        if record is not None:
+            raise PlanError("modules run this call one by one, there is no graph to profile")
+        state = self._graphplan
+        plain, home, instead = unplaced(self), state.return_outputs, self._computes_instead()
+        return state.modulewise.run(self, plain, served.form, served.call, home=home, instead=instead)
+
+    def _computes_instead(self) -> torch.device | None:
+        """The accelerator on which modules on the CPU compute, where the CPU may not."""
+        accelerators = [spec.torch_device for spec in self.plan.topology.devices if spec.is_accelerator]
+        return accelerators[0] if accelerators and not self.plan.wishes.cpu_compute else None
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """What a parent's ``.to`` calls: to the CPU, where calls may come from, it moves nothing."""
+        require_in_place(self, lambda probe: probe._apply(fn, recurse), calls_from_cpu=True)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # of torch
+        if self._graphplan.start is None:
+            self._graphplan.reader, self._graphplan.guard = ModeReader(self), Guard(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._notice_changes()
+        original = type(self).__mro__[2]
+        return _rebuild, (original,), self.__dict__
+
+
+def _rebuild(original: type[nn.Module]) -> nn.Module:
+    cls = placed_class(original)
+    return cls.__new__(cls)
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def placed_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The class of the placed copies of a model, under the model's own name."""
+    if original not in _classes:
+        names = ("__module__", "__qualname__", "__doc__")
+        body = {name: getattr(original, name) for name in names} | answers(PlacedModule, original)
+        _classes[original] = type(original.__name__, (PlacedModule, original), body)
+    return _classes[original]
+
+
+def unplaced(module: nn.Module) -> nn.Module:
+    """The module as its own class, with the attributes and weights that it has now."""
+    original: type[nn.Module] = type(module).__mro__[2]
+    plain = object.__new__(original)
+    plain.__dict__.update({k: v for k, v in module.__dict__.items() if k != "_graphplan"})
+    return plain
+
+
+def unplace(module: nn.Module) -> nn.Module:
+    """The plain model of a placed module, on the CPU, with the weights and attributes that it has now.
+
+    Args:
+        module: what :func:`graphplan.partition` returned; it stays as it is. Weights that reside in CPU
+            memory are shared with it.
+
+    Raises:
+        PlanError: it is no placed module.
+    """
+    if not isinstance(module, PlacedModule):
+        raise PlanError(f"{type(module).__name__} is not a placed module")
+    plain, memo = unplaced(module), dict[int, Any]()
+    for tensor in (*plain.parameters(), *plain.buffers()):
+        here = tensor.detach().cpu()
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(here, tensor.requires_grad) if is_parameter else here
+    return copy.deepcopy(plain, memo)
+
+
+def attach(
+    module: nn.Module,
+    programs: list[Program],
+    compile: Compile,
+    signature: inspect.Signature,
+    restart: Start,
+    *,
+    keep_grad: bool,
+    return_outputs: bool,
+    refused: Refused | None = None,
+    memory: Sequence[HostPages | MappedFile] = (),
+) -> None:
+    """Give a placed copy its programs, the way to make more, and the memory of its weights."""
+    _refuse_names(module)
+    share_rings(programs)
+    state = ModuleState(programs, compile, signature, restart, keep_grad, return_outputs, refused)
+    state.streams.pages.extend(memory)
+    state.reader, state.guard = ModeReader(module), Guard(module)
+    module.__dict__["_graphplan"] = state
+    for index in range(len(programs)):
+        code_of(module, state, index)  # takes the ring's memory now, while it is there
+
+
+def attach_start(module: nn.Module, start: Start) -> None:
+    """Give a copy that is not placed yet the way to be, at its first call."""
+    _refuse_names(module)
+    module.__dict__["_graphplan"] = ModuleState([], start=start)
+
+
+def _refuse_names(module: nn.Module) -> None:
+    """Names of children that would hide behind attributes of the generated module."""
+    taken = set(dir(PlacedModule)) | set(dir(fx.GraphModule))
+    children = {*module._modules, *module._parameters, *module._buffers}
+    own = set(dir(nn.Module))
+    if hidden := sorted(children & (taken - own)):
+        raise CaptureError(
+            f"the model has a child named {hidden[0]!r}, an attribute of generated modules: rename it"
+        )

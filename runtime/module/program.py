@@ -1,0 +1,96 @@
+"""What a planned call is carried out by: generated code, and all that surrounds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from graphplan.capture.modes import Modes
+from graphplan.capture.signature import BoundCall, InputSignature
+
+if TYPE_CHECKING:
+    from graphplan.analysis.plan import Plan  # which lies above, since a plan can be asked for others
+
+__all__ = ["Program", "State"]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A tensor of a cache that the caller passes in.
+
+    Attributes:
+        position: of its placeholder in the code.
+        leaf: its index among the leaves of the caller's call.
+        home: the device on which it is used, and stays.
+        found: the device on which it was when the call was planned: from there it is brought home.
+    """
+
+    position: int
+    leaf: int
+    home: torch.device
+    found: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One call structure, planned and lowered.
+
+    Attributes:
+        plan: what the code carries out.
+        signature: which calls it serves.
+        graph: from the call's tensors to a flat tuple of results.
+        constants: attribute name -> tensor that the code lifted out of the model's.
+        attributes: name -> module that the code calls: a graph of a control-flow operation, a stage.
+        inputs: for each placeholder, the index of its leaf.
+        on_host: those of the placeholders that are read where the caller's tensors were planned
+            to be, without a move.
+        changed: those of the placeholders that the call writes to.
+        host: the device where the caller's tensors were planned to be.
+        out_spec: the structure of the result.
+        modes: of the modules, as traced.
+        prepare: turns the caller's arguments into the traced ones, or None.
+        states: the tensors of the caller's caches, and where each is to be.
+        caches: names of the arguments that are caches.
+        entry: path of the submodule whose call it serves; empty for the module itself.
+        dense: those of the placeholders that are made contiguous.
+    """
+
+    plan: Plan
+    signature: InputSignature
+    graph: fx.Graph
+    constants: Mapping[str, torch.Tensor]
+    attributes: Mapping[str, nn.Module]
+    inputs: tuple[int, ...]
+    on_host: frozenset[int]
+    changed: frozenset[int]
+    host: torch.device
+    out_spec: pytree.TreeSpec
+    modes: Modes
+    prepare: Callable[[BoundCall], BoundCall] | None = None
+    states: tuple[State, ...] = ()
+    caches: tuple[str, ...] = ()
+    entry: str = ""
+    dense: tuple[int, ...] = ()
+
+    def takes(self, leaves: Sequence[Any]) -> bool:
+        """Whether the caches of a call are where the plan has them, or where they were when it was made."""
+        return all((device := leaves[s.leaf].device) == s.home or device == s.found for s in self.states)
+
+    def at_home(self, leaves: Sequence[Any]) -> bool:
+        """As :meth:`takes`, of the leaves of the code's inputs."""
+        inputs = self.inputs
+        for state in self.states:
+            device = leaves[inputs[state.position]].device
+            if device != state.home and device != state.found:
+                return False
+        return True
+
+    @property
+    def streams(self) -> bool:
+        """Whether it copies weights through a ring, so that its calls must follow one another."""
+        return any(ring.segments for ring in self.plan.schedule.rings)

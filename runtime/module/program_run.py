@@ -1,0 +1,87 @@
+"""One call of a program: the caller's tensors to where they are planned, the code, the results rebuilt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from graphplan.errors import InputError, PlanError
+from graphplan.runtime.module.code_assembly import named_tensors
+from graphplan.runtime.module.dispatch import Served
+from graphplan.runtime.module.module_state import Code
+from graphplan.runtime.module.program import Program
+
+if TYPE_CHECKING:
+    from graphplan.analysis.plan import Plan  # which lies above, since a plan can be asked for others
+
+__all__ = ["run"]
+
+
+def run(module: nn.Module, program: Program, code: Code, served: Served) -> Any:
+    """What the model returns.
+
+    Args:
+        module: that was called.
+        program: that serves the call.
+        code: of the program, over the module's weights.
+        served: what the program takes of the call.
+
+    Raises:
+        InputError: two inputs share memory, and the call writes to it.
+        PlanError: weights are not where the plan has put them.
+    """
+    leaves = served.leaves
+    tensors = [leaves[index] for index in program.inputs]
+    if program.changed:
+        _refuse_overlap(program, tensors)
+    back: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for position in program.on_host:
+        tensor = tensors[position]
+        if isinstance(tensor, torch.Tensor) and tensor.device != program.host:
+            tensors[position] = tensor.to(program.host)
+            if position in program.changed:
+                back.append((tensor, tensors[position]))
+    for position in program.dense:
+        tensors[position] = tensors[position].contiguous()
+    for state in program.states:
+        if tensors[state.position].device != state.home:
+            tensors[state.position] = tensors[state.position].to(state.home)
+    try:
+        results = code.bound(tensors)
+    except RuntimeError as error:
+        _explain_moved_weights(module, program.plan, error)
+        raise
+    for original, changed in back:
+        original.copy_(changed)
+    return code.rebuild(results, served.caches)
+
+
+def _refuse_overlap(program: Program, tensors: Sequence[Any]) -> None:
+    """A call that writes to an input cannot be given the same memory as another input."""
+    seen: dict[int, int] = {}
+    for position, tensor in enumerate(tensors):
+        if isinstance(tensor, torch.Tensor) and tensor.numel():
+            first = seen.setdefault(tensor.untyped_storage()._cdata, position)
+            if first != position and {first, position} & program.changed:
+                names = program.signature.names
+                one, two = names[program.inputs[first]], names[program.inputs[position]]
+                raise InputError(
+                    f"{one} and {two} share memory, and the model writes to it: pass a copy of one"
+                )
+
+
+def _explain_moved_weights(module: nn.Module, plan: Plan, error: RuntimeError) -> None:
+    """Where weights are no longer where the plan has put them, say so instead of torch."""
+    named = dict(named_tensors(module))
+    for name, key in plan.placement.items():
+        planned = plan.devices[key]
+        tensor = named.get(name)
+        if tensor is None or tensor.device != planned:
+            where = "gone" if tensor is None else f"on {tensor.device}"
+            raise PlanError(
+                f"{name!r} is {where}, the plan has it on {planned}: a placed model cannot be moved, only "
+                "partitioned anew"
+            ) from error

@@ -1,0 +1,180 @@
+"""Results rebuilt by generated code, instead of by a walk over their structure at each call.
+
+For a model that returns a dict and a tuple in it, the code is::
+
+    def rebuild(r, g):
+        return {'logits': r[0], 'hidden': (r[1], None)}
+
+Classes that the structure knows nothing about are made by the function that pytree has for them. Caches are
+made by their layout. A cache that the caller has passed in is the caller's own, changed as the model would
+have changed it::
+
+    def rebuild(r, g):
+        o0 = g['past_key_values'].__dict__
+        o1 = o0['layers'][0].__dict__
+        o1['keys'] = r[1]
+        o1['values'] = r[2]
+        return {'logits': r[0], 'past_key_values': g['past_key_values']}
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from graphplan.capture.transformers.caches import COUNTERS, Given, LayoutPart, is_described, layout_of
+
+__all__ = ["Rebuild", "given_layouts", "make", "rebuilder"]
+
+Rebuild = Callable[[Sequence[Any], Mapping[str, Any]], Any]
+"""From the flat results, and the caches that were given by name, to what the model returns."""
+
+
+def rebuilder(spec: pytree.TreeSpec, given: Mapping[str, LayoutPart] | None = None) -> Rebuild:
+    """A function from the flat results to what the model returns: what ``tree_unflatten`` makes of them.
+
+    Args:
+        spec: of the result; of a pair of it and the caches, where some are given.
+        given: the layout of each cache that the caller passes in.
+    """
+    return _Writer().function(spec, given or {})
+
+
+def given_layouts(spec: pytree.TreeSpec, names: Iterable[str]) -> dict[str, LayoutPart]:
+    """The layout of each cache that the caller passes in.
+
+    Args:
+        spec: of a bound call.
+        names: of its arguments that are caches.
+    """
+    named = spec.children()[1]
+    specs = dict(zip(named.context, named.children(), strict=True))
+    return {name: layout_of(specs[name]) for name in names}
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.names: dict[str, Any] = {"make": make}
+        self.leaves = itertools.count()
+        self.lines: list[str] = []
+
+    def function(self, spec: pytree.TreeSpec, given: Mapping[str, LayoutPart]) -> Rebuild:
+        if given:
+            result, caches = spec.children()
+            returned = self._structure(result)
+            for name, cache in zip(caches.context, caches.children(), strict=True):
+                self._change(f"g[{name!r}]", given[name], layout_of(cache))
+        else:
+            returned = self._structure(spec)
+        body = "".join(f"    {line}\n" for line in [*self.lines, f"return {returned}"])
+        exec(f"def rebuild(r, g):\n{body}", self.names)  # the text is ours: indices, and names of objects
+        made: Rebuild = self.names["rebuild"]
+        return made
+
+    def _name(self, value: Any) -> str:
+        name = f"n{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def _structure(self, spec: pytree.TreeSpec) -> str:
+        if spec.is_leaf():
+            return f"r[{next(self.leaves)}]"
+        if spec.type is Given:
+            return f"g[{spec.context!r}]"
+        node = pytree.SUPPORTED_NODES[spec.type]
+        if is_described(node):
+            return self._made(layout_of(spec))
+        parts = [self._structure(child) for child in spec.children()]
+        if spec.type is tuple:
+            return _tuple(parts)
+        if spec.type is dict:
+            return self._dict(list(spec.context), parts)
+        joined = f"[{', '.join(parts)}]"
+        if spec.type is list:
+            return joined
+        return f"{self._name(node.unflatten_fn)}({joined}, {self._name(spec.context)})"
+
+    def _dict(self, keys: Sequence[Any], parts: Sequence[str]) -> str:
+        items = (f"{self._name(key)}: {part}" for key, part in zip(keys, parts, strict=True))
+        return f"{{{', '.join(items)}}}"
+
+    def _made(self, part: LayoutPart) -> str:
+        """The code for a part of a cache; what cannot change is shared by all calls."""
+        if part.kind == "leaf":
+            return f"r[{next(self.leaves)}]"
+        if part.kind in ("constant", "device"):
+            return self._name(part.value)
+        parts = [self._made(p) for p in part.parts]
+        if part.kind == "mapping":
+            items = self._dict(part.keys, parts)
+            return items if part.cls is dict else f"{self._name(part.cls)}({items})"
+        if part.kind == "object":
+            device = _device(part, parts)
+            parts = [
+                device if p.kind == "device" else text for p, text in zip(part.parts, parts, strict=True)
+            ]
+            return f"make({self._name(part.cls)}, {self._dict(part.keys, parts)})"
+        joined = f"[{', '.join(parts)}]"
+        if part.cls is list or part.cls is tuple:
+            return joined if part.cls is list else _tuple(parts)
+        return f"{self._name(part.cls)}({'*' if hasattr(part.cls, '_fields') else ''}{joined})"
+
+    def _change(self, place: str, before: LayoutPart, after: LayoutPart) -> None:
+        """Write the lines that make of the object at ``place`` what it is after the call."""
+        alike = before.kind == after.kind and before.cls is after.cls
+        if not _has_leaves(after) and before == after:
+            return
+        if alike and after.kind == "object":
+            state = f"o{len(self.lines)}"
+            self.lines.append(f"{state} = {place}.__dict__")
+            own = dict(zip(before.keys, before.parts, strict=True))
+            texts = []
+            for key, part in zip(after.keys, after.parts, strict=True):
+                texts.append(self._changed_in(f"{state}[{key!r}]", own.get(key), part))
+            if (device := _device(after, texts)) != "None":
+                names = [k for k, part in zip(after.keys, after.parts, strict=True) if part.kind == "device"]
+                self.lines += [f"{state}[{name!r}] = {device}" for name in names]
+        elif alike and after.kind == "sequence" and len(before.parts) == len(after.parts):
+            for index, (old, new) in enumerate(zip(before.parts, after.parts, strict=True)):
+                self._change(f"{place}[{index}]", old, new)
+        else:
+            self.lines.append(f"{place} = {self._made(after)}")
+
+    def _changed_in(self, place: str, before: LayoutPart | None, after: LayoutPart) -> str:
+        """Write the lines for an attribute; what it is now, for one that is a leaf."""
+        if after.kind == "leaf":
+            text = self._made(after)
+            self.lines.append(f"{place} = {text}")
+            return text
+        if after.kind != "device":
+            if before is None:
+                self.lines.append(f"{place} = {self._made(after)}")
+            else:
+                self._change(place, before, after)
+        return ""
+
+
+def _device(part: LayoutPart, texts: Sequence[str]) -> str:
+    """The code for the device of an object: that of its tensors."""
+    for key, inner, text in zip(part.keys, part.parts, texts, strict=True):
+        if inner.kind == "leaf" and key not in COUNTERS:
+            return f"{text}.device"
+    return "None"
+
+
+def _has_leaves(part: LayoutPart) -> bool:
+    return part.kind == "leaf" or any(map(_has_leaves, part.parts))
+
+
+def _tuple(parts: Sequence[str]) -> str:
+    return f"({', '.join(parts)},)" if parts else "()"
+
+
+def make(cls: Any, state: dict[str, Any]) -> Any:
+    """An object with these attributes, which nothing has initialised."""
+    made = cls.__new__(cls)
+    made.__dict__.update(state)
+    return made

@@ -1,0 +1,240 @@
+"""One call, measured: when each operation and each copy ran, and the most bytes on each device.
+
+The generated code runs node by node with a mark before and after each. On CUDA a mark is an event on the
+stream that the node's work is enqueued on, so that nothing waits while the call runs; a copy of streamed
+weights is marked on the copy stream. Elsewhere work is done when the host returns, and a mark is the
+host's clock. Marks take time of their own: where operations are short, the call is slower than without.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import fx
+
+from graphplan.devices.machine import current_machine
+from graphplan.devices.topology import DeviceKey
+from graphplan.ir.measured_call import Measured
+from graphplan.ir.schedule import Load, Move, Wait
+from graphplan.ir.timeline import Event, Timeline
+from graphplan.report.html_page import to_html
+from graphplan.report.model_explorer import save_model_explorer
+from graphplan.report.perfetto import to_trace
+from graphplan.report.svg import to_svg
+from graphplan.report.text import size_text, table_lines, time_text
+from graphplan.runtime.simulate.simulated_machine import SimulatedMachine
+
+if TYPE_CHECKING:
+    from graphplan.analysis.plan import Plan
+
+__all__ = ["Profile", "Recorder"]
+
+Kind = Literal["run", "move", "load", "wait"]
+_NO_WAIT = 5e-6  # seconds that passing a copy which is there already may take
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A measured call beside the modelled one. Sizes are bytes, times seconds.
+
+    Attributes:
+        plan: of the call.
+        measured: its measured timeline and peaks.
+    """
+
+    plan: Plan
+    measured: Measured
+
+    @property
+    def seconds(self) -> float:
+        """What the call took, marks included."""
+        return self.measured.timeline.seconds
+
+    @property
+    def timeline(self) -> Timeline:
+        """When each operation, move and copy of weights started and ended."""
+        return self.measured.timeline
+
+    @property
+    def peak_bytes(self) -> Mapping[DeviceKey, int]:
+        """Device key -> the most bytes that were allocated; not of the CPU, which counts none."""
+        return self.measured.peak_bytes
+
+    def summary(self) -> str:
+        """A table: measured and modelled seconds and peaks of each device."""
+        rows = []
+        for key in self.plan.topology.keys:
+            times = [
+                time_text(line.busy("run", key)) for line in (self.plan.timeline, self.measured.timeline)
+            ]
+            peak = self.peak_bytes.get(key)
+            sizes = [size_text(self.plan.peak_bytes[key]), "-" if peak is None else size_text(peak)]
+            rows.append([str(key), *times, *sizes])
+        header = ["key", "compute", "measured", "peak", "measured"]
+        whole = f"one call: {time_text(self.plan.makespan)} modelled, {time_text(self.seconds)} measured"
+        return "\n".join([whole, "", *table_lines(header, rows)])
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def save_html(self, path: str | Path, *, title: str = "") -> None:
+        """Write the page of the plan, with what was measured beside what was modelled."""
+        Path(path).write_text(to_html(self.plan, title, self.measured), encoding="utf-8")
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write both timelines for Perfetto or ``chrome://tracing``."""
+        Path(path).write_text(to_trace(self.plan, self.measured), encoding="utf-8")
+
+    def save_svg(self, path: str | Path, *, title: str = "Plan") -> None:
+        """Write the picture of the plan, with the measured peaks."""
+        Path(path).write_text(to_svg(self.plan, title, self.measured), encoding="utf-8")
+
+    def save_model_explorer(self, path: str | Path, *, title: str = "Plan") -> None:
+        """Write the plan for Model Explorer, with the measured seconds as one more way to colour it."""
+        save_model_explorer(self.plan, Path(path), title, self.measured)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """A moment: of the host's clock, or of a stream's."""
+
+    host: float
+    event: torch.cuda.Event | None = None
+    device: torch.device | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    kind: Kind
+    name: str
+    device: DeviceKey
+    start: _Mark
+    end: _Mark
+    weights: tuple[str, ...] = ()
+
+
+class Recorder(fx.Interpreter):
+    """Runs generated code in place of the compiled function, and notes when what runs.
+
+    Args:
+        module: the generated code, over the weights of its module.
+        plan: that it carries out.
+    """
+
+    def __init__(self, module: fx.GraphModule, plan: Plan) -> None:
+        super().__init__(module)
+        self.plan = plan
+        self.spans: list[_Span] = []
+        self.bases: dict[torch.device, torch.cuda.Event] = {}
+        self.measured: Measured | None = None
+
+    def __call__(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        """The flat results for the flat inputs; :attr:`measured` has what they took."""
+        devices = [device for device in self.plan.devices.values() if device.type == "cuda"]
+        machine = current_machine.get()
+        for device in devices:
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            self.bases[device] = torch.cuda.Event(enable_timing=True)
+            self.bases[device].record(torch.cuda.current_stream(device))
+        if isinstance(machine, SimulatedMachine):
+            machine.reset_peaks()
+        self.began = time.perf_counter()
+        results: Sequence[Any] = self.run(*tensors)
+        for device in devices:
+            torch.cuda.synchronize(device)
+        ended = time.perf_counter()
+        self.measured = Measured(self._timeline(ended), self._peaks(machine))
+        return results
+
+    def run_node(self, n: fx.Node) -> Any:
+        step = n.meta.get("move") or n.meta.get("stream")
+        devices = self.plan.devices
+        if isinstance(step, Move):
+            source, target = devices.get(step.source), devices.get(step.destination)
+            return self._span("move", step.value, step.destination, n, (source or target, target or source))
+        if isinstance(step, Load):
+            return self._load(n, step)
+        if isinstance(step, Wait):
+            ring = next(ring for ring in self.plan.schedule.rings if ring.device == step.device)
+            weights = ring.segments[step.segment].weights
+            place = devices[step.device]
+            return self._span("wait", ", ".join(weights), step.device, n, (place, place), weights)
+        inside = self._first_of_stage(n)
+        name = n.meta.get("operation", inside)
+        if name is None:
+            return super().run_node(n)
+        key = self.plan.schedule.assignment.operations[name]
+        there = devices.get(key)
+        return self._span("run", name if inside is None else n.name, key, n, (there, there))
+
+    def _first_of_stage(self, node: fx.Node) -> str | None:
+        """The first operation of a compiled stage; None for any other node."""
+        if node.op != "call_module":
+            return None
+        stage = self.fetch_attr(str(node.target))
+        stage = getattr(stage, "_orig_mod", stage)
+        names = (inner.meta.get("operation") for inner in stage.graph.nodes)
+        return next((name for name in names if name is not None), None)
+
+    def _span(
+        self,
+        kind: Kind,
+        name: str,
+        key: DeviceKey,
+        node: fx.Node,
+        places: tuple[torch.device | None, torch.device | None],
+        weights: tuple[str, ...] = (),
+    ) -> Any:
+        start = self._mark(places[0])
+        result = super().run_node(node)
+        self.spans.append(_Span(kind, name, key, start, self._mark(places[1]), weights))
+        return result
+
+    def _load(self, node: fx.Node, step: Load) -> Any:
+        stream = self.env[node.args[0]]  # type: ignore[index]  # the stream is the first argument
+        queues = stream.call.storage.queues
+        copies = getattr(queues, "copies", None)  # without a stream of their own copies are the host's
+        place = self.plan.devices[step.device]
+        queues.copies_wait(stream.segments[step.segment].free)  # the copy begins when its slot is free
+        start = self._mark(place, copies)
+        result = super().run_node(node)
+        end = self._mark(place, copies)
+        self.spans.append(_Span("load", ", ".join(step.weights), step.device, start, end, step.weights))
+        return result
+
+    def _mark(self, device: torch.device | None, stream: torch.cuda.Stream | None = None) -> _Mark:
+        now = time.perf_counter()
+        if device is None or device.type != "cuda":
+            return _Mark(now)
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream or torch.cuda.current_stream(device))
+        return _Mark(now, event, device)
+
+    def _seconds(self, mark: _Mark) -> float:
+        if mark.event is None or mark.device is None:
+            return mark.host - self.began
+        return float(self.bases[mark.device].elapsed_time(mark.event)) / 1e3
+
+    def _timeline(self, ended: float) -> Timeline:
+        events = []
+        for span in self.spans:
+            start = max(0.0, self._seconds(span.start))
+            end = max(start, self._seconds(span.end))
+            if span.kind != "wait" or end - start > _NO_WAIT:
+                events.append(Event(span.kind, span.name, span.device, start, end, span.weights))
+        return Timeline(tuple(events), max([ended - self.began, *(event.end for event in events)]))
+
+    def _peaks(self, machine: object) -> dict[DeviceKey, int]:
+        found: dict[DeviceKey, int] = {}
+        for key, device in self.plan.devices.items():
+            if device.type == "cuda":
+                found[key] = torch.cuda.max_memory_allocated(device)
+            elif isinstance(machine, SimulatedMachine) and device.type == machine.device_type:
+                found[key] = machine.peak_bytes(device.index or 0)
+        return found

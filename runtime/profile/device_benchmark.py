@@ -1,0 +1,180 @@
+"""Measure this machine: FLOP/s, memory bandwidth, overhead of an operation, and every link.
+
+Each figure is the median of several repetitions after a warm-up, with the accelerator's queue drained
+before and after. Sizes grow until one repetition takes long enough to be timed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import permutations
+
+import torch
+from tqdm.auto import tqdm
+
+from graphplan.devices.machine import suspended
+from graphplan.devices.max_memory import MaxMemory, read_max_memory, require_present
+from graphplan.devices.speeds import Measurements, Speed
+from graphplan.devices.topology import CPU, SIMULATED, DeviceKey, DeviceSpec, Link, Topology
+from graphplan.errors import InputError
+from graphplan.warnings import warn
+
+__all__ = ["measure_devices"]
+
+_LONG_ENOUGH = 0.02  # seconds of one repetition, far above the clock's and the queue's own
+_SHARE = 4  # at most this part of a device's budget is taken
+_SMALLEST, _LARGEST = 256, 16384  # rows of the matrices
+_TRAFFIC = 512 << 20  # bytes that are copied within a device: more than its caches hold
+_COPY = 128 << 20  # bytes that are copied over a link
+_SMALL_OPERATIONS = 200
+
+
+def measure_devices(
+    max_memory: MaxMemory | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    repetitions: int = 7,
+    progress: bool = True,
+) -> Measurements:
+    """Measure the devices of this machine and the links between them, in a few seconds.
+
+    Give the result to ``plan(..., devices=measured)`` or ``partition(..., devices=measured)``, and
+    keep it with ``measured.save_json(path)``. At most a quarter of each budget is taken meanwhile.
+
+    Args:
+        max_memory: device keys, as in :func:`graphplan.plan`, with the bytes that may be taken. None:
+            what is free here.
+        dtype: of the matrix product. None: bfloat16 on accelerators, float32 on the CPU.
+        repetitions: of each measurement, of which the median counts.
+        progress: whether to show a bar when it takes over a second.
+
+    Returns:
+        A :class:`graphplan.Measurements`. Its ``notes`` say what was not measured, and why: a
+        simulated accelerator computes on the CPU, so its speed says nothing.
+
+    Raises:
+        BudgetError, DeviceError: ``max_memory`` cannot be read, or names a device that is not here.
+        InputError: no repetitions.
+    """
+    if repetitions < 1:
+        raise InputError(f"repetitions={repetitions}: each figure takes at least one")
+    topology = read_max_memory(max_memory)
+    require_present(topology)
+    with suspended(), torch.inference_mode():
+        return _Bench(topology, dtype, repetitions, progress).run()
+
+
+class _Bench:
+    def __init__(
+        self, topology: Topology, dtype: torch.dtype | None, repetitions: int, progress: bool
+    ) -> None:
+        self.topology, self.dtype, self.repetitions = topology, dtype, repetitions
+        self.progress = progress
+        self.notes: dict[DeviceKey, str] = {}
+        self.dtypes: dict[DeviceKey, str] = {}
+        self.specs = [spec for spec in topology.devices if self._is_measured(spec)]
+
+    def _is_measured(self, spec: DeviceSpec) -> bool:
+        if not spec.computes:
+            self.notes[spec.key] = "not measured: it computes nothing"
+        elif spec.type == SIMULATED:
+            self.notes[spec.key] = "not measured: it is simulated on the CPU, so its speed says nothing"
+            warn(f"device {spec.key!r} is {self.notes[spec.key]}")
+        return spec.key not in self.notes
+
+    def run(self) -> Measurements:
+        speeds: dict[DeviceKey, Speed] = {}
+        links: dict[tuple[DeviceKey, DeviceKey], Link] = {}
+        pairs = list(self._pairs())
+        total = len(self.specs) + len(pairs)
+        # a bar that waits a second before it shows
+        with tqdm(total=total, desc="measuring devices", delay=1, disable=not self.progress) as bar:
+            for spec in self.specs:
+                speeds[spec.key] = self._speed(spec)
+                bar.update()
+            for source, destination in pairs:
+                links[source.key, destination.key] = self._link(source, destination)
+                bar.update()
+        return Measurements(speeds, {**self.topology.links, **links}, self.notes, self.dtypes)
+
+    def _pairs(self) -> Iterator[tuple[DeviceSpec, DeviceSpec]]:
+        return permutations(self.specs, 2)
+
+    # -- one device -------------------------------------------------------------------------------
+
+    def _speed(self, spec: DeviceSpec) -> Speed:
+        overhead = self._overhead(spec)
+        return Speed(self._flops(spec), self._bandwidth(spec), overhead)
+
+    def _flops(self, spec: DeviceSpec) -> float:
+        """FLOP/s of the largest square matrix product that the budget and the patience allow."""
+        dtype = self.dtype or (torch.float32 if spec.type == CPU else torch.bfloat16)
+        self.dtypes[spec.key] = str(dtype).removeprefix("torch.")
+        rows, allowed = _SMALLEST, spec.room // _SHARE
+        while True:
+            a, b, c = (torch.ones(rows, rows, dtype=dtype, device=spec.torch_device) for _ in range(3))
+            seconds = self._time(partial(torch.mm, a, b, out=c), [spec])
+            larger = 3 * (2 * rows) ** 2 * dtype.itemsize
+            if seconds >= _LONG_ENOUGH or 2 * rows > _LARGEST or larger > allowed:
+                return 2 * rows**3 / seconds
+            rows *= 2
+
+    def _bandwidth(self, spec: DeviceSpec) -> float:
+        """Bytes/s of a copy within the device, which reads as much as it writes."""
+        nbytes = _part(spec, _TRAFFIC)
+        source = torch.zeros(nbytes, dtype=torch.uint8, device=spec.torch_device)
+        copy = torch.zeros_like(source)
+        return 2 * nbytes / self._time(lambda: copy.copy_(source), [spec])
+
+    def _overhead(self, spec: DeviceSpec) -> float:
+        """Seconds between the starts of operations that have next to nothing to do."""
+        one = torch.ones(8, device=spec.torch_device)
+
+        def several() -> None:
+            for _ in range(_SMALL_OPERATIONS):
+                one.add_(1)
+
+        return self._time(several, [spec]) / _SMALL_OPERATIONS
+
+    # -- one link ---------------------------------------------------------------------------------
+
+    def _link(self, source: DeviceSpec, destination: DeviceSpec) -> Link:
+        nbytes = min(_part(source, _COPY), _part(destination, _COPY))
+        both = [source, destination]
+        data, into = (_bytes_on(spec, nbytes, pinned=CPU in (s.type for s in both)) for spec in both)
+        latency = self._time(lambda: into[:1].copy_(data[:1], non_blocking=True), both)
+        seconds = self._time(lambda: into.copy_(data, non_blocking=True), both)
+        return Link(nbytes / max(seconds - latency, 1e-9), latency)
+
+    # -- the clock --------------------------------------------------------------------------------
+
+    def _time(self, work: Callable[[], object], specs: Sequence[DeviceSpec]) -> float:
+        """Median seconds of ``work``, the queues drained before and after."""
+        work()
+        taken = []
+        for _ in range(self.repetitions):
+            _drain(specs)
+            start = time.perf_counter()
+            work()
+            _drain(specs)
+            taken.append(time.perf_counter() - start)
+        return max(statistics.median(taken), 1e-9)
+
+
+def _drain(specs: Sequence[DeviceSpec]) -> None:
+    for spec in specs:
+        if spec.is_accelerator:
+            torch.accelerator.synchronize(spec.torch_device)
+
+
+def _part(spec: DeviceSpec, most: int) -> int:
+    return max(1, min(most, spec.room // _SHARE // 2))
+
+
+def _bytes_on(spec: DeviceSpec, nbytes: int, *, pinned: bool) -> torch.Tensor:
+    if spec.type != CPU:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=spec.torch_device)
+    return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned)

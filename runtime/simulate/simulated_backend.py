@@ -1,0 +1,107 @@
+"""The backend and the mode that make torch take simulated devices.
+
+They are torch's PrivateUse1 backend, renamed ``sim`` for the whole process on first use; a process that
+uses PrivateUse1 for something else cannot simulate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+from torch._ops import HigherOrderOperator
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _setup_privateuseone_for_python_backend,
+)
+
+from graphplan.devices.machine import current_machine
+from graphplan.devices.topology import SIMULATED
+from graphplan.errors import DeviceError
+from graphplan.runtime.simulate.simulated_machine import SimulatedMachine
+from graphplan.runtime.simulate.simulated_tensor import SimulatedTensor, is_simulated, run_simulated
+
+__all__ = ["SimulationMode", "register_backend"]
+
+aten = torch.ops.aten
+
+# what C++ reaches with Python modes off, such as in torch.tensor(..., device=...) of numbers and of tensors
+_REACHED = (
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten._copy_from.default,
+    aten._local_scalar_dense.default,
+)
+
+
+class _Backend(_DummyBackendModule):
+    """What torch asks of ``torch.sim``."""
+
+    def device_count(self) -> int:
+        machine = current_machine.get()
+        return 1 + max(machine.capacities) if isinstance(machine, SimulatedMachine) else 0
+
+    def is_available(self) -> bool:
+        return self.device_count() > 0
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+
+_library: list[torch.library.Library] = []
+
+
+def register_backend() -> None:
+    """Make the devices known to torch, once per process."""
+    if _library:
+        return
+    taken = torch._C._get_privateuse1_backend_name()
+    if taken not in ("privateuseone", SIMULATED):
+        raise DeviceError(f"cannot simulate: this process uses PrivateUse1 as {taken!r}")
+    _setup_privateuseone_for_python_backend(SIMULATED, backend_module=_Backend())
+    library = torch.library.Library("aten", "IMPL")
+    for op in _REACHED:
+        library.impl(op, _kernel(op), "PrivateUse1")
+    _library.append(library)
+
+
+def _kernel(op: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: run_simulated(op, args, kwargs)
+
+
+class SimulationMode(TorchDispatchMode):
+    """Catches what has no simulated argument yet: factories, and copies from the CPU."""
+
+    supports_higher_order_operators = True
+    simulates = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return self._control_flow(func, args, kwargs)
+        if func is aten._pin_memory.default:
+            pinned = args[0].clone()
+            pinned._simulated_pinned = True
+            return pinned
+        if func is aten.is_pinned.default:
+            return getattr(args[0], "_simulated_pinned", False)
+        if is_simulated(kwargs.get("device")) or any(issubclass(t, SimulatedTensor) for t in types):
+            return run_simulated(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _control_flow(self, func: HigherOrderOperator, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run the branches of ``torch.cond`` and its like on the simulated tensors themselves."""
+        if not any(isinstance(leaf, SimulatedTensor) for leaf in pytree.tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        if func is torch.ops.higher_order.cond:
+            predicate, true_branch, false_branch, operands = args
+            with self:
+                return (true_branch if bool(predicate) else false_branch)(*operands)
+        with self:
+            return func.py_kernels[DispatchKey.CompositeExplicitAutograd](*args, **kwargs)

@@ -1,0 +1,135 @@
+"""The book-keeping of simulated devices: capacities, live and peak bytes, copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+
+from graphplan.devices.machine import current_machine
+from graphplan.devices.topology import CPU, SIMULATED, DeviceKey, Link
+from graphplan.errors import DeviceError, SimulatedOutOfMemoryError, readable_bytes
+
+__all__ = ["SimulatedMachine", "SimulatedTransfer", "active_machine"]
+
+Watch = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedTransfer:
+    """One copy between devices.
+
+    Attributes:
+        source: ``"cpu"`` or an index.
+        destination: likewise.
+        nbytes: bytes of the elements.
+    """
+
+    source: DeviceKey
+    destination: DeviceKey
+    nbytes: int
+
+
+@dataclass
+class SimulatedMachine:
+    """The simulated devices and what happened on them.
+
+    Attributes:
+        capacities: device index -> bytes.
+        cpu_memory: bytes of the CPU's budget, or None where none was given; not enforced.
+        links: (source, destination) -> link, for the planner's cost model.
+        transfers: the copies so far, in order.
+        watch: called with the tensors that each operation reads and writes, views aside: for proofs.
+    """
+
+    capacities: dict[int, int]
+    cpu_memory: int | None = None
+    links: Mapping[tuple[DeviceKey, DeviceKey], Link] = field(default_factory=dict)
+    transfers: list[SimulatedTransfer] = field(default_factory=list)
+    watch: Watch | None = None
+    _live: dict[int, int] = field(default_factory=dict)
+    _peak: dict[int, int] = field(default_factory=dict)
+    paused: int = 0
+
+    @property
+    def device_type(self) -> str:
+        """``"sim"``."""
+        return SIMULATED
+
+    @property
+    def max_memory(self) -> dict[DeviceKey, int]:
+        """The capacities as ``max_memory`` for :func:`graphplan.partition`."""
+        budgets = dict[DeviceKey, int](self.capacities.items())
+        if self.cpu_memory is not None:
+            budgets[CPU] = self.cpu_memory
+        return budgets
+
+    def has(self, index: int) -> bool:
+        """Whether ``sim:index`` exists."""
+        return index in self.capacities
+
+    def live_bytes(self, index: int) -> int:
+        """Bytes allocated on a device now."""
+        self.require(index)
+        return self._live.get(index, 0)
+
+    def peak_bytes(self, index: int) -> int:
+        """The most bytes allocated on a device since the start or :meth:`reset_peaks`."""
+        self.require(index)
+        return self._peak.get(index, 0)
+
+    def reset_peaks(self) -> None:
+        """Start measuring peaks again, and forget the transfers so far."""
+        self._peak = dict(self._live)
+        self.transfers.clear()
+
+    def require(self, index: int) -> None:
+        """Raise DeviceError unless ``sim:index`` exists."""
+        if index not in self.capacities:
+            have = ", ".join(f"{SIMULATED}:{i}" for i in sorted(self.capacities))
+            raise DeviceError(f"no simulated device {SIMULATED}:{index}: this machine has {have}")
+
+    @contextmanager
+    def unmetered(self) -> Iterator[None]:
+        """A block in which allocations are not counted."""
+        self.paused += 1
+        try:
+            yield
+        finally:
+            self.paused -= 1
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """A block in which operations are not intercepted."""
+        if not getattr(_get_current_dispatch_mode(), "simulates", False):
+            yield
+            return
+        with _pop_mode_temporarily():
+            yield
+
+    def take(self, index: int, nbytes: int) -> None:
+        """Allocate; raise SimulatedOutOfMemoryError beyond the capacity."""
+        self.require(index)
+        live, capacity = self._live.get(index, 0), self.capacities[index]
+        if live + nbytes > capacity:
+            raise SimulatedOutOfMemoryError(
+                f"{SIMULATED}:{index} is out of memory: tried to allocate {readable_bytes(nbytes)}, "
+                f"{readable_bytes(live)} of {readable_bytes(capacity)} are taken"
+            )
+        self._live[index] = live + nbytes
+        self._peak[index] = max(self._peak.get(index, 0), live + nbytes)
+
+    def give(self, index: int, nbytes: int) -> None:
+        """Free."""
+        self._live[index] -= nbytes
+
+
+def active_machine() -> SimulatedMachine:
+    """The machine of the surrounding ``simulate`` block."""
+    machine = current_machine.get()
+    if not isinstance(machine, SimulatedMachine):
+        raise DeviceError(f"{SIMULATED} devices exist only inside graphplan.simulate()")
+    return machine

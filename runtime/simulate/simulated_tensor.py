@@ -1,0 +1,242 @@
+"""Tensors that say ``sim:N`` and hold CPU data: each operation checks where its tensors are, and counts."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.dlpack import from_dlpack
+
+from graphplan.devices.alignment import round_up
+from graphplan.devices.topology import SIMULATED, DeviceKey
+from graphplan.runtime.simulate.fused_cells import WITHOUT_CPU_KERNEL
+from graphplan.runtime.simulate.simulated_machine import SimulatedTransfer, active_machine
+
+__all__ = ["SimulatedTensor", "is_simulated", "run_simulated"]
+
+aten = torch.ops.aten
+
+
+class _Allocation:
+    """A storage's claim on a device's capacity; ends with the last tensor that shares it."""
+
+    def __init__(
+        self, device: int, storage: torch.UntypedStorage, part_of: _Allocation | None = None
+    ) -> None:
+        machine = active_machine()
+        free = machine.paused or part_of is not None
+        self.nbytes = 0 if free else round_up(storage.nbytes())
+        machine.take(device, self.nbytes)
+        self.device, self.storage = device, storage  # holding the storage keeps its address unique
+        self.part_of = part_of  # whose bytes these are, where a storage is over a part of another's
+        weakref.finalize(self, machine.give, device, self.nbytes)
+
+
+_allocations: weakref.WeakValueDictionary[tuple[int, int], _Allocation] = weakref.WeakValueDictionary()
+
+
+class SimulatedTensor(torch.Tensor):
+    """A tensor that says ``sim:N`` and keeps its data in ``elem``, on the CPU."""
+
+    stands_for = torch.Tensor
+    elem: torch.Tensor
+    allocation: _Allocation
+
+    @staticmethod
+    def __new__(
+        cls, elem: torch.Tensor, device: torch.device | None = None, requires_grad: bool = False
+    ) -> SimulatedTensor:
+        if device is None:  # as a parameter's class is called, by those who copy parameters
+            return nn.Parameter(elem, requires_grad)  # type: ignore[return-value]  # not initialised again
+        if elem.is_conj() or elem.is_neg():  # lazy bits of the data, which the wrapper would not show
+            elem = elem.resolve_conj().resolve_neg()
+        made: SimulatedTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            elem.size(),
+            strides=elem.stride(),
+            storage_offset=elem.storage_offset(),
+            dtype=elem.dtype,
+            layout=elem.layout,
+            device=device,
+        )
+        storage = elem.untyped_storage()
+        key = (storage._cdata, device.index)
+        allocation = _allocations.get(key)
+        if allocation is None:
+            allocation = _allocations[key] = _Allocation(device.index, storage)
+        made.elem, made.allocation = elem, allocation
+        return made
+
+    def apart(self) -> SimulatedTensor:
+        """The same bytes under a storage of their own, within the allocation of this one's."""
+        elem = from_dlpack(self.elem) if self.numel() else torch.empty_like(self.elem)
+        key = (elem.untyped_storage()._cdata, self.device.index)
+        part = _Allocation(self.device.index, elem.untyped_storage(), self.allocation)
+        _allocations[key] = part
+        return SimulatedTensor(elem, self.device)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["elem"], (self.device,)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor], context: Any, size: Any, stride: Any
+    ) -> SimulatedTensor:
+        return SimulatedTensor(inner["elem"], context[0])
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch names it anew
+        return f"SimulatedTensor({self.elem!r}, device='{self.device}')"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.elem, spec)  # of one value its text, as a tensor's: models make names of it
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        # the wrapper's own storage is empty; what tells tensors that share memory apart is the data's
+        return self.elem.untyped_storage()
+
+    def tolist(self) -> Any:
+        return self.elem.tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        if force:
+            return self.elem.numpy(force=True)
+        raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first.")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # what is saved loads anywhere, as a tensor saved from an accelerator does with map_location
+        rebuilt: Any = self.elem.detach()
+        if isinstance(self, torch.nn.Parameter):
+            rebuilt = torch.nn.Parameter(rebuilt, self.requires_grad)
+        elif self.requires_grad and self.is_leaf:
+            rebuilt.requires_grad_()
+        return rebuilt.__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares the disabled implementation
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return run_simulated(func, args, kwargs or {})
+
+
+def is_simulated(device: Any) -> bool:
+    """Whether this names a simulated device."""
+    return device is not None and torch.device(device).type == SIMULATED
+
+
+def _inner(leaf: Any) -> Any:
+    return leaf.elem if isinstance(leaf, SimulatedTensor) else leaf
+
+
+def _key(device: torch.device) -> DeviceKey:
+    return device.index if device.type == SIMULATED else device.type
+
+
+def _resolve(wanted: Any) -> torch.device:
+    device: torch.device = torch.device(wanted)
+    if device.type == SIMULATED and device.index is None:
+        device = torch.device(SIMULATED, min(active_machine().capacities))
+    if device.type == SIMULATED:
+        active_machine().require(device.index)
+    return device
+
+
+def run_simulated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run one ATen operation on the data, after checking where its tensors are."""
+    if func is aten._copy_from.default:
+        return _copy_into(args[1], args[0])
+    if func is aten.copy_.default:
+        return _copy_into(args[0], args[1])
+    if func is aten._to_copy.default:
+        return _convert(args[0], kwargs)
+    func = WITHOUT_CPU_KERNEL.get(func, func)
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    wanted = kwargs.get("device")
+    here = _common_device(func, tensors)
+    device = _resolve(wanted) if is_simulated(wanted) else (here if wanted is None else None)
+    inner = pytree.tree_map(_inner, dict(kwargs))
+    if is_simulated(wanted):
+        inner["device"] = torch.device("cpu")
+        inner.pop("pin_memory", None)
+    out = func(*pytree.tree_map(_inner, args), **inner)
+    if device is None:
+        return out
+    written = _written_argument(func, args, kwargs) if hasattr(func, "_schema") else None
+    if not getattr(func, "is_view", False):
+        _watch(tensors, [leaf for leaf in pytree.tree_leaves(written) if isinstance(leaf, torch.Tensor)])
+    if written is not None:
+        return written
+    return pytree.tree_map(lambda leaf: _wrap(leaf, device), out)
+
+
+def _written_argument(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What an in-place operation, or one with ``out=``, returns: the argument itself."""
+    returns = func._schema.returns
+    if not returns or not (returns[0].alias_info and returns[0].alias_info.is_write):
+        return None
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    found = [
+        given[argument.name]
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write and argument.name in given
+    ]
+    return found[0] if len(returns) == 1 else tuple(found)
+
+
+def _wrap(leaf: Any, device: torch.device) -> Any:
+    plain = isinstance(leaf, torch.Tensor) and not isinstance(leaf, SimulatedTensor)
+    return SimulatedTensor(leaf, device) if plain else leaf
+
+
+# torch lets the index tensors of these live on the CPU
+_INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
+
+
+def _common_device(func: Any, tensors: list[torch.Tensor]) -> torch.device | None:
+    simulated = {t.device for t in tensors if t.device.type == SIMULATED}
+    if not simulated:
+        return None
+    # and a zero-dimensional CPU tensor anywhere
+    others = [t for t in tensors if t.device.type != SIMULATED and t.dim() > 0]
+    if func in _INDEXING and tensors[0].device.type == SIMULATED:
+        others = [t for t in others if t.dtype not in (torch.long, torch.int, torch.bool, torch.uint8)]
+    if len(simulated) > 1 or others:
+        found = sorted({str(t.device) for t in tensors})
+        raise RuntimeError(f"Expected all tensors to be on the same device, but found {found} in {func}")
+    return simulated.pop()
+
+
+def _log(source: torch.device, destination: torch.device, tensor: torch.Tensor) -> None:
+    if source != destination:
+        nbytes = tensor.numel() * tensor.element_size()
+        active_machine().transfers.append(SimulatedTransfer(_key(source), _key(destination), nbytes))
+
+
+def _watch(read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
+    watch = active_machine().watch
+    if watch is not None:
+        watch(read, written)
+
+
+def _copy_into(destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    _log(source.device, destination.device, source)
+    _watch([source], [destination])
+    _inner(destination).copy_(_inner(source))
+    return destination
+
+
+def _convert(source: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
+    wanted = kwargs.get("device")
+    device = source.device if wanted is None else _resolve(wanted)
+    if device.type == "meta":  # nothing is copied
+        return aten._to_copy.default(_inner(source), **kwargs)  # type: ignore[no-any-return]
+    _log(source.device, device, source)
+    _watch([source], [])
+    ignored = ("device", "non_blocking", "pin_memory")
+    rest = {key: value for key, value in kwargs.items() if key not in ignored}
+    out: torch.Tensor = aten._to_copy.default(_inner(source), **rest)
+    return SimulatedTensor(out, device) if device.type == SIMULATED else out

@@ -1,0 +1,56 @@
+"""Accelerators simulated on a CPU: real values, counted bytes, logged copies.
+
+Inside ``with simulate({0: "1GiB", 1: "1GiB"}) as machine`` the devices ``sim:0`` and ``sim:1`` exist.
+Their tensors hold CPU data and refuse to be mixed with other devices', as an accelerator's would;
+each storage takes its bytes, rounded up to 512, from the device's capacity until its last tensor
+dies; each copy between devices is logged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from graphplan.devices.machine import current_machine
+from graphplan.devices.max_memory import MaxMemory, read_max_memory
+from graphplan.devices.topology import CPU, DeviceKey, Link
+from graphplan.errors import DeviceError
+from graphplan.runtime.simulate.simulated_backend import SimulationMode, register_backend
+from graphplan.runtime.simulate.simulated_machine import SimulatedMachine
+
+__all__ = ["simulate"]
+
+
+@contextmanager
+def simulate(
+    capacities: MaxMemory, links: Mapping[tuple[DeviceKey, DeviceKey], Link] | None = None
+) -> Iterator[SimulatedMachine]:
+    """Simulate accelerators for the duration of the block.
+
+    Args:
+        capacities: device index -> bytes or text such as ``"1GiB"``; ``"cpu"`` may be among them
+            and is passed on in ``machine.max_memory``.
+        links: what the planner should believe of the links between them.
+
+    Raises:
+        BudgetError: a capacity that is no size.
+        DeviceError: a key that is neither an index nor ``"cpu"``, or a block inside a block.
+    """
+    if current_machine.get() is not None:
+        raise DeviceError("simulate() inside simulate(): name all devices in one")
+    topology = read_max_memory(capacities)
+    sizes: dict[int, int] = {}
+    for spec in topology.devices:
+        if isinstance(spec.key, int):
+            sizes[spec.key] = spec.memory
+        elif spec.key != CPU:
+            raise DeviceError(f"cannot simulate {spec.key!r}: use indices such as 0, 1, and 'cpu'")
+    cpu = topology[CPU].memory if CPU in topology else None
+    machine = SimulatedMachine(sizes, cpu, dict(links or {}))
+    register_backend()
+    # the autograd engine would otherwise ask C++ for a queue per device
+    single = torch.autograd.set_multithreading_enabled(False)
+    with current_machine.being(machine), single, SimulationMode():  # type: ignore[no-untyped-call]  # torch's
+        yield machine

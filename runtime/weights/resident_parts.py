@@ -1,0 +1,76 @@
+"""Parts of sliced weights that are kept on accelerators: copies of rows of a parameter on the CPU.
+
+The parameter is the model's own, whole. Its part is copied anew when torch has counted a change of it
+(``load_state_dict``, an optimiser, anything in place but through ``.data``) or it is another tensor.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from graphplan.errors import readable_bytes
+from graphplan.ir.graph_elements import Weight
+from graphplan.runtime.memory.allocation import allocating
+from graphplan.runtime.weights.weight_changes import require_planned
+
+__all__ = ["ModuleParts", "ResidentPart", "rows_of"]
+
+
+def rows_of(whole: torch.Tensor, part: Weight) -> torch.Tensor:
+    """The rows that are ``part``: a view."""
+    return whole.detach().narrow(0, part.start, part.shape[0])
+
+
+class ResidentPart:
+    """Rows of a parameter, kept on an accelerator.
+
+    Args:
+        part: which rows, of what.
+        whole: the parameter.
+        device: the accelerator.
+    """
+
+    def __init__(self, part: Weight, whole: torch.Tensor, device: torch.device) -> None:
+        self.part, self.shape, self.host = part, whole.shape, whole.device
+        self.lock = threading.Lock()
+        self.state = _state(whole)
+        with allocating(device, f"{part.name!r} of {readable_bytes(part.nbytes)}"):
+            self.copy = rows_of(whole, part).to(device, copy=True)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ResidentPart:
+        return self  # a copy of generated code reads the same; a copy of the module makes its own
+
+    def current(self, weight: torch.Tensor) -> torch.Tensor:
+        """The part, with the values that the weight has now."""
+        if _state(weight) != self.state:
+            self._refresh(weight)
+        return self.copy
+
+    def _refresh(self, weight: torch.Tensor) -> None:
+        require_planned(self.part.part_of, weight, self.host, self.copy.dtype, self.shape)
+        with self.lock, torch.no_grad():
+            state = _state(weight)
+            self.copy.copy_(rows_of(weight, self.part))
+            self.state = state
+
+
+def _state(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor is, and how often it was written to; inference tensors do not count that."""
+    return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
+
+
+class ModuleParts:
+    """The parts that a module keeps on accelerators, shared by its calls of all structures."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[str, torch.device], ResidentPart] = {}
+
+    def keep(self, part: Weight, whole: torch.Tensor, device: torch.device) -> ResidentPart:
+        """A part on a device; the one that is there already if it is."""
+        place = part.name, device
+        if place not in self.kept:
+            with torch.inference_mode(False), torch.no_grad():
+                self.kept[place] = ResidentPart(part, whole, device)
+        return self.kept[place]

@@ -1,0 +1,223 @@
+"""Weights on their devices: the placed copy of a model.
+
+Each accelerator has one allocation for all weights that live there, as large as they are. On the CPU
+parameters share the caller's memory; what a checkpoint fills is one mapping, those that are streamed
+next to each other, so that they need not be brought together later.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from graphplan.capture.model_copy import ModelWeights, tensor_bytes
+from graphplan.devices.alignment import round_up
+from graphplan.devices.topology import CPU
+from graphplan.errors import InputError, readable_bytes
+from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
+from graphplan.runtime.checkpoint.mapped_files import MappedFile
+from graphplan.runtime.memory.allocation import allocating
+from graphplan.runtime.memory.arena import Arena, is_plain
+from graphplan.runtime.memory.host_pages import HostPages
+from graphplan.runtime.memory.wrapper_tensors import moved
+
+__all__ = ["Layout", "Placement", "place_model", "require_data"]
+
+_PROGRESS_FROM = 1 << 30  # bytes above which placing takes long enough to watch
+
+Progress = Callable[[int], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where weights go.
+
+    Attributes:
+        devices: first name of each weight -> its device.
+        streamed: those on the CPU that are streamed, in the order in which they are copied.
+        pinned: whether a CUDA device copies them.
+        mapped: those that stay in their file.
+    """
+
+    devices: Mapping[str, torch.device]
+    streamed: Sequence[str] = ()
+    pinned: bool = False
+    mapped: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A placed module, and the host memory of its weights that it does not share with the caller's.
+
+    Attributes:
+        module: the copy.
+        pages: mappings that a checkpoint was read into.
+        files: those that weights are read from at each call.
+    """
+
+    module: nn.Module
+    pages: tuple[HostPages, ...] = ()
+    files: tuple[MappedFile, ...] = ()
+
+
+def place_model(
+    model: nn.Module,
+    weights: ModelWeights,
+    layout: Layout,
+    placed_class: Callable[[type[nn.Module]], type[nn.Module]] = lambda cls: cls,
+    source: Checkpoint | None = None,
+    *,
+    owned: bool = False,
+) -> Placement:
+    """A copy of ``model`` whose weights are on their devices.
+
+    Parameters that live on the CPU share their memory with the caller's; buffers do not, since calls
+    may write to them.
+
+    Args:
+        model: left as it is.
+        weights: of ``model``.
+        layout: where they go.
+        placed_class: from the class of the model to that of the copy.
+        source: where the data is read from instead of the model (a checkpoint).
+        owned: whether ``model`` gives its weights away, so that what is in place is not copied.
+
+    Raises:
+        InputError: a weight is on the meta device, so there is nothing to place.
+        GraphplanError: a device has no room.
+    """
+    if source is None:
+        require_data(model, weights)
+    total = sum(tensor_bytes(t) for name, t in weights.tensors.items() if name not in layout.mapped)
+    with (
+        torch.no_grad(),
+        tqdm(total=total, unit="B", unit_scale=True, desc="placing", disable=total < _PROGRESS_FROM) as bar,
+    ):
+        placing = _Placing(weights, layout, source, owned, bar.update)
+        placing.run()
+    memo: dict[int, object] = {}
+    for name, tensor in _all_tensors(model):
+        memo[id(tensor)] = _like(tensor, placing.placed[weights.first[name]], memo)
+    copied = _refilled(model, memo) if owned else copy.deepcopy(model, memo)
+    copied.__dict__.pop("forward", None)  # a patched forward was traced; the class's is ours
+    copied.__class__ = placed_class(type(model))
+    return Placement(copied, tuple(placing.pages), () if source is None else source.files)
+
+
+@dataclass(slots=True)
+class _Placing:
+    """Finds a place for every weight, then fills the places."""
+
+    weights: ModelWeights
+    layout: Layout
+    source: Checkpoint | None
+    owned: bool
+    progress: Progress
+    placed: dict[str, torch.Tensor] = field(default_factory=dict)
+    pages: list[HostPages] = field(default_factory=list)
+
+    def run(self) -> None:
+        together: dict[torch.device, list[str]] = {}
+        for name, tensor in self.weights.tensors.items():
+            device = self.layout.devices[name]
+            if self.source is not None and name in self.layout.mapped:
+                self.placed[name] = self.source.map(name)
+            elif self._is_shared(name, tensor, device):
+                self.placed[name] = tensor if self.owned else tensor.detach()
+                self.progress(tensor_bytes(tensor))
+            elif is_plain(tensor) and (device.type != CPU or self._is_read(name)):
+                together.setdefault(device, []).append(name)
+            else:
+                self.placed[name] = self._alone(name, tensor, device)
+        for device, names in together.items():
+            self._reserve(device, names)
+        self._fill([name for names in together.values() for name in names])
+
+    def _is_read(self, name: str) -> bool:
+        return self.source is not None and name in self.source
+
+    def _is_shared(self, name: str, tensor: torch.Tensor, device: torch.device) -> bool:
+        ours = self.owned or (self.source is None and isinstance(tensor, nn.Parameter))
+        return ours and tensor.device == device and not self._is_read(name)
+
+    def _alone(self, name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A weight with an allocation of its own: what wraps other tensors, and buffers on the CPU."""
+        data = tensor.detach()
+        if self.source is not None and name in self.source:
+            data = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self.source.read({name: data}, self.progress)
+        else:
+            self.progress(tensor_bytes(tensor))
+        with allocating(device, f"{name!r} of {readable_bytes(tensor_bytes(tensor))}"):
+            return moved(data, device)
+
+    def _reserve(self, device: torch.device, names: Sequence[str]) -> None:
+        if device.type != CPU:
+            self._cut(names, Arena(device, self._bytes(names)))
+            return
+        streamed = [name for name in self.layout.streamed if name in set(names)]
+        others = [name for name in names if name not in set(streamed)]
+        for group, pinned in ((streamed, self.layout.pinned), (others, False)):
+            if group:
+                self.pages.append(HostPages(self._bytes(group), pinned=pinned))
+                self._cut(group, self.pages[-1])
+
+    def _bytes(self, names: Sequence[str]) -> int:
+        return sum(round_up(tensor_bytes(self.weights.tensors[name])) for name in names)
+
+    def _cut(self, names: Sequence[str], memory: Arena | HostPages) -> None:
+        for name in names:
+            self.placed[name] = memory.reserve(self.weights.tensors[name])
+
+    def _fill(self, names: Sequence[str]) -> None:
+        read = [name for name in names if self._is_read(name)]
+        if self.source is not None and read:
+            self.source.read({name: self.placed[name] for name in read}, self.progress)
+        for name in names:
+            if not self._is_read(name):
+                self.placed[name].copy_(self.weights.tensors[name].detach())
+                self.progress(tensor_bytes(self.weights.tensors[name]))
+
+
+def _all_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+
+
+def require_data(model: nn.Module, weights: ModelWeights) -> None:
+    """Raise InputError if a weight is on the meta device, where there is no data to place."""
+    empty = [name for name, tensor in weights.tensors.items() if tensor.device.type == "meta"]
+    if empty:
+        more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
+        raise InputError(
+            f"{type(model).__name__} has no data for {empty[0]!r}{more}: they are on the meta device. "
+            "Load the weights first, or use graphplan.plan, which needs none"
+        )
+
+
+def _refilled(model: nn.Module, placed: Mapping[int, object]) -> nn.Module:
+    """The model itself with these in place of its tensors: its modules stay the ones that others hold."""
+    for part in model.modules():
+        for table in (part._parameters, part._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    table[name] = placed[id(tensor)]  # type: ignore[assignment]  # a parameter for a parameter
+    return model
+
+
+def _like(original: torch.Tensor, placed: torch.Tensor, memo: dict[int, object]) -> object:
+    """``placed`` as what ``original`` was; one object for one object, so that ties stay ties."""
+    if id(original) in memo:
+        return memo[id(original)]
+    if placed is original:
+        return original
+    if isinstance(original, nn.Parameter):
+        return nn.Parameter(placed, original.requires_grad)
+    return placed.requires_grad_(original.requires_grad) if original.requires_grad else placed

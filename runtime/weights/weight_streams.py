@@ -1,0 +1,293 @@
+"""Weights streamed from host memory into the ring of each accelerator: copies, slots, events.
+
+Each accelerator of a module has one storage, cut into slots as the plan says, and a queue for copies
+beside the one for the call's own work. A slot has two events: ``ready`` is recorded behind the copy of a
+segment, and the work that reads it is enqueued behind that; ``free`` is recorded behind the last reader,
+and the next copy into the slot, of this call or the next one, is enqueued behind that. The host waits
+for nothing. Calls of one module are serialised by a lock, since they share the ring.
+
+What a CPU parameter holds when the copy runs is what the call reads. Results that are back on the CPU are
+proof that all copies are done; with results left on the accelerator, synchronise before writing to a
+parameter that is streamed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphplan.capture.model_copy import tensor_bytes
+from graphplan.devices.alignment import round_up
+from graphplan.devices.topology import CPU
+from graphplan.errors import readable_bytes
+from graphplan.ir.schedule import STAGED_BYTES, Ring, Segment
+from graphplan.runtime.checkpoint.mapped_files import MappedFile
+from graphplan.runtime.memory.allocation import allocating
+from graphplan.runtime.memory.arena import shaped
+from graphplan.runtime.memory.copy_queues import Queues, queues_of
+from graphplan.runtime.memory.host_pages import HostPages
+from graphplan.runtime.memory.pinned_buffers import StagedPart, Staging, flat_bytes
+from graphplan.runtime.weights.weight_changes import require_planned
+
+__all__ = ["ModuleStreams", "RingStream"]
+
+Find = Callable[[Segment, Sequence[int]], torch.Tensor | None]
+
+_BUFFERS = 2
+
+
+class _Storage:
+    """The ring of one accelerator, shared by the calls of all structures of a module."""
+
+    def __init__(self, device: torch.device, queues: Queues) -> None:
+        self.device, self.queues = device, queues
+        self.bytes = torch.empty(0, dtype=torch.uint8, device=device)
+        self.user: object = None  # stands for the stream whose slots the last call's events are about
+        self.busy = False  # a call is under way, or has broken off
+        self.staging: Staging | None = None  # for what is streamed from files
+        weakref.finalize(self, self.queues.drain).atexit = False
+
+    def enter(self, user: object) -> None:
+        """A call begins. After one of another structure, or one that broke off, all work is waited for."""
+        follows = self.user is user and not self.busy
+        self.busy = True
+        self.queues.enter()
+        if not follows:
+            self.queues.join()
+        self.user = user
+
+    def stage(self, nbytes: int) -> None:
+        """Have buffers for copies of segments of up to so many bytes from files."""
+        nbytes = min(nbytes, STAGED_BYTES)
+        if self.staging is None or self.staging.nbytes < nbytes:
+            self.queues.drain()
+            self.staging = None  # before the larger ones are there
+            self.staging = Staging(self.queues, nbytes, _BUFFERS, pinned=self.device.type == "cuda")
+
+    def grow(self, nbytes: int) -> None:
+        """Make it at least so large. What is bound to a smaller one must be gone."""
+        if self.bytes.numel() >= nbytes:
+            return
+        self.queues.drain()
+        self.user = None
+        self.bytes = torch.empty(0, dtype=torch.uint8, device=self.device)  # before the larger one is there
+        with allocating(self.device, f"the {readable_bytes(nbytes)} that weights are streamed into"):
+            self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+
+class _Call:
+    """How far the call under way has come. It knows no segment: cycles would keep device memory."""
+
+    def __init__(self, storage: _Storage) -> None:
+        self.storage, self.left = storage, 0
+        self.user = object()
+
+    def begin(self, segments: int) -> None:
+        """The first segment is about to be loaded."""
+        self.storage.enter(self.user)
+        self.left = segments
+
+    def released(self) -> None:
+        """One more segment is released; that of the last ends the call."""
+        self.left -= 1
+        if not self.left:
+            self.storage.busy = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A slot's bytes, and the events that tell when it can be read and when it can be loaded anew."""
+
+    place: torch.Tensor
+    ready: Any
+    free: Any
+
+
+class _LoadedSegment:
+    """A segment's place in host memory and in the ring; what a lowered graph passes on.
+
+    Args:
+        segment: as planned.
+        slot: that it is loaded into.
+        call: to be told of its release.
+        weights: on the host.
+        source: its bytes in one piece in host memory, or None.
+        parts: its bytes where they are in files; none where it is in memory.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        slot: _Slot,
+        call: _Call,
+        weights: Sequence[torch.Tensor],
+        source: torch.Tensor | None,
+        parts: Sequence[StagedPart] = (),
+    ) -> None:
+        self.parts = parts
+        self.call, self.names, self.queues = call, segment.weights, call.storage.queues
+        self.ready, self.free = slot.ready, slot.free
+        self.place, self.source = slot.place[: segment.nbytes], source
+        self.views = tuple(
+            shaped(self.place[offset : offset + tensor_bytes(weight)], weight)
+            for offset, weight in zip(segment.offsets, weights, strict=True)
+        )
+        self.addresses = tuple(weight.data_ptr() for weight in weights)
+        self.host = weights[0].device
+
+    def load(self, weights: Sequence[torch.Tensor]) -> None:
+        """Enqueue the copy, behind the last reader of what is in the slot."""
+        self.queues.copies_wait(self.free)
+        in_place = tuple(weight.data_ptr() for weight in weights) == self.addresses
+        staging = self.call.storage.staging
+        if in_place and self.parts and staging is not None:
+            staging.copy(self.place, self.parts)
+        elif in_place and self.source is not None:
+            self.queues.copy(self.place, self.source)
+        else:  # one that the caller has replaced is read where it is now
+            for name, view, weight in zip(self.names, self.views, weights, strict=True):
+                require_planned(name, weight, self.host, view.dtype, view.shape)
+                self.queues.copy(view, weight)
+        self.queues.record_copies(self.ready)
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        """Its weights on the accelerator."""
+        self.queues.work_waits(self.ready)
+        return self.views
+
+    def release(self) -> None:
+        """Nothing enqueued from now on reads it."""
+        self.queues.record_work(self.free)
+        self.call.released()
+
+
+class RingStream:
+    """The ring as one call structure uses it: what its generated code loads segments with.
+
+    Args:
+        storage: of the accelerator.
+        ring: slots and segments, as planned.
+        weights: name -> tensor on the host, of every weight in ``ring``.
+        find: where a segment's bytes lie in one piece in host memory, or None.
+        in_file: whether a weight is in a file.
+    """
+
+    def __init__(
+        self,
+        storage: _Storage,
+        ring: Ring,
+        weights: Mapping[str, torch.Tensor],
+        find: Find,
+        in_file: Callable[[torch.Tensor], bool] = lambda _: False,
+    ) -> None:
+        self.call = _Call(storage)
+        new = storage.queues.event
+        slots = [
+            _Slot(storage.bytes[start : start + nbytes], new(), new())
+            for start, nbytes in zip(ring.starts, ring.slots, strict=True)
+        ]
+        self.segments = []
+        for segment in ring.segments:
+            here = [weights[name] for name in segment.weights]
+            slot, parts = slots[segment.slot], []
+            if all(in_file(weight) for weight in here):
+                listed = zip(segment.offsets, here, strict=True)
+                parts = [StagedPart(offset, flat_bytes(weight)) for offset, weight in listed]
+                storage.stage(segment.nbytes)
+            source = None if parts else find(segment, [weight.data_ptr() for weight in here])
+            self.segments.append(_LoadedSegment(segment, slot, self.call, here, source, parts))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> RingStream:
+        return self  # a copy of generated code uses the same ring; a copy of the module makes its own
+
+    def load(self, index: int, weights: tuple[torch.Tensor, ...]) -> _LoadedSegment:
+        """Enqueue the copy of a segment; that of the first begins a call."""
+        if index == 0:
+            self.call.begin(len(self.segments))
+        segment = self.segments[index]
+        segment.load(weights)
+        return segment
+
+
+class ModuleStreams:
+    """The rings of a module, and the host memory of the weights that are streamed into them."""
+
+    def __init__(self, make_queues: Callable[[torch.device], Queues] = queues_of) -> None:
+        self.make_queues = make_queues
+        self.storages: dict[torch.device, _Storage] = {}
+        self.pages: list[HostPages | MappedFile] = []
+
+    def check_files(self) -> None:
+        """Raise CheckpointError if a file that weights are read from has changed."""
+        for pages in self.pages:
+            if isinstance(pages, MappedFile):
+                pages.check()
+
+    def must_grow(self, rings: Mapping[torch.device, Ring]) -> bool:
+        """Whether :meth:`prepare` would replace a ring to which something may be bound."""
+        return any(
+            0 < self.storages[device].bytes.numel() < ring.nbytes
+            for device, ring in rings.items()
+            if device in self.storages
+        )
+
+    def prepare(self, rings: Mapping[torch.device, Ring], weights: Mapping[str, torch.Tensor]) -> None:
+        """Make room for these rings, and bring their weights together in host memory.
+
+        Args:
+            rings: by the accelerator that they are on.
+            weights: name -> tensor on the host; of a part, the whole. The data of each that is streamed
+                is replaced by its copy in the pages.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            self._gather(rings, weights)
+            for device, ring in rings.items():
+                self._storage(device).grow(ring.nbytes)
+
+    def _storage(self, device: torch.device) -> _Storage:
+        if device not in self.storages:
+            self.storages[device] = _Storage(device, self.make_queues(device))
+        return self.storages[device]
+
+    def _gather(self, rings: Mapping[torch.device, Ring], weights: Mapping[str, torch.Tensor]) -> None:
+        streamed = [n for ring in rings.values() for s in ring.segments for n in s.weights]
+        # by object: parts of one weight are brought together with it, once
+        found = {id(tensor): tensor for name in streamed if (tensor := weights.get(name)) is not None}
+        wanted = [t for t in found.values() if _is_plain(t) and not self._pages_of(t)]
+        if not wanted:
+            return
+        total = sum(round_up(t.numel() * t.element_size()) for t in wanted)
+        pages = HostPages(total, pinned=any(device.type == "cuda" for device in rings))
+        for tensor in wanted:
+            tensor.data = pages.adopt(tensor.data)
+        self.pages.append(pages)
+
+    def _pages_of(self, tensor: torch.Tensor) -> HostPages | MappedFile | None:
+        return next((pages for pages in self.pages if pages.holds(tensor.data_ptr())), None)
+
+    def bind(self, device: torch.device, ring: Ring, weights: Mapping[str, torch.Tensor]) -> RingStream:
+        """The stream that one call structure's code uses."""
+        with torch.inference_mode(False), torch.no_grad():
+            return RingStream(self._storage(device), ring, weights, self._find, self._in_file)
+
+    def _in_file(self, weight: torch.Tensor) -> bool:
+        return isinstance(self._pages_of(weight), MappedFile)
+
+    def _find(self, segment: Segment, addresses: Sequence[int]) -> torch.Tensor | None:
+        first = addresses[0]
+        for pages in self.pages:
+            if pages.holds(first) and first + segment.nbytes <= pages.end:
+                planned = tuple(first + offset for offset in segment.offsets)
+                return pages.bytes_at(first, segment.nbytes) if tuple(addresses) == planned else None
+        return None
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's bytes are all that it is, without gaps."""
+    if tensor.device.type != CPU or type(tensor.data) is not torch.Tensor or tensor.is_inference():
+        return False
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()

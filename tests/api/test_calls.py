@@ -1,0 +1,335 @@
+"""Several example calls over one placement of weights."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import pickle
+import random
+from typing import Any
+
+import pytest
+import torch
+from builders import bytes_of, chain, largest_difference, moves_of, planned_moves
+from torch import nn
+
+import graphplan
+from graphplan import Graph, Link, Operation, Plan, Value, Weight
+from graphplan.devices.max_memory import read_max_memory
+from graphplan.passes.placement.constrain import Wishes
+from graphplan.passes.placement.driver import place
+from graphplan.passes.placement.joint import Call, place_jointly
+from graphplan.passes.placement.problem import Problem
+
+KIB = 1024
+X, MEMORY = torch.randn(8, 64), torch.randn(1, 64)
+
+
+class Steps(nn.Module):
+    """An encoder that the first call runs, and a decoder that every call runs."""
+
+    def __init__(self, width: int = 64, depth: int = 3) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.decoder = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        if memory is None:
+            memory = x
+            for layer in self.encoder:
+                memory = torch.relu(layer(memory))
+        y = x + memory.mean(0) + torch.tensor([0.25])
+        for layer in self.decoder:
+            y = torch.relu(layer(y))
+        return {"y": y, "memory": memory}
+
+
+SLOW = {(0, "cpu"): Link(1e9, 15e-6)}  # what is streamed over it does not hide behind so little work
+ROOMY: dict[Any, int] = {0: 1 << 30, "cpu": 1 << 30}
+PREFILL: dict[str, Any] = {"x": X}
+DECODE: dict[str, Any] = {"x": X[:1], "memory": MEMORY}
+
+
+def run_all(machine: Any, placed: Any, calls: list[dict[str, Any]]) -> list[Any]:
+    """Call a placed module with each, and hold each call's plan against what was measured."""
+    results = []
+    for call, plan in zip(calls, placed.plans, strict=True):
+        gc.collect()
+        machine.reset_peaks()
+        results.append(placed(**call))
+        for spec in plan.topology.devices:
+            if isinstance(spec.key, int):
+                assert machine.peak_bytes(spec.key) <= plan.peak_bytes[spec.key] <= spec.room
+        assert moves_of(machine) == planned_moves(plan)
+    return results
+
+
+@pytest.mark.parametrize(
+    "shares", [{0: 0.7, 1: 0.7}, {0: 0.6, "cpu": 4.0}, {0: 2.0}, {0: 0.4, 1: 0.4, "cpu": 4.0}]
+)
+def test_results_equal_and_budgets_hold_in_every_call(shares: dict[Any, float]) -> None:
+    model = Steps().eval()
+    calls = [PREFILL, DECODE]
+    expected = [model(**call) for call in calls]
+    budgets = {key: int(share * bytes_of(model)) + 8192 for key, share in shares.items()}
+    with graphplan.simulate({**budgets, 9: 0}) as machine:
+        placed = graphplan.partition(model, budgets, calls=calls, weights=[1, 200])
+        assert len(placed.plans) == 2
+        for result, want in zip(run_all(machine, placed, calls), expected, strict=True):
+            assert largest_difference(result, want) < 1e-5
+        first, second = placed.plans
+        assert placed.plan is first
+        assert first.others == (second,)
+        assert first.placement == second.placement
+        assert first.weighted_makespan == pytest.approx(first.makespan + 200 * second.makespan)
+        assert first.weighted_lower_bound <= first.weighted_makespan * (1 + 1e-9)
+        first.verify()
+
+
+def test_weights_decide_what_stays_on_the_accelerator() -> None:
+    # room for one of the two halves: the decoder is what most calls run
+    model = Steps(width=128, depth=2).eval()
+    call = {"x": torch.randn(8, 128)}, {"x": torch.randn(1, 128), "memory": torch.randn(1, 128)}
+    budgets = {0: bytes_of(model) // 2 + 24 * KIB, "cpu": "1GiB"}
+    alone = graphplan.plan(model, budgets, kwargs=call[0], links=SLOW)
+    joint = graphplan.plan(model, budgets, calls=list(call), weights=[1, 200], links=SLOW)
+    large = {name: key for name, key in joint.placement.items() if name.endswith(".weight")}
+    assert {name.split(".")[0] for name, key in large.items() if key == 0} == {"decoder"}
+    # the same weights as for the first call alone, and the best that the second can make of them
+    homes = {name: key for name, key in alone.schedule.assignment.weights.items() if name in alone.placement}
+    second = joint.others[0]
+    kept = place(Problem(second.graph, second.topology, "cpu", fixed_weights=homes)).evaluation
+    assert joint.weighted_makespan < alone.makespan + 200 * kept.seconds
+
+
+def test_calls_that_stream_share_their_rings_within_the_budget() -> None:
+    torch.manual_seed(0)
+    model = Steps(depth=4).eval()
+    calls = {"x": torch.randn(256, 64)}, DECODE
+    expected = [model(**call) for call in calls]
+    pin = {name: "cpu" for name, _ in model.named_parameters() if name.endswith(".weight")}
+    options: dict[str, Any] = {"pin": pin, "cpu_compute": False}
+    # a decode alone takes a ring for which a prefill, with its large activations, has no room
+    prefill, decode = (graphplan.plan(model, ROOMY, kwargs=call, **options) for call in calls)
+    assert prefill.schedule.rings[0].nbytes < decode.schedule.rings[0].nbytes
+    budgets = {0: prefill.peak_bytes[0], "cpu": 1 << 30}
+    assert graphplan.plan(model, budgets, kwargs=calls[1], **options).schedule == decode.schedule
+    with graphplan.simulate(budgets) as machine:
+        placed = graphplan.partition(model, budgets, calls=list(calls), weights=[1, 200], **options)
+        first, second = placed.plans
+        assert all(len(list(plan.schedule.loads())) >= 4 for plan in placed.plans)
+        (size,) = {ring.nbytes for plan in placed.plans for ring in plan.schedule.rings}
+        assert size == prefill.schedule.rings[0].nbytes
+        for _ in range(2):
+            for result, want in zip(run_all(machine, placed, list(calls)), expected, strict=True):
+                assert largest_difference(result, want) < 1e-5
+        (storage,) = placed._graphplan.streams.storages.values()
+        assert storage.bytes.numel() == size
+        assert first.others == (second,)
+        first.verify()
+        assert Plan.from_json(first.to_json()) == first
+        # a third structure finds the ring that is there, and leaves the others their budgets
+        third = {"x": X[:3], "memory": MEMORY}
+        assert largest_difference(placed(**third), model(**third)) < 1e-5
+        assert {ring.nbytes for plan in placed.plans for ring in plan.schedule.rings} == {
+            storage.bytes.numel()
+        }
+        run_all(machine, placed, [*calls, third])
+        assert placed.plan.others == (placed.plans[1],)
+
+
+def test_further_structures_are_planned_when_they_come() -> None:
+    model = Steps().eval()
+    third = {"x": X[:3], "memory": MEMORY}
+    with graphplan.simulate({0: "1MiB", 1: "1MiB"}):  # room for the copies
+        placed = graphplan.partition(model, {0: "64KiB", 1: "64KiB"}, calls=[PREFILL, DECODE])
+        assert largest_difference(placed(**third), model(**third)) < 1e-5
+        assert len(placed.plans) == 3
+        assert placed.plans[2].placement == placed.plan.placement
+        twin = copy.deepcopy(placed)
+        assert largest_difference(twin(**DECODE), model(**DECODE)) < 1e-5
+        again = pickle.loads(pickle.dumps(placed))
+        assert again.plan == placed.plan
+        assert largest_difference(again(**DECODE), model(**DECODE)) < 1e-5
+
+
+def test_calls_of_one_structure_are_one() -> None:
+    plan = graphplan.plan(
+        Steps(), {0: "1MiB"}, calls=[PREFILL, {"x": X + 1}, ((X[:1],), {"memory": MEMORY})], weights=[1, 2, 5]
+    )
+    assert [one.call_weight for one in plan.calls] == [3.0, 5.0]
+
+
+def test_json_keeps_the_other_calls() -> None:
+    plan = graphplan.plan(
+        Steps(),
+        {0: "64KiB", "cpu": "1MiB"},
+        calls=[PREFILL, DECODE],
+        weights=[1, 9],
+        pin={"encoder.0": "cpu"},
+    )
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.weighted_makespan == plan.weighted_makespan
+    again.verify()
+
+
+def test_a_pin_may_name_what_only_one_call_runs() -> None:
+    plan = graphplan.plan(Steps(), {0: "1MiB", 1: "1MiB"}, calls=[DECODE, PREFILL], pin={"encoder": 1})
+    assert {key for name, key in plan.placement.items() if name.startswith("encoder")} == {1}
+    assert plan.others[0].device_of("encoder") == 1
+    with pytest.raises(graphplan.PlanError, match="no module, operation or weight of that name"):
+        graphplan.plan(Steps(), {0: "1MiB"}, calls=[DECODE, PREFILL], pin={"nonsense": 0})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"calls": []}, "calls must list"),
+        ({"calls": PREFILL}, "calls must list"),
+        ({"weights": [1]}, "calls must list"),
+        ({"calls": [X]}, r"pair \(args, kwargs\)"),
+        ({"calls": [(X, {})]}, r"pair \(args, kwargs\)"),
+        ({"calls": [PREFILL], "weights": [1, 2]}, "1 calls and 2 weights"),
+        ({"calls": [PREFILL], "weights": [0]}, "positive"),
+        ({"calls": [PREFILL], "weights": [True]}, "positive"),
+        ({"calls": [PREFILL], "kwargs": PREFILL}, "not in both"),
+        ({"calls": [{"nonsense": X}]}, "do not fit forward"),
+    ],
+)
+def test_calls_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(graphplan.InputError, match=message):
+        graphplan.partition(Steps(), {"cpu": "1GiB"}, **arguments)
+
+
+# -- on graphs built by hand ------------------------------------------------------------------------------
+
+
+def readers(weights: dict[str, int], reads: list[str], activation: int = KIB, flops: int = 10**6) -> Graph:
+    """A chain that reads some of the weights."""
+    values, operations = [Value("x", 512, 512)], []
+    for i, name in enumerate(reads):
+        values.append(Value(f"v{i}", activation, activation))
+        before = values[-2].name
+        operations.append(Operation(f"v{i}", "f", (before, name), (f"v{i}",), (), flops, weights[name]))
+    owned = [Weight(name, nbytes, (name,)) for name, nbytes in weights.items()]
+    return Graph(operations, values, owned, ["x"], [values[-1].name])
+
+
+def joint(graphs: list[Graph], counts: list[float], budgets: dict[Any, int]) -> Any:
+    topology = read_max_memory(budgets)
+    calls = [Call(Problem(g, topology, "cpu"), Wishes(), w) for g, w in zip(graphs, counts, strict=True)]
+    return place_jointly(calls)
+
+
+def total(solutions: Any, counts: list[float]) -> float:
+    return sum(count * s.evaluation.seconds for count, s in zip(counts, solutions, strict=True))
+
+
+WEIGHTS = {f"w{i}": 8 * KIB for i in range(4)}
+
+
+@pytest.mark.parametrize(("counts", "kept"), [([1.0, 50.0], {"w2", "w3"}), ([50.0, 1.0], {"w0", "w1"})])
+def test_the_heavier_call_gets_the_accelerator(counts: list[float], kept: set[str]) -> None:
+    one, other = readers(WEIGHTS, ["w0", "w1"]), readers(WEIGHTS, ["w2", "w3"])
+    solutions = joint([one, other], counts, {0: 20 * KIB, "cpu": 1 << 20})
+    homes = solutions[0].evaluation.schedule.assignment.weights
+    assert {name for name, key in homes.items() if key == 0} == kept
+    assert homes == solutions[1].evaluation.schedule.assignment.weights
+
+
+def test_a_call_of_few_weights_leaves_room_for_one_of_large_activations() -> None:
+    light = readers(WEIGHTS, list(WEIGHTS), activation=512)
+    heavy = readers(WEIGHTS, list(WEIGHTS), activation=6 * KIB)
+    budgets = {0: 36 * KIB, 1: 36 * KIB, "cpu": 1 << 20}
+    assert place(Problem(light, read_max_memory(budgets), "cpu")).evaluation.feasible
+    for counts in ([1.0, 1.0], [1000.0, 1.0], [1.0, 1000.0]):
+        solutions = joint([light, heavy], counts, budgets)
+        assert all(s.evaluation.feasible for s in solutions)
+        bound = sum(c * s.lower_bound for c, s in zip(counts, solutions, strict=True))
+        assert bound <= total(solutions, counts) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", [*range(8), 11, 16, 28, 48, 49])
+def test_no_other_homes_are_better(seed: int) -> None:
+    """Against every assignment of weights to devices, each call placed at its best over them."""
+    draw = random.Random(seed)
+    weights = {f"w{i}": draw.randint(1, 6) * 4096 for i in range(4)}
+    graphs = [
+        readers(weights, draw.sample(sorted(weights), draw.randint(1, 4)), flops=draw.randint(1, 50) * 10**6)
+        for _ in range(2)
+    ]
+    counts = [1.0, draw.choice([0.1, 1.0, 7.0, 100.0])]
+    budgets = {0: sum(weights.values()) // 2 + 8192, "cpu": 1 << 30}
+    found = total(joint(graphs, counts, budgets), counts)
+    assert found <= best_homes(graphs, counts, budgets) * (1 + 1e-9)
+
+
+def best_homes(graphs: list[Graph], counts: list[float], budgets: dict[Any, int]) -> float:
+    best = float("inf")
+    for homes in itertools.product(budgets, repeat=len(graphs[0].weights)):
+        fixed = dict(zip(graphs[0].weights, homes, strict=True))
+        seconds = 0.0
+        for graph, count in zip(graphs, counts, strict=True):
+            problem = Problem(graph, read_max_memory(budgets), "cpu", fixed_weights=fixed)
+            try:
+                seconds += count * place(problem).evaluation.seconds
+            except graphplan.InfeasibleError:
+                seconds = float("inf")
+        best = min(best, seconds)
+    return best
+
+
+def test_calls_that_fit_alone_and_not_together() -> None:
+    # the one call must have w0 off the card that holds what the other cannot do without
+    one = readers({"w0": 16 * KIB, "w1": 16 * KIB}, ["w0"], activation=512)
+    other = readers({"w0": 16 * KIB, "w1": 16 * KIB}, ["w1", "w0"], activation=8 * KIB)
+    with pytest.raises(graphplan.InfeasibleError) as caught:
+        joint([one, other], [1.0, 1.0], {0: 33 * KIB})
+    needed = dict(caught.value.needed)
+    assert all(s.evaluation.feasible for s in joint([one, other], [1.0, 1.0], needed))
+
+
+def test_one_call_is_placed_as_alone() -> None:
+    topology = read_max_memory({0: 16 * KIB, 1: 16 * KIB})
+    problem = Problem(chain(6), topology, "cpu")
+    (solution,) = place_jointly([Call(problem, Wishes(), 3.0)])
+    assert solution.evaluation.seconds == place(problem).evaluation.seconds
+
+
+@pytest.mark.parametrize("decode_first", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_language_models_prefill_and_decode(decode_first: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    ids = torch.arange(9).reshape(1, 9)
+    with torch.no_grad():
+        first = model(input_ids=ids, use_cache=True)
+        cache = first.past_key_values
+
+        def step() -> dict[str, Any]:
+            return {"input_ids": ids[:, :1], "past_key_values": copy.deepcopy(cache), "use_cache": True}
+
+        expected = model(**step()).logits
+        prefill = {"input_ids": ids, "use_cache": True}
+        size = bytes_of(model)
+        budgets = {0: int(0.6 * size), 1: int(0.6 * size), "cpu": 10 * size}
+        with graphplan.simulate(budgets) as machine:
+            calls = [step(), prefill] if decode_first else [prefill, step()]
+            counts = [200, 1] if decode_first else [1, 200]
+            placed = graphplan.partition(model, machine.max_memory, calls=calls, weights=counts)
+            assert set(placed.plan.placement.values()) <= {0, 1, "cpu"}
+            for call, want in ((prefill, first.logits), (step(), expected)):
+                machine.reset_peaks()
+                assert largest_difference(placed(**call).logits, want) < 1e-5
+                for key in (0, 1):
+                    assert machine.peak_bytes(key) <= budgets[key]
+            assert len(placed.plans) == 2

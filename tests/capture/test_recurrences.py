@@ -1,0 +1,141 @@
+"""Recurrences of state-space models are one operation of a graph, which serves all lengths."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from builders import largest_difference
+from language_models import TEXT, VOCABULARY, build
+from torch.utils import _pytree as pytree
+
+import graphplan
+from graphplan.capture.transformers.recurrences import linear_attention, recurrences_whole, selective_scan
+from graphplan.passes.frontend import fake_operation
+from graphplan.passes.frontend.fake_operation import run_fake
+from graphplan.passes.frontend.tensor_meta import TensorMeta, describe, is_tensor_meta
+
+transformers = pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2}
+
+
+def falcon_mamba() -> Any:
+    config = transformers.FalconMambaConfig(**SIZES, state_size=8, pad_token_id=0, eos_token_id=None)
+    return transformers.FalconMambaForCausalLM(config)
+
+
+def jamba() -> Any:
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
+    layers = {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4}
+    return transformers.JambaForCausalLM(transformers.JambaConfig(**TEXT, **experts, **layers))
+
+
+def qwen3_next() -> Any:
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    experts["shared_expert_intermediate_size"] = 16
+    config = transformers.Qwen3NextConfig(**TEXT, **experts, **LINEAR, head_dim=8, layer_types=LAYERS)
+    return transformers.Qwen3NextForCausalLM(config)
+
+
+def kimi_linear() -> Any:
+    ranks = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+    experts = {"n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    heads = {"v_head_dim": 8, "linear_num_heads": 2, "linear_head_dim": 8, "num_key_value_heads": 4}
+    options = {**TEXT, **ranks, **experts, **heads, "n_group": 1, "topk_group": 1, "pad_token_id": 0}
+    return transformers.KimiLinearForCausalLM(transformers.KimiLinearConfig(**options, layer_types=LAYERS))
+
+
+def rwkv() -> Any:
+    sizes = {**SIZES, "attention_hidden_size": 32, "context_length": 128, "eos_token_id": None}
+    return transformers.RwkvForCausalLM(transformers.RwkvConfig(**sizes))
+
+
+LAYERS = ["linear_attention", "full_attention"]
+LINEAR = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+FAMILIES = {
+    "mamba": (lambda: build("mamba"), "selective_scan"),
+    "falcon_mamba": (falcon_mamba, "selective_scan"),
+    "jamba": (jamba, "selective_scan"),
+    "qwen3_next": (qwen3_next, "delta_rule"),
+    "kimi_linear": (kimi_linear, "delta_rule"),
+    "rwkv": (rwkv, "linear_attention"),
+}
+MORE = {"falcon_mamba", "jamba", "kimi_linear"}  # whose operations others have too
+LENGTHS = (9, 40, 66)  # of one chunk and of two, where a family goes by chunks of 64
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.slow] * (name in MORE)) for name in FAMILIES]
+)
+def test_one_graph_serves_all_lengths(family: str) -> None:
+    torch.manual_seed(0)
+    make, operation = FAMILIES[family]
+    model = make().eval()
+    ids = torch.randint(6, VOCABULARY, (2, LENGTHS[-1]))
+    with graphplan.simulate({0: "6MiB", 1: "6MiB"}) as machine:
+        placed = graphplan.partition(
+            model, machine.max_memory, kwargs={"input_ids": ids[:, :9]}, max_batch=2, max_length=LENGTHS[-1]
+        )
+        targets = [operation.target for operation in placed.plan.graph.operations.values()]
+        assert sum(operation in target for target in targets) in (1, 2)
+        plans = len(placed.plans)
+        for length in LENGTHS:
+            with torch.no_grad():
+                expected = model(ids[:, :length]).logits
+            assert largest_difference(placed(ids[:, :length]).logits, expected) < 1e-5
+        for length in (9, LENGTHS[-1] - 6):
+            options = {"max_new_tokens": 5, "do_sample": False}
+            found = placed.generate(ids[:, :length], **options)
+            assert torch.equal(found, model.generate(ids[:, :length], **options))
+        assert len(placed.plans) == plans
+        for key, budget in machine.max_memory.items():
+            if key != "cpu":
+                most = max(plan.peak_bytes[key] for plan in placed.plans)
+                assert machine.peak_bytes(key) <= most <= budget
+
+
+def test_eager_runs_while_another_thread_traces() -> None:
+    model, ids = build("mamba"), torch.randint(6, VOCABULARY, (2, 9))
+    with torch.no_grad():
+        expected = model(ids).logits
+        with recurrences_whole(model):
+            assert torch.equal(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize("operation", [selective_scan, linear_attention])
+def test_long_texts_are_measured_by_shorter_ones(operation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tensor(*shape: int) -> TensorMeta:
+        return describe(torch.empty(shape))
+
+    if operation is selective_scan:
+        text = [tensor(2, 32, 50), tensor(2, 32, 50), tensor(32, 8), tensor(2, 8, 50), tensor(2, 8, 50)]
+        args = ["transformers.models.mamba.modeling_mamba", *text, tensor(32), text[0], None, True, False]
+    else:
+        text = [tensor(32), tensor(32), tensor(2, 50, 32), tensor(2, 50, 32), []]
+        args = ["transformers.models.rwkv.modeling_rwkv", *text]
+    leaves, spec = pytree.tree_flatten((tuple(args), {}), is_leaf=is_tensor_meta)
+    whole = run_fake(operation, leaves, spec, torch.device("cpu"))
+    monkeypatch.setattr(fake_operation, "_LENGTHS", (16, 24))
+    assert whole == run_fake(operation, leaves, spec, torch.device("cpu"))
+
+
+def test_what_two_threads_replace_at_once_is_restored() -> None:
+    model = build("mamba")
+    home = importlib.import_module("transformers.models.mamba.modeling_mamba")
+    own = home.mamba_selective_scan
+    with torch.no_grad():
+        one, other = recurrences_whole(model), recurrences_whole(model)
+        one.__enter__()
+        other.__enter__()
+        assert home.mamba_selective_scan is not own
+        one.__exit__(None, None, None)
+        other.__exit__(None, None, None)
+    assert home.mamba_selective_scan is own

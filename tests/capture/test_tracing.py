@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphplan
+from graphplan.capture.captured_graph import Capture
+from graphplan.capture.model_copy import ModelWeights, Twin
+from graphplan.capture.tracing import capture
+
+
+class Owner(nn.Module):
+    """Every kind of weight: tied, unused, buffers of both kinds, a tensor attribute, a literal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.again = self.first
+        self.norm = nn.BatchNorm1d(4)
+        self.unused = nn.Linear(2, 2)
+        self.register_buffer("kept", torch.ones(4))
+        self.register_buffer("dropped", torch.ones(4), persistent=False)
+        self.attribute = torch.arange(4.0)
+
+    def forward(self, x: torch.Tensor, scale: int = 3, flag: bool | None = None) -> dict[str, Any]:
+        y = self.again(self.norm(self.first(x))) + self.kept + self.dropped
+        y = y * scale + self.attribute + torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device)
+        return {"y": y, "scale": scale, "flag": flag, "parts": y.chunk(2, -1)}
+
+
+def captured(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Twin, Capture]:
+    twin = Twin(model)
+    return twin, capture(twin, twin.bind(args, kwargs))
+
+
+def test_weights_have_their_original_names_and_ties() -> None:
+    weights = ModelWeights(Owner())
+    assert weights.names["first.weight"] == ["first.weight", "again.weight"]
+    assert weights.first["again.bias"] == "first.bias"
+    assert "dropped" in weights.first
+    assert "dropped" not in weights.persistent
+    assert "unused.weight" in weights.tensors
+
+
+def test_two_parameters_over_one_memory_are_tied() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = nn.Parameter(model[0].weight.data)
+    assert ModelWeights(model).names["0.weight"] == ["0.weight", "1.weight"]
+
+
+def test_capture_knows_weights_constants_and_structure() -> None:
+    _, found = captured(Owner().eval(), torch.randn(3, 4))
+    assert set(found.weights.values()) >= {"first.weight", "norm.running_mean", "kept", "dropped"}
+    assert set(found.constants) == {"attribute", "lifted_tensor_0"}
+    assert len(found.inputs) == 1  # scale and flag are their defaults
+    assert found.signature.names == ("x",)
+    assert found.method == "export"
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_capture_leaves_the_model_as_it_was(device: str) -> None:
+    model = Owner().to(device)
+    before = {name: (id(t), t.clone()) for name, t in model.state_dict(keep_vars=True).items()}
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    captured(model, torch.randn(3, 4, device=device))
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    assert model.training
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        assert id(tensor) == before[name][0]
+        assert device == "meta" or torch.equal(tensor, before[name][1])
+
+
+def test_a_literal_of_a_meta_model_keeps_its_values() -> None:
+    _, found = captured(Owner().to("meta").eval(), torch.randn(3, 4, device="meta"))
+    assert found.constants["lifted_tensor_0"].tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_large_meta_model_takes_no_memory() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(32768, 32768) for _ in range(8)))  # 34 GB
+    _, found = captured(model, torch.zeros(1, 32768, device="meta"))
+    assert len(found.weights) == 16
+
+
+def test_positional_and_named_arguments_are_one_call() -> None:
+    twin = Twin(Owner())
+    x = torch.randn(3, 4)
+    assert twin.bind((x,), {}).spec == twin.bind((), {"x": x, "scale": 3}).spec
+    assert twin.bind((x, 4), {}).spec != twin.bind((x,), {}).spec
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"), [((), {}), ((1, 2, 3, 4), {}), ((torch.ones(1),), {"nonsense": 1})]
+)
+def test_arguments_that_do_not_fit_the_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    with pytest.raises(graphplan.InputError, match="do not fit forward"):
+        Twin(Owner()).bind(args, kwargs)
+
+
+def test_inputs_that_the_model_rejects_are_told_from_capture_failures() -> None:
+    with pytest.raises(graphplan.InputError, match=r"rejects the example inputs \(x: \[3, 7\]"):
+        captured(Owner().eval(), torch.randn(3, 7))
+
+
+class Undecided(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if x.sum() > 0 else x - 1
+
+
+def test_what_no_capture_takes_says_why() -> None:
+    with pytest.raises(graphplan.CaptureError, match=r"Undecided could not be captured:\s+torch\.export: "):
+        captured(Undecided(), torch.randn(3))
+
+
+@dataclasses.dataclass
+class Pair:
+    left: torch.Tensor
+    right: Any = None
+
+
+class Paired(nn.Module):
+    def forward(self, pair: Pair) -> Pair:
+        return Pair(pair.left + 1, {"note": "kept", "value": pair.right})
+
+
+def test_dataclasses_pass_through() -> None:
+    twin, found = captured(Paired(), Pair(torch.ones(2), torch.ones(3)))
+    assert len(found.inputs) == 2
+    assert twin.bind((Pair(torch.ones(2), torch.ones(3)),), {}).spec == found.signature.spec
+
+
+def test_signature_says_why_a_call_does_not_fit() -> None:
+    twin, found = captured(Owner().eval(), torch.randn(3, 4))
+    signature = found.signature
+
+    def reason(*args: Any) -> str | None:
+        return signature.mismatch(twin.bind(args, {}))
+
+    assert reason(torch.randn(3, 4)) is None
+    assert reason(torch.randn(2, 4)) == "x has size 2 along dimension 0, not 3"
+    assert reason(torch.randn(3, 4, dtype=torch.float64)) == "x has torch.float64, not torch.float32"
+    assert reason(torch.randn(3)) == "x has 1 dimensions, not 2"
+    assert reason(torch.randn(3, 4), 9) == "other arguments: with scale"
+
+
+def test_dynamic_sizes_fit_within_their_range() -> None:
+    twin = Twin(nn.Linear(4, 4))
+    call = twin.bind((torch.randn(3, 4),), {})
+    batch = torch.export.Dim("batch", min=2, max=16)
+    found = capture(twin, call, {"input": {0: batch}})
+    assert found.signature.mismatch(twin.bind((torch.randn(16, 4),), {})) is None
+    assert "outside (2, 16)" in str(found.signature.mismatch(twin.bind((torch.randn(17, 4),), {})))
+
+
+def test_dynamic_shapes_that_name_nothing() -> None:
+    twin = Twin(nn.Linear(4, 4))
+    with pytest.raises(graphplan.InputError, match="nonsense"):
+        capture(twin, twin.bind((torch.randn(3, 4),), {}), {"nonsense": {0: torch.export.Dim.AUTO}})
+
+
+def test_symbolic_trace_needs_no_inputs() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.BatchNorm1d(4))
+    found = capture(Twin(model), None)
+    assert found.method == "symbolic_trace"
+    assert set(found.weights.values()) == {"0.weight", "0.bias"}
+    assert [node.target for node in found.graph.nodes if node.op == "call_module"] == ["1", "2"]
+
+
+def test_symbolic_trace_of_control_flow_asks_for_inputs() -> None:
+    with pytest.raises(graphplan.CaptureError, match="give args"):
+        capture(Twin(Undecided()), None)
+
+
+def test_weights_and_inputs_may_be_named_as_operations() -> None:
+    # "operation 'mean' makes 'mean', which exists already"
+    class Normal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.full((4,), 0.5))
+            self.register_buffer("x", torch.ones(4))
+            self.linear = nn.Parameter(torch.ones(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.nn.functional.linear(x - self.mean, self.linear)
+            return y.mean(0) + y.mean(1).sum() + self.x
+
+    model, x = Normal(), torch.randn(2, 4)
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        for args in ((x,), ()):
+            placed = graphplan.partition(model, machine.max_memory, args)
+            assert torch.allclose(placed(x), model(x))
+            assert set(placed.plan.placement) == {"mean", "x", "linear"}

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import pytest
+
+import graphplan
+from graphplan.devices.machine import accelerator_type
+from graphplan.devices.max_memory import read_max_memory, require_present
+from graphplan.devices.topology import Link
+
+
+def test_keys_keep_the_callers_order() -> None:
+    topology = read_max_memory({2: "1GiB", 0: 1000, 5: "2MB", "cpu": 1.0e9})
+    assert topology.keys == (2, 0, 5, "cpu")
+    assert [spec.memory for spec in topology.devices] == [1 << 30, 1000, 2_000_000, 10**9]
+
+
+def test_integer_keys_name_accelerators_even_without_one() -> None:
+    topology = read_max_memory({3: 10, "cuda:1": 10, "disk": 10})
+    assert [spec.device for spec in topology.devices] == [
+        f"{accelerator_type() or 'cuda'}:3",
+        "cuda:1",
+        "disk",
+    ]
+    assert [spec.computes for spec in topology.devices] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("budget", "named"),
+    [
+        ({}, "empty"),
+        ({0: "ten"}, "'ten'"),
+        ({0: -1}, "-1"),
+        ({0: "-5GB"}, "-5GB"),
+        ({0: True}, "True"),
+        ({0: None}, "None"),
+        ({0: float("nan")}, "nan"),
+        ({0: float("inf")}, "inf"),
+        ([1, 2], "list"),
+        ({"disk": "1GB"}, "disk"),
+    ],
+)
+def test_bad_budgets_name_the_key_and_the_value(budget: object, named: str) -> None:
+    with pytest.raises(graphplan.BudgetError, match=named):
+        read_max_memory(budget)  # type: ignore[arg-type]  # what is tested
+
+
+@pytest.mark.parametrize("key", [-1, "gpu", "cuda:x", "meta", True, (0,), None])
+def test_bad_keys_are_named(key: object) -> None:
+    with pytest.raises(graphplan.DeviceError):
+        read_max_memory({key: 10})  # type: ignore[dict-item]  # what is tested
+
+
+def test_one_device_under_two_names() -> None:
+    with pytest.raises(graphplan.DeviceError, match="both cuda:0"):
+        read_max_memory({"cuda:0": 10, "cuda": 10})
+
+
+def test_absent_devices_are_for_planning_only() -> None:
+    with pytest.raises(graphplan.DeviceError, match=r"names 7 .*graphplan\.plan"):
+        require_present(read_max_memory({7: 10}))
+
+
+def test_links_are_found_in_either_direction() -> None:
+    fast = Link(100e9, 1e-6)
+    topology = read_max_memory({0: 10, 1: 10}, {(0, 1): fast})
+    assert topology.link(1, 0) is fast
+    assert topology.link("cpu", 0) == Link()
+    assert fast.seconds(100_000) == pytest.approx(2e-6)
+
+
+def test_allocations_are_rounded_as_the_allocator_does() -> None:
+    cuda, cpu = read_max_memory({"cuda:0": 10, "cpu": 10}).devices
+    assert [cpu.allocated(n) for n in (0, 1, 512, 513)] == [0, 512, 512, 1024]
+    mib = 1 << 20
+    assert cuda.allocated(2 * mib) == 3 * mib  # a cached block may be up to 1 MiB too large
+    assert cuda.resident([100, 600]) == 512 + 1024
+    assert cuda.resident([2 * mib] * 9) == 19 * mib  # all from one segment
+    assert cuda.resident([11 * mib + 512]) == 12 * mib  # the rest of a segment of 12 MiB is kept
+    assert cuda.resident([10 * mib + 512]) == 10 * mib + 512  # that of a larger rest is not
+
+
+@pytest.mark.parametrize(
+    ("links", "named"),
+    [
+        ({(0, 7): Link()}, "names 7, which is not in max_memory"),
+        ({0: Link()}, r"key 0: write \(source, destination\)"),
+        ({(0, 1): 25e9}, "graphplan.Link"),
+        ([Link()], "graphplan.Link"),
+    ],
+)
+def test_links_that_no_plan_would_use_are_refused(links: object, named: str) -> None:
+    with pytest.raises(graphplan.DeviceError, match=named):
+        read_max_memory({0: 10, 1: 10}, links)  # type: ignore[arg-type]  # what is tested
+
+
+def test_links_may_lead_to_the_device_of_the_caller() -> None:
+    link = Link(1e9)
+    topology = read_max_memory({0: 10}, {("cpu", 0): link, ("cuda:3", 0): link})
+    assert topology.link("cpu", 0) is topology.link("cuda:3", 0) is link
+
+
+@pytest.mark.parametrize("figures", [(0.0,), (-1.0,), (float("inf"),), ("10GB",), (True,), (1e9, -1e-6)])
+def test_a_link_is_made_of_figures(figures: tuple[object, ...]) -> None:
+    with pytest.raises(graphplan.DeviceError, match=r"Link\("):
+        Link(*figures)  # type: ignore[arg-type]  # what is tested
+    assert Link(1e9, 0.0).seconds(10**9) == 1.0

@@ -1,0 +1,162 @@
+"""What is known of a machine's speed: cards, the caller's figures, measurements."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import chain
+from test_partition import IDS, Tied
+
+import graphplan
+from graphplan import Link, Measurements, Speed
+from graphplan.devices.datasheets import find_card
+from graphplan.devices.max_memory import read_max_memory
+from graphplan.devices.speeds import with_speeds
+from graphplan.passes.placement.driver import place
+from graphplan.passes.placement.problem import Problem
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [
+        ("NVIDIA A40", "A40"),
+        ("NVIDIA RTX A4000", "A4000"),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100-PCIE-40GB", "A100 40GB"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GeForce RTX 5090", "RTX 5090"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("Tesla T4", "T4"),
+    ],
+)
+def test_cards_are_known_by_their_drivers_names(name: str, card: str) -> None:
+    found = find_card(name)
+    assert found is not None
+    assert found.name == card
+
+
+@pytest.mark.parametrize("name", ["Quadro RTX 6000", "NVIDIA T400 4GB", "NVIDIA A4", ""])
+def test_other_cards_are_not_mistaken_for_known_ones(name: str) -> None:
+    assert find_card(name) is None
+
+
+def test_the_callers_figures_are_the_plans() -> None:
+    mine = {0: Speed(flops=1e12), "cpu": Speed(2e12, 3e9, 4e-6)}
+    plan = graphplan.plan(Tied().eval(), {0: "1MiB", 1: "1MiB", "cpu": "1MiB"}, (IDS,), devices=mine)
+    default = read_max_memory({0: 1, 1: 1})
+    assert plan.topology[0].flops == 1e12
+    assert plan.topology[0].bandwidth == default[0].bandwidth
+    assert plan.topology[1].flops == default[1].flops
+    cpu = plan.topology["cpu"]
+    assert (cpu.flops, cpu.bandwidth, cpu.overhead) == (2e12, 3e9, 4e-6)
+
+
+def test_a_faster_device_gets_the_work() -> None:
+    problem = Problem(chain(6, flops=10**10), read_max_memory({0: "1MiB", 1: "1MiB"}), "cpu")
+    fast = with_speeds(problem.topology, {1: Speed(flops=1e16)})
+    found = place(Problem(problem.graph, fast, "cpu")).evaluation
+    assert set(place(problem).evaluation.schedule.assignment.operations.values()) == {0}
+    assert set(found.schedule.assignment.operations.values()) == {1}
+
+
+def test_measurements_find_a_device_under_its_other_name() -> None:
+    measured = Measurements({0: Speed(flops=5e12), 7: Speed(flops=1.0)}, {(0, "cpu"): Link(1e9, 1e-3)})
+    name = read_max_memory({0: 1}).devices[0].device
+    topology = with_speeds(read_max_memory({name: "1GiB", "cpu": "1GiB"}), measured)
+    assert topology[name].flops == 5e12
+    assert topology.link(name, "cpu") == Link(1e9, 1e-3)
+
+
+def test_links_that_the_caller_gives_come_before_measured_ones() -> None:
+    measured = Measurements(links={(0, 1): Link(1e9, 1.0), (1, 0): Link(2e9, 1.0)})
+    topology = with_speeds(read_max_memory({0: 1, 1: 1}, {(0, 1): Link(3e9, 0.0)}), measured)
+    assert topology.link(0, 1) == topology.link(1, 0) == Link(3e9, 0.0)
+
+
+@pytest.mark.parametrize("figure", [0, -1.0, float("nan"), float("inf"), "fast", True])
+def test_speeds_are_positive_numbers(figure: Any) -> None:
+    with pytest.raises(graphplan.DeviceError, match=r"Speed\(flops="):
+        Speed(flops=figure)
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        ({5: Speed()}, "devices names 5"),
+        ({0: 1e12}, "graphplan.Speed"),
+        (3, "graphplan.Measurements"),
+    ],
+)
+def test_devices_that_cannot_be(devices: Any, message: str) -> None:
+    with pytest.raises(graphplan.DeviceError, match=message):
+        with_speeds(read_max_memory({0: 1}), devices)
+
+
+def test_the_cpu_is_measured(tmp_path: Path) -> None:
+    measured = graphplan.measure_devices({"cpu": 64 * MIB}, repetitions=2, progress=False)
+    speed = measured.speeds["cpu"]
+    assert None not in (speed.flops, speed.bandwidth, speed.overhead)
+    assert measured.dtypes == {"cpu": "float32"}
+    assert not measured.notes
+    measured.save_json(tmp_path / "speeds.json")
+    again = Measurements.from_json((tmp_path / "speeds.json").read_text(encoding="utf-8"))
+    assert again == measured
+    topology = with_speeds(read_max_memory({"cpu": "1GiB"}), again)
+    assert topology["cpu"].flops == speed.flops
+    assert "TFLOP/s" in str(measured)
+
+
+def test_the_dtype_is_the_callers() -> None:
+    measured = graphplan.measure_devices({"cpu": MIB}, dtype=torch.float64, repetitions=1, progress=False)
+    assert measured.dtypes == {"cpu": "float64"}
+
+
+def test_simulated_devices_are_not_measured() -> None:
+    link = Link(1e9, 1e-3)
+    with graphplan.simulate({0: "1MiB", "cpu": "4MiB"}, {(0, "cpu"): link}) as machine:
+        with pytest.warns(UserWarning, match="device 0 is not measured: it is simulated"):
+            measured = graphplan.measure_devices(repetitions=1, progress=False)
+        assert (set(measured.speeds), set(measured.notes)) == ({"cpu"}, {0})
+        assert dict(measured.links) == {(0, "cpu"): link}
+        assert machine.peak_bytes(0) == 0
+        assert not machine.transfers
+        assert Measurements.from_json(measured.to_json()) == measured
+
+
+def test_devices_that_are_not_here_are_not_measured() -> None:
+    with pytest.raises(graphplan.DeviceError, match="names 97"):
+        graphplan.measure_devices({97: "1GiB"})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nonsense", "no JSON"),
+        ("[]", "no measurements"),
+        ('{"format": "graphplan.measurements", "version": 99}', "version 99"),
+        ('{"format": "graphplan.measurements", "version": 1}', "damaged"),
+    ],
+)
+def test_json_that_holds_no_measurements(text: str, message: str) -> None:
+    with pytest.raises(graphplan.PlanError, match=message):
+        Measurements.from_json(text)
+
+
+def test_damaged_figures_are_found() -> None:
+    data = json.loads(Measurements({0: Speed(flops=1.0)}).to_json())
+    data["speeds"][0][1]["flops"] = -1.0
+    with pytest.raises(graphplan.PlanError, match="damaged"):
+        Measurements.from_json(json.dumps(data))

@@ -1,0 +1,295 @@
+from __future__ import annotations
+
+import gc
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from builders import bytes_of, largest_difference
+from language_models import build, inputs_of
+from safetensors.torch import save_file
+from torch import nn
+
+import graphplan
+from graphplan.runtime.fallback.module_profile import profile_call
+
+X = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
+
+
+class Block(nn.Module):
+    """Runs as often as its input says: no graph has that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.scale = nn.Parameter(torch.full((16,), 0.5))
+        self.register_buffer("shift", torch.full((16,), 0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(torch.relu(self.up(x))) * self.scale + self.shift
+        return x + y
+
+
+class Undecided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(16, 8)
+        self.gain = nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            if float(x.detach().sum()) > 1e6:
+                break
+        return self.head(x) * self.gain
+
+
+REASON = r"Undecided could not be captured:[\s\S]*at .*test_fallback\.py:\d+, in forward: if float"
+
+
+def placed_on(model: nn.Module, budgets: dict[Any, Any], **options: Any) -> Any:
+    with pytest.warns(UserWarning, match=REASON) as caught:
+        placed = graphplan.partition(model, budgets, (X,), **options)
+    assert len(caught) == 1
+    return placed
+
+
+@pytest.mark.parametrize("shares", [(0.7, 0.7), (0.7,), (0.5,), (0.9, 0.4)])
+def test_what_cannot_be_captured_runs_with_hooks(shares: tuple[float, ...]) -> None:
+    model = Undecided().eval()
+    with torch.no_grad():
+        expected = model(X)
+        activations = profile_call(model, model, (X,), {}).peak
+    room = {i: int(1.1 * bytes_of(model) * share) + activations for i, share in enumerate(shares)}
+    with graphplan.simulate({**room, "cpu": 1 << 24}) as machine:
+        placed = placed_on(model, machine.max_memory)
+        assert type(placed).__name__ == "Undecided"
+        assert isinstance(placed, Undecided)
+        machine.reset_peaks()
+        result = placed(X)
+        assert result.device == X.device
+        assert not result.requires_grad
+        assert largest_difference(result, expected) < 1e-6
+        assert all(machine.peak_bytes(i) <= room[i] for i in room)
+        assert sum(machine.peak_bytes(i) > 0 for i in room) == len(room)
+        found = placed.state_dict()
+        assert found.keys() == model.state_dict().keys()
+        assert all(torch.equal(found[n].cpu(), t) for n, t in model.state_dict().items())
+        assert placed.plan.method == "hooks"
+        placed.plan.verify()
+        assert set(placed.plan.placement) == {
+            n for n, _ in [*model.named_parameters(), *model.named_buffers()]
+        }
+        assert "Undecided" not in placed.plan.summary()
+        del placed, result, found
+        gc.collect()
+    assert all(p.device.type == "cpu" for p in model.parameters())
+    assert torch.equal(model(X), expected)
+
+
+def test_several_calls_fall_back_too() -> None:
+    model = Undecided().eval()
+    wide = torch.randn(32, 16, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        activations = profile_call(model, model, (wide,), {}).peak
+        expected = [model(X), model(wide)]
+    budget = int(0.8 * bytes_of(model)) + activations
+    with graphplan.simulate({0: budget, "cpu": 1 << 24}) as machine:
+        with pytest.warns(UserWarning, match=REASON) as caught:
+            placed = graphplan.partition(
+                model, machine.max_memory, calls=[((X,), {}), ((wide,), {})], weights=[9, 1], check=True
+            )
+        assert len(caught) == 1
+        machine.reset_peaks()
+        for x, result in zip((X, wide), expected, strict=True):
+            assert largest_difference(placed(x), result) < 1e-6
+        assert machine.peak_bytes(0) <= budget
+        with pytest.raises(graphplan.NoGraphError):
+            graphplan.partition(model, machine.max_memory, calls=[((X,), {}), ((wide,), {})], strict=True)
+
+
+def test_strict_raises_instead() -> None:
+    refused = pytest.raises(graphplan.NoGraphError, match=r"could not be captured:\s+torch\.export")
+    with graphplan.simulate({0: "1MiB"}) as machine, refused:
+        graphplan.partition(Undecided(), machine.max_memory, (X,), strict=True)
+
+
+def test_the_first_call_may_fall_back_too() -> None:
+    model = Undecided().eval()
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        with pytest.warns(UserWarning, match="the first call will be captured"):
+            placed = graphplan.partition(model, machine.max_memory)
+        with pytest.warns(UserWarning, match=REASON):
+            result = placed(X)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.equal(placed(X), result)
+        assert largest_difference(result, model(X).detach()) < 1e-6
+        assert placed.plan.method == "hooks"
+
+
+def test_the_first_call_may_be_of_a_part() -> None:
+    transformers = pytest.importorskip("transformers")
+
+    class Listening(transformers.T5ForConditionalGeneration):  # type: ignore[misc]  # of an optional package
+        dummy_inputs = None
+
+    model = build("t5")
+    encoder = type(model.encoder)
+
+    class Asking(encoder):  # type: ignore[misc,valid-type]
+        def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+            if int(input_ids.sum()) < 0:
+                raise ValueError
+            return super().forward(input_ids=input_ids, **kwargs)
+
+    model.__class__, model.encoder.__class__ = Listening, Asking
+    inputs = inputs_of("t5")
+    with graphplan.simulate({0: "1MiB", "cpu": "1GiB"}) as machine:
+        with pytest.warns(UserWarning, match="the first call will be captured"):
+            placed = graphplan.partition(model, machine.max_memory)
+        part = placed.get_encoder()
+        with pytest.warns(UserWarning, match=r"Asking could not be captured:[\s\S]*hooks run the model"):
+            found = part(input_ids=inputs["input_ids"]).last_hidden_state
+        with torch.no_grad():
+            expected = model.encoder(input_ids=inputs["input_ids"]).last_hidden_state
+        assert largest_difference(found.cpu(), expected) < 1e-6
+        assert placed.plan.method == "hooks"
+        tokens = model.generate(**inputs, max_new_tokens=4)
+        assert torch.equal(placed.generate(**inputs, max_new_tokens=4), tokens)
+
+
+def test_there_is_nothing_to_profile() -> None:
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = placed_on(Undecided().eval(), machine.max_memory)
+        with pytest.raises(graphplan.PlanError, match="no graph to profile, hooks run the model: Undecided"):
+            placed.profile(X)
+        with pytest.warns(UserWarning, match="the first call will be captured"):
+            waiting = graphplan.partition(Undecided().eval(), machine.max_memory)
+        with (
+            pytest.warns(UserWarning, match=REASON),
+            pytest.raises(graphplan.PlanError, match="no graph to profile"),
+        ):
+            waiting.profile(X)
+        assert waiting(X).shape == (4, 8)
+
+
+def test_what_hooks_cannot_do_is_an_error() -> None:
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        for options in ({"pin": {"head": 0}}, {"balance": True}, {"together": ["blocks.0"]}):
+            with pytest.raises(
+                graphplan.CaptureError, match=f"Hooks cannot do what {next(iter(options))} asks"
+            ):
+                graphplan.partition(Undecided(), machine.max_memory, (X,), **options)
+        placed = placed_on(Undecided(), machine.max_memory)
+        with pytest.raises(graphplan.PlanError, match="no generated code, hooks run the model"):
+            _ = placed.code
+        assert placed.graph_modules == ()
+
+
+def test_what_fits_in_no_way_is_told_at_once() -> None:
+    with (
+        graphplan.simulate({0: 3000}) as machine,
+        pytest.raises(graphplan.InfeasibleError, match="one by one"),
+    ):
+        graphplan.partition(Undecided(), machine.max_memory, (X,))
+
+
+def test_nothing_is_offloaded_where_that_is_not_wanted() -> None:
+    model = Undecided()
+    budgets = {0: int(0.6 * bytes_of(model)), "cpu": "1GiB"}
+    with graphplan.simulate(budgets) as machine, pytest.raises(graphplan.InfeasibleError):
+        graphplan.partition(model, machine.max_memory, (X,), offload=False)
+
+
+def test_a_checkpoint_is_read_to_where_hooks_want_it(tmp_path: Any) -> None:
+    model = Undecided().eval()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        empty = Undecided().eval()
+    with graphplan.simulate({0: "48KiB", 1: "48KiB", "cpu": "1GiB"}) as machine:
+        placed = placed_on(empty, machine.max_memory, checkpoint=tmp_path)
+        assert largest_difference(placed(X), model(X).detach()) < 1e-6
+
+
+def test_gradients_pass_through_hooks() -> None:
+    model = Undecided().eval()
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = placed_on(model, machine.max_memory, grad=True)
+        placed(X).sum().backward()
+        model(X).sum().backward()
+        found = dict(placed.named_parameters())
+        for name, parameter in model.named_parameters():
+            assert torch.allclose(found[name].grad.cpu(), parameter.grad, atol=1e-5)
+
+
+# -- check ------------------------------------------------------------------------------------------------
+
+
+class Sly(nn.Module):
+    """Does another thing when it is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.linear(x)
+        return {"logits": y + 1 if torch.compiler.is_exporting() else y}
+
+
+def test_check_finds_a_graph_that_differs() -> None:
+    model = Sly().eval()
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        quiet = graphplan.partition(model, machine.max_memory, (X,))
+        assert largest_difference(quiet(X), model(X)) > 0.9
+        with pytest.warns(
+            UserWarning, match=r"graph of Sly differs on the example inputs: logits differs from"
+        ):
+            placed = graphplan.partition(model, machine.max_memory, (X,), check=True)
+        with torch.no_grad():
+            assert largest_difference(placed(X), model(X)) < 1e-6
+        with pytest.raises(graphplan.NoGraphError, match="differs on the example inputs"):
+            graphplan.partition(model, machine.max_memory, (X,), check=True, strict=True)
+
+
+def test_check_passes_what_agrees_and_says_what_it_cannot_compare(tmp_path: Any) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)).train()
+    mean = model[1].running_mean.clone()
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (X,), check=True)
+        assert torch.equal(model[1].running_mean, mean)
+        assert placed.plan.method == "export"
+        with pytest.warns(UserWarning, match="eager differs from call to call"):
+            graphplan.partition(nn.Dropout(), machine.max_memory, (X,), check=True)
+        save_file(Sly().state_dict(), tmp_path / "model.safetensors")
+        with torch.device("meta"):
+            empty = Sly()
+        with pytest.warns(UserWarning, match="no weights of its own to compare"):
+            graphplan.partition(empty, machine.max_memory, (X,), checkpoint=tmp_path, check=True)
+
+
+def test_the_tracer_does_not_print_its_graph(capfd: pytest.CaptureFixture[str]) -> None:
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed_on(Undecided().eval(), machine.max_memory | {"cpu": "1GiB"})
+    assert "def forward" not in capfd.readouterr().err
+
+
+def test_a_trace_with_vmap_in_it_falls_back() -> None:
+    # seen on Nemotron's streaming encoder, which failed at its first call
+    class Mapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(16, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.vmap(lambda row: self.head(row) + row.new_ones(()))(x)
+
+    model = Mapped().eval()
+    with graphplan.simulate({0: "1MiB"}) as machine, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        placed = graphplan.partition(model, machine.max_memory | {"cpu": "1GiB"}, (X,))
+        assert largest_difference(placed(X), model(X)) < 1e-6

@@ -1,0 +1,188 @@
+"""With limits, room is kept for the calls that ``generate`` makes: found without computing them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import bytes_of, largest_difference
+from language_models import FAMILIES, build, example_of, inputs_of, padded_inputs
+
+import graphplan
+from graphplan.compiler.pipeline import Compiler, EntryCall
+from graphplan.integrations.transformers import generate_plan
+
+pytest.importorskip("transformers")
+
+LIMITS = {"max_batch": 4, "max_length": 64}
+SHORT = {"max_batch": 2, "max_length": 12}
+# of the tiny Llama: in simulation, where the example's call alone fits elsewhere
+TIGHT = {0: 66000, 1: 92000}
+
+
+def budgets_of(model: Any, share: float, spare: int = 0) -> dict[int | str, int]:
+    each = int(share * bytes_of(model)) + spare
+    return {0: each, 1: each}
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f != "llama")]
+)
+def test_generate_needs_no_further_plan(family: str) -> None:
+    model = build(family)
+    limits = LIMITS | ({"max_length": 128} if family == "whisper" else {})
+    with graphplan.simulate(budgets_of(model, 0.6, 1 << 22)) as machine:
+        placed = graphplan.partition(model, machine.max_memory, kwargs=example_of(family), **limits)
+        plans = placed.plans
+        assert len(plans) >= 3  # the example's call, a prefill, a decode
+        machine.reset_peaks()
+        found = placed.generate(**inputs_of(family), max_new_tokens=12, do_sample=False)
+        assert torch.equal(found, model.generate(**inputs_of(family), max_new_tokens=12, do_sample=False))
+        assert len(placed.plans) == len(plans)
+        for key in (0, 1):
+            most = max(plan.peak_bytes[key] for plan in plans)
+            assert machine.peak_bytes(key) <= most <= machine.max_memory[key]
+
+
+@pytest.mark.parametrize("together", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_where_the_first_placement_has_no_room_there_are_others(
+    together: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, budgets, limits = build("llama"), TIGHT, SHORT
+    if together:
+        monkeypatch.setattr(generate_plan, "_plan_around", lambda *_: None)
+    with graphplan.simulate(budgets) as machine, caplog.at_level(logging.INFO, "graphplan"):
+        placed = graphplan.partition(model, machine.max_memory, kwargs=example_of("llama"), **limits)
+        how = (
+            "planning all calls of generate() together" if together else "the call of generate() that lacked"
+        )
+        assert how in caplog.text
+        assert len(placed.plans) == 3
+        found = placed.generate(**inputs_of("llama"), max_new_tokens=5, do_sample=False)
+        assert torch.equal(found, model.generate(**inputs_of("llama"), max_new_tokens=5, do_sample=False))
+        assert all(machine.peak_bytes(key) <= budget for key, budget in budgets.items())
+
+
+@pytest.mark.slow
+def test_with_a_disk_nothing_is_planned_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """That would leave nothing on disk, and speak of calls that nobody gave."""
+    model, plan, asked = build("llama"), Compiler.plan, list[str]()
+
+    def plan_the_first(self: Compiler, call: Any, entry: str = "") -> Any:
+        asked.append(entry)
+        if len(asked) > 1:
+            raise graphplan.InfeasibleError("no room")
+        return plan(self, call, entry)
+
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(Compiler, "plan", plan_the_first)
+    with graphplan.simulate({0: 60_000, "cpu": 60_000}) as machine:
+        budgets = {**machine.max_memory, "disk": "1GiB"}
+        placed = graphplan.load(tmp_path, budgets, kwargs=example_of("llama"), **SHORT)
+        assert "disk" in placed.plan.placement.values()
+    said = [str(one.message) for one in recwarn if issubclass(one.category, graphplan.GraphplanWarning)]
+    assert said == [
+        "the budgets have room for the example's call, and not for generate() up to max_batch and "
+        "max_length: no room"
+    ]
+
+
+def test_a_plan_is_that_of_the_placed_model() -> None:
+    model, budgets, limits = build("llama"), {0: "100KiB", 1: "100KiB"}, SHORT
+    with graphplan.simulate(budgets) as machine:
+        plan = graphplan.plan(model, machine.max_memory, kwargs=example_of("llama"), **limits)
+        placed = graphplan.partition(model, machine.max_memory, kwargs=example_of("llama"), **limits)
+        assert plan.placement == placed.plan.placement
+
+
+@pytest.mark.slow
+def test_what_generate_has_no_room_for_is_said_at_once() -> None:
+    model, budgets, limits = build("gpt2"), {0: 134856, 1: 134856}, SHORT
+    with graphplan.simulate(budgets) as machine:
+        with pytest.warns(graphplan.GraphplanWarning, match=r"not for generate\(\).*bytes"):
+            placed = graphplan.partition(model, machine.max_memory, kwargs=inputs_of("gpt2"), **limits)
+        with torch.no_grad():
+            expected = model(**inputs_of("gpt2")).logits
+        assert largest_difference(placed(**inputs_of("gpt2")).logits, expected) < 1e-5
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_limits_may_leave_no_token_to_generate(length: int) -> None:
+    model, ids = build("llama"), inputs_of("llama", 2, length)["input_ids"]
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, kwargs={"input_ids": ids}, max_length=length)
+        with torch.no_grad():
+            expected = model(ids).logits
+        assert largest_difference(placed(ids).logits, expected) < 1e-5
+        with pytest.raises(graphplan.LimitError):
+            placed.generate(ids, max_new_tokens=2)
+
+
+def test_a_masked_example_is_generated_from_as_it_is() -> None:
+    model, inputs = build("llama"), padded_inputs("llama")
+    with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, kwargs=inputs, **LIMITS)
+        plans = len(placed.plans)
+        found = placed.generate(**inputs, max_new_tokens=8, do_sample=False)
+        assert torch.equal(found, model.generate(**inputs, max_new_tokens=8, do_sample=False))
+        assert len(placed.plans) == plans
+
+
+def test_a_meta_model_is_rehearsed_too(caplog: pytest.LogCaptureFixture) -> None:
+    with torch.device("meta"):
+        model = build("llama")
+    ids = torch.empty(2, 7, dtype=torch.long, device="meta")
+    with caplog.at_level(logging.INFO, "graphplan"):
+        graphplan.plan(model, {0: "1MiB", 1: "1MiB"}, kwargs={"input_ids": ids}, **SHORT)
+    assert caplog.text.count("capturing another graph") == 2  # a prefill, a decode
+
+
+def test_what_generate_computes_by_itself_is_not_computed() -> None:
+    cls = type(build("llama"))
+
+    class Greedy(cls):  # type: ignore[misc, valid-type]
+        def generate(self, input_ids: Any, **_options: Any) -> Any:
+            return self.lm_head(self.model.embed_tokens(input_ids)).argmax(-1)
+
+    model = build("llama")
+    model.__class__ = Greedy
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        with pytest.warns(graphplan.GraphplanWarning, match="it calls 'model.embed_tokens' by itself"):
+            placed = graphplan.partition(model, machine.max_memory, kwargs=inputs_of("llama"), **LIMITS)
+        assert len(placed.plans) == 1
+
+
+def test_more_memory_is_never_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate_plan, "rehearse", lambda *_: [])  # for time
+    model = build("llama")
+    for budget in (71212, 73772, 74796, 75820):  # the first suffices
+        graphplan.plan(model, {0: budget, 1: budget}, kwargs=inputs_of("llama"), **SHORT)
+
+
+def test_nothing_is_rehearsed_that_does_not_generate() -> None:
+    encoder = build("bart").model
+    with graphplan.simulate({0: "4MiB"}) as machine:
+        placed = graphplan.partition(encoder, machine.max_memory, kwargs=example_of("bart"), **LIMITS)
+        assert len(placed.plans) == 1
+
+
+def test_a_call_that_cannot_be_planned_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    pose = Compiler.pose
+
+    def refuse(compiler: Compiler, asked: EntryCall) -> Any:
+        if asked.call.kwargs.get("past_key_values") is not None:
+            raise graphplan.CaptureError("no room for it")
+        return pose(compiler, asked)
+
+    monkeypatch.setattr(Compiler, "pose", refuse)
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        model = build("llama")
+        placed = graphplan.partition(model, machine.max_memory, kwargs=inputs_of("llama"), **LIMITS)
+        assert len(placed.plans) < 3
+        found = placed.generate(**inputs_of("llama"), max_new_tokens=4, do_sample=False)
+        assert torch.equal(found, model.generate(**inputs_of("llama"), max_new_tokens=4, do_sample=False))

@@ -1,0 +1,426 @@
+"""``generate()`` and what else users of transformers do with a model, on simulated devices."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import bytes_of, largest_difference
+from language_models import DECODERS, FAMILIES, build, example_of, inputs_of, padded_inputs
+
+import graphplan
+
+transformers = pytest.importorskip("transformers")
+
+
+@contextmanager
+def on_two_devices(family: str, **options: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """(model, machine, the model over two devices of which none holds it, and the CPU)."""
+    model = build(family)
+    size = bytes_of(model)
+    budgets = {0: int(0.6 * size) + (1 << 19), 1: int(0.6 * size) + (1 << 19)}
+    pin = dict.fromkeys(_first_half(model), 0) | dict.fromkeys(_second_half(model), 1)
+    with graphplan.simulate(budgets) as machine:
+        options = {"kwargs": example_of(family), "pin": pin, **options}
+        yield model, machine, graphplan.partition(model, machine.max_memory, **options)
+
+
+def _layers(model: Any) -> list[str]:
+    """Paths of the layers of the text model."""
+    names = [name for name, part in model.named_modules() if name.rpartition(".")[2] in ("0", "1")]
+    return [name for name in names if name.count(".") == min(n.count(".") for n in names)]
+
+
+def _first_half(model: Any) -> list[str]:
+    return [name for name in _layers(model) if name.endswith("0")]
+
+
+def _second_half(model: Any) -> list[str]:
+    return [name for name in _layers(model) if name.endswith("1")]
+
+
+def same_tokens(model: Any, placed: Any, inputs: dict[str, Any], **options: Any) -> None:
+    torch.manual_seed(1)
+    expected = model.generate(**inputs, **options)
+    torch.manual_seed(1)
+    assert torch.equal(placed.generate(**inputs, **options), expected)
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "t5", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES)]
+)
+def test_tokens_are_those_of_the_model(family: str) -> None:
+    with on_two_devices(family) as (model, _, placed):
+        assert set(placed.plan.placement.values()) == {0, 1}
+        same_tokens(model, placed, inputs_of(family), max_new_tokens=6)
+        graphs = len(placed.plans)
+        longer = inputs_of(family, 2, 11)
+        same_tokens(model, placed, longer, max_new_tokens=6)
+        same_tokens(model, placed, inputs_of(family), max_new_tokens=6, do_sample=True)
+        assert len(placed.plans) == graphs  # neither length nor sampling is another structure
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_hundred_tokens(family: str) -> None:
+    with on_two_devices(family) as (model, _, placed):
+        same_tokens(model, placed, inputs_of(family), max_new_tokens=200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ("whisper", "llava", "mamba")])
+def test_padded_and_unpadded_batches(family: str) -> None:
+    with on_two_devices(family) as (model, _, placed):
+        for inputs in (inputs_of(family), padded_inputs(family), inputs_of(family), padded_inputs(family)):
+            same_tokens(model, placed, inputs, max_new_tokens=6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "mamba"])
+def test_beams(family: str) -> None:
+    with on_two_devices(family) as (model, _, placed):
+        same_tokens(model, placed, inputs_of(family), max_new_tokens=8, num_beams=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", DECODERS[:5])
+def test_static_caches(family: str) -> None:
+    with on_two_devices(family) as (model, _machine, placed):
+        options = {"max_new_tokens": 12, "cache_implementation": "static"}
+        same_tokens(model, placed, inputs_of(family), **options)
+
+
+def test_one_prefill_and_one_decode_graph_serve_all_lengths(caplog: Any) -> None:
+    with on_two_devices("llama") as (model, _, placed):
+        with caplog.at_level(logging.INFO, "graphplan"):
+            for batch, length in ((2, 7), (2, 12), (3, 5), (2, 30)):
+                same_tokens(model, placed, inputs_of("llama", batch, length), max_new_tokens=10)
+        captured = [r.getMessage() for r in caplog.records if "capturing another graph" in r.getMessage()]
+        assert len(captured) == 2  # a prefill into a cache, a decode
+        assert "past_key_values[0]" in captured[1]
+
+
+# -- caches ----------------------------------------------------------------------------------------------
+
+
+def bytes_of_one_layer(cache: Any) -> int:
+    return min(int(layer.keys.numel()) * layer.keys.element_size() for layer in cache.layers)
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_no_byte_of_a_cache_crosses_in_decoding(family: str) -> None:
+    with on_two_devices(family) as (_model, machine, placed):
+        inputs = inputs_of(family, 2, 60)
+        with torch.no_grad():
+            found = placed(**inputs, use_cache=True)
+        cache = found.past_key_values
+        assert {layer.keys.device.index for layer in cache.layers} == {0, 1}
+        assert all(layer.device == layer.keys.device for layer in cache.layers)
+        step = {"input_ids": inputs["input_ids"][:, :1], "past_key_values": cache, "use_cache": True}
+        placed(**step)
+        for _ in range(3):
+            homes = [layer.keys.device for layer in cache.layers]
+            machine.reset_peaks()
+            again = placed(**step)
+            assert again.past_key_values is cache
+            assert [layer.keys.device for layer in cache.layers] == homes
+            # the token goes in, its hidden state over, its logits out; a layer's keys are larger
+            assert machine.transfers
+            moved = max(t.nbytes for t in machine.transfers)
+            assert moved <= 2 * 96 * 4 < bytes_of_one_layer(cache)
+
+
+def test_a_cache_that_was_passed_in_is_the_callers_own() -> None:
+    with on_two_devices("llama") as (model, _, placed):
+        ours, theirs = transformers.DynamicCache(), transformers.DynamicCache()
+        ids = inputs_of("llama")["input_ids"]
+        for part in (ids, ids[:, :1], ids[:, :3]):
+            with torch.no_grad():
+                expected = model(input_ids=part, past_key_values=theirs)
+            found = placed(input_ids=part, past_key_values=ours)
+            assert found.past_key_values is ours
+            assert ours.get_seq_length() == theirs.get_seq_length()
+            assert largest_difference(found.logits, expected.logits) < 1e-5
+        for mine, other in zip(ours.layers, theirs.layers, strict=True):
+            assert largest_difference(mine.keys.cpu(), other.keys) < 1e-5
+        ours.crop(-3)
+        theirs.crop(-3)
+        with torch.no_grad():
+            expected = model(input_ids=ids[:, :1], past_key_values=theirs)
+        assert (
+            largest_difference(placed(input_ids=ids[:, :1], past_key_values=ours).logits, expected.logits)
+            < 1e-5
+        )
+
+
+def test_a_cache_made_elsewhere_is_brought_home_once() -> None:
+    with on_two_devices("llama") as (model, _machine, placed):
+        ids = inputs_of("llama")["input_ids"]
+        with torch.no_grad():
+            cache = model(input_ids=ids, use_cache=True).past_key_values  # on the CPU
+            expected = model(input_ids=ids[:, :1], past_key_values=copy.deepcopy(cache)).logits
+        assert largest_difference(placed(input_ids=ids[:, :1], past_key_values=cache).logits, expected) < 1e-5
+        assert {layer.keys.device.type for layer in cache.layers} == {"sim"}
+
+
+def test_the_bytes_of_caches_are_counted() -> None:
+    with on_two_devices("llama") as (_, machine, placed):
+        inputs = inputs_of("llama", 2, 60)
+        cache = placed(**inputs, use_cache=True).past_key_values
+        for _ in range(3):
+            gc.collect()
+            machine.reset_peaks()
+            placed(input_ids=inputs["input_ids"][:, :1], past_key_values=cache, use_cache=True)
+            plan = placed.plans[-1]
+            assert sum(state.nbytes for state in plan.graph.states) >= 4 * bytes_of_one_layer(cache)
+            for key in (0, 1):
+                assert machine.peak_bytes(key) <= plan.peak_bytes[key] <= plan.topology[key].room
+
+
+# -- limits ----------------------------------------------------------------------------------------------
+
+
+def test_what_is_past_a_limit_names_it() -> None:
+    with on_two_devices("llama", max_batch=2, max_length=16) as (model, _, placed):
+        same_tokens(model, placed, inputs_of("llama"), max_new_tokens=9)
+        graphs = len(placed.plans)
+        with pytest.raises(graphplan.LimitError, match="17 tokens is past max_length=16"):
+            placed.generate(**inputs_of("llama"), max_new_tokens=12)
+        with pytest.raises(graphplan.LimitError, match="4 sequences is past max_batch=2"):
+            placed.generate(**inputs_of("llama"), max_new_tokens=2, num_beams=2)
+        assert len(placed.plans) == graphs
+
+
+@pytest.mark.parametrize("limits", [{"max_batch": 0}, {"max_length": 2.5}, {"max_length": True}])
+def test_limits_are_positive_integers(limits: dict[str, Any]) -> None:
+    with pytest.raises(graphplan.InputError, match="must be a positive integer"):
+        graphplan.plan(build("llama"), {"cpu": "1GiB"}, **limits)
+
+
+def test_a_plan_reserves_what_its_limits_ask_for() -> None:
+    model = build("llama")
+    plain = graphplan.plan(model, {0: "1GiB"}, kwargs=inputs_of("llama"))
+    large = graphplan.plan(model, {0: "1GiB"}, kwargs=inputs_of("llama"), max_batch=8, max_length=256)
+    weights = bytes_of(model)
+    assert large.peak_bytes[0] - weights > 50 * (plain.peak_bytes[0] - weights)
+    with pytest.raises(graphplan.InfeasibleError):
+        graphplan.plan(
+            model, {0: plain.peak_bytes[0]}, kwargs=inputs_of("llama"), max_batch=8, max_length=256
+        )
+
+
+# -- the model stays the model ---------------------------------------------------------------------------
+
+
+def test_it_answers_as_the_model_did(tmp_path: Path) -> None:
+    with on_two_devices("llama") as (model, _, placed):
+        assert isinstance(placed, type(model))
+        assert placed.config is not None
+        assert placed.device == torch.device("cpu")  # where its calls come from
+        assert placed.dtype == model.dtype
+        assert placed.num_parameters() == model.num_parameters()
+        assert list(placed.state_dict()) == list(model.state_dict())
+        placed.save_pretrained(tmp_path)
+        again = type(model).from_pretrained(tmp_path)
+        assert largest_difference(dict(again.state_dict()), dict(model.state_dict())) == 0
+        twin = copy.deepcopy(placed)
+        with torch.no_grad():
+            twin.lm_head.weight.zero_()
+        same_tokens(model, placed, inputs_of("llama"), max_new_tokens=4)
+        assert int(twin.generate(**inputs_of("llama"), max_new_tokens=1)[0, -1]) == 0
+
+
+def test_to_leaves_weights_where_they_are() -> None:
+    with on_two_devices("llama") as (_model, _, placed):
+        homes = {name: tensor.device for name, tensor in placed.named_parameters()}
+        assert placed.to("sim:0") is placed
+        assert placed.device == torch.device("sim:0")
+        assert homes == {name: tensor.device for name, tensor in placed.named_parameters()}
+        with pytest.raises(graphplan.PlanError, match="keeps its dtype"):
+            placed.to(torch.float16)
+
+
+class Words:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ended = False
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_streamers_are_given_every_token() -> None:
+    with on_two_devices("gpt2") as (_model, _, placed):
+        words = Words()
+        found = placed.generate(**inputs_of("gpt2", 1), max_new_tokens=5, streamer=words)
+        assert words.tokens == found.flatten().tolist()
+        assert words.ended
+
+
+def test_a_pipeline_takes_it(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {f"w{i}": i for i in range(96)}
+    bare = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w6"))
+    bare.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bare, pad_token="w0", eos_token="w1")
+    tokenizer.padding_side = "left"
+    texts = ["w7 w8 w9", "w10 w11 w12 w13 w14"]
+    with on_two_devices("gpt2") as (model, _, placed):
+        options = {"max_new_tokens": 5, "do_sample": False}
+        expected = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+        found = transformers.pipeline("text-generation", model=placed, tokenizer=tokenizer)
+        for batch in (1, 2):
+            assert found(texts, batch_size=batch, **options) == expected(texts, batch_size=batch, **options)
+
+
+FRESH = """
+import torch, transformers
+from graphplan.capture.transformers.caches import is_cache
+from graphplan.capture.model_copy import Twin
+
+config = transformers.LlamaConfig(
+    vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+)
+model = transformers.LlamaForCausalLM(config).eval()
+ids = torch.ones(1, 5, dtype=torch.long)
+cache = model(input_ids=ids, use_cache=True).past_key_values
+assert not is_cache(cache)
+call = Twin(model).bind((), {"input_ids": ids[:, :1], "past_key_values": cache})
+print(len(call.tensors), all(isinstance(leaf, (torch.Tensor, int)) for leaf in call.leaves))
+"""
+
+
+def test_a_twin_knows_the_caches_of_its_model_in_a_process_that_has_seen_none() -> None:
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1"}
+    said = subprocess.run([sys.executable, "-c", FRESH], env=env, capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.split() == ["5", "True"]  # the token, and two layers of keys and values
+
+
+def test_parts_that_are_called_by_themselves() -> None:
+    with on_two_devices("t5") as (model, _, placed):
+        ids = inputs_of("t5")["input_ids"]
+        encoder = placed.get_encoder()
+        assert isinstance(encoder, type(model.encoder))
+        with torch.no_grad():
+            expected = model.get_encoder()(input_ids=ids).last_hidden_state
+        assert largest_difference(encoder(input_ids=ids).last_hidden_state, expected) < 1e-5
+
+
+def test_the_first_call_may_be_generates() -> None:
+    model = build("llama")
+    with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory)
+        same_tokens(model, placed, inputs_of("llama"), max_new_tokens=4)
+
+
+def test_prefill_and_decode_planned_together_serve_generate() -> None:
+    model = build("llama")
+    ids = inputs_of("llama")["input_ids"]
+    with torch.no_grad():
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+    prefill = {"input_ids": ids, "use_cache": True}
+    decode = {"input_ids": ids[:, :1], "past_key_values": cache, "use_cache": True}
+    half = int(0.6 * bytes_of(model)) + (1 << 18)
+    with graphplan.simulate({0: half, 1: half}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, calls=[prefill, decode], weights=[1, 200])
+        assert len(placed.plans) == 2
+        found = placed(**prefill)
+        own = found.past_key_values
+        with torch.no_grad():
+            expected = model(**{**decode, "past_key_values": copy.deepcopy(cache)}).logits
+        assert largest_difference(placed(**{**decode, "past_key_values": own}).logits, expected) < 1e-5
+        same_tokens(model, placed, {"input_ids": ids}, max_new_tokens=4)
+
+
+# -- what changes after the model was placed ----------------------------------------------------------------
+
+
+def test_a_configuration_that_changes_makes_another_graph(caplog: pytest.LogCaptureFixture) -> None:
+    model, inputs = build("llama"), inputs_of("llama")
+    with graphplan.simulate({0: "4MiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, kwargs=inputs)
+        caplog.set_level(logging.INFO, logger="graphplan")
+        placed.config.output_hidden_states = True
+        assert "hidden_states" in placed(**inputs)
+        assert "config.output_hidden_states is True, and was False" in caplog.text
+        placed.config.output_hidden_states = False
+        assert "hidden_states" not in placed(**inputs)
+        assert len(placed.plans) == 2  # the first serves again
+        placed.config.use_cache = False
+        assert "past_key_values" not in placed(**inputs)
+        placed.config.use_cache = True
+        placed.set_attn_implementation("eager")
+        found, copied = placed(**inputs, output_attentions=True), copy.deepcopy(model)
+        copied.set_attn_implementation("eager")
+        expected = copied(**inputs, output_attentions=True)
+        assert len(found.attentions) == model.config.num_hidden_layers
+        assert largest_difference(found.attentions, expected.attentions) < 1e-5
+
+
+@pytest.mark.parametrize("convert", ["half", "bfloat16", "double"])
+def test_a_dtype_is_not_changed_in_place(convert: str) -> None:
+    with graphplan.simulate({0: "4MiB"}) as machine:
+        placed = graphplan.partition(build("llama"), machine.max_memory, kwargs=inputs_of("llama"))
+        with pytest.raises(graphplan.PlanError, match="keeps its dtype"):
+            getattr(placed, convert)()
+        assert placed.float() is placed
+        assert placed.cpu() is placed
+        placed(**inputs_of("llama"))
+
+
+def test_embeddings_are_called_by_themselves() -> None:
+    model, inputs = build("llama"), inputs_of("llama")
+    ids = inputs["input_ids"]
+    with graphplan.simulate({0: "4MiB", 1: "4MiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, kwargs=inputs)
+        made = placed.get_input_embeddings()(ids)
+        assert torch.equal(made, model.get_input_embeddings()(ids))
+        found = placed.generate(inputs_embeds=made, max_new_tokens=4, do_sample=False)
+        assert torch.equal(found, model.generate(inputs_embeds=made, max_new_tokens=4, do_sample=False))
+
+
+def test_a_thread_generates_while_another_reads() -> None:
+    class Numbers:
+        def decode(self, tokens: Any, **_: Any) -> str:
+            return "".join(f"{int(token)} " for token in tokens)
+
+    model, ids = build("llama"), inputs_of("llama")["input_ids"][:1]
+    with graphplan.simulate({0: "4MiB", 1: "4MiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, kwargs={"input_ids": ids})
+        streamer = transformers.TextIteratorStreamer(Numbers(), timeout=60)
+        options = {"input_ids": ids, "max_new_tokens": 5, "do_sample": False}
+        thread = threading.Thread(target=placed.generate, kwargs={**options, "streamer": streamer})
+        thread.start()
+        heard = "".join(streamer)
+        thread.join()
+        assert [int(token) for token in heard.split()] == model.generate(**options)[0].tolist()
+
+
+@pytest.mark.parametrize("budget", [249488])
+def test_batches_larger_than_the_examples_over_the_cpu(budget: int) -> None:
+    """Views of the rotary table, one for each layer, were moved to the CPU as one."""
+    model, ids = build("llama"), inputs_of("llama")["input_ids"]
+    with graphplan.simulate({0: budget, "cpu": "64MiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, kwargs={"input_ids": ids})
+        for batch in (4, 5):
+            rows = ids[:1].repeat(batch, 1)
+            assert largest_difference(placed(input_ids=rows).logits, model(input_ids=rows).logits) < 1e-5
+        options = {"max_new_tokens": 6, "num_beams": 2, "do_sample": False}
+        assert torch.equal(placed.generate(ids, **options), model.generate(ids, **options))

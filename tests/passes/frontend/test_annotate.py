@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphplan import Graph, simulate
+from graphplan.capture.model_copy import Twin
+from graphplan.capture.tracing import capture
+from graphplan.devices.max_memory import read_max_memory
+from graphplan.ir.schedule import Assignment
+from graphplan.passes.frontend.annotate import Annotator, annotate
+from graphplan.passes.frontend.simplify import simplify
+from graphplan.passes.frontend.tensor_meta import TensorMeta
+from graphplan.passes.frontend.upper_bound_graph import costlier
+from graphplan.passes.schedule.transfers import build_schedule
+
+
+def graph_of(model: nn.Module, *args: Any, types: tuple[str, ...] = ("cpu",), **kwargs: Any) -> Graph:
+    twin = Twin(model)
+    found = capture(twin, twin.bind(args, kwargs))
+    simplify(found)
+    return annotate(found, twin.weights, types)
+
+
+class Views(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = x @ x
+        b = a.transpose(0, 1)[:2]
+        c, d = a.chunk(2)
+        return b.reshape(-1).sum() + (c * d).sum()
+
+
+def test_views_cost_nothing_and_copies_their_elements() -> None:
+    graph = graph_of(Views(), torch.randn(4, 4))
+    values = graph.values
+    assert (values["matmul"].nbytes, values["matmul"].alias_of) == (64, None)
+    assert (values["transpose"].nbytes, values["transpose"].alias_of) == (0, "matmul")
+    assert (values["slice_1"].nbytes, values["slice_1"].copy_bytes) == (0, 32)
+    assert graph.operations["chunk"].outputs == ("getitem", "getitem_1")
+    assert values["getitem_1"].alias_of == "matmul"
+    assert values["reshape"].nbytes == 32  # not a view of a transposed slice
+    assert graph.operations["matmul"].flops == 2 * 4**3
+    assert graph.operations["chunk"].bytes_accessed == 0
+
+
+def test_an_expanded_tensor_is_a_view_and_copies_as_dense() -> None:
+    class Expand(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x + 1).expand(100, 4) * 2
+
+    value = graph_of(Expand(), torch.randn(1, 4)).values["expand"]
+    assert (value.nbytes, value.copy_bytes) == (0, 1600)
+
+
+def test_true_dtypes_count() -> None:
+    graph = graph_of(nn.Linear(8, 8, dtype=torch.bfloat16), torch.randn(2, 8, dtype=torch.bfloat16))
+    assert graph.weights["weight"].nbytes == 128
+    assert graph.values["linear"].nbytes == 32
+
+
+def test_a_long_text_form_is_readable() -> None:
+    text = str(graph_of(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)))
+    assert "linear = linear(input, 0.weight, 0.bias) : 32 bytes, 64 FLOP  # 0" in text
+    assert "relu = relu(linear) : 32 bytes  # 1" in text
+
+
+def test_results_that_nobody_takes_are_workspace() -> None:
+    class TopValues(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.topk(x, 2)[0]
+
+    operation = graph_of(TopValues(), torch.randn(4, 8)).operations["topk"]
+    assert operation.outputs == ("getitem",)
+    assert operation.workspace_on("cpu") == 512  # the indices, rounded
+
+
+def test_attention_takes_workspace_where_it_has_no_fused_kernel() -> None:
+    class Attention(nn.Module):
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(q, q, q)
+
+    with simulate({0: "1GiB"}):
+        graph = graph_of(Attention(), torch.randn(1, 4, 64, 16), types=("sim", "cpu"))
+    operation = graph.operations["scaled_dot_product_attention"]
+    assert operation.workspace_on("sim") > 4 * 64 * 64 * 4 > operation.workspace_on("cpu")
+    assert operation.flops == 2 * 2 * 4 * 64 * 64 * 16
+
+
+def test_equal_operations_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import graphplan.passes.frontend.fake_interpreter as module
+
+    measured = []
+    original = module.run_fake
+
+    def spy(*args: Any) -> Any:
+        measured.append(args[0])
+        return original(*args)
+
+    monkeypatch.setattr(module, "run_fake", spy)
+    graph_of(nn.Sequential(*(nn.Linear(4, 4) for _ in range(20))), torch.randn(2, 4))
+    assert len(measured) == 1
+
+
+def test_what_is_written_to_is_known() -> None:
+    graph = graph_of(nn.BatchNorm1d(4).train(), torch.randn(8, 4))
+    written = {name for op in graph.operations.values() for name in op.mutates}
+    assert written == {"running_mean", "running_var", "num_batches_tracked"}
+    assert all(graph.weights[name].mutated for name in written)
+    assert not graph_of(nn.BatchNorm1d(4).eval(), torch.randn(8, 4)).weights["running_mean"].mutated
+
+
+def test_sizes_are_host_scalars() -> None:
+    class Sizes(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.reshape(x.shape[0] * 2, -1) / x.shape[0]
+
+    twin = Twin(Sizes())
+    call = twin.bind((torch.randn(6, 4),), {})
+    found = capture(twin, call, {"x": {0: torch.export.Dim("n", min=2, max=64)}})
+    simplify(found)
+    graph = annotate(found, twin.weights)
+    hosts = [op.name for op in graph.operations.values() if op.host_only]
+    assert hosts
+    assert graph.values["div"].shape == (128, 2)  # a dynamic size counts at its bound
+
+
+def test_weights_that_nobody_reads_are_in_the_graph() -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    graph = graph_of(Holder(), torch.randn(2, 4))
+    assert "unused.weight" in graph.weights
+    assert "unused.weight" not in graph.consumers
+
+
+class FoldsOrNot(nn.Module):
+    """A product of a strided input with a parameter, which torch folds and copies, or does not."""
+
+    def __init__(self, learned: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 48), learned)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(1, 2) @ self.weight
+
+
+def test_a_parameter_that_requires_grad_costs_what_it_costs() -> None:
+    # seen on FalconMamba: the plan's peak was 4,608 bytes too low
+    x = torch.randn(2, 16, 9)
+    frozen, learned = (graph_of(FoldsOrNot(flag), x).operations["matmul"] for flag in (False, True))
+    assert learned.workspace_on("cpu") >= frozen.workspace_on("cpu") + 2 * 16 * 9 * 4
+
+
+def test_a_moved_slice_arrives_dense() -> None:
+    class Sliced(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            part = (x * 2)[:, :4]
+            return part.reshape(-1) + 1
+
+    twin = Twin(Sliced())
+    found = capture(twin, twin.bind((torch.randn(8, 8),), {}))
+    simplify(found)
+    annotator = Annotator(found, twin.weights)
+    stays = annotator.graph()
+    assert stays.values["reshape"].alias_of is None  # a strided slice is copied
+    devices = dict.fromkeys(stays.operations, 0) | {"reshape": 1, "add": 1}
+    topology = read_max_memory({0: "1MiB", 1: "1MiB", "cpu": "1MiB"})
+    moved = annotator.graph(build_schedule(stays, topology, Assignment(devices, {}), "cpu"))
+    assert moved.values["reshape"].alias_of == moved.operations["reshape"].inputs[0]
+    both = costlier(stays, moved)
+    assert both.values["reshape"].nbytes == 128
+
+
+def test_strides_are_those_of_the_kernels_of_the_device_it_runs_on() -> None:
+    # seen on EmbeddingGemma: attention's result is dense on an accelerator, and not on the CPU
+    class Attends(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            heads = x.transpose(1, 2)
+            mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+            return mixed.transpose(1, 2).reshape(2, 9, 32) + 1
+
+    with simulate({0: 1 << 30, 1: 1 << 30}) as machine:
+        twin = Twin(Attends())
+        found = capture(twin, twin.bind((torch.randn(2, 9, 4, 8),), {}))
+        simplify(found)
+        annotator = Annotator(found, twin.weights, ["sim", "cpu"])
+        usual = annotator.graph()
+        topology = read_max_memory(machine.max_memory | {"cpu": 1 << 30})
+        kinds = {spec.key: spec.type for spec in topology.devices}
+        for key, alias in (("cpu", True), (0, False)):
+            devices = dict.fromkeys(usual.operations, key)
+            schedule = build_schedule(usual, topology, Assignment(devices, {}), "cpu")
+            value = annotator.graph(schedule, kinds).values["reshape"]
+            assert (value.alias_of is not None) is alias
+            assert (value.nbytes == 0) is alias
+        assert usual.values["reshape"].alias_of is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride"),
+    [
+        ((4, 4), (8, 1)),
+        ((4, 4), (1, 8)),
+        ((2, 3, 4), (40, 1, 5)),
+        ((3, 1, 4), (0, 4, 1)),
+        ((2, 2), (2, 1)),
+        ((5,), (3,)),
+    ],
+)
+def test_copies_have_the_strides_that_torch_gives_them(
+    shape: tuple[int, ...], stride: tuple[int, ...]
+) -> None:
+    source = torch.empty_strided(shape, stride)
+    copied = TensorMeta(shape, stride, torch.float32).copied()
+    assert copied.stride == source.to(torch.float64).stride()

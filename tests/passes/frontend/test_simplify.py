@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from builders import run_placed
+from torch import nn
+
+from graphplan import partition, simulate
+from graphplan.capture.model_copy import Twin
+from graphplan.capture.tracing import capture
+from graphplan.passes.frontend.simplify import simplify
+
+
+def calls(model: nn.Module, *args: Any, keep_grad: bool = False) -> list[str]:
+    twin = Twin(model.eval())
+    found = capture(twin, twin.bind(args, {}), keep_grad=keep_grad)
+    simplify(found, keep_grad=keep_grad)
+    names = {}
+    lines = []
+    for node in found.graph.nodes:
+        if node.op == "call_function":
+            names[node] = f"%{len(lines)}"
+            arguments = [names.get(a, getattr(a, "name", a)) for a in node.args]
+            lines.append(f"{getattr(node.target, '__name__', node.target)}({', '.join(map(str, arguments))})")
+    return lines
+
+
+class Noise(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.to(torch.float32).contiguous()[:, :].expand(2, 4).reshape(2, 4)
+        y = nn.functional.dropout(y, 0.5, self.training)
+        unused = y * 3  # noqa: F841  # what is tested
+        return y.to(x.device) + torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+def test_no_ops_checks_and_dead_code_go() -> None:
+    assert calls(Noise(), torch.randn(2, 4)) == ["add.Tensor(x, c_lifted_tensor_0)"]
+
+
+class Casts(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.float64).to(torch.float32, copy=True)
+
+
+def test_casts_and_true_copies_stay() -> None:
+    assert [line.partition("(")[0] for line in calls(Casts(), torch.randn(2))] == ["to.dtype", "to.dtype"]
+
+
+class Steps(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        y.add_(1)
+        y.mul_(3)
+        return y + x
+
+
+def test_states_of_a_mutated_value_have_their_own_names() -> None:
+    assert calls(Steps(), torch.randn(2)) == [
+        "mul.Tensor(x, 2)",
+        "add_.Tensor(%0, 1)",
+        "mul_.Tensor(%1, 3)",
+        "add.Tensor(%2, x)",
+    ]
+
+
+class Scratch(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tensor([1.0, 2.0])
+        y.add_(x)
+        return y
+
+
+def test_a_constant_that_is_written_to_is_copied_at_each_call() -> None:
+    assert calls(Scratch(), torch.randn(2))[0] == "clone.default(c_lifted_tensor_0)"
+
+
+class Detached(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x.detach()
+
+
+def test_detach_stays_where_gradients_do() -> None:
+    assert len(calls(Detached(), torch.randn(2))) == 1
+    assert len(calls(Detached(), torch.randn(2), keep_grad=True)) == 2
+
+
+def test_views_may_copy_where_another_device_has_other_strides() -> None:
+    # the trace, on the CPU, has no contiguous(): attention's result is dense there after the transpose
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            heads = self.query(x).view(2, 9, 4, 8).transpose(1, 2)
+            mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+            return mixed.transpose(1, 2).contiguous().view(2, 9, 32)
+
+    model, x = Attends().eval(), torch.randn(2, 9, 32)
+    with simulate({0: 1 << 20}) as machine:
+        placed = partition(model, {0: 1 << 20}, args=(x,))
+        assert torch.allclose(run_placed(machine, placed, (x,)), model(x), atol=1e-6)

@@ -1,0 +1,532 @@
+"""Weights that no accelerator holds: sliced by rows, kept in part, streamed in part."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import KIB, bytes_of, run_placed
+from safetensors.torch import save_file
+from torch import nn
+
+import graphplan
+from graphplan.capture.captured_graph import Capture, Part
+from graphplan.capture.model_copy import Twin
+from graphplan.capture.tracing import capture
+from graphplan.passes.frontend.simplify import simplify
+from graphplan.passes.frontend.slicing import is_sliceable, slice_weights
+
+ROWS, WIDTH = 2048, 64
+WHOLE = ROWS * WIDTH * 4
+FAST = {(0, "cpu"): graphplan.Link(1e12, 1e-7), ("cpu", 0): graphplan.Link(1e12, 1e-7)}
+NARROW = {(0, "cpu"): graphplan.Link(1e9, 1e-7), ("cpu", 0): graphplan.Link(1e9, 1e-7)}
+SLOW = {(0, "cpu"): graphplan.Link(1e8, 1e-3), ("cpu", 0): graphplan.Link(1e8, 1e-3)}
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+class Head(nn.Module):
+    def __init__(self, *, bias: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, ROWS, bias=bias)
+
+    def forward(self, x: torch.Tensor, *, twice: bool = False) -> torch.Tensor:
+        x = torch.relu(self.body(x))
+        return self.head(self.body(x)) if twice else self.head(x)
+
+
+class Language(nn.Module):
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(ROWS, WIDTH)
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, ROWS, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.body(self.embed(ids))))
+
+
+def relative(result: torch.Tensor, expected: torch.Tensor) -> float:
+    assert result.shape == expected.shape
+    assert result.dtype == expected.dtype
+    return float((result - expected).detach().abs().max() / expected.detach().abs().max())
+
+
+def budgets(nbytes: int) -> dict[int | str, int]:
+    return {0: nbytes, "cpu": 1 << 30}
+
+
+def sliced_names(plan: graphplan.Plan) -> set[str]:
+    return {part.part_of for part in plan.graph.parts}
+
+
+def check(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    memory: Mapping[int | str, int],
+    expect: set[str],
+    further: tuple[tuple[Any, ...], ...] = (),
+    **options: Any,
+) -> Any:
+    """Place and run a model, and hold results and bytes against eager and the plan."""
+    with graphplan.simulate(memory) as machine:
+        placed = graphplan.partition(model, memory, args=args, **options)
+        placed.plan.verify()
+        assert sliced_names(placed.plan) == expect
+        for given in (args, *further):
+            assert relative(run_placed(machine, placed, given), model(*given)) <= 1e-6
+        assert list(placed.state_dict()) == list(model.state_dict())
+    return placed
+
+
+# -- the pass alone -------------------------------------------------------------------------------
+
+
+def captured(model: nn.Module, *args: Any) -> Capture:
+    twin = Twin(model)
+    made = capture(twin, twin.bind(args, {}))
+    simplify(made)
+    return made
+
+
+def printed(made: Capture) -> list[str]:
+    return [node.format_node() for node in made.graph.nodes if node.op == "call_function"]
+
+
+def test_linear_before_and_after() -> None:
+    before = captured(Head(), numbers(2, WIDTH))
+    assert is_sliceable(before, "head.weight")
+    after = slice_weights(before, [Part("head.weight", 0, 1000), Part("head.weight", 1000, ROWS)])
+    assert "linear.default](args = (%relu, %p_head_weight, %p_head_bias)" in printed(before)[-1]
+    lines = [line.split("torch.ops.aten.")[1] for line in printed(after)[2:]]
+    assert lines == [
+        "slice.Tensor](args = (%p_head_bias, -1, 0, 1000), kwargs = {})",
+        "linear.default](args = (%relu, %p_head_weight_rows_0, %linear_1_bias_0), kwargs = {})",
+        "slice.Tensor](args = (%p_head_bias, -1, 1000, 2048), kwargs = {})",
+        "linear.default](args = (%relu, %p_head_weight_rows_1000, %linear_1_bias_1000), kwargs = {})",
+        "cat.default](args = ([%linear_1_rows_0, %linear_1_rows_1000], -1), kwargs = {})",
+    ]
+    assert after.weights["p_head_weight_rows_0"] == "head.weight[0:1000]"
+    assert "p_head_weight" not in after.weights
+    assert "p_head_weight" in before.weights  # the capture that went in is as it was
+    assert Part.named("head.weight[1000:2048]") == Part("head.weight", 1000, ROWS)
+    assert Part.named("head.weight") is None
+
+
+def test_embedding_before_and_after() -> None:
+    before = captured(Language(tied=False), torch.zeros(1, 3, dtype=torch.long))
+    parts = [Part("embed.weight", at, at + 512) for at in range(0, ROWS, 512)]
+    after = slice_weights(before, parts)
+    called = [node.target._opname for node in after.graph.nodes if node.op == "call_function"]
+    first = ["clamp", "embedding"]
+    assert called[: 2 + 6 * 3] == first + ["sub", "clamp", "embedding", "ge", "unsqueeze", "where"] * 3
+    assert [n.meta["val"].shape for n in after.graph.nodes if n.name.startswith("embedding_joined")] == [
+        (1, 3, WIDTH)
+    ] * 3
+
+
+class Products(nn.Module):
+    """Every way to read rows of a weight, and some that are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(96, 16))
+        self.bias = nn.Parameter(torch.randn(96))
+        self.conv = nn.Conv2d(16, 96, 1)
+        self.grouped = nn.Conv2d(16, 96, 1, groups=2)
+        self.whole = nn.Parameter(torch.randn(96, 16))
+
+    def forward(self, x: torch.Tensor, image: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (
+            x @ self.weight.t(),
+            torch.matmul(x, self.weight.transpose(-1, -2)),
+            torch.mm(x, self.weight.T),
+            torch.addmm(self.bias, x, self.weight.mT),
+            self.conv(image),
+            self.conv(image[0]),
+            self.grouped(image),
+            self.whole * 2,
+        )
+
+
+def test_convolutions_and_products_with_a_transposed_weight() -> None:
+    model, inputs = Products().eval(), (numbers(5, 16), numbers(2, 16, 4, 4))
+    before = captured(model, *inputs)
+    assert not is_sliceable(before, "grouped.weight")
+    assert not is_sliceable(before, "whole")
+    assert not is_sliceable(before, "nothing")
+    names = ("weight", "conv.weight")
+    assert all(is_sliceable(before, name) for name in names)
+    parts = [Part(name, at, at + 32) for name in names for at in range(0, 96, 32)]
+    after = slice_weights(before, parts)
+    tensors = dict(model.named_parameters())
+    env: list[torch.Tensor] = []
+    for node in after.graph.nodes:
+        if node.op == "placeholder" and node.name in after.weights:
+            name = after.weights[node.name]
+            part = Part.named(name)
+            env.append(tensors[part.weight][part.start : part.stop] if part else tensors[name])
+    results = torch.fx.Interpreter(after.module).run(*env, *inputs)
+    for result, expected in zip(results, model(*inputs), strict=True):
+        assert relative(result, expected) <= 1e-6
+
+
+# -- linear ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(WIDTH,), (4, WIDTH), (2, 3, WIDTH)])
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+def test_a_linear_larger_than_the_accelerator(bias: bool, shape: tuple[int, ...], share: float) -> None:
+    memory = budgets(int(share * WHOLE) + 140 * KIB if share < 0.6 else int(share * WHOLE))
+    placed = check(Head(bias=bias), (numbers(*shape),), memory, {"head.weight"}, cpu_compute=False)
+    plan = placed.plan
+    assert plan.placement["head.weight"] == "cpu"
+    assert placed.head.weight.device.type == "cpu"
+    assert placed.head.weight.shape == (ROWS, WIDTH)
+    assert set(plan.placement) == set(dict(placed.named_parameters()))
+    assert {stage.device for stage in plan.stages} == {0}
+    assert plan.graph.weight_bytes == bytes_of(Head(bias=bias))
+    assert "sliced     head.weight, 512.0 KiB in" in plan.summary()
+    assert plan.device_of("head.weight") == "cpu"
+    assert plan.stage_of("head.weight").device == 0
+
+
+def test_resident_in_part_and_streamed_in_part() -> None:
+    options = {"cpu_compute": False, "links": NARROW}
+    placed = check(Head(), (numbers(4, WIDTH),), budgets(WHOLE), {"head.weight"}, **options)
+    plan = placed.plan
+    homes = list(plan.parts.values())
+    assert homes.count(0) > 0
+    assert homes.count("cpu") > 0
+    assert 0 < plan.streamed_bytes < WHOLE
+    resident = sum(part.nbytes for part in plan.graph.parts if plan.parts[part.name] == 0)
+    assert resident + plan.streamed_bytes == WHOLE
+    # the whole is on the CPU, and what is kept on the accelerator is a copy of some of it
+    whole = plan.graph.weights["head.weight"]
+    assert whole.nbytes == 0
+    assert plan.peaks["cpu"].weights == WHOLE
+    assert plan.peak_bytes[0] > 0.9 * WHOLE
+    assert "resident_part(" in placed.code
+    assert "torch.narrow(" in placed.code
+    again = graphplan.Plan.from_json(plan.to_json())
+    assert again.parts == plan.parts
+    assert again.peak_bytes == plan.peak_bytes
+
+
+def test_two_accelerators_hold_the_parts_between_them() -> None:
+    memory = {0: int(0.7 * WHOLE), 1: int(0.7 * WHOLE), "cpu": 1 << 30}
+    options = {"cpu_compute": False, "links": NARROW}
+    placed = check(Head(bias=False), (numbers(4, WIDTH),), memory, {"head.weight"}, **options)
+    assert set(placed.plan.parts.values()) == {0, 1}
+    assert placed.plan.fetches == ()
+
+
+def test_a_batch_of_any_size() -> None:
+    batch = torch.export.Dim("batch", min=1, max=8)
+    options = {"cpu_compute": False, "dynamic_shapes": {"x": {0: batch}, "twice": None}}
+    further = tuple((numbers(size, WIDTH),) for size in (1, 8))
+    memory = budgets(int(0.7 * WHOLE))
+    with graphplan.simulate(memory) as machine:
+        model = Head()
+        placed = graphplan.partition(
+            model, memory, kwargs={"x": numbers(4, WIDTH), "twice": False}, **options
+        )
+        assert sliced_names(placed.plan) == {"head.weight"}
+        for (x,) in further:
+            machine.reset_peaks()
+            assert relative(placed(x=x, twice=False), model(x)) <= 1e-6
+            assert machine.peak_bytes(0) <= placed.plan.peak_bytes[0] <= memory[0]
+        assert len(placed.plans) == 1
+
+
+# -- embedding ------------------------------------------------------------------------------------
+
+
+def table(*shape: int) -> torch.Tensor:
+    return torch.randint(0, ROWS, shape, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.int32])
+def test_an_embedding_larger_than_the_accelerator(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Embedding(ROWS, WIDTH, padding_idx=3), nn.Linear(WIDTH, 8))
+    ids = torch.cat([table(2, 3), torch.tensor([[0, ROWS - 1, 3], [1023, 1024, 1025]])]).to(dtype)
+    check(model, (ids,), budgets(WHOLE), {"0.weight"}, cpu_compute=False)
+
+
+@pytest.mark.parametrize("wrong", [ROWS, -1])
+def test_an_index_that_is_out_of_range_is_refused(wrong: int) -> None:
+    with graphplan.simulate(budgets(WHOLE)) as machine:
+        model = nn.Sequential(nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, 8))
+        placed = graphplan.partition(model, machine.max_memory, args=(table(2, 3),), cpu_compute=False)
+        assert sliced_names(placed.plan) == {"0.weight"}
+        with pytest.raises(IndexError):
+            placed(torch.full((2, 3), wrong))
+
+
+def test_a_tied_head_shares_the_parts() -> None:
+    placed = check(
+        Language(tied=True), (table(2, 5),), budgets(WHOLE), {"embed.weight"}, cpu_compute=False, links=FAST
+    )
+    plan = placed.plan
+    assert placed.head.weight is placed.embed.weight
+    assert plan.placement["head.weight"] == plan.placement["embed.weight"] == "cpu"
+    read = {name for op in plan.graph.operations.values() for name in op.inputs}
+    assert {part.name for part in plan.graph.parts} <= read
+    assert plan.graph.weight_bytes == bytes_of(Language(tied=True))
+
+
+def test_an_embedding_and_a_head_that_are_not_tied() -> None:
+    weights = {"embed.weight", "head.weight"}
+    check(Language(tied=False), (table(2, 5),), budgets(WHOLE), weights, cpu_compute=False)
+
+
+# -- by cost --------------------------------------------------------------------------------------
+
+
+def test_where_the_cpu_is_faster_nothing_is_sliced() -> None:
+    memory = budgets(int(0.7 * WHOLE))
+    slow = check(Head(), (numbers(4, WIDTH),), memory, set(), links=SLOW)
+    assert slow.plan.device_of("head") == "cpu"
+
+
+def test_where_the_accelerator_is_faster_it_computes() -> None:
+    memory = budgets(WHOLE)
+    model = Head()
+    x = numbers(16, WIDTH)
+    fast = check(model, (x,), memory, {"head.weight"}, links=FAST)
+    with graphplan.simulate(memory):
+        whole = graphplan.plan(model, memory, args=(x,), links=FAST, pin={"head.weight": "cpu"})
+    assert fast.plan.makespan < whole.makespan
+    assert fast.plan.lower_bound <= fast.plan.makespan
+
+
+def test_a_table_stays_whole_where_the_cpu_may_read_it() -> None:
+    model = nn.Sequential(nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, 8))
+    placed = check(model, (table(2, 3),), budgets(WHOLE), set(), links=FAST)
+    assert placed.plan.stages[0].device == "cpu"
+
+
+def test_parts_of_one_module_stay_together_where_asked() -> None:
+    memory = {0: int(0.7 * WHOLE), 1: int(0.7 * WHOLE), "cpu": 1 << 30}
+    options = {"cpu_compute": False, "links": NARROW, "together": ["head"]}
+    placed = check(Head(bias=False), (numbers(4, WIDTH),), memory, {"head.weight"}, **options)
+    device = placed.plan.schedule.assignment.operations
+    assert len({key for name, key in device.items() if name.startswith("linear_1_")}) == 1
+
+
+def test_what_fits_is_not_sliced() -> None:
+    check(Head(), (numbers(4, WIDTH),), budgets(2 * WHOLE), set(), cpu_compute=False)
+
+
+def test_what_the_caller_has_fixed_is_not_sliced() -> None:
+    memory = budgets(int(0.7 * WHOLE))
+    x = numbers(4, WIDTH)
+    for pin in ({"head": "cpu"}, {"head.weight": "cpu"}, {"linear_1": "cpu"}):
+        check(Head(), (x,), memory, set(), links=FAST, pin=pin)
+    with graphplan.simulate(memory):
+        placed = graphplan.partition(Head(), memory, args=(x,), links=FAST, grad=True)
+        assert sliced_names(placed.plan) == set()  # gradients belong to the whole
+    with graphplan.simulate(memory), pytest.raises(graphplan.InfeasibleError, match="linear_1"):
+        graphplan.plan(Head(), memory, args=(x,), offload=False)
+
+
+def test_a_strided_weight_is_not_sliced() -> None:
+    model = Head()
+    model.head.weight = nn.Parameter(torch.randn(WIDTH, ROWS).t())
+    check(model, (numbers(4, WIDTH),), budgets(int(0.7 * WHOLE)), set(), links=FAST)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "cpu_compute"),
+    [
+        pytest.param(0.5, False, marks=pytest.mark.slow),
+        pytest.param(0.7, False, marks=pytest.mark.slow),
+        pytest.param(0.9, False, marks=pytest.mark.slow),
+        (0.9, True),
+    ],
+)
+def test_the_segformer_of_the_imbalance_report(ratio: float, cpu_compute: bool) -> None:
+    """88 % of its bytes are one convolution, so accelerate puts at most 2.4 % of them on the GPU."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.SegformerConfig(
+        depths=[1, 1, 1, 1],
+        sr_ratios=[8, 4, 2, 1],
+        hidden_sizes=[8, 8, 16, 16],
+        num_attention_heads=[1, 1, 2, 2],
+    )
+    model = transformers.SegformerForSemanticSegmentation(config).eval()
+    inputs = {"pixel_values": numbers(1, 3, 32, 32)}
+    memory = budgets(int(ratio * bytes_of(model)))
+    with graphplan.simulate(memory) as machine, torch.no_grad():
+        placed = graphplan.partition(model, memory, kwargs=inputs, cpu_compute=cpu_compute)
+        assert sliced_names(placed.plan) == {"decode_head.linear_fuse.weight"}
+        assert {stage.device for stage in placed.plan.stages} == {0}
+        found = run_placed(machine, placed, kwargs=inputs)
+        assert relative(found.logits, model(**inputs).logits) <= 1e-6
+
+
+# -- the model stays the model --------------------------------------------------------------------
+
+
+def sliced_head(machine: Any, memory: dict[int | str, int]) -> tuple[Any, nn.Module, torch.Tensor]:
+    model, x = Head(), numbers(4, WIDTH)
+    placed = graphplan.partition(model, memory, args=(x,), cpu_compute=False, links=NARROW)
+    assert {0, "cpu"} == set(placed.plan.parts.values())
+    assert relative(run_placed(machine, placed, (x,)), model(x)) <= 1e-6
+    return placed, model, x
+
+
+def test_changes_of_the_parameter_are_seen() -> None:
+    memory = budgets(WHOLE)
+    with graphplan.simulate(memory) as machine:
+        placed, _, x = sliced_head(machine, memory)
+        torch.manual_seed(7)
+        other = nn.Module.state_dict(Head())
+        other = {name: torch.randn_like(tensor) for name, tensor in other.items()}
+        expected = Head()
+        expected.load_state_dict(other)
+        placed.load_state_dict(other)
+        assert relative(placed(x), expected(x)) <= 1e-6
+        with torch.no_grad():
+            placed.head.weight.mul_(-0.5)
+            expected.head.weight.mul_(-0.5)
+        assert relative(placed(x), expected(x)) <= 1e-6
+        assert relative(run_placed(machine, placed, (x,)), expected(x)) <= 1e-6  # and copied no more
+        new = torch.randn(ROWS, WIDTH)
+        placed.head.weight = nn.Parameter(new.clone())
+        expected.head.weight = nn.Parameter(new.clone())
+        assert relative(placed(x), expected(x)) <= 1e-6
+        assert all(
+            torch.equal(a.cpu(), b) for a, b in zip(placed.parameters(), expected.parameters(), strict=True)
+        )
+
+
+def test_a_converted_parameter_is_refused() -> None:
+    memory = budgets(WHOLE)
+    with graphplan.simulate(memory) as machine:
+        placed, _, x = sliced_head(machine, memory)
+        placed.head.weight.data = placed.head.weight.data.double()
+        with pytest.raises(graphplan.PlanError, match=r"'head.weight.*' is torch.float64"):
+            placed(x)
+
+
+def test_copies_have_parts_of_their_own() -> None:
+    memory = budgets(WHOLE)
+    with graphplan.simulate({0: 4 * WHOLE, "cpu": 1 << 30}) as machine:
+        placed, model, x = sliced_head(machine, memory)
+        copied = copy.deepcopy(placed)
+        with torch.no_grad():
+            placed.head.weight.zero_()
+        assert relative(copied(x), model(x)) <= 1e-6
+        assert copied.plan.parts == placed.plan.parts
+
+
+def test_pickling_keeps_the_slices() -> None:
+    memory = budgets(WHOLE)
+    with graphplan.simulate({0: 4 * WHOLE, "cpu": 1 << 30}) as machine:
+        placed, model, x = sliced_head(machine, memory)
+        again = pickle.loads(pickle.dumps(placed))
+        assert relative(again(x), model(x)) <= 1e-6
+        assert again.plan.parts == placed.plan.parts
+        assert torch.equal(again.head.weight, model.head.weight)
+
+
+def test_a_further_structure_uses_the_same_parts() -> None:
+    memory = budgets(WHOLE)
+    with graphplan.simulate(memory) as machine:
+        placed, model, x = sliced_head(machine, memory)
+        machine.reset_peaks()
+        assert relative(placed(x, twice=True), model(x, twice=True)) <= 1e-6
+        first, second = placed.plans
+        assert second.parts == first.parts
+        assert machine.peak_bytes(0) <= second.peak_bytes[0] <= memory[0]
+        kept = placed._graphplan.parts.kept
+        assert len(kept) == list(first.parts.values()).count(0)  # each copied once, for both
+
+
+class Sometimes(Head):
+    """Reads its head as no slice can be read, if asked to."""
+
+    def forward(self, x: torch.Tensor, *, twice: bool = False) -> torch.Tensor:
+        return self.head.weight.sum(1) if twice else super().forward(x)
+
+
+def test_a_further_structure_that_needs_the_whole() -> None:
+    memory = budgets(WHOLE)
+    with graphplan.simulate({0: 4 * WHOLE, "cpu": 1 << 30}) as machine:
+        model, x = Sometimes(), numbers(4, WIDTH)
+        placed = graphplan.partition(model, memory, args=(x,), links=FAST)
+        assert sliced_names(placed.plan) == {"head.weight"}
+        machine.reset_peaks()
+        assert relative(placed(x, twice=True), model(x, twice=True)) <= 1e-6
+        plan = placed.plans[1]
+        assert plan.graph.parts == ()
+        assert machine.peak_bytes(0) <= plan.peak_bytes[0] <= memory[0]
+        assert plan.peaks[0].weights >= placed.plan.peaks[0].weights - placed.plan.schedule.rings[0].nbytes
+        again = pickle.loads(pickle.dumps(placed))
+        assert relative(again(x, twice=True), model(x, twice=True)) <= 1e-6
+        assert relative(again(x), model(x)) <= 1e-6
+
+
+def test_parts_are_read_from_a_checkpoint(tmp_path: Path) -> None:
+    memory, model, x = budgets(WHOLE), Head(), numbers(4, WIDTH)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        empty = Head()
+    with graphplan.simulate(memory) as machine:
+        options = {"cpu_compute": False, "links": NARROW, "checkpoint": str(tmp_path)}
+        placed = graphplan.partition(empty, memory, args=(x,), **options)
+        assert {0, "cpu"} == set(placed.plan.parts.values())
+        assert relative(run_placed(machine, placed, (x,)), model(x)) <= 1e-6
+        with torch.no_grad():
+            assert relative(copy.deepcopy(placed.graph_module)(x)[0], model(x)) <= 1e-6
+
+
+def test_the_original_stays_as_it_was() -> None:
+    memory = budgets(WHOLE)
+    with graphplan.simulate(memory) as machine:
+        _, model, x = sliced_head(machine, memory)
+        assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+        assert torch.equal(model(x), Head()(x))
+
+
+def test_what_fits_but_for_the_allocators_share_is_sliced() -> None:
+    """CUDA's allocator may take 1 MiB more than a large weight has: so much less is there for it."""
+    model = nn.Sequential(nn.Linear(256, 4096), nn.ReLU(), nn.Linear(4096, 256))
+    for memory in (4_334_592, 4_834_592, 5_234_592):
+        plan = graphplan.plan(model, {0: memory, "cpu": 1 << 30}, (torch.randn(8, 256),), cpu_compute=False)
+        assert plan.parts
+        assert plan.peak_bytes[0] <= memory
+
+
+def test_what_fits_by_itself_and_not_beside_a_pinned_weight_is_sliced() -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(2)))
+    memory = {0: int(1.7 * 256 * 256 * 4) + 16 * KIB, "cpu": 1 << 30}
+    plan = graphplan.plan(model, memory, (torch.randn(1, 256),), pin={"0.weight": 0}, cpu_compute=False)
+    assert {part.part_of for part in plan.graph.parts} == {"1.weight"}
+    assert plan.peak_bytes[0] <= memory[0]
+
+
+@pytest.mark.parametrize("options", [{"offload": False}, {}])
+def test_without_a_cpu_the_error_says_that_one_is_needed(options: dict[str, bool]) -> None:
+    model = nn.Linear(256, 4096, bias=False)
+    memory: dict[int | str, int] = dict.fromkeys(range(3), 3_901_132)
+    with pytest.raises(graphplan.InfeasibleError, match=r"'weight'.*computed in slices.*'cpu' in max_memory"):
+        graphplan.plan(
+            model, memory | ({"cpu": 1 << 30} if options else {}), (torch.randn(8, 256),), **options
+        )

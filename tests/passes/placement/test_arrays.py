@@ -1,0 +1,171 @@
+"""Flat arrays say of placements without streaming what the evaluator says."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from builders import KIB, chain
+from placements import HOST, cards, equal_cards, random_homes, random_units
+from random_problems import MEDIUM, TINY, random_instance
+
+from graphplan.devices.topology import CPU
+from graphplan.ir.graph import Graph
+from graphplan.ir.graph_elements import Operation, Value, Weight
+from graphplan.passes.placement.arrays import Arrays, Ints
+from graphplan.passes.placement.evaluate import Evaluation, evaluate
+from graphplan.passes.placement.problem import Problem
+
+MIB = 1 << 20
+
+
+def is_streamed(found: Evaluation) -> bool:
+    """Whether a prefetch buffer is used; arrays do not say anything of that."""
+    return any(ring.segments for ring in found.schedule.rings)
+
+
+def assert_equal(arrays: Arrays, devices: Ints, chosen: Ints | None = None) -> Evaluation:
+    """Seconds, peaks of accelerators and whether budgets are kept are the evaluator's."""
+    found = evaluate(arrays.problem, arrays.assignment(devices, chosen))
+    assert not is_streamed(found)
+    assert arrays.seconds(devices, chosen) == pytest.approx(found.seconds, rel=1e-9)
+    if not arrays.unread:  # see the test of these
+        for spec, nbytes in zip(arrays.specs, arrays.peaks(devices, chosen).tolist(), strict=True):
+            if spec.is_accelerator:
+                assert nbytes == found.peak(spec.key).nbytes, spec.key
+    assert arrays.fits(devices, chosen) == (not found.excess)
+    return found
+
+
+def test_random_placements_are_judged_as_by_the_evaluator() -> None:
+    kinds: Counter[str] = Counter()
+    for seed in range(400):
+        draw = random.Random(seed)
+        problem = random_instance(seed, MEDIUM if seed % 4 == 0 else TINY).problem
+        arrays = Arrays(problem)
+        units = random_units(arrays, draw)
+        if units is None or not len(units):
+            continue
+        devices = arrays.expand(units)
+        chosen = random_homes(arrays, devices, draw)
+        found = evaluate(problem, arrays.assignment(devices, chosen))
+        if is_streamed(found):
+            continue
+        assert_equal(arrays, devices, chosen)
+        kinds["placed"] += 1
+        kinds["views"] += any(value.alias_of for value in problem.graph.values.values())
+        kinds["returned"] += problem.returns_to_host
+        kinds["written"] += bool(arrays.written)
+        kinds["fixed"] += bool(problem.fixed_weights)
+        kinds["unread"] += bool(arrays.unread)
+        kinds["chosen"] += bool((chosen >= 0).any())
+        kinds["kept"] += not problem.streams
+    assert kinds["placed"] >= 200
+    assert min(kinds.values()) >= 3, kinds
+
+
+def test_placements_become_assignments_and_back() -> None:
+    for seed in range(30):
+        problem = random_instance(seed, TINY).problem
+        arrays = Arrays(problem)
+        units = random_units(arrays, random.Random(seed))
+        if units is not None and len(units):
+            devices = arrays.expand(units)
+            assert (arrays.devices(arrays.assignment(devices)) == devices).all()
+
+
+def make(operations: list[Operation], weights: list[Weight], outputs: list[str], *views: Value) -> Graph:
+    """Every value that is not named has a KiB."""
+    named = {value.name for value in views}
+    made = ["x", *(name for operation in operations for name in operation.outputs)]
+    values = [*views, *(Value(name, KIB, KIB) for name in made if name not in named)]
+    return Graph(operations, values, weights, ["x"], outputs)
+
+
+def test_a_view_keeps_what_it_is_of() -> None:
+    operations = [
+        Operation("a", "f", ("x",), ("a",)),
+        Operation("v", "view", ("a",), ("v",)),
+        Operation("b", "f", ("x",), ("b",), (), 10**6, KIB),
+        Operation("c", "f", ("b", "v"), ("c",)),
+    ]
+    graph = make(operations, [], ["c"], Value("v", 0, KIB, "a"))
+    arrays = Arrays(Problem(graph, cards(2), CPU))
+    for devices in ([0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1], [0, 1, 0, 1]):
+        assert_equal(arrays, np.array(devices))
+
+
+def test_what_is_returned_stays_or_goes_back() -> None:
+    graph = chain(3)
+    for returns in (True, False):
+        arrays = Arrays(Problem(graph, cards(2), CPU, returns_to_host=returns))
+        for devices in ([0, 0, 0], [0, 1, 1], [1, 0, 1]):
+            assert_equal(arrays, np.array(devices))
+    for key in (0, CPU):
+        arrays = Arrays(Problem(graph, cards(1, HOST), key))
+        assert_equal(arrays, np.array([0, 0, 0]))
+        assert_equal(arrays, np.array([1, 1, 1]))
+
+
+def test_an_input_that_is_changed_is_copied_back() -> None:
+    operations = [
+        Operation("a", "f", ("w0",), ("a",), (), 10**6, KIB),
+        Operation("w", "write", ("x", "a"), ("w",), ("x",), 10**6, KIB),
+        Operation("b", "f", ("w", "x"), ("b",)),
+    ]
+    graph = make(operations, [Weight("w0", KIB)], ["b"]).tied([("w", "b")])  # as all that read it must be
+    problem = Problem(graph, cards(2, HOST), CPU)
+    arrays = Arrays(problem)
+    assert graph.changed_inputs
+    plain = Arrays(replace(problem, host=0))
+    for units in ([0, 0], [0, 1], [1, 0], [2, 0]):
+        assert_equal(arrays, arrays.expand(np.array(units)))
+        assert_equal(plain, plain.expand(np.array(units)))
+    assert arrays.seconds(arrays.expand(np.array([0, 0]))) > plain.seconds(plain.expand(np.array([0, 0])))
+
+
+def test_fixed_weights_are_where_they_are() -> None:
+    graph = chain(4)
+    problem = Problem(graph, cards(2), CPU, fixed_weights={"w1": 1})
+    arrays = Arrays(problem)
+    found = assert_equal(arrays, np.zeros(4, dtype=np.int64))
+    assert found.assignment.weights["w1"] == 1
+    assert [move.value for move in found.schedule.moves("weight")] == ["w1"]
+
+
+@pytest.mark.parametrize("kind", ["sim", "cuda"])
+def test_weights_that_nobody_reads_take_room(kind: str) -> None:
+    plain = chain(2, weight=MIB)
+    idle = [Weight("idle", 3 * MIB), Weight("other", MIB)]
+    parts = plain.operations.values(), plain.values.values(), [*plain.weights.values(), *idle]
+    graph = Graph(*parts, ["x"], plain.outputs)
+    for devices in ([0, 0], [0, 1]):
+        arrays = Arrays(Problem(graph, equal_cards(2, kind=kind), CPU))
+        assert len(arrays.unread) == 2
+        found = assert_equal(arrays, np.array(devices))
+        peaks = [found.peak(key).nbytes for key in (0, 1)]
+        assert arrays.peaks(np.array(devices)).tolist() == peaks
+        for less in (0, 1):  # the judgements agree at the edge
+            topology = equal_cards(2, memory=max(peaks) - less, kind=kind)
+            assert_equal(Arrays(Problem(graph, topology, CPU)), np.array(devices))
+    assert not Arrays(Problem(graph, equal_cards(2, HOST), CPU)).unread  # they are on the CPU
+
+
+def test_a_shared_weight_is_copied_from_its_home() -> None:
+    plain = chain(3)
+    operations = [
+        replace(op, inputs=(op.inputs[0], "w0")) if name != "v1" else op
+        for name, op in plain.operations.items()
+    ]
+    weights = [plain.weights["w0"], plain.weights["w1"]]
+    graph = Graph(operations, plain.values.values(), weights, ["x"], plain.outputs)
+    arrays = Arrays(Problem(graph, cards(3), CPU))
+    assert [arrays.names[item] for item in arrays.shared] == ["w0"]
+    for home in (0, 2):
+        chosen = np.full(len(arrays.names), -1)
+        chosen[arrays.item_of["w0"]] = home
+        found = assert_equal(arrays, np.array([0, 1, 2]), chosen)
+        assert [move.source for move in found.schedule.moves("weight")] == [home]

@@ -1,0 +1,186 @@
+"""What the caller asks for: pins, groups, no offload, no CPU compute, balance, reserves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from builders import bytes_of, chain, largest_difference, run_placed
+from test_partition import IDS, Tied
+from torch import nn
+
+import graphplan
+from graphplan.devices.max_memory import read_max_memory
+from graphplan.passes.placement.constrain import Wishes, constrain
+from graphplan.passes.placement.driver import place
+from graphplan.passes.placement.problem import Problem
+
+KIB = 1024
+
+
+def placed_chain(budgets: dict[Any, int], count: int = 6, **wishes: Any) -> dict[str, Any]:
+    problem = constrain(Problem(chain(count), read_max_memory(budgets), "cpu"), Wishes(**wishes))
+    return dict(place(problem).evaluation.schedule.assignment.operations)
+
+
+def test_a_pinned_module_runs_and_lives_where_it_is_told() -> None:
+    plan = graphplan.plan(
+        Tied().eval(), {0: "64KiB", 1: "64KiB", "cpu": "1MiB"}, (IDS,), pin={"blocks.2": 1, "embed": "cpu"}
+    )
+    assert plan.device_of("blocks.2") == 1
+    assert plan.placement["blocks.2.0.weight"] == 1
+    assert plan.device_of("embed") == "cpu"
+    assert plan.placement["head.weight"] == "cpu"  # tied to embed's
+    plan.verify()
+
+
+@pytest.mark.parametrize("name", ["cuda:0", torch.device("cuda", 0), 0])
+def test_a_pin_may_name_a_device_as_torch_does(name: Any) -> None:
+    plan = graphplan.plan(
+        nn.Linear(8, 8), {0: 1 << 20, 1: 1 << 20}, (torch.randn(2, 8),), pin={"weight": name}
+    )
+    assert plan.placement["weight"] == 0
+    assert plan.wishes.pin == {"weight": 0}
+
+
+def test_a_pinned_parameter_lives_there_and_is_fetched() -> None:
+    plan = graphplan.plan(
+        Tied().eval(), {0: "64KiB", "cpu": "1MiB"}, (IDS,), pin={"blocks.1.0.weight": "cpu"}
+    )
+    assert plan.placement["blocks.1.0.weight"] == "cpu"
+    assert plan.device_of("blocks.1.0") == 0
+    assert [load.weights for load in plan.schedule.loads()] == [("blocks.1.0.weight",)]
+    assert plan.fetches == tuple(plan.schedule.loads())
+
+
+def test_pinned_models_run() -> None:
+    model = Tied().eval()
+    with graphplan.simulate({0: "64KiB", 1: "64KiB"}) as machine:
+        placed = graphplan.partition(
+            model, machine.max_memory, (IDS,), pin={"blocks.1": 1, "blocks.3.0": 1, "head": 0}
+        )
+        assert largest_difference(run_placed(machine, placed, (IDS,)), model(IDS)) < 1e-5
+
+
+def test_a_first_and_last_pin_leave_the_middle_to_the_planner() -> None:
+    devices = placed_chain({0: 30 * KIB, 1: 30 * KIB}, pin={"v0": 1, "v5": 1})
+    assert (devices["v0"], devices["v5"]) == (1, 1)
+
+
+def test_groups_are_not_split() -> None:
+    free = placed_chain({0: 16 * KIB, 1: 16 * KIB})
+    assert free["v2"] != free["v3"]
+    tied = placed_chain({0: 16 * KIB, 1: 20 * KIB}, together=[["layer2", "layer3"]])
+    assert tied["v2"] == tied["v3"]
+    plan = graphplan.plan(Tied().eval(), {0: "24KiB", 1: "36KiB"}, (IDS,), together=["blocks.1", "blocks.2"])
+    for block in ("blocks.1", "blocks.2"):
+        plan.device_of(block)  # one device, or an error
+
+
+def test_without_offload_the_cpu_is_no_way_out() -> None:
+    budgets = {0: 10 * KIB, "cpu": 1 << 20}
+    assert set(placed_chain(budgets).values()) == {0, "cpu"}
+    with pytest.raises(graphplan.InfeasibleError) as caught:
+        placed_chain(budgets, offload=False)
+    assert set(placed_chain({**budgets, **caught.value.needed}, offload=False).values()) == {0}
+
+
+def test_without_offload_there_must_be_an_accelerator() -> None:
+    with pytest.raises(graphplan.PlanError, match="max_memory names none"):
+        placed_chain({"cpu": 1 << 20}, offload=False)
+
+
+def test_without_cpu_compute_weights_are_fetched() -> None:
+    problem = Problem(chain(6), read_max_memory({0: 12 * KIB, "cpu": 1 << 20}), "cpu")
+    found = place(constrain(problem, Wishes(cpu_compute=False))).evaluation
+    assert set(found.schedule.assignment.operations.values()) == {0}
+    assert "cpu" in found.schedule.assignment.weights.values()
+
+
+def test_balance_spreads_what_would_fit_one_device() -> None:
+    budgets = {0: 1 << 20, 1: 1 << 20, 2: 1 << 20}
+    assert set(placed_chain(budgets).values()) == {0}
+    devices = placed_chain(budgets, balance=True)
+    assert [list(devices.values()).count(key) for key in budgets] == [2, 2, 2]
+
+
+def test_a_balance_on_one_accelerator_asks_for_nothing() -> None:
+    problem = Problem(chain(6), read_max_memory({0: 1 << 20, "cpu": 1 << 20}), "cpu")
+    plain, balanced = place(problem), place(constrain(problem, Wishes(balance=True)))
+    assert balanced.lower_bound == plain.lower_bound
+    assert balanced.evaluation.seconds == plain.evaluation.seconds
+
+
+def test_a_balance_that_cannot_be_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="even pieces"):
+        devices = placed_chain({0: 10 * KIB, "cpu": 1 << 20}, balance=True)
+    assert "cpu" in devices.values()
+
+
+def test_a_reserve_is_left_free() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    x = torch.ones(1, 64)
+    size = bytes_of(model) + 4096
+    assert len(graphplan.plan(model, {0: size, 1: size}, (x,)).stages) == 1
+    plan = graphplan.plan(model, {0: size, 1: size}, (x,), reserve={0: "20KiB", 1: "20KiB"})
+    assert len(plan.stages) == 2
+    assert all(plan.peak_bytes[key] <= size - 20 * KIB for key in (0, 1))
+    assert graphplan.Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_reserve_that_leaves_too_little_is_in_the_error() -> None:
+    # the peak lies between what is left and the whole budget
+    budgets = {0: 30 * KIB, 1: 30 * KIB}
+    with pytest.raises(graphplan.InfeasibleError) as caught:
+        place(Problem(chain(6), read_max_memory(budgets, reserve={0: 20 * KIB, 1: 20 * KIB}), "cpu"))
+    needed = caught.value.needed
+    assert needed[caught.value.device] > 30 * KIB
+    place(Problem(chain(6), read_max_memory(needed, reserve={0: 20 * KIB, 1: 20 * KIB}), "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"pin": {"nonsense": 0}}, "no module, operation or weight of that name"),
+        ({"pin": {"blocks.9": 0}}, "did you mean 'blocks"),
+        ({"pin": {"head": 7}}, "no such device, max_memory has 0, 'cpu'"),
+        ({"pin": {"embed": 0, "head": "cpu"}}, "pin puts 'embed.weight' on 0"),
+        ({"together": ["nonsense"]}, "together="),
+        ({"pin": {"blocks.0": 0, "blocks.1": "cpu"}, "together": [["blocks.0", "blocks.1"]]}, "must share"),
+        (
+            {"pin": {"blocks.0": 0, "blocks.1": "cpu"}, "together": ["blocks"]},
+            r"together=\['blocks'\] and pin=\{'blocks.0': 0, 'blocks.1': 'cpu'\} contradict",
+        ),
+        ({"pin": {"head": "cpu"}, "offload": False}, r"pin=\{'head': 'cpu'\} contradicts offload=False"),
+        ({"reserve": "80KiB"}, r"reserve = 80.00 KiB .* leaves nothing of max_memory\[0\] = 64.00 KiB"),
+        (
+            {"reserve": {"cpu": "1GiB"}},
+            r"reserve\['cpu'\] = 1.00 GiB .* leaves nothing of max_memory\['cpu'\]",
+        ),
+        ({"reserve": {5: 1}}, "reserve names 5"),
+        ({"reserve": -1}, "negative"),
+    ],
+)
+def test_wishes_that_cannot_be(wishes: dict[str, Any], message: str) -> None:
+    with pytest.raises(graphplan.GraphplanError, match=message):
+        graphplan.plan(Tied().eval(), {0: "64KiB", "cpu": "1MiB"}, (IDS,), **wishes)
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({"pin": ["head"]}, "pin must map names to device keys"),
+        ({"pin": "head"}, "pin must map names to device keys"),
+        ({"together": "blocks.1"}, r"together must list names, or lists of them: write \['blocks.1'\]"),
+        ({"together": 1}, "together must list names"),
+        ({"together": [3]}, "together must list names, or lists of them: 3 is neither"),
+        ({"together": [[]]}, r"together must list names, or lists of them: \[\] is neither"),
+        ({"pin": {3: 1}}, "3 is no name"),
+        ({"offload": "no"}, "offload must be True or False, not 'no'"),
+        ({"balance": 1}, "balance must be True or False, not 1"),
+    ],
+)
+def test_wishes_of_another_form_are_refused(wish: dict[str, Any], message: str) -> None:
+    with pytest.raises(graphplan.InputError, match=message):
+        graphplan.plan(Tied().eval(), {0: "64KiB", "cpu": "1MiB"}, (IDS,), **wish)

@@ -1,0 +1,164 @@
+"""The frontier: exact without budgets, exchangeable devices in order, relaxed states below all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from placements import HOST, ample, best_of_all, equal_cards, resident_problems, stack
+from random_problems import TINY
+
+from graphplan.devices.topology import CPU, DeviceKey, Link
+from graphplan.ir.graph import Graph
+from graphplan.ir.graph_elements import Operation, Value
+from graphplan.passes.placement.arrays import Arrays
+from graphplan.passes.placement.frontier import Frontier, Stage, make_stages
+from graphplan.passes.placement.problem import Problem
+
+MIB = 1 << 20
+
+
+def shortest(frontier: Frontier, stages: list[Stage]) -> float:
+    """Seconds of the shortest path through all steps, whatever the bytes."""
+    rest = np.zeros(stages[-1].states.shape[1])
+    for stage in reversed(stages):
+        rest = (stage.seconds + rest[stage.onward]).min(axis=0)
+    return float(rest[0]) + frontier.constant
+
+
+def without_budgets(arrays: Arrays, states: int = 10**6) -> float:
+    """Seconds of the fastest placement, by the frontier."""
+    frontier = Frontier(arrays)
+    return shortest(frontier, make_stages(frontier, ample(relaxed_states=states)))
+
+
+def test_the_shortest_path_is_the_best_placement_without_budgets() -> None:
+    compared = 0
+    for arrays in resident_problems(TINY, 120):
+        found, best = without_budgets(arrays), best_of_all(arrays, budgets=False)
+        if returns_weights(arrays):  # whose way back is not counted
+            assert found <= best * (1 + 1e-9)
+            continue
+        assert found == pytest.approx(best, rel=1e-9)
+        compared += 1
+    assert compared >= 60
+
+
+def returns_weights(arrays: Arrays) -> bool:
+    """Whether weights that have no fixed home are returned."""
+    returned = arrays.item[arrays.reader == arrays.count]
+    return bool(((returned >= arrays.values) & (arrays.fixed[returned] < 0)).any())
+
+
+def test_states_that_are_relaxed_only_lower_the_bound() -> None:
+    lower = 0
+    for arrays in resident_problems(TINY, 120, most=10**5):
+        exact = without_budgets(arrays)
+        for states in (1, 4, 12):
+            relaxed = without_budgets(arrays, states)
+            assert relaxed <= exact * (1 + 1e-12)
+            lower += relaxed < exact * (1 - 1e-9)
+    assert lower >= 10
+
+
+def able(frontier: Frontier, states: np.ndarray, step: int) -> list[int]:
+    """Devices that a step may be placed on after one state."""
+    _, seconds = frontier.extend(frontier.steps[step], states)
+    return np.flatnonzero(np.isfinite(seconds[:, 0])).tolist()
+
+
+def test_exchangeable_devices_come_into_use_in_order() -> None:
+    frontier = Frontier(Arrays(Problem(stack([MIB] * 4), equal_cards(3), CPU)))
+    assert frontier.before == [(1, 0), (2, 1)]
+    states = frontier.start()
+    assert able(frontier, states, 0) == [0]
+    states, _ = frontier.extend(frontier.steps[0], states)
+    assert able(frontier, states[0], 1) == [0, 1]
+    states, _ = frontier.extend(frontier.steps[1], states[0])
+    assert able(frontier, states[0], 2) == [0, 1]
+    assert able(frontier, states[1], 2) == [0, 1, 2]
+
+
+def test_devices_that_differ_come_in_any_order() -> None:
+    topology = equal_cards(2, HOST)
+    topology = replace(topology, links={(0, CPU): Link(1e9, 0.0)})
+    frontier = Frontier(Arrays(Problem(stack([MIB] * 4), topology, CPU)))
+    assert not frontier.before
+    assert able(frontier, frontier.start(), 0) == [0, 1, 2]
+
+
+def joined(links: dict[tuple[DeviceKey, DeviceKey], Link], *, pinned: bool = False) -> Arrays:
+    """A value that is made first and read again at the end, on three cards."""
+    operations = [
+        Operation("a", "f", ("x",), ("a",)),
+        Operation("b", "f", ("a",), ("b",)),
+        Operation("c", "f", ("a", "b"), ("c",)),
+    ]
+    values = [Value(name, MIB, MIB) for name in "xabc"]
+    graph = Graph(operations, values, [], ["x"], ["c"])
+    topology = replace(equal_cards(3), links=links)
+    allowed = {name: frozenset[DeviceKey]({key}) for key, name in enumerate("abc")} if pinned else {}
+    return Arrays(Problem(graph, topology, CPU, allowed=allowed))
+
+
+def test_unequal_links_need_the_maker_in_the_state() -> None:
+    near: dict[tuple[DeviceKey, DeviceKey], Link] = {(0, 2): Link(1e12, 0.0)}
+    assert not Frontier(joined({})).needs_home
+    assert Frontier(joined(near)).needs_home
+    assert Frontier(joined(near)).width == 2 * Frontier(joined({})).width
+    for links in ({}, near, {(1, 2): Link(1e8, 0.0)}, {(0, 1): Link(1e8, 0.0)}):
+        for pinned in (False, True):
+            arrays = joined(links, pinned=pinned)
+            assert without_budgets(arrays) == pytest.approx(best_of_all(arrays, budgets=False), rel=1e-12)
+    assert without_budgets(joined(near, pinned=True)) < without_budgets(joined({}, pinned=True))
+
+
+def test_a_shared_weight_is_a_variable_before_its_first_reader() -> None:
+    arrays = Arrays(Problem(stack([MIB] * 5 + [0], head="w2"), equal_cards(2), CPU))
+    frontier = Frontier(arrays)
+    assert [step.variable for step in frontier.steps] == [0, 1, 6, 2, 3, 4, 5]
+    assert [step.nbytes for step in frontier.steps] == [MIB, MIB, MIB, 0, MIB, MIB, 0]
+    first = Frontier(arrays, first=0)
+    assert [step.variable for step in first.steps] == [6, 0, 1, 2, 3, 4, 5]
+    settled = first.with_first(0)  # as good as the other card
+    found = shortest(settled, make_stages(settled, ample()))
+    assert found == pytest.approx(without_budgets(arrays), rel=1e-12)
+
+
+def test_a_home_that_is_settled_is_kept() -> None:
+    unlike = equal_cards(2)
+    unlike = replace(unlike, devices=(unlike.devices[0], replace(unlike.devices[1], flops=5e11)))
+    arrays = Arrays(Problem(stack([MIB] * 5 + [0], 10**8, head="w0"), unlike, CPU))
+    frontier = Frontier(arrays, first=0)
+    found = []
+    for home in (0, 1):
+        settled = frontier.with_first(home)
+        found.append(shortest(settled, make_stages(settled, ample())))
+        assert able(settled, settled.start(), 0) == [home]
+    item = arrays.shared[0]
+    chosen = np.full(len(arrays.names), -1)
+    chosen[item] = 0
+    assert found[0] == pytest.approx(arrays.seconds(np.zeros(6, dtype=np.int64), chosen), rel=1e-12)
+    assert found[1] > found[0]
+    assert min(found) == pytest.approx(best_of_all(arrays, budgets=False), rel=1e-12)
+
+
+def test_layers_that_repeat_themselves_share_their_stages() -> None:
+    frontier = Frontier(Arrays(Problem(stack([MIB] * 100), equal_cards(4), CPU)))
+    stages = make_stages(frontier, ample())
+    assert len(stages) == 100
+    assert len({id(stage) for stage in stages}) < 20
+
+
+def test_values_with_the_same_readers_are_sorted() -> None:
+    """Which of the experts of a layer is where does not matter to what combines them."""
+    values = [Value("x", MIB, MIB), *(Value(f"e{i}", MIB, MIB) for i in range(8)), Value("y", MIB, MIB)]
+    operations = [Operation(f"e{i}", "f", ("x",), (f"e{i}",), (), 10**8) for i in range(8)]
+    operations.append(Operation("y", "f", tuple(f"e{i}" for i in range(8)), ("y",)))
+    arrays = Arrays(Problem(Graph(operations, values, [], ["x"], ["y"]), equal_cards(3), CPU))
+    frontier = Frontier(arrays)
+    assert max(len(slots) for step in frontier.steps for slots in step.alike) == 8
+    stages = make_stages(frontier, ample(relaxed_states=10**6))
+    assert max(stage.states.shape[1] for stage in stages) < 200  # of 3 ** 8
+    assert shortest(frontier, stages) == pytest.approx(best_of_all(arrays, budgets=False), rel=1e-12)

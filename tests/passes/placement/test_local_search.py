@@ -1,0 +1,187 @@
+"""Local search: never slower, within the budgets, and its prices of moves are exact."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from placements import ample, best_of_all, cards, equal_cards, random_homes, random_units, stack
+from random_problems import MEDIUM, TINY, random_instance
+
+from graphplan.devices.topology import CPU
+from graphplan.ir.graph import Graph
+from graphplan.ir.graph_elements import Weight
+from graphplan.passes.placement.arrays import Arrays, Ints
+from graphplan.passes.placement.evaluate import evaluate
+from graphplan.passes.placement.local_search import LocalSearch
+from graphplan.passes.placement.problem import Problem
+
+MIB = 1 << 20
+
+
+def starts(seeds: int, *, fits: bool | None = None) -> Iterator[tuple[Arrays, Ints, Ints]]:
+    """Random placements of random problems: within the budgets, above them, or either."""
+    for seed in range(seeds):
+        draw = random.Random(seed)
+        arrays = Arrays(random_instance(seed, MEDIUM if seed % 5 == 0 else TINY).problem)
+        for _ in range(1 if fits is None else 8):
+            units = random_units(arrays, draw)
+            if units is None or not len(units):
+                break
+            devices = arrays.expand(units)
+            chosen = random_homes(arrays, devices, draw)
+            if fits is None or arrays.fits(devices, chosen) == fits:
+                yield arrays, devices, chosen
+                break
+
+
+def assert_consistent(search: LocalSearch) -> None:
+    """What the search says of its placement is so, and operations that share a device do."""
+    arrays = search.arrays
+    assert search.seconds == pytest.approx(arrays.seconds(search.devices, search.chosen), rel=1e-12)
+    assert (search.peaks == arrays.peaks(search.devices, search.chosen)).all()
+    for members in arrays.units:
+        assert len({*search.devices[members].tolist()}) == 1
+
+
+def test_a_move_costs_what_it_is_said_to() -> None:
+    compared = 0
+    for arrays, devices, chosen in starts(120):
+        search, draw = LocalSearch(arrays, devices, ample(), chosen), random.Random(compared)
+        moves = list(search._moves(off=np.ones(arrays.computing, dtype=bool)))
+        for move in draw.sample(moves, min(6, len(moves))):
+            run = search._run(move)
+            if not run or not np.isfinite(arrays.compute[move.device, run]).all():
+                continue
+            trial = devices.copy()
+            trial[run] = move.device
+            change = arrays.seconds(trial, chosen) - arrays.seconds(devices, chosen)
+            assert search._delta(run, move.device) == pytest.approx(change, abs=1e-9 * search.seconds)
+            compared += 1
+    assert compared >= 200
+
+
+def test_climbing_never_takes_longer_and_keeps_the_budgets() -> None:
+    count, faster = 0, 0
+    for arrays, devices, chosen in starts(150, fits=True):
+        search = LocalSearch(arrays, devices, ample(), chosen)
+        before = search.seconds
+        search.climb()
+        assert search.seconds <= before * (1 + 1e-12)
+        assert arrays.fits(search.devices, search.chosen)
+        assert_consistent(search)
+        count += 1
+        faster += search.seconds < before * (1 - 1e-6)
+    assert count >= 60
+    assert faster >= count / 4
+
+
+def test_nothing_is_left_to_gain_by_one_operation() -> None:
+    for arrays, devices, chosen in starts(60, fits=True):
+        search = LocalSearch(arrays, devices, ample(), chosen)
+        search.climb()
+        for members in arrays.units:
+            for device in range(arrays.computing):
+                trial = search.devices.copy()
+                trial[members] = device
+                if arrays.fits(trial, search.chosen):
+                    seconds = arrays.seconds(trial, search.chosen)
+                    assert seconds >= search.seconds * (1 - 1e-6)
+
+
+def test_repair_ends_within_the_budgets_or_says_that_it_does_not() -> None:
+    repaired, tried = 0, 0
+    for arrays, devices, chosen in starts(250, fits=False):
+        search = LocalSearch(arrays, devices, ample(), chosen)
+        before = search.excess
+        done = search.repair()
+        assert done == bool((search.peaks <= arrays.room).all())
+        assert done == (not search.excess)
+        assert search.excess <= before
+        assert_consistent(search)
+        tried += bool(before)
+        repaired += done and bool(before)
+    assert tried >= 60
+    assert repaired >= tried / 4
+
+
+def test_repair_finds_room_where_there_is_some() -> None:
+    graph = stack([MIB] * 20, 10**8)
+    arrays = Arrays(Problem(graph, equal_cards(3, memory=8 * MIB, kind="sim"), CPU))
+    search = LocalSearch(arrays, np.zeros(20, dtype=np.int64), ample())
+    assert search.excess > 11 * MIB
+    assert search.repair()
+    found = evaluate(arrays.problem, arrays.assignment(search.devices, search.chosen))
+    assert found.feasible
+
+
+def test_balancing_keeps_the_limit_and_leaves_more_room() -> None:
+    count, roomier = 0, 0
+    for arrays, devices, chosen in starts(150, fits=True):
+        search = LocalSearch(arrays, devices, ample(), chosen)
+        before, most = search.fullness, search.seconds * 1.05
+        search.balance(most)
+        assert search.seconds <= most * (1 + 1e-12)
+        assert search.fullness <= before
+        assert arrays.fits(search.devices, search.chosen)
+        assert_consistent(search)
+        count += 1
+        roomier += search.fullness < before
+    assert count >= 60
+    assert roomier >= 10
+
+
+def test_balancing_moves_layers_to_the_emptier_card() -> None:
+    graph = stack([MIB] * 20, 10**8)
+    arrays = Arrays(Problem(graph, equal_cards(2, memory=18 * MIB, kind="sim"), CPU))
+    search = LocalSearch(arrays, np.array([0] * 16 + [1] * 4), ample())
+    search.balance(search.seconds * (1 + 1e-3))
+    assert search.fullness <= 0.65
+    assert (np.diff(search.devices) >= 0).all()  # still two segments
+
+
+def test_a_home_moves_to_the_reader_that_saves_copies() -> None:
+    graph = stack([MIB, MIB, MIB, 0], head="w0")
+    links = cards(2)
+    arrays = Arrays(Problem(graph, links, CPU, allowed={"v0": frozenset({0}), "v3": frozenset({1})}))
+    (item,) = arrays.shared
+    found = []
+    for home in (0, 1):
+        chosen = np.full(len(arrays.names), -1)
+        chosen[item] = home
+        search = LocalSearch(arrays, np.array([0, 0, 1, 1]), ample(), chosen)
+        search.climb()
+        found.append(search.seconds)
+    assert found[0] == pytest.approx(found[1])
+    assert found[0] == pytest.approx(best_of_all(arrays))
+
+
+def test_weights_that_nobody_reads_keep_their_room() -> None:
+    """What nobody reads fits the faster card alone; the other one has room for the rest."""
+    plain = stack([MIB] * 8, 10**9)
+    weights = [*plain.weights.values(), Weight("idle", 9 * MIB)]
+    graph = Graph(plain.operations.values(), plain.values.values(), weights, ["x"], plain.outputs)
+    topology = equal_cards(2, memory=9 * MIB + MIB // 2, kind="sim")
+    slow, fast = topology.devices
+    slow = replace(slow, flops=2e11, memory=8 * MIB + MIB // 2)
+    arrays = Arrays(Problem(graph, replace(topology, devices=(slow, fast)), CPU))
+    search = LocalSearch(arrays, np.zeros(8, dtype=np.int64), ample())
+    assert arrays.fits(search.devices)
+    search.climb()
+    assert arrays.fits(search.devices, search.chosen)
+    search.balance(search.seconds * 1.5)
+    assert arrays.fits(search.devices, search.chosen)
+
+
+def test_it_ends_where_no_effort_is_left() -> None:
+    arrays = Arrays(Problem(stack([MIB] * 20), equal_cards(2, memory=12 * MIB, kind="sim"), CPU))
+    begin = np.array([0, 1] * 10)
+    whole, none = LocalSearch(arrays, begin, ample()), LocalSearch(arrays, begin, ample(1.0))
+    for search in (whole, none):
+        search.climb()
+        assert_consistent(search)
+    assert whole.seconds < none.seconds
+    assert none.effort.over

@@ -1,0 +1,247 @@
+"""Random problems: no false bound, no plan that breaks a rule, none refused that can be placed.
+
+Seeds come in blocks so that several processes share them. ``benchmarks/random_placements.py`` runs more.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from brute import Brute, Space
+from placement_api import Problem, Solution, evaluate, place
+from placement_checks import Effort, least_excess, sound, violations
+from random_problems import BUDGETS, DEVICES, MEDIUM, TINY, Parameters, random_instance, restrict
+
+from graphplan.devices.topology import CPU, DeviceSpec, Link, Topology
+from graphplan.errors import InfeasibleError
+from graphplan.ir.graph import Graph
+from graphplan.ir.graph_elements import Operation, Value, Weight
+from graphplan.ir.schedule import Assignment
+
+TINY_BLOCK, MEDIUM_BLOCK = 12, 2
+KIB, MIB = 1 << 10, 1 << 20
+CARD = DeviceSpec(0, "cuda:0", 0, 1e14, 1e12, 4e-6)
+
+
+def found_wrong(parameters: Parameters, block: int, size: int, effort: Effort) -> list[str]:
+    """The violations of a block of seeds; every eighth problem is placed twice."""
+    wrong = []
+    for seed in range(block * size, (block + 1) * size):
+        instance = random_instance(seed, parameters)
+        effort = replace(effort, again=seed % 8 == 0)
+        wrong += [f"{instance}: {text}" for text in violations(instance.problem, place, seed, effort)]
+    return wrong
+
+
+@pytest.mark.parametrize("block", range(12))
+def test_tiny_problems(block: int) -> None:
+    wrong = found_wrong(TINY, block, TINY_BLOCK, Effort(placements=1000, restricted=1))
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("block", range(12))
+def test_medium_problems(block: int) -> None:
+    wrong = found_wrong(MEDIUM, block, MEDIUM_BLOCK, Effort(placements=200, restricted=1))
+    assert not wrong, "\n".join(wrong)
+
+
+# -- bounds that were false once --------------------------------------------------------------------------
+
+
+def one_card_and_the_cpu() -> Problem:
+    """Operations that are alike but for the weights that only they read; half of the large ones fit."""
+    large = {1: 1, 3: 1, 5: 1, 8: 1, 13: 2, 16: 1, 17: 1, 18: 2, 23: 1, 30: 1}
+    operations, values, weights, last = [], [Value("x", 512, 512)], [], "x"
+    for i in range(33):
+        sizes = [4 * KIB] * (2 - large.get(i, 0)) + [16 * MIB] * large.get(i, 0)
+        own = [Weight(f"w{i}.{k}", nbytes) for k, nbytes in enumerate(sizes)]
+        reads = (last, *(weight.name for weight in own))
+        operations.append(Operation(f"v{i}", "f", reads, (f"v{i}",), (), 10**7, 4096))
+        values.append(Value(f"v{i}", 512, 512))
+        weights += own
+        last = f"v{i}"
+    cpu = DeviceSpec(CPU, CPU, 1 << 40, 1e12, 5e10, 20e-6)
+    topology = Topology((replace(CARD, memory=(6 * 16 + 2) * MIB), cpu))
+    return Problem(Graph(operations, values, weights, ["x"], [last]), topology, CPU)
+
+
+def three_equal_cards() -> Problem:
+    """A stack with a tied embedding that two cards hold: 1 and 2 are close to each other, 0 is far."""
+    operations, values = [], [Value("x", 512, 512), Value("h", 64 * KIB, 64 * KIB)]
+    weights = [Weight("embedding", 8 * MIB)]
+    operations.append(Operation("h", "embedding", ("x", "embedding"), ("h",), (), 10**6, 64 * KIB))
+    last = "h"
+    for i in range(20):
+        weights.append(Weight(f"w{i}", MIB))
+        values.append(Value(f"v{i}", 64 * KIB, 64 * KIB))
+        operations.append(Operation(f"v{i}", "linear", (last, f"w{i}"), (f"v{i}",), (), 10**8, MIB))
+        last = f"v{i}"
+    values.append(Value("y", 64 * KIB, 64 * KIB))
+    operations.append(Operation("y", "linear", (last, "embedding"), ("y",), (), 10**8, 8 * MIB))
+    graph = Graph(operations, values, weights, ["x"], ["y"])
+    memory = graph.weight_bytes * 6 // 10
+    cards = tuple(replace(CARD, key=key, device=f"cuda:{key}", memory=memory) for key in range(3))
+    near, far = Link(100e9, 2e-6), Link(1e9, 1e-3)
+    return Problem(graph, Topology(cards, {(1, 2): near, (0, 1): far, (0, 2): far}), CPU)
+
+
+def test_operations_differ_by_the_weights_that_only_they_read() -> None:
+    problem = one_card_and_the_cpu()
+    solution = place(problem)
+    on_cpu = ("v13", "v18", "v23", "v30")  # what they read takes half of the large weights' bytes
+    rules = {name: frozenset({CPU if name in on_cpu else 0}) for name in problem.graph.operations}
+    by_hand = restrict(problem, rules)
+    assert by_hand is not None
+    pinned = place(by_hand)
+    assert pinned.evaluation.seconds < 390e-6
+    assert solution.lower_bound <= pinned.evaluation.seconds * (1 + 1e-9), solution.proof
+    assert solution.evaluation.seconds <= pinned.evaluation.seconds * (1 + 1e-9)
+    assert not violations(problem, place, effort=Effort(steps=1000))
+
+
+def test_equal_cards_differ_by_the_links_among_them() -> None:
+    problem = three_equal_cards()
+    solution = place(problem)
+    near = restrict(problem, dict.fromkeys(problem.graph.operations, frozenset({1, 2})))
+    assert near is not None
+    pinned = place(near)
+    assert pinned.evaluation.seconds < 160e-6
+    assert solution.lower_bound <= pinned.evaluation.seconds * (1 + 1e-9), solution.proof
+    assert solution.evaluation.seconds <= pinned.evaluation.seconds * (1 + 1e-9)
+    assert not violations(problem, place)
+
+
+# -- the checks and the problems themselves ---------------------------------------------------------------
+
+
+def by_brute_force(problem: Problem) -> Solution:
+    """A perfect planner for tiny problems."""
+    plain, whole = (Space(problem, alone=alone) for alone in (True, False))
+    best = plain.best() if plain.accelerators else None
+    if best is not None:
+        return Solution(best, best.seconds, "every placement on the accelerators")
+    best = whole.best()
+    if best is None:
+        raise InfeasibleError("no placement fits")
+    return Solution(best, best.seconds, "every placement")
+
+
+def test_nothing_is_wrong_with_the_best_of_all() -> None:
+    placed, effort = 0, Effort(placements=300, restricted=3, again=True)
+    for seed in range(60):
+        problem = random_instance(seed, TINY).problem
+        if Space(problem, alone=False).count <= effort.placements:
+            assert not violations(problem, by_brute_force, seed, effort)
+            placed += 1
+    assert placed > 15
+
+
+def test_what_is_wrong_is_found() -> None:
+    """Plans that are made blindly and said to be the best, bounds that are a little high, refusals."""
+
+    def blind(problem: Problem) -> Solution:
+        best = by_brute_force(problem)
+        found = least_excess(Space(problem, alone="alone" in best.proof), random.Random(0), 300)
+        assert found is not None
+        return Solution(found, found.seconds, "hope" + best.proof[len("every placement") :])
+
+    def high(problem: Problem) -> Solution:
+        best = by_brute_force(problem)
+        return replace(best, lower_bound=best.evaluation.seconds * 1.001)
+
+    def refusing(problem: Problem) -> Solution:
+        raise InfeasibleError("no placement fits")
+
+    effort, kinds = Effort(placements=300, steps=20, restricted=0), Counter[str]()
+    for seed in range(60):
+        problem = random_instance(seed, TINY).problem
+        space = Space(problem, alone=False)
+        if space.count > effort.placements or space.best() is None:
+            continue
+        kinds["placed"] += 1
+        for planner in (blind, high, refusing):
+            wrong = violations(problem, planner, seed, effort)
+            kinds[planner.__name__] += bool(wrong)
+    assert kinds["placed"] > 10
+    assert kinds["high"] == kinds["refusing"] == kinds["placed"]
+    assert kinds["blind"] > 3
+
+
+def test_two_ways_of_trying_everything_agree() -> None:
+    plain = Parameters((2, 6), cards=2, weights=1, special=0, grouped=0, pinned=0, kept=0)
+    compared = 0
+    for seed in range(60):
+        problem = random_instance(seed, plain).problem
+        graph = problem.graph
+        if problem.allowed or not graph.weights.keys() <= graph.streamable & graph.consumers.keys():
+            continue
+        for alone in (True, False):
+            space = Space(problem, alone=alone)
+            keys = [key for key in problem.topology.keys if key != CPU or not alone]
+            if not keys or not (problem.offload or alone):
+                continue
+            found, expected = space.best(), Brute(problem, keys, fetch=not alone).best_below(math.inf)
+            assert (found is None) == (expected is None)
+            if found is not None and expected is not None:
+                assert found.seconds == pytest.approx(expected.seconds, rel=1e-9)
+                compared += 1
+    assert compared > 15
+
+
+def test_problems_are_made_from_their_seeds_alone() -> None:
+    for parameters in (TINY, MEDIUM):
+        for seed in range(10):
+            random.seed(seed + 1)
+            assert random_instance(seed, parameters) == random_instance(seed, parameters)
+
+
+def test_problems_are_of_all_kinds() -> None:
+    instances = [random_instance(seed, MEDIUM) for seed in range(150)]
+    problems = [instance.problem for instance in instances]
+    graphs = [problem.graph for problem in problems]
+    operations = [operation for graph in graphs for operation in graph.operations.values()]
+    assert {instance.devices for instance in instances} == DEVICES.keys()
+    assert {instance.budget for instance in instances} == BUDGETS.keys()
+    assert {len(problem.topology.devices) for problem in problems} == {1, 2, 3, 4}
+    assert {len(operation.outputs) for operation in operations} == {1, 2, 3}
+    assert any(operation.host_only for operation in operations)
+    assert any(value.alias_of for graph in graphs for value in graph.values.values())
+    assert any(weight.mutated for graph in graphs for weight in graph.weights.values())
+    assert any(graph.changed_inputs for graph in graphs)
+    assert any(len(group) > 1 for graph in graphs for group in graph.together)
+    assert any(len(readers) > 1 for graph in graphs for readers in graph.readers.values())
+    for attribute in ("offload", "returns_to_host", "streams"):
+        assert {getattr(problem, attribute) for problem in problems} == {True, False}
+    assert any(problem.allowed for problem in problems)
+    assert any(problem.fixed_weights for problem in problems)
+    assert any(spec.reserve for problem in problems for spec in problem.topology.devices)
+    assert {problem.host for problem in problems} > {CPU, 0}
+    assert any(problem.host not in problem.topology for problem in problems)
+
+
+def test_a_solution_that_breaks_rules_is_found() -> None:
+    problem = three_equal_cards()
+    solution = by_hand_on_one_and_two(problem)
+    space = Space(problem, alone=True)
+    assert not sound(problem, space, solution)
+    assert sound(problem, space, replace(solution, lower_bound=1.0))
+    assert sound(problem, space, replace(solution, lower_bound=math.nan))
+    assert sound(problem, space, replace(solution, evaluation=replace(solution.evaluation, seconds=0.0)))
+    pinned = restrict(problem, {"v3": frozenset({0})})
+    assert pinned is not None
+    assert sound(pinned, Space(pinned, alone=True), solution)
+    smaller = replace(problem, topology=problem.topology.scaled(0.5))
+    assert sound(smaller, space, solution)
+
+
+def by_hand_on_one_and_two(problem: Problem) -> Solution:
+    """The embedding and what reads it on 1, twelve of the layers on 2."""
+    graph, first = problem.graph, {f"v{i}" for i in range(12)}
+    operations = {name: 2 if name in first else 1 for name in graph.operations}
+    weights = {name: operations[graph.readers[name][0]] for name in graph.weights}
+    found = evaluate(problem, Assignment(operations, weights))
+    return Solution(found, 0.0, "nothing on the accelerators")

@@ -1,0 +1,147 @@
+"""The Lagrangian relaxation: its bound holds at whatever prices, equal for devices of a class."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from placements import HOST, ample, best_of_all, cards, equal_cards, resident_problems, stack
+from random_problems import TINY
+
+from graphplan.devices.topology import CPU, Topology
+from graphplan.passes.placement import relaxation as relaxations
+from graphplan.passes.placement.arrays import Arrays
+from graphplan.passes.placement.frontier import Frontier, make_stages
+from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.relaxation import Buffers, Prices, Relaxation
+
+MIB = 1 << 20
+TIGHT = 1 + 1e-9
+
+
+def relax(arrays: Arrays, buffers: Buffers | None = None, *, streaming: bool = False) -> Relaxation:
+    frontier = Frontier(arrays, streaming=streaming)
+    if buffers is None and not streaming:
+        buffers = Buffers.none(frontier.devices)
+    return Relaxation(frontier, make_stages(frontier, ample()), buffers)
+
+
+def improved(arrays: Arrays, enough: float = math.inf) -> Relaxation:
+    found = relax(arrays)
+    found.improve(enough, ample())
+    return found
+
+
+def test_the_bound_is_not_above_the_best_placement() -> None:
+    compared, tight = 0, 0
+    for arrays in resident_problems(TINY, 200, most=1000):
+        best, found = best_of_all(arrays), improved(arrays)
+        assert found.bound <= best * TIGHT
+        assert found.possible or best == math.inf
+        compared += best < math.inf
+        tight += best < math.inf and found.bound >= 0.9 * best
+    assert compared >= 50
+    assert tight >= compared / 2
+
+
+def test_every_price_gives_a_bound() -> None:
+    draw = np.random.default_rng(1)
+    for arrays in resident_problems(TINY, 60, most=1000):
+        best, found = best_of_all(arrays), relax(arrays)
+        if not found.possible:
+            assert best == math.inf
+            continue
+        for size in (0.0, 1e-12, 1e-10, 1e-8):
+            prices = Prices(draw.exponential(size, len(found.room)), np.zeros(len(found.room)))
+            bound, _, _ = found._dual(prices)
+            assert bound <= best * TIGHT
+
+
+def test_the_slope_is_the_change_of_the_bound_at_most() -> None:
+    """The bound is concave in the prices, so that a cutting plane is never below it."""
+    draw = np.random.default_rng(2)
+    for arrays in resident_problems(TINY, 40, most=1000):
+        found = relax(arrays)
+        if not found.possible:
+            continue
+        points = [found._as_prices(draw.exponential(1e-4, 2 * len(found.room))) for _ in range(4)]
+        values = [found._dual(prices) for prices in points]
+        for here, (bound, _, slope) in zip(points, values, strict=True):
+            for there, (other, _, _) in zip(points, values, strict=True):
+                step = found._as_point(there) - found._as_point(here)
+                assert other <= bound + slope @ step + 1e-12
+
+
+def test_a_higher_bound_is_found_where_memory_is_short() -> None:
+    fast, slow = equal_cards(2, memory=5 * MIB + 4096, kind="sim").devices
+    slow = replace(slow, flops=1e11)
+    arrays = Arrays(Problem(stack([MIB] * 10, 10**9), Topology((fast, slow)), CPU))
+    found = relax(arrays)
+    free, _, _ = found._dual(found.prices)
+    found.improve(math.inf, ample())
+    best = best_of_all(arrays)
+    assert free < 0.5 * best < 0.9 * best < found.bound <= best * TIGHT
+    assert found.prices.per_byte[0] > 0
+    assert found.prices.per_byte[1] == 0
+
+
+def test_a_byte_may_be_worth_more_than_a_forward_pass() -> None:
+    """Nearly all of the fast card is taken by what must be there; two operations compete for the rest."""
+    graph = stack([60 * MIB, MIB, MIB], [1, 10**9, 10**9])
+    fast, slow = equal_cards(2, memory=61 * MIB + 4096, kind="sim").devices
+    topology = Topology((fast, replace(slow, flops=1e11)))
+    arrays = Arrays(Problem(graph, topology, CPU, allowed={"v0": frozenset({0})}))
+    found, best = improved(arrays), best_of_all(arrays)
+    assert 0.9 * best <= found.bound <= best * TIGHT
+    assert found.prices.per_byte[0] * 61 * MIB > best
+
+
+def test_the_cost_to_the_end_is_that_of_the_bound() -> None:
+    for arrays in resident_problems(TINY, 40, most=1000):
+        found = improved(arrays)
+        if not found.possible or not found.bound:
+            continue
+        priced = found.prices.per_byte @ found.room
+        assert found.bound == pytest.approx(found.rest[0][0] - priced + found.frontier.constant, rel=1e-12)
+        assert [len(rest) for rest in found.rest[1:]] == [stage.states.shape[1] for stage in found.stages]
+
+
+def test_devices_of_a_class_have_equal_prices() -> None:
+    graph = stack([MIB * (1 + i % 3) for i in range(12)], [10**8 * (1 + i % 4) for i in range(12)])
+    for others in ((), (HOST,)):
+        topology = equal_cards(3, *others, memory=9 * MIB, kind="sim")
+        found = improved(Arrays(Problem(graph, topology, CPU)))
+        count = sum(spec.is_accelerator for spec in topology.devices)
+        assert len({*found.prices.per_byte[:count].tolist()}) == 1
+    found = improved(Arrays(Problem(graph, cards(3, memory=9 * MIB), CPU)))
+    assert relaxations._members(found.frontier) == [[0], [1], [2]]
+
+
+def test_weights_that_cannot_fit_leave_no_placement_possible() -> None:
+    nothing = {"v1": frozenset({1})}
+    topology = equal_cards(2, memory=3 * MIB, kind="sim")
+    arrays = Arrays(Problem(stack([MIB] * 4), topology, CPU, allowed=nothing))
+    assert improved(arrays).bound < math.inf
+    crowded = relax(arrays, Buffers(np.array([2, 2]), np.array([4.0 * MIB, 4.0 * MIB]), np.zeros(2)))
+    assert not crowded.possible
+    crowded.improve(math.inf, ample())
+    assert crowded.bound == math.inf
+
+
+def test_streaming_costs_what_is_copied_at_least() -> None:
+    graph = stack([4 * MIB] * 12, 10**6)
+    topology = equal_cards(1, HOST, memory=20 * MIB, kind="sim")
+    topology = replace(topology, devices=(topology.devices[0], replace(HOST, flops=1e6)))
+    arrays = Arrays(Problem(graph, topology, CPU))
+    found = relax(arrays, streaming=True)
+    assert found.streams
+    found.improve(math.inf, ample())
+    least = (48 - 20) * MIB / 5e9  # what the card does not hold
+    assert found.bound >= 0.9 * least
+    two = Buffers(np.array([2, 0]), np.array([4.0 * MIB, 0.0]), np.zeros(2))
+    narrow = relax(arrays, two, streaming=True)
+    narrow.improve(math.inf, ample())
+    assert narrow.bound >= found.bound * (1 - 1e-3)
+    assert narrow.bound >= 0.9 * (48 - 20 + 8) * MIB / 5e9 - 8 * MIB / 5e9

@@ -1,0 +1,71 @@
+"""Several calls over one ring per device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from builders import KIB, chain
+
+from graphplan import Graph
+from graphplan.devices.max_memory import read_max_memory
+from graphplan.ir.schedule import Assignment
+from graphplan.passes.placement.evaluate import evaluate
+from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.shared_buffers import evaluate_together, fit_together, within
+
+SLOT = 16 * KIB
+SMALL, LARGE = chain(6, weight=SLOT), chain(6, weight=SLOT, activation=40 * KIB)
+
+
+def problem(graph: Graph, budget: int, **options: Any) -> Problem:
+    return Problem(graph, read_max_memory({0: budget, "cpu": 1 << 30}), "cpu", **options)
+
+
+def streaming(graph: Graph, slots: int) -> Assignment:
+    return Assignment(dict.fromkeys(graph.operations, 0), dict.fromkeys(graph.weights, "cpu"), {0: slots})
+
+
+def rings(found: Any) -> list[tuple[int, int]]:
+    return [(len(ring.slots), ring.nbytes) for one in found for ring in one.schedule.rings]
+
+
+def test_every_call_counts_the_largest_ring() -> None:
+    problems = [problem(SMALL, 1 << 20), problem(LARGE, 1 << 20)]
+    found = evaluate_together(problems, [streaming(SMALL, 4), streaming(LARGE, 1)])
+    assert rings(found) == [(4, 4 * SLOT), (1, 4 * SLOT)]
+    alone = evaluate(problems[1], streaming(LARGE, 1))
+    assert found[1].peak(0).nbytes == alone.peak(0).nbytes + 3 * SLOT
+    assert found[1].seconds == alone.seconds
+
+
+def test_a_call_that_streams_nothing_counts_the_ring_too() -> None:
+    resident = Assignment(dict.fromkeys(LARGE.operations, 0), dict.fromkeys(LARGE.weights, 0))
+    problems = [problem(SMALL, 1 << 20), problem(LARGE, 1 << 20)]
+    found = evaluate_together(problems, [streaming(SMALL, 2), resident])
+    assert rings(found) == [(2, 2 * SLOT), (0, 2 * SLOT)]
+
+
+def test_slots_are_given_up_where_another_call_has_no_room_for_them() -> None:
+    budget = 2 * 40 * KIB + 2 * SLOT  # two activations at once, and two slots
+    problems = [problem(SMALL, budget), problem(LARGE, budget)]
+    assert evaluate(problems[0], streaming(SMALL, 4)).feasible
+    found = fit_together(problems, [streaming(SMALL, 4), streaming(LARGE, 1)])
+    assert all(one.feasible for one in found)
+    assert rings(found) == [(2, 2 * SLOT), (1, 2 * SLOT)]
+
+
+def test_what_fits_in_no_way_says_by_how_much() -> None:
+    budget = 2 * 40 * KIB + SLOT - 512
+    problems = [problem(SMALL, budget), problem(LARGE, budget)]
+    found = fit_together(problems, [streaming(SMALL, 4), streaming(LARGE, 3)])
+    assert rings(found) == [(1, SLOT), (1, SLOT)]
+    assert [one.excess for one in found] == [{}, {0: 512}]
+
+
+def test_a_ring_may_grow_into_what_the_others_leave() -> None:
+    budget = 2 * 40 * KIB + 3 * SLOT
+    other = evaluate(problem(LARGE, budget), streaming(LARGE, 1))
+    limited = within(problem(SMALL, budget), [other])
+    assert (limited.rings, limited.growth[0]) == ({0: SLOT}, 3 * SLOT)
+    assert evaluate(limited, streaming(SMALL, 3)).feasible
+    assert evaluate(limited, streaming(SMALL, 4)).excess == {0: SLOT}

@@ -1,0 +1,120 @@
+"""Weights in CPU memory: what has no room otherwise is streamed, whoever reads it and however large it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from placements import CARD, HOST, equal_cards, stack
+
+from graphplan.devices.topology import CPU, DeviceKey, Link, Topology
+from graphplan.ir.graph import Graph
+from graphplan.ir.graph_elements import Operation, Value, Weight
+from graphplan.ir.schedule import Assignment
+from graphplan.passes.placement.driver import place
+from graphplan.passes.placement.evaluate import Evaluation, evaluate
+from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.residence import reside
+
+MIB = 1 << 20
+TIGHT = 1 + 1e-9
+
+
+def on_card(problem: Problem, *streamed: str) -> Evaluation:
+    """All operations on the card, some weights on the CPU."""
+    return evaluate(problem, reside(problem, dict.fromkeys(problem.graph.operations, 0), streamed))
+
+
+def one_card(graph: Graph, mib: float, *, cpu_computes: bool = True) -> Problem:
+    allowed = {} if cpu_computes else dict.fromkeys(graph.operations, frozenset[DeviceKey]({0}))
+    card = replace(CARD, device="sim:0", memory=int(mib * MIB) + 16384)
+    return Problem(graph, Topology((card, HOST), {}, Link(5e9, 1e-5)), CPU, allowed=allowed)
+
+
+def tied_parts(count: int = 4) -> Graph:
+    """Parts of a tied table, each read by a lookup at the start and by a part of the head at the end."""
+    weights = [Weight(f"part{i}", MIB) for i in range(count)]
+    values = [Value("x", 512, 512), Value("h", 512, 512), Value("y", 512 * count, 512 * count)]
+    values += [Value(f"{name}{i}", 512, 512) for name in ("look", "head") for i in range(count)]
+    each = range(count)
+    looks = [Operation(f"look{i}", "embedding", ("x", f"part{i}"), (f"look{i}",), (), 0, 1024) for i in each]
+    heads = [Operation(f"head{i}", "linear", ("h", f"part{i}"), (f"head{i}",), (), 10**7, MIB) for i in each]
+    h = Operation("h", "add", tuple(f"look{i}" for i in range(count)), ("h",), (), 1000, 2048)
+    y = Operation("y", "cat", tuple(f"head{i}" for i in range(count)), ("y",), (), 1000, 4096)
+    return Graph([*looks, h, *heads, y], values, weights, ["x"], ["y"])
+
+
+@pytest.mark.parametrize("mib", [3.5, 2.5, 1.1])
+def test_weights_that_several_operations_read_are_streamed_where_they_have_no_room(mib: float) -> None:
+    graph = tied_parts()
+    problem = one_card(graph, mib, cpu_computes=False)
+    by_hand = on_card(problem, *graph.weights)
+    assert by_hand.feasible
+    found = place(problem)
+    assert found.lower_bound <= found.evaluation.seconds <= by_hand.seconds * TIGHT
+
+
+def test_a_weight_that_takes_most_of_the_card_is_streamed_where_that_is_faster() -> None:
+    sizes = [MIB, 8 * MIB, MIB, MIB, 8 * MIB, MIB]
+    problem = one_card(stack(sizes, 10**9), 9.1)
+    by_hand = on_card(problem, *problem.graph.weights)  # through one slot, of the largest
+    assert by_hand.feasible
+    found = place(problem)
+    assert found.lower_bound <= found.evaluation.seconds <= by_hand.seconds * TIGHT
+
+
+def test_what_fits_is_not_streamed() -> None:
+    problem = one_card(stack([MIB] * 8), 8.5)
+    found = place(problem).evaluation
+    assert {*found.assignment.operations.values(), *found.assignment.weights.values()} == {0}
+
+
+@pytest.mark.parametrize("mib", [2.2, 4.2, 8.2])
+def test_a_stack_takes_as_long_as_its_copies_or_its_work(mib: float) -> None:
+    graph = stack([MIB] * 24, 2 * 10**8)
+    problem = one_card(graph, mib, cpu_computes=False)
+    found = place(problem)
+    away = on_card(problem, *list(graph.weights)[int(mib) - 2 :])
+    assert away.feasible
+    assert found.lower_bound <= found.evaluation.seconds <= away.seconds * TIGHT
+    copied = (24 - mib) * MIB / 5e9
+    assert found.evaluation.seconds >= max(copied, float(sum(problem.clock(problem.topology[0]).values())))
+
+
+def test_where_nothing_is_streamed_the_cpu_computes() -> None:
+    graph = stack([MIB] * 8)
+    problem = replace(one_card(graph, 4.2), streams=False)
+    found = place(problem).evaluation
+    assert found.feasible
+    assert not any(ring.segments for ring in found.schedule.rings)
+    assert found.seconds <= evaluate(problem, everything_on(problem, CPU)).seconds * TIGHT
+
+
+def everything_on(problem: Problem, key: DeviceKey) -> Assignment:
+    return reside(problem, dict.fromkeys(problem.graph.operations, key))
+
+
+def test_copies_of_a_weight_that_two_cards_read_take_room_there() -> None:
+    """Each of two weights, of which one fits a card, has two readers: those go together."""
+    weights = [Weight("a", 32 << 10), Weight("b", 32 << 10)]
+    reads = [("x", "a"), ("v0",), ("v1", "a"), ("v2", "b"), ("v3",), ("v4", "b")]
+    values = [Value(name, 512, 512) for name in ("x", *(f"v{i}" for i in range(6)))]
+    operations = [Operation(f"v{i}", "f", read, (f"v{i}",), (), 10**7, 1) for i, read in enumerate(reads)]
+    graph = Graph(operations, values, weights, ["x"], ["v5"])
+    fast, slow = equal_cards(2, memory=60 << 10, kind="sim").devices
+    problem = Problem(graph, Topology((fast, replace(slow, flops=2e11))), CPU)
+    assert evaluate(problem, reside(problem, {f"v{i}": int(i >= 3) for i in range(6)})).feasible
+    found = place(problem)
+    assert found.evaluation.feasible
+    assert found.lower_bound <= found.evaluation.seconds
+
+
+def test_head_room_that_nobody_lacks_parts_no_operations() -> None:
+    """An operation that reads only what it writes goes with the others, not to an idle card."""
+    plain = stack([MIB] * 4)
+    count = Operation("count", "add_", ("steps",), (), ("steps",), 0, 8)
+    weights = [*plain.weights.values(), Weight("steps", 8, ("steps",), "buffer", mutated=True)]
+    operations = [count, *plain.operations.values()]
+    graph = Graph(operations, plain.values.values(), weights, ["x"], plain.outputs)
+    problem = Problem(graph, equal_cards(2, memory=256 * MIB, kind="sim"), CPU)
+    assert len({*place(problem).evaluation.assignment.operations.values()}) == 1

@@ -1,0 +1,420 @@
+"""The page of a plan, in a real browser."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plans import HOSTILE, UNet, hostile_plan, large_plan, llama_plan, unet_plan
+
+import graphplan
+from graphplan import Plan
+from graphplan.report.html_page import _SCRIPTS, to_html
+
+playwright = pytest.importorskip("playwright.sync_api", reason="the browser's driver is missing: playwright")
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+SHOTS = Path(__file__).parents[2] / "out" / "screenshots"
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
+
+
+@dataclass
+class Opened:
+    """A page, with what it asked for and complained of."""
+
+    page: Any
+    requests: list[str] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)
+
+    def js(self, expression: str, *arguments: Any) -> Any:
+        return self.page.evaluate(expression, *arguments)
+
+    def click(self, node: str) -> None:
+        """Click the middle of what is drawn."""
+        point = self.js("id => GraphView.point(id)", node)
+        self.page.mouse.click(point["x"], point["y"])
+
+    def ids(self) -> set[str]:
+        return set(self.js("() => GraphView.ids()"))
+
+    def shoot(self, name: str, *, whole: bool = False) -> None:
+        SHOTS.mkdir(parents=True, exist_ok=True)
+        self.page.wait_for_timeout(250)  # the picture glides to its place
+        self.page.screenshot(path=SHOTS / f"{name}.png", full_page=whole)
+
+
+Open = Callable[..., Opened]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def show(browser: Any, tmp_path: Path) -> Iterator[Open]:
+    pages: list[Opened] = []
+
+    def open_plan(plan: Plan, *, scheme: str = "light", html: str = "", title: str = "") -> Opened:
+        path = tmp_path / "plan.html"
+        if html:
+            path.write_text(html, encoding="utf-8")
+        else:
+            plan.save_html(path, title=title)
+        page = browser.new_page(
+            viewport={"width": 1440, "height": 900}, color_scheme=scheme, reduced_motion="reduce"
+        )
+        opened = Opened(page)
+        page.on("request", lambda request: opened.requests.append(request.url))
+        page.on("pageerror", lambda error: opened.complaints.append(str(error)))
+        page.on("console", lambda message: opened.complaints.append(message.text))
+        page.goto(path.as_uri())
+        page.wait_for_selector("html[data-ready]", timeout=20_000)
+        pages.append(opened)
+        return opened
+
+    yield open_plan
+    for opened in pages:
+        assert opened.complaints == []
+        assert len(opened.requests) == 1, opened.requests  # the file itself
+        opened.page.close()
+
+
+def test_opens_with_stages_lanes_and_summary(show: Open) -> None:
+    plan = llama_plan()
+    opened = show(plan, title="Llama")
+    page = opened.page
+    assert page.title() == "Llama"
+    assert page.locator(".lane-name").count() == len(plan.topology.devices)
+    stages = {i for i in opened.ids() if i.startswith("g")}
+    assert len(stages) == len(plan.stages)
+    assert not {i for i in opened.ids() if i.startswith("o") and i != "out"}
+    figures = page.inner_text("#figures")
+    assert plan.proof in figures
+    assert f"{len(plan.fetches)} copies a call" in figures
+    opened.shoot("light", whole=True)
+
+
+def test_transfers_are_arrows_with_their_bytes(show: Open) -> None:
+    plan = llama_plan()
+    edges = show(plan).js("() => GraphView.edges()")
+    moved = [edge for edge in edges if "transfer" in edge["classes"]]
+    fetched = [edge for edge in edges if "fetch" in edge["classes"]]
+    flows = [(flow["kind"], flow["bytes"]) for flow in page_flows(plan)]
+    assert sum(flows[i][1] for edge in moved for i in edge["flows"]) == plan.transfer_bytes > 0
+    assert sum(flows[i][1] for edge in fetched for i in edge["flows"]) == plan.streamed_bytes > 0
+    assert all(edge["label"].endswith("B") for edge in moved)
+
+
+def page_flows(plan: Plan) -> list[dict[str, Any]]:
+    text = to_html(plan).partition('<script type="application/json" id="plan">')[2].partition("</script>")[0]
+    flows: list[dict[str, Any]] = json.loads(text)["flows"]
+    return flows
+
+
+def test_a_stage_opens_down_to_an_operation_and_closes(show: Open) -> None:
+    opened = show(llama_plan(), scheme="dark")
+    first = opened.ids()
+    depth, node = 0, "g0"
+    while not {i for i in opened.ids() - first if i.startswith("o")} and depth < 8:
+        before = opened.ids()
+        opened.click(node)
+        inside = opened.ids() - before
+        assert inside
+        node = next((i for i in sorted(inside) if i.startswith("g")), node)
+        opened.js("id => { const n = GraphView.point(id); return n; }", node)
+        depth += 1
+    opened.shoot("open-dark")
+    operations = {i for i in opened.ids() - first if i.startswith("o")}
+    assert operations
+    opened.page.click("#collapse")
+    assert opened.ids() == first
+
+
+def test_a_click_on_an_open_stage_closes_it(show: Open) -> None:
+    opened = show(unet_plan())
+    closed = opened.ids()
+    opened.click("g0")
+    assert opened.ids() > closed
+    opened.shoot("unet-open")
+    opened.page.focus("#canvas")
+    opened.page.keyboard.press("Enter")
+    assert opened.ids() == closed
+
+
+def test_hovering_an_operation_says_what_it_costs(show: Open) -> None:
+    plan = llama_plan()
+    opened = show(plan)
+    name = next(n for n in plan.stages[0].operations if plan.graph.operations[n].target == "linear")
+    opened.page.fill("#search", name)
+    opened.page.keyboard.press("Enter")
+    index = list(plan.graph.operations).index(name)
+    point = opened.js("id => GraphView.point(id)", f"o{index}")
+    opened.page.mouse.move(point["x"], point["y"])
+    tip = opened.page.inner_text("#tip")
+    for word in ("FLOPs", "makes", "time", "module", "source"):
+        assert word in tip
+    assert plan.graph.operations[name].module_path in tip
+    assert "modeling_llama.py:" in tip
+
+
+def test_search_finds_a_parameter_a_module_and_an_operation(show: Open) -> None:
+    plan = llama_plan()
+    opened = show(plan)
+    page = opened.page
+    page.keyboard.press("/")
+    page.keyboard.type("layers.2 q_proj.weight")
+    assert "model.layers.2.self_attn.q_proj.weight" in page.inner_text("#hits")
+    opened.shoot("search")
+    page.keyboard.press("Enter")
+    details = page.inner_text("#details")
+    assert "model.layers.2.self_attn.q_proj.weight" in details
+    home = plan.placement["model.layers.2.self_attn.q_proj.weight"]
+    assert f"lives on\n{home}" in details.replace("\t", "\n")
+    page.fill("#search", "model.layers.1.mlp")
+    page.keyboard.press("Enter")
+    assert "module" in page.inner_text("#details")
+    assert "mlp" in page.inner_text("#details h3")
+    page.fill("#search", "no such thing")
+    assert "Nothing has this name" in page.inner_text("#hits")
+
+
+def test_memory_shows_weights_activations_budget_and_peak(show: Open) -> None:
+    plan = llama_plan()
+    opened = show(plan)
+    for key in (0, 1):
+        chart = opened.page.locator(f'svg.memory[data-device="{key}"]')
+        assert chart.locator(".budget line").count() == 1
+        assert "budget" in chart.locator(".budget text").text_content()
+        assert plan.peaks[key].operation in chart.locator(".peak text").text_content()
+        assert chart.locator("path.activations").count() == 1
+        assert chart.locator("rect.weights").count() == 1
+        assert chart.locator("rect.ring").count() == any(ring.device == key for ring in plan.schedule.rings)
+        assert budget_is_above(chart)
+    opened.page.locator("#memory").screenshot(path=shot("memory"))
+
+
+def budget_is_above(chart: Any) -> bool:
+    """Whether the peak's dot lies below the budget's line or on it."""
+    line = float(chart.locator(".budget line").get_attribute("y1"))
+    return line <= float(chart.locator(".peak circle").get_attribute("cy")) + 0.01
+
+
+def shot(name: str) -> Path:
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    return SHOTS / f"{name}.png"
+
+
+def test_the_memory_cursor_follows_the_arrow_keys(show: Open) -> None:
+    plan = llama_plan()
+    page = show(plan).page
+    page.focus('svg.memory[data-device="0"]')
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert list(plan.graph.operations)[2] in page.inner_text("#tip")
+
+
+def test_the_timeline_has_compute_transfers_and_fetches(show: Open) -> None:
+    opened = show(llama_plan(), scheme="dark")
+    chart = opened.page.locator("svg.timeline")
+    for kind in ("compute", "transfers", "fetches"):
+        assert chart.locator(f"rect.bar.{kind}").count() > 0
+    bars = chart.locator("rect.bar").count()
+    opened.page.click("#time-in")
+    opened.page.click("#time-in")
+    assert chart.locator("rect.bar").count() != bars
+    opened.page.locator("#timeline").screenshot(path=shot("timeline-dark"))
+
+
+def test_tables_sort_and_lead_to_the_graph(show: Open) -> None:
+    plan = llama_plan()
+    page = show(plan).page
+    first = page.locator("#weights tbody tr").first
+    largest = max(plan.graph.weights.values(), key=lambda weight: weight.nbytes)
+    assert largest.name in [row.split("\t")[0] for row in page.inner_text("#weights tbody").splitlines()]
+    page.click("#weights th button >> nth=0")
+    assert first.locator("td").first.text_content() == min(plan.graph.weights)
+    first.click()
+    assert min(plan.graph.weights) in page.inner_text("#details")
+    assert page.locator("#transfers tbody tr").count() > 3
+
+
+def test_the_outline_is_a_tree_for_the_keyboard(show: Open) -> None:
+    opened = show(llama_plan())
+    page = opened.page
+    page.focus("#outline li")
+    page.keyboard.press("ArrowRight")
+    assert page.locator('#outline li[aria-expanded="true"]').count() == 1
+    page.keyboard.press("ArrowDown")
+    assert page.locator('#outline li li[aria-selected="true"]').count() == 1
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    assert page.locator('#outline li[aria-expanded="true"]').count() == 0
+
+
+def test_hostile_names_stay_text(show: Open) -> None:
+    opened = show(hostile_plan(), title=HOSTILE)
+    page = opened.page
+    assert page.title() == HOSTILE
+    opened.click("g0")
+    opened.click("g1")
+    page.fill("#search", "script")
+    assert HOSTILE in page.inner_text("#hits")
+    page.keyboard.press("Enter")
+    assert HOSTILE in page.inner_text("#details")
+    assert page.inner_text("h1") == HOSTILE
+    assert opened.js("() => document.querySelectorAll('script:not([type])').length") == len(_SCRIPTS)
+    assert opened.js("() => document.querySelectorAll('h1 *, #details script, #outline script').length") == 0
+    opened.shoot("hostile")
+
+
+def test_characters_that_hide_or_turn_text_are_shown_by_their_numbers(show: Open) -> None:
+    page = show(hostile_plan(), title="a\u202eb\u200bc\nd \\u202e 语言").page
+    assert page.title() == "a\\u202eb\\u200bc\\nd \\u202e 语言"
+    assert page.inner_text("h1") == page.title()
+
+
+def test_nothing_can_be_fetched(show: Open) -> None:
+    opened = show(hostile_plan())
+    blocked = opened.js("() => fetch('https://example.org/').then(() => false, () => true)")
+    assert blocked
+    assert any("Content Security Policy" in line for line in opened.complaints)
+    opened.complaints.clear()
+    del opened.requests[1:]
+
+
+def test_dark_and_light(show: Open) -> None:
+    opened = show(unet_plan(), scheme="dark")
+    background = "() => getComputedStyle(document.body).backgroundColor"
+    dark = opened.js(background)
+    opened.shoot("unet-dark", whole=True)
+    opened.page.click("#theme")
+    assert opened.js(background) != dark
+    assert opened.js("() => document.documentElement.dataset.theme") == "light"
+
+
+PAINTED = """() => {
+  const picture = document.querySelector("canvas.paper");
+  const pixels = picture.getContext("2d").getImageData(0, 0, picture.width, picture.height).data;
+  let painted = 0;
+  for (let i = 3; i < pixels.length; i += 4) painted += pixels[i] > 0;
+  return painted / (pixels.length / 4);
+}"""
+
+
+def test_prints_light_and_without_controls(show: Open) -> None:
+    opened = show(llama_plan(), scheme="dark")
+    page = opened.page
+    opened.js("() => dispatchEvent(new Event('beforeprint'))")
+    page.emulate_media(media="print")
+    assert opened.js("() => document.documentElement.dataset.theme") == "light"
+    assert not page.locator("#search").is_visible()
+    assert opened.js(PAINTED) > 0.01, "the graph is blank on paper"
+    assert page.locator("#memory-charts svg").first.is_visible()
+    opened.shoot("print", whole=True)
+    page.emulate_media(media="screen")
+    opened.js("() => dispatchEvent(new Event('afterprint'))")
+    assert opened.js("() => document.documentElement.dataset.theme") == "dark"
+    assert page.locator("canvas.paper").count() == 0
+    assert page.pdf()[:5] == b"%PDF-"
+
+
+def page_is_as_wide_as_the_window(opened: Opened) -> bool:
+    return bool(opened.js("() => document.documentElement.scrollWidth <= innerWidth"))
+
+
+def test_a_narrow_window(show: Open) -> None:
+    opened = show(llama_plan(), title="A model with a rather long name, on two accelerators and the CPU")
+    opened.page.set_viewport_size({"width": 390, "height": 844})
+    opened.page.wait_for_timeout(150)  # charts are drawn anew
+    assert page_is_as_wide_as_the_window(opened)
+    for chart in opened.page.locator("svg.memory").all():
+        frame = chart.bounding_box()
+        for text in chart.locator("text").all():
+            box = text.bounding_box()
+            assert box["x"] >= frame["x"] - 1
+            assert box["x"] + box["width"] <= frame["x"] + frame["width"] + 1
+    opened.shoot("narrow", whole=True)
+
+
+def test_what_hooks_run_has_no_bound(show: Open) -> None:
+    plan = replace(hostile_plan(), method="hooks", lower_bound=0.0, proof="hooks run the model")
+    figures = show(plan).page.inner_text("#figures")
+    assert "unknown" in figures
+    assert "%" not in figures
+
+
+def test_the_text_of_a_peak_is_not_struck_through_by_the_budget(show: Open) -> None:
+    page = show(llama_plan()).page
+    for chart in page.locator("svg.memory").filter(has=page.locator(".budget line")).all():
+        line = float(chart.locator(".budget line").get_attribute("y1"))
+        foot = float(chart.locator(".peak text").get_attribute("y"))
+        assert foot + 4 <= line or line <= foot - 11
+        text = chart.locator(".peak text").bounding_box()
+        other = chart.locator(".budget text").bounding_box()
+        assert text["x"] + text["width"] <= other["x"] or other["x"] + other["width"] <= text["x"]
+
+
+TEXTS = """() => GraphView.labels().map((label, i) => [label, GraphView.widths()[i],
+  Math.max(...label.split("\\n").map((line) => Dom.textWidth(line, 12)))])"""
+
+
+def test_texts_fit_their_boxes(show: Open) -> None:
+    opened = show(llama_plan())
+    opened.click("g0")
+    for label, width, needed in opened.js(TEXTS):
+        assert needed <= width, label
+
+
+def test_ten_thousand_operations_make_few_elements(show: Open) -> None:
+    plan = large_plan()
+    assert len(plan.graph.operations) == 10_000
+    opened = show(plan, title="Ten thousand operations")
+    print("opened after", opened.js("() => performance.now()"), "ms")
+    assert len(opened.ids()) <= len(plan.stages) + 2
+    assert opened.js("() => document.querySelectorAll('*').length") < 12_000
+    assert page_is_as_wide_as_the_window(opened)
+    assert opened.page.locator("#overview .part").count() == len(plan.stages)
+    opened.shoot("large")
+    before = opened.js("() => GraphView.point('g0').x")
+    opened.page.click("#overview", position={"x": 200, "y": 8})
+    assert opened.js("() => GraphView.point('g0').x") < before - 500
+    opened.page.click("#fit")
+    opened.js("() => dispatchEvent(new Event('beforeprint'))")
+    opened.page.emulate_media(media="print")
+    assert opened.page.locator(".paper-row").count() > 2, "the stages are too small to be read on one row"
+    opened.shoot("large-print")
+    opened.page.emulate_media(media="screen")
+    opened.js("() => dispatchEvent(new Event('afterprint'))")
+    assert opened.page.locator(".paper-row").count() == 0
+    opened.click("g0")
+    assert len(opened.ids()) <= len(plan.stages) + 100
+    opened.page.fill("#search", "v9999")
+    opened.page.keyboard.press("Enter")
+    assert "o9999" in opened.ids()
+    opened.shoot("large-open")
+
+
+def test_a_measured_call_is_beside_the_modelled_one(show: Open) -> None:
+    model, x = UNet().eval(), torch.ones(1, 4, 32, 32)
+    with graphplan.simulate({0: "700KiB", 1: "700KiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (x,), pin={"down": 0, "up": 1})
+        profile = placed.profile(x)
+    opened = show(placed.plan, html=to_html(placed.plan, "Measured", profile.measured))
+    groups = opened.page.locator("svg.timeline text.group").all_text_contents()
+    assert [text.partition(",")[0] for text in groups] == ["modelled", "measured"]
+    assert opened.page.locator("svg.memory line.measured").count() == 2
+    for key, nbytes in profile.peak_bytes.items():
+        text = opened.page.text_content(f'svg.memory[data-device="{key}"] .peak text')
+        assert opened.js("n => Format.bytes(n)", nbytes) in text.partition("measured")[2]
+    opened.shoot("measured", whole=True)

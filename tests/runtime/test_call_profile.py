@@ -1,0 +1,91 @@
+"""One measured call beside the modelled one, on simulated devices."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from plans import budgets_of, llama
+from test_formats import check_collection, check_node_data, check_trace
+
+import graphplan
+from graphplan import Plan
+from graphplan.runtime.profile.call_profile import Profile
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    model, inputs = llama(2)
+    with graphplan.simulate(budgets_of(model, 0.5)) as machine:
+        placed = graphplan.partition(model, machine.max_memory, kwargs=inputs, pin={"lm_head": 1})
+        plain = placed(**inputs).logits
+        found = placed.profile(**inputs)
+        assert torch.equal(placed(**inputs).logits, plain)
+    assert isinstance(found, Profile)
+    return found
+
+
+def test_every_step_is_measured_once(profile: Profile) -> None:
+    plan = profile.plan
+    free = {e.name for e in plan.timeline.events if e.kind == "run" and e.start == e.end}
+    for kind in ("run", "move", "load"):
+        modelled = [(e.name, e.device) for e in plan.timeline.events if e.kind == kind]
+        measured = [(e.name, e.device) for e in profile.timeline.events if e.kind == kind]
+        left_out = {name for name, _ in modelled} - {name for name, _ in measured}
+        assert left_out <= free  # two equal views are one in the code
+        assert measured == [item for item in modelled if item[0] not in left_out]
+    assert plan.streamed_bytes > 0
+    assert plan.transfer_bytes > 0
+
+
+def test_measured_times_follow_one_another(profile: Profile) -> None:
+    events = profile.timeline.events
+    assert all(0 <= a.start <= a.end <= b.start <= b.end for a, b in itertools.pairwise(events))
+    assert events[-1].end <= profile.seconds
+
+
+def test_measured_peaks_are_within_the_modelled(profile: Profile) -> None:
+    plan = profile.plan
+    assert set(profile.peak_bytes) == {0, 1}
+    for key, nbytes in profile.peak_bytes.items():
+        assert 0 < nbytes <= plan.peak_bytes[key] <= plan.topology[key].memory
+
+
+def test_the_summary_has_both(profile: Profile) -> None:
+    text = str(profile)
+    assert "modelled" in text
+    assert "measured" in text
+    assert len(text.splitlines()) == 4 + len(profile.plan.topology.devices)
+
+
+def test_files(profile: Profile, tmp_path: Path) -> None:
+    profile.save_trace(tmp_path / "trace.json")
+    events = check_trace((tmp_path / "trace.json").read_text(encoding="utf-8"))
+    slices = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in slices} == {1, 2}
+    profile.save_model_explorer(tmp_path / "plan.json")
+    graph = check_collection(json.loads((tmp_path / "plan.json").read_text(encoding="utf-8")))
+    data = json.loads((tmp_path / "plan.measured.json").read_text(encoding="utf-8"))
+    assert len(check_node_data(data, graph)) == len([e for e in profile.timeline.events if e.kind == "run"])
+    profile.save_html(tmp_path / "plan.html", title="Measured")
+    assert '"measured":{' in (tmp_path / "plan.html").read_text(encoding="utf-8")
+    profile.save_svg(tmp_path / "plan.svg")
+    assert (tmp_path / "plan.svg").read_text(encoding="utf-8").count("measured peak") == 2
+
+
+def test_a_plan_that_was_profiled_is_the_one_that_runs(profile: Profile) -> None:
+    profile.plan.verify()
+    assert Plan.from_json(profile.plan.to_json()) == profile.plan
+
+
+def test_profiling_positional_calls_and_results() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()).eval()
+    x = torch.ones(2, 8)
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, (x,))
+    found = placed.profile(x)
+    assert [e.name for e in found.timeline.events if e.kind == "run"] == list(placed.plan.graph.operations)
+    assert found.peak_bytes == {}
+    assert "-" in found.summary()

@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+import gc
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import largest_difference
+from safetensors.torch import save_file
+from test_partition import IDS, Tied
+from torch import nn
+
+import graphplan
+from graphplan.runtime.checkpoint import parallel_reads
+from graphplan.runtime.checkpoint.mapped_files import MappedFile
+from graphplan.runtime.checkpoint.parallel_reads import Request, read_into
+from graphplan.runtime.checkpoint.safetensors_header import read_header
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x))
+
+
+X = torch.ones(2, 32)
+
+
+def meta() -> Plain:
+    with torch.device("meta"):
+        return Plain()
+
+
+def test_a_meta_model_is_filled_from_a_file(tmp_path: Path) -> None:
+    model = Plain()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with graphplan.simulate({0: 6000, 1: 6000}) as machine:
+        for path in (tmp_path, tmp_path / "model.safetensors"):
+            placed = graphplan.partition(meta(), machine.max_memory, (X,), checkpoint=str(path))
+            assert largest_difference(placed(X), model(X)) < 1e-6
+            del placed
+            gc.collect()  # simulated memory is freed with the last tensor
+
+
+def test_shards_dtypes_and_ties(tmp_path: Path) -> None:
+    model = Tied().double()
+    state = {name: t for name, t in model.state_dict().items() if name != "head.weight"}
+    names = list(state)
+    parts = {"one.safetensors": names[:3], "two.safetensors": names[3:]}
+    for file, members in parts.items():
+        save_file({name: state[name].contiguous() for name in members}, tmp_path / file)
+    index = {name: file for file, members in parts.items() for name in members}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    empty = Tied()
+    placed = graphplan.partition(empty, {"cpu": "1GiB"}, (IDS,), checkpoint=str(tmp_path))
+    assert placed.embed.weight.dtype == torch.float32
+    assert placed.head.weight is placed.embed.weight
+    assert largest_difference(placed(IDS), model.float()(IDS)) < 1e-5
+
+
+def test_names_that_do_not_fit_are_in_one_error(tmp_path: Path) -> None:
+    state = Plain().state_dict()
+    state["surplus"] = torch.ones(2)
+    del state["b.bias"]
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(graphplan.InputError, match=r"missing 'b.bias', unexpected 'surplus'"):
+        graphplan.partition(meta(), {"cpu": "1GiB"}, (X,), checkpoint=str(tmp_path))
+    with pytest.raises(graphplan.InputError, match=r"missing 'b.bias', unexpected nothing"):
+        graphplan.partition(meta(), {"cpu": "1GiB"}, (X,), checkpoint=str(tmp_path), strict=False)
+    placed = graphplan.partition(Plain(), {"cpu": "1GiB"}, (X,), checkpoint=str(tmp_path), strict=False)
+    assert torch.equal(placed.a.weight, state["a.weight"])
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(graphplan.InputError, match="no checkpoint at"):
+        graphplan.partition(meta(), {"cpu": "1GiB"}, (X,), checkpoint=str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
+    with pytest.raises(graphplan.InputError, match="no safetensors file, or is cut short"):
+        graphplan.partition(meta(), {"cpu": "1GiB"}, (X,), checkpoint=str(tmp_path))
+    save_file({**Plain().state_dict(), "a.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(graphplan.InputError, match=r"'a.weight' of shape \[3\], the model \[32, 32\]"):
+        graphplan.partition(meta(), {"cpu": "1GiB"}, (X,), checkpoint=str(tmp_path))
+    (tmp_path / "model.safetensors").unlink()  # which counts before an index, as in transformers
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a.weight": "gone.safetensors"}}')
+    with pytest.raises(graphplan.InputError, match=r"gone\.safetensors"):
+        graphplan.partition(meta(), {"cpu": "1GiB"}, (X,), checkpoint=str(tmp_path))
+
+
+# -- files ------------------------------------------------------------------------------------------------
+
+
+def damaged(path: Path, header: bytes, data: bytes = b"", length: int | None = None) -> Path:
+    path.write_bytes((len(header) if length is None else length).to_bytes(8, "little") + header + data)
+    return path
+
+
+def row(dtype: str = "F32", shape: object = (2,), offsets: object = (0, 8)) -> bytes:
+    return json.dumps({"w": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "length", "message"),
+    [
+        (b"{}", b"", 1 << 40, "a header of 1099511627776 bytes in a file of 10"),
+        (b"{}", b"", 0, "a header of 0 bytes"),
+        (b"{]", b"", None, "no JSON"),
+        (b"[]", b"", None, "no JSON object"),
+        (b'{"w": 3}', b"", None, "lacks something"),
+        (row(offsets=(0,)), b"", None, "lacks something"),
+        (row(), b"1234", None, "its tensors end at byte"),
+        (row(), b"1" * 12, None, "its tensors end at byte"),
+        (row(offsets=(8, 0)), b"", None, "in bytes 8 to 0"),
+        (row(shape=(-2,)), b"1" * 8, None, r"shape \[-2\]"),
+        (row(shape=(True,), offsets=(0, 4)), b"1" * 4, None, "shape"),
+        (row(shape=(3,)), b"1" * 8, None, "has 8 bytes"),
+        (row(offsets=(4, 12)), b"1" * 12, None, "begins at byte"),
+        (row("F4"), b"1" * 8, None, "as F4, which is none of"),
+    ],
+)
+def test_headers_are_not_believed(
+    header: bytes, data: bytes, length: int | None, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(graphplan.CheckpointError, match=message):
+        read_header(damaged(tmp_path / "w.safetensors", header, data, length))
+
+
+def test_headers_agree_with_safetensors(tmp_path: Path) -> None:
+    state = {
+        "a": torch.randn(3, 5),
+        "b": torch.arange(7, dtype=torch.int16),
+        "c": torch.randn(2, 2).bfloat16(),
+        "empty": torch.zeros(0, 3),
+        "flag": torch.tensor(True),
+        "z": torch.randn(2, dtype=torch.complex64),
+    }
+    save_file(state, tmp_path / "all.safetensors", metadata={"format": "pt"})
+    header = read_header(tmp_path / "all.safetensors")
+    assert set(header.entries) == set(state)
+    found = MappedFile(header)
+    for name, tensor in state.items():
+        assert torch.equal(found.tensor(header.entries[name]), tensor)
+
+
+def test_a_folder_of_files_without_an_index(tmp_path: Path) -> None:
+    model = Plain()
+    state = model.state_dict()
+    for name in ("a", "b"):
+        part = {key: tensor for key, tensor in state.items() if key.startswith(name)}
+        save_file(part, tmp_path / f"{name}.safetensors")
+    placed = graphplan.partition(meta(), {"cpu": "1GiB"}, (X,), checkpoint=str(tmp_path))
+    assert torch.equal(placed(X), model(X))
+    save_file({"a.weight": state["a.weight"]}, tmp_path / "c.safetensors")
+    with pytest.raises(graphplan.CheckpointError, match=r"both have 'a\.weight'"):
+        graphplan.partition(meta(), {"cpu": "1GiB"}, (X,), checkpoint=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "no index"),
+        ("[]", "no index"),
+        ('{"weight_map": {"a.weight": 3}}', "no index"),
+        (
+            '{"weight_map": {"a.weight": "part.safetensors"}}',
+            r"tensors that its files do not have: 'a\.weight'",
+        ),
+    ],
+)
+def test_an_index_that_is_wrong(text: str, message: str, tmp_path: Path) -> None:
+    save_file({"b": torch.ones(1)}, tmp_path / "part.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(graphplan.CheckpointError, match=message):
+        graphplan.partition(meta(), {"cpu": "1GiB"}, (X,), checkpoint=str(tmp_path))
+
+
+def test_every_missing_and_unexpected_name_is_told(tmp_path: Path) -> None:
+    save_file({f"other.{i}": torch.ones(1) for i in range(9)}, tmp_path / "model.safetensors")
+    with pytest.raises(graphplan.CheckpointError) as caught:
+        graphplan.partition(meta(), {"cpu": "1GiB"}, (X,), checkpoint=str(tmp_path))
+    for name in (*Plain().state_dict(), *(f"other.{i}" for i in range(9))):
+        assert repr(name) in str(caught.value)
+
+
+# -- reading ----------------------------------------------------------------------------------------------
+
+
+def requests_of(path: Path, targets: dict[str, torch.Tensor]) -> list[Request]:
+    header = read_header(path)
+    return [Request(header, header.entries[name], target) for name, target in targets.items()]
+
+
+@pytest.mark.parametrize("chunk", [64, 4096, 1 << 20])
+def test_reads_of_any_size_fill_any_target(chunk: int, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(parallel_reads, "_CHUNK", chunk)
+    state = {f"t{i}": torch.randn(1 + i % 7, 3 + i % 5) for i in range(40)}
+    state["long"] = torch.randn(3000)
+    save_file(state, tmp_path / "t.safetensors")
+    kinds: list[Any] = [
+        lambda t: torch.zeros_like(t),
+        lambda t: torch.zeros_like(t, dtype=torch.float64),
+        lambda t: torch.zeros_like(t).t().contiguous().t(),
+        lambda t: torch.zeros(t.shape, dtype=torch.bfloat16, device="sim:0"),
+        lambda t: torch.zeros(t.shape, device="sim:1"),
+    ]
+    with graphplan.simulate({0: "1MiB", 1: "1MiB"}):
+        targets = {name: kinds[i % len(kinds)](t) for i, (name, t) in enumerate(state.items())}
+        seen: list[int] = []
+        read_into(requests_of(tmp_path / "t.safetensors", targets), seen.append)
+        for name, target in targets.items():
+            assert torch.equal(target.cpu(), state[name].to(target.dtype)), name
+    assert sum(seen) == sum(t.numel() * 4 for t in state.values())
+
+
+def test_neighbours_are_read_together(tmp_path: Path, monkeypatch: Any) -> None:
+    state = {f"t{i:02}": torch.randn(100) for i in range(40)}
+    save_file(state, tmp_path / "t.safetensors")
+    reads: list[int] = []
+    preadv = os.preadv
+
+    def counted(file: int, buffers: Any, offset: int) -> int:
+        reads.append(len(buffers))
+        return preadv(file, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    targets = {name: torch.zeros(100) for name in state if name != "t20"}
+    read_into(requests_of(tmp_path / "t.safetensors", targets), lambda _: None)
+    assert sorted(reads) == [19, 20]
+    assert all(torch.equal(targets[name], state[name]) for name in targets)
+
+
+def test_reads_that_stop_early_go_on(tmp_path: Path, monkeypatch: Any) -> None:
+    state = {f"t{i}": torch.randn(50) for i in range(5)}
+    save_file(state, tmp_path / "t.safetensors")
+    pread = os.pread
+
+    def little(file: int, buffers: Any, offset: int) -> int:
+        data = pread(file, min(37, len(buffers[0])), offset)
+        buffers[0][: len(data)] = data
+        return len(data)
+
+    monkeypatch.setattr(os, "preadv", little)
+    targets = {name: torch.zeros(50) for name in state}
+    read_into(requests_of(tmp_path / "t.safetensors", targets), lambda _: None)
+    assert all(torch.equal(targets[name], state[name]) for name in targets)
+    monkeypatch.setattr(os, "preadv", lambda *_: 0)
+    with pytest.raises(graphplan.CheckpointError, match=r"t\.safetensors was cut short at byte"):
+        read_into(requests_of(tmp_path / "t.safetensors", targets), lambda _: None)
+
+
+def test_a_file_that_changed_since_it_was_opened(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    save_file({"t": torch.ones(100)}, path)
+    requests = requests_of(path, {"t": torch.zeros(100)})
+    os.truncate(path, 300)
+    with pytest.raises(graphplan.CheckpointError, match="has changed since"):
+        read_into(requests, lambda _: None)
+    path.unlink()
+    with pytest.raises(graphplan.CheckpointError, match="cannot be read"):
+        read_into(requests, lambda _: None)
+
+
+def test_what_is_streamed_is_read_to_where_it_is_streamed_from(tmp_path: Path) -> None:
+    model = Plain()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    pins = {"a.weight": "cpu", "b.weight": "cpu"}
+    with graphplan.simulate({0: "1MiB", "cpu": "1GiB"}) as machine:
+        options = {"checkpoint": str(tmp_path), "pin": pins, "cpu_compute": False}
+        placed = graphplan.partition(meta(), machine.max_memory, (X,), **options)
+        (pages,) = placed._graphplan.streams.pages  # nothing was copied a second time
+        assert pages.holds(placed.a.weight.data_ptr())
+        assert pages.end - pages.start == 2 * 32 * 32 * 4
+        machine.reset_peaks()
+        assert largest_difference(placed(X), model(X)) < 1e-6
+        loads = list(placed.plan.schedule.loads())
+        assert [t.nbytes for t in machine.transfers if t.nbytes in {load.nbytes for load in loads}]
+
+
+def test_weights_on_the_cpu_are_in_one_mapping(tmp_path: Path) -> None:
+    model = Plain()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    placed = graphplan.partition(meta(), {"cpu": "1GiB"}, (X,), checkpoint=str(tmp_path))
+    (pages,) = placed._graphplan.streams.pages
+    assert all(pages.holds(p.data_ptr()) for p in placed.parameters())
+    assert pages.end - pages.start == placed.plan.peaks["cpu"].weights
+    assert {p.untyped_storage().nbytes() for p in placed.parameters()} == {128, 4096}

@@ -1,0 +1,253 @@
+"""A route takes no call that binding and flattening would have treated otherwise."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from builders import largest_difference
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import graphplan
+from graphplan.capture.captured_graph import Without
+from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf, bind_call, leaf_names
+from graphplan.runtime.module.dispatch_cache import Route, find_route
+
+CPU = torch.device("cpu")
+
+
+def forward(
+    a: Any, b: Any = None, /, c: Any = 1, *rest: Any, flag: Any = False, size: Any = 0.0, **more: Any
+) -> None:
+    """What a model may take."""
+
+
+SIGNATURE = inspect.signature(forward)
+
+
+def tensors() -> st.SearchStrategy[torch.Tensor]:
+    makers = (
+        lambda: torch.zeros(2, 3),
+        lambda: torch.zeros(2, 3),
+        lambda: torch.zeros(3, 2).t(),
+        lambda: torch.zeros(2, 3, dtype=torch.long),
+        lambda: torch.zeros(2, 4),
+        lambda: torch.zeros(()),
+        lambda: torch.zeros(2, 3, device="meta"),
+    )
+    return st.sampled_from(makers).map(lambda make: make())
+
+
+LEAVES = tensors() | st.sampled_from(
+    [None, 0, 1, 0.0, 1.0, -0.0, False, True, "x", torch.float32, float("nan")]
+)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.lists(inner, max_size=2).map(tuple)
+        | st.dictionaries(st.sampled_from(["p", "q", 1, True]), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+NAMES = st.sampled_from(["c", "flag", "size", "other"])
+CALLS = st.tuples(
+    st.lists(VALUES, min_size=1, max_size=4), st.dictionaries(NAMES, VALUES, max_size=2)
+).filter(lambda call: not (len(call[0]) > 2 and "c" in call[1]))
+
+
+def signature_of(call: BoundCall) -> InputSignature:
+    leaves = tuple(
+        TensorLeaf(x.dtype, tuple(x.shape), (), None if x.is_contiguous() else x.stride())
+        if isinstance(x, torch.Tensor)
+        else x
+        for x in call.leaves
+    )
+    return InputSignature(call.spec, leaves, leaf_names(call))
+
+
+def route_of(
+    args: list[Any], kwargs: dict[str, Any], prepare: Any = None
+) -> tuple[Route | None, InputSignature]:
+    signature = signature_of(bind_call(SIGNATURE, args, kwargs))
+    return find_route(SIGNATURE, signature, prepare, args, kwargs), signature
+
+
+def assert_agrees(route: Route, signature: InputSignature, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the route takes the call; if so, binding must have found the same."""
+    leaves = route.leaves(args, kwargs, CPU)
+    if leaves is None:
+        return False
+    call = bind_call(SIGNATURE, args, kwargs)
+    assert signature.mismatch(call) is None
+    assert call.device in (None, CPU)
+    assert len(leaves) == len(call.leaves)
+    for ours, theirs in zip(leaves, call.leaves, strict=True):
+        assert ours is theirs or (type(ours) is type(theirs) and ours == theirs)
+    return True
+
+
+@given(CALLS, CALLS)
+def test_a_route_takes_only_calls_of_its_form(first: Any, second: Any) -> None:
+    route, signature = route_of(*first)
+    if route is not None:
+        assert_agrees(route, signature, *second)
+
+
+@given(CALLS, st.data())
+def test_a_route_takes_its_own_call_and_none_that_was_altered(call: Any, data: Any) -> None:
+    args, kwargs = call
+    route, signature = route_of(args, kwargs)
+    if route is None:
+        return
+    flat = bind_call(SIGNATURE, args, kwargs)
+    own = assert_agrees(route, signature, args, kwargs)
+    nans = any(isinstance(leaf, float) and leaf != leaf for leaf in flat.leaves)
+    assert own or flat.device not in (None, CPU) or nans
+    altered, named = list(args), dict(kwargs)
+    place = data.draw(st.sampled_from([*range(len(altered)), *named]))
+    value = data.draw(VALUES)
+    if isinstance(place, int):
+        altered[place] = value
+    else:
+        named[place] = value
+    assert_agrees(route, signature, altered, named)
+
+
+@given(st.permutations(["flag", "size", "other"]), st.permutations(["flag", "size", "other"]))
+def test_names_may_come_in_another_order(first: list[str], second: list[str]) -> None:
+    values = {name: torch.zeros(2, 3) for name in first}
+    route, signature = route_of([1.5], values)
+    assert route is not None
+    assert_agrees(route, signature, [1.5], {name: values[name] for name in second})
+
+
+def test_one_tensor_twice_is_not_taken_for_two() -> None:
+    x, y = torch.zeros(2, 3), torch.ones(2, 3)
+    route, _ = route_of([x], {"other": x, "flag": x})
+    assert route is not None
+    leaves = route.leaves([x], {"other": y, "flag": x}, CPU)
+    assert leaves is not None
+    call = bind_call(SIGNATURE, [x], {"other": y, "flag": x})
+    assert all(ours is theirs for ours, theirs in zip(leaves, call.leaves, strict=True))
+
+
+def test_arguments_that_are_not_traced_are_taken_out() -> None:
+    x = torch.zeros(2, 3)
+    kwargs = {"c": x, "flag": True}
+    signature = inspect.signature(lambda c, flag: None)
+    call = bind_call(signature, [], kwargs)
+    route = find_route(signature, signature_of(call), Without(("flag",)), [], kwargs)
+    assert route is not None
+    (leaf,) = route.leaves([], kwargs, CPU) or ()
+    assert leaf is x
+    assert route.leaves([], {"c": x, "flag": False}, CPU) is None
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, range(3), torch.zeros(1).numpy()])
+def test_other_objects_make_no_route(value: Any) -> None:
+    assert route_of([torch.zeros(2, 3), value], {})[0] is None
+
+
+class Many(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(
+        self, x: torch.Tensor, parts: Any = None, *, scale: float = 1.0, mask: torch.Tensor | None = None
+    ) -> Any:
+        y = self.layer(x) * scale
+        for part in (parts or {}).values():
+            y = y + part
+        return {"y": y if mask is None else y * mask, "scale": scale}
+
+
+def test_calls_of_all_forms_in_turn() -> None:
+    model, x = Many(), torch.randn(2, 3)
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, (x,))
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((x,), {}),
+        ((), {"x": x}),
+        ((x,), {"scale": 1.0}),
+        ((x,), {"scale": 2.0}),
+        ((x,), {"mask": x}),
+        ((x, None), {"mask": x}),
+        ((x, {"p": x}), {}),
+        ((x, {"q": x}), {}),
+        ((x,), {"mask": x, "parts": {"p": x, "q": x + 1}}),
+        ((x[:1],), {}),
+        ((x.t().contiguous().t(),), {}),
+    ]
+    for _ in range(3):
+        for args, kwargs in calls:
+            with torch.no_grad():
+                assert largest_difference(placed(*args, **kwargs), model(*args, **kwargs)) < 1e-6
+    programs = len(placed.plans)
+    assert programs == 8  # those that differ in name or default alone are one
+    with pytest.raises(graphplan.InputError):
+        placed(x, None, None)
+
+
+def test_caches_take_a_route_and_only_those_of_its_form() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
+    model, ids = LlamaForCausalLM(config).eval(), torch.ones(1, 3, dtype=torch.long)
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, kwargs={"input_ids": ids})
+
+    def cache(length: int) -> Any:
+        with torch.no_grad():
+            return model(ids[:, :1].expand(1, length)).past_key_values
+
+    def compare(length: int) -> None:
+        inputs = {"input_ids": ids[:, :2]}
+        with torch.no_grad():
+            ours = placed(**inputs, past_key_values=cache(length))
+            theirs = model(**inputs, past_key_values=cache(length))
+        assert largest_difference(ours.logits, theirs.logits) < 1e-5
+        assert ours.past_key_values.get_seq_length() == length + 2
+
+    for length in (3, 3, 4, 3):
+        compare(length)
+    assert len(placed.plans) == 2  # one serves caches of all lengths
+    routes, host = [known.route for known in placed._graphplan.routes], torch.device("cpu")
+    inputs = {"input_ids": ids[:, :2], "past_key_values": cache(3)}
+    (taken,) = [route for route in routes if route.leaves((), inputs, host) is not None]
+    leaves = pytree.tree_leaves(inputs)
+    found = taken.leaves((), inputs, host)
+    assert found is not None
+    assert all(a is b for a, b in zip(found, leaves, strict=True))
+    inputs["past_key_values"].layers[0].is_initialized = False
+    assert taken.leaves((), inputs, host) is None
+    inputs["past_key_values"] = cache(3)
+    inputs["past_key_values"].layers.pop()
+    assert taken.leaves((), inputs, host) is None
+    inputs["past_key_values"] = cache(3)
+    inputs["past_key_values"].added = 1
+    assert taken.leaves((), inputs, host) is None
+
+
+def test_modes_and_devices_choose_among_routes() -> None:
+    class Modes(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1 if self.training else x - 1
+
+    model, x = Modes().eval(), torch.zeros(3)
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, (x,))
+    for _ in range(2):
+        assert torch.equal(placed.eval()(x), x - 1)
+        assert torch.equal(placed.train()(x), x + 1)
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition(Many(), machine.max_memory, (torch.randn(2, 3),))
+        for _ in range(2):
+            for device in ("cpu", "sim:0"):
+                assert placed(torch.randn(2, 3).to(device))["y"].device.type == torch.device(device).type
+        assert len(placed.plans) == 2

@@ -1,0 +1,181 @@
+"""No slot is overwritten before its last reader, nor read before it is ready: by vector clocks."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from builders import KIB, bytes_of, chain, largest_difference
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from races import ClockedQueues, races_of
+from test_properties import Random, graphs, steps
+
+import graphplan
+from graphplan import Graph, VerificationError
+from graphplan.devices.max_memory import read_max_memory
+from graphplan.ir.schedule import Assignment, Load, Release, Schedule, Step, Wait
+from graphplan.ir.schedule_checks import check_schedule
+from graphplan.passes.schedule.transfers import build_schedule
+from graphplan.runtime.weights.weight_streams import ModuleStreams
+
+QUICK = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+SLOW = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+TOPOLOGY = read_max_memory({0: 1 << 30, 1: 1 << 30, "cpu": 1 << 30})
+
+
+def streamed(graph: Graph, slots: int, seed: int) -> Schedule:
+    """Operations anywhere, every weight on the CPU."""
+    draw = random.Random(seed)
+    devices = {name: draw.choice([0, 0, 0, 1, "cpu"]) for name in graph.operations}
+    assignment = Assignment(devices, dict.fromkeys(graph.weights, "cpu"), {0: slots, 1: slots})
+    return build_schedule(graph, TOPOLOGY, assignment, "cpu")
+
+
+@QUICK
+@given(graphs(), st.integers(1, 5), st.integers(0, 10**6))
+def test_random_schedules_have_no_races(graph: Graph, slots: int, seed: int) -> None:
+    schedule = streamed(graph, slots, seed)
+    check_schedule(graph, TOPOLOGY, schedule)
+    assert races_of(graph, schedule) == []
+
+
+def load_too_early(schedule: Schedule) -> Schedule:
+    """Let the last load, which reuses a slot, come before the release that it must follow."""
+    order = list(schedule.steps)
+    at = max(i for i, step in enumerate(order) if isinstance(step, Load))
+    moved = order.pop(at)
+    before = next(i for i, step in enumerate(order) if isinstance(step, Wait))
+    return replace(schedule, steps=(*order[:before], moved, *order[before:]))
+
+
+def without(kind: type[Step], schedule: Schedule) -> Schedule:
+    return replace(schedule, steps=tuple(step for step in schedule.steps if not isinstance(step, kind)))
+
+
+def release_too_early(schedule: Schedule) -> Schedule:
+    order: list[Step] = []
+    for step in schedule.steps:
+        if isinstance(step, Release):
+            at = next(i for i in range(len(order) - 1, -1, -1) if isinstance(order[i], Wait))
+            order.insert(at + 1, step)
+        else:
+            order.append(step)
+    return replace(schedule, steps=tuple(order))
+
+
+def wrong_predecessor(schedule: Schedule) -> Schedule:
+    ring = schedule.rings[0]
+    segments = tuple(replace(s, previous=i) for i, s in enumerate(ring.segments))
+    return replace(schedule, rings=(replace(ring, segments=segments),))
+
+
+def slots_overlap(schedule: Schedule) -> Schedule:
+    ring = schedule.rings[0]
+    return replace(schedule, rings=(replace(ring, slots=(ring.slots[0] // 2, *ring.slots[1:])),))
+
+
+DAMAGES = {
+    "load too early": load_too_early,
+    "no waits": lambda s: without(Wait, s),
+    "no releases": lambda s: without(Release, s),
+    "release too early": release_too_early,
+    "wrong predecessor": wrong_predecessor,
+    "slots overlap": slots_overlap,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_broken_schedule_is_found_by_the_clocks_and_by_the_checks(damage: str) -> None:
+    graph = chain(5)
+    assignment = Assignment(dict.fromkeys(graph.operations, 0), dict.fromkeys(graph.weights, "cpu"), {0: 2})
+    sound = build_schedule(graph, TOPOLOGY, assignment, "cpu")
+    check_schedule(graph, TOPOLOGY, sound)
+    assert races_of(graph, sound) == []
+    broken = DAMAGES[damage](sound)
+    if damage != "no waits":  # without them nothing is known to be read from the slots
+        assert races_of(graph, broken)
+    with pytest.raises(VerificationError):
+        check_schedule(graph, TOPOLOGY, broken)
+
+
+def run_with_clocks(
+    machine: Any, placed: Any, calls: list[tuple[Any, ...]], queues: type[ClockedQueues] = ClockedQueues
+) -> tuple[list[str], int, list[Any]]:
+    """Races, accesses and results of calls of a placed module, by what its operations really touch."""
+    state = placed._graphplan
+    state.streams = streams = ModuleStreams(lambda device: queues())
+    state.codes.clear()
+
+    def watch(read: Any, written: Any) -> None:
+        for storage in streams.storages.values():
+            if storage.bytes.numel():
+                storage.queues.watch(storage.bytes, read, written)
+
+    machine.watch = watch
+    results = [placed(*args) for args in calls]
+    machine.watch = None
+    logs = [storage.queues.log for storage in streams.storages.values()]
+    return [race for log in logs for race in log.races], sum(len(log.accesses) for log in logs), results
+
+
+@SLOW
+@given(steps, st.integers(1, 4), st.integers(2, 3))
+def test_random_modules_have_no_races(steps: list[tuple[str, int]], slots: int, calls: int) -> None:
+    torch.manual_seed(0)
+    model = Random([("linear", 0), *steps, ("linear", 1)]).eval()
+    x = torch.randn(4, 24)
+    pin = {f"layers.{i}": "cpu" for i in range(len(model.layers))}
+    parameters = {f"{name}.weight": "cpu" for name in pin}
+    budgets = {0: bytes_of(model) + 65536, "cpu": 1 << 30}
+    with torch.no_grad(), graphplan.simulate(budgets) as machine:
+        placed = graphplan.partition(model, budgets, args=(x,), pin=parameters)
+        # the plan's own rings have two slots at most: rebuild it with more or fewer
+        rebuild_with_slots(placed, slots)
+        races, accesses, results = run_with_clocks(machine, placed, [(x,)] * calls)
+        assert races == []
+        assert accesses >= 2 * calls
+        for result in results:
+            assert largest_difference(result, model(x)) < 1e-5
+
+
+def rebuild_with_slots(placed: Any, slots: int) -> None:
+    """Lower a placed module's first call again, with rings of so many slots."""
+    state = placed._graphplan
+    compiler = state.compile.__self__
+    planned = state.programs[0].plan
+    assignment = replace(planned.schedule.assignment, slots={0: slots})
+    schedule = build_schedule(planned.graph, planned.topology, assignment, planned.schedule.host)
+    check_schedule(planned.graph, planned.topology, schedule)
+    made = replace(planned, schedule=schedule)
+    captured = compiler.captures[0].capture
+    state.programs[0] = compiler.lower(graphplan.compiler.pipeline.Planned(captured, made))
+
+
+class LeakyQueues(ClockedQueues):
+    """Copies that do not wait for the slot's last reader."""
+
+    def copies_wait(self, event: Any) -> None:
+        pass
+
+
+class HastyQueues(ClockedQueues):
+    """Work that does not wait for the copy."""
+
+    def work_waits(self, event: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("queues", [LeakyQueues, HastyQueues])
+def test_a_broken_runtime_is_found(queues: type[ClockedQueues]) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4))).eval()
+    x = torch.ones(1, 32)
+    budgets = {0: 64 * KIB, "cpu": 1 << 30}
+    pin = {f"{i}.weight": "cpu" for i in range(4)}
+    with graphplan.simulate(budgets) as machine:
+        placed = graphplan.partition(model, budgets, args=(x,), pin=pin)
+        assert run_with_clocks(machine, placed, [(x,)] * 2)[0] == []
+        assert run_with_clocks(machine, placed, [(x,)] * 2, queues)[0]

@@ -1,0 +1,90 @@
+"""Rebuilt results are what pytree would have made, and no call shares anything with the next."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
+
+from graphplan.capture.signature import register_dataclasses
+from graphplan.runtime.module.result_structure import rebuilder
+
+Pair = namedtuple("Pair", "left right")
+TREES = st.recursive(
+    st.integers(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.tuples(inner, inner).map(lambda two: Pair(*two))
+        | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=3).map(OrderedDict)
+    ),
+    max_leaves=12,
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+@given(TREES)
+def test_what_is_rebuilt_is_what_was_taken_apart(tree: Any) -> None:
+    leaves, spec = pytree.tree_flatten(tree)
+    assert same(rebuilder(spec)(leaves, {}), tree)
+
+
+def test_dataclasses_and_model_outputs() -> None:
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    @dataclass
+    class Found:
+        value: Any
+        rest: Any
+
+    for result in (
+        Found(1, [2, None]),
+        BaseModelOutputWithPast(
+            last_hidden_state=torch.ones(1), hidden_states=(torch.zeros(1), torch.ones(2))
+        ),
+    ):
+        register_dataclasses(result)
+        leaves, spec = pytree.tree_flatten(result)
+        again = rebuilder(spec)(leaves, {})
+        assert type(again) is type(result)
+        assert pytree.tree_flatten(again)[1] == spec
+        assert all(a is b for a, b in zip(pytree.tree_leaves(again), leaves, strict=True))
+        assert vars(again).keys() == vars(result).keys()
+
+
+def test_caches_are_made_anew_for_each_call() -> None:
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+    from transformers.exporters.exporter_dynamo import register_cache_pytrees_for_model
+
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config)
+    register_cache_pytrees_for_model(model)
+    cache = model(torch.ones(1, 3, dtype=torch.long)).past_key_values
+    leaves, spec = pytree.tree_flatten({"cache": cache})
+    rebuild = rebuilder(spec)
+    one, two = rebuild(leaves, {})["cache"], rebuild(leaves, {})["cache"]
+    assert type(one) is DynamicCache
+    assert pytree.tree_flatten({"cache": one})[1] == spec
+    assert all(a is b for a, b in zip(pytree.tree_leaves(one), leaves, strict=True))
+    one.update(torch.ones(1, 2, 1, 8), torch.ones(1, 2, 1, 8), 0)
+    one.layers.append(None)
+    assert two.get_seq_length() == rebuild(leaves, {})["cache"].get_seq_length() == 3
+    assert len(two.layers) == 2
+    assert one.get_seq_length() == 4

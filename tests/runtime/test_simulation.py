@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from builders import moves_of
+from torch import nn
+
+import graphplan
+from graphplan import simulate
+from graphplan.devices.machine import accelerator_type
+from graphplan.devices.topology import Link
+
+
+def test_values_devices_and_bytes() -> None:
+    with simulate({0: "1MiB", 3: 4096}) as machine:
+        x = torch.randn(10, 10)
+        y = x.to("sim:0")
+        assert y.device == torch.device("sim:0")
+        assert torch.equal((y @ y).cpu(), x @ x)
+        gc.collect()
+        assert machine.live_bytes(0) == 512
+        assert machine.peak_bytes(0) == 1024
+        assert y.T[:5].device.index == 0
+        assert machine.live_bytes(0) == 512  # views take nothing
+        z = y.to("sim:3")
+        assert machine.live_bytes(3) == 512
+        assert moves_of(machine) == [("cpu", 0, 400), (0, "cpu", 400), (0, 3, 400)]
+        del y, z
+        assert machine.live_bytes(0) == machine.live_bytes(3) == 0
+        machine.reset_peaks()
+        assert machine.peak_bytes(0) == 0
+
+
+def test_devices_do_not_mix() -> None:
+    with simulate({0: "1MiB", 1: "1MiB"}):
+        a, b = torch.ones(3, device="sim:0"), torch.ones(3, device="sim:1")
+        with pytest.raises(RuntimeError, match=r"same device, but found \['sim:0', 'sim:1'\]"):
+            a + b
+        with pytest.raises(RuntimeError, match="same device"):
+            a + torch.ones(3)
+        assert float((a + torch.tensor(1.0)).sum()) == 6  # a zero-dimensional CPU tensor may
+
+
+def test_capacity_is_kept() -> None:
+    with simulate({0: 1024}) as machine:
+        kept = torch.ones(128, device="sim:0")
+        with pytest.raises(graphplan.SimulatedOutOfMemoryError, match=r"sim:0 .*1024 bytes.* 512 bytes"):
+            torch.ones(200, device="sim:0")
+        assert machine.live_bytes(0) == 512
+        del kept
+
+
+def test_only_named_devices_exist() -> None:
+    with simulate({1: 1024}) as machine:
+        with pytest.raises(graphplan.DeviceError, match="no simulated device sim:0"):
+            torch.ones(1, device="sim:0")
+        with pytest.raises(graphplan.DeviceError):
+            machine.peak_bytes(0)
+        with pytest.raises(graphplan.DeviceError, match="names 0"):
+            graphplan.partition(nn.Linear(2, 2), {0: "1GiB"}, (torch.ones(1, 2),))
+
+
+def test_bad_capacities() -> None:
+    with pytest.raises(graphplan.BudgetError), simulate({}):
+        pass
+    with pytest.raises(graphplan.DeviceError, match="'cuda:0'"), simulate({"cuda:0": 10}):
+        pass
+    with simulate({0: 10}), pytest.raises(graphplan.DeviceError, match="inside"), simulate({1: 10}):
+        pass
+
+
+def test_integer_keys_mean_simulated_devices_inside_only() -> None:
+    outside = accelerator_type()
+    with simulate({0: 10, "cpu": 7}, {(0, "cpu"): Link(1.0, 2.0)}) as machine:
+        assert accelerator_type() == "sim"
+        assert machine.max_memory == {0: 10, "cpu": 7}
+        assert graphplan.devices.max_memory.read_max_memory(None).link("cpu", 0) == Link(1.0, 2.0)
+    assert accelerator_type() == outside
+
+
+def test_modules_copies_and_gradients() -> None:
+    with simulate({0: "1MiB", 1: "1MiB"}):
+        layer = nn.Linear(4, 4).to("sim:0")
+        twin = copy.deepcopy(layer)
+        x = torch.randn(2, 4)
+        y = twin(x.to("sim:0"))
+        y.to("sim:1").sum().backward()
+        assert layer.weight.grad is None
+        assert twin.weight.grad is not None
+        assert twin.weight.grad.device == torch.device("sim:0")
+        assert torch.equal(layer(x.to("sim:0")).cpu(), layer.cpu()(x))
+
+
+def test_tensors_are_made_of_simulated_numbers() -> None:
+    """As Qwen2-VL makes the lengths of its images."""
+    with graphplan.simulate({0: "1MiB"}):
+        numbers = torch.tensor([3, 4], device="sim:0")
+        made = torch.tensor([numbers[1], numbers[0], 5], device="sim:0")
+        assert str(made.device) == "sim:0"
+        assert made.tolist() == [4, 3, 5]
+        assert torch.tensor([numbers[0], 2]).tolist() == [3, 2]

@@ -1,0 +1,386 @@
+"""Streamed modules on simulated devices: values, bytes, copies, threads, interruptions."""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import gc
+import itertools
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from builders import KIB, assert_kept, bytes_of, largest_difference, run_placed
+from torch import nn
+
+import graphplan
+from graphplan.runtime.simulate.simulated_backend import SimulationMode
+from graphplan.runtime.simulate.simulated_machine import SimulatedMachine
+
+WIDTH, DEPTH = 32, 6
+X = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+class Blocks(nn.Module):
+    """Residual blocks; ``deep`` runs them a second time, so it is another structure that reads them all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, 8, bias=False)
+
+    def forward(self, x: torch.Tensor, *, deep: bool = False) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        if deep:
+            for block in self.blocks:
+                x = x - torch.tanh(block(x))
+        return self.head(x)
+
+
+PIN = {f"blocks.{i}.weight": "cpu" for i in range(DEPTH)}
+
+
+@contextmanager
+def streamed(model: nn.Module | None = None, **options: Any) -> Iterator[tuple[Any, Any, SimulatedMachine]]:
+    """A placed module whose blocks' weights are streamed, its original, and the machine."""
+    model = Blocks().eval() if model is None else model
+    budgets = {0: 3 * bytes_of(model) + 65536, "cpu": 1 << 30}
+    with graphplan.simulate(budgets) as machine:
+        options = {"pin": PIN, "args": (X,), "cpu_compute": False, **options}
+        placed = graphplan.partition(model, options.pop("max_memory", budgets), **options)
+        yield placed, model, machine
+
+
+def test_values_bytes_and_copies() -> None:
+    with streamed() as (placed, model, machine):
+        plan = placed.plan
+        assert len(list(plan.schedule.loads())) == DEPTH
+        assert len(plan.schedule.rings[0].slots) == 2
+        for _ in range(3):
+            assert largest_difference(run_placed(machine, placed, (X,)), model(X)) < 1e-5
+        loads = [t for t in machine.transfers if t.nbytes == WIDTH * WIDTH * 4]
+        assert len(loads) == DEPTH  # one copy for each segment
+        assert machine.peak_bytes(0) == plan.peak_bytes[0]
+
+
+def test_nothing_is_kept_where_nothing_is_streamed() -> None:
+    with streamed(pin={}) as (placed, _, machine):
+        assert placed.plan.schedule.rings == ()
+        assert placed._graphplan.streams.storages == {}
+        placed(X)
+        gc.collect()
+        assert machine.live_bytes(0) == placed.plan.peaks[0].weights
+
+
+def test_weights_of_a_segment_are_moved_in_one_copy() -> None:
+    pin = {**PIN, **{f"blocks.{i}.bias": "cpu" for i in range(DEPTH)}}
+    with streamed(pin=pin) as (placed, model, machine):
+        assert all(len(load.weights) == 2 for load in placed.plan.schedule.loads())
+        assert largest_difference(run_placed(machine, placed, (X,)), model(X)) < 1e-5
+        parameters = dict(placed.named_parameters())
+        for load in placed.plan.schedule.loads():
+            first, second = (parameters[name] for name in load.weights)
+            assert second.data_ptr() - first.data_ptr() == first.numel() * 4  # neighbours in host memory
+            assert first.untyped_storage().nbytes() == first.numel() * 4  # and yet a storage of its own
+
+
+def test_the_code_shows_the_streams() -> None:
+    with streamed() as (placed, _, _):
+        code = placed.code
+        assert code.count("load_segment(") == DEPTH
+        assert code.count("wait_segment(") == DEPTH
+        assert code.count("release_segment(") == DEPTH
+        assert "self._stream_0" in code
+        assert ".to('sim:0')" in code  # the input
+
+
+def test_parameters_are_the_models_own() -> None:
+    with streamed() as (placed, model, _):
+        assert list(placed.state_dict()) == list(model.state_dict())
+        for name, tensor in placed.state_dict().items():
+            assert tensor.device.type == ("cpu" if name in PIN else "sim")
+            assert torch.equal(tensor.cpu(), model.state_dict()[name])
+        assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in placed.parameters())
+        with torch.no_grad():
+            placed.blocks[0].weight.zero_()  # the caller's own is another tensor
+            assert float(model.blocks[0].weight.abs().max()) > 0
+
+
+def test_changes_of_cpu_parameters_are_seen() -> None:
+    with streamed() as (placed, model, _):
+        placed(X)
+        with torch.no_grad():
+            placed.blocks[2].weight.mul_(-1)
+            model.blocks[2].weight.mul_(-1)
+        assert largest_difference(placed(X), model(X)) < 1e-5
+        other = Blocks().eval()
+        placed.load_state_dict(other.state_dict())
+        assert largest_difference(placed(X), other(X)) < 1e-5
+
+
+def test_a_replaced_parameter_is_read_where_it_is() -> None:
+    with streamed() as (placed, model, _):
+        new = torch.randn(WIDTH, WIDTH)
+        placed.blocks[1].weight.data = new.clone()
+        model.blocks[1].weight.data = new.clone()
+        assert largest_difference(placed(X), model(X)) < 1e-5
+        other = Blocks().eval()
+        placed.load_state_dict(other.state_dict() | {}, assign=False)
+        placed.blocks[3].weight = nn.Parameter(other.blocks[3].weight.detach().clone())
+        assert largest_difference(placed(X), other(X)) < 1e-5
+
+
+def test_converted_parameters_are_refused() -> None:
+    with streamed() as (placed, _, _):
+        placed.blocks[1].weight.data = placed.blocks[1].weight.data.double()
+        with pytest.raises(graphplan.PlanError, match=r"'blocks.1.weight' is torch.float64"):
+            placed(X)
+        placed.blocks[1].weight.data = placed.blocks[1].weight.data.float()
+        placed(X)
+
+
+def test_a_copy_has_a_ring_of_its_own() -> None:
+    with streamed() as (placed, model, machine):
+        placed(X)
+        gc.collect()
+        before = machine.live_bytes(0)
+        twin = copy.deepcopy(placed)
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.zero_()
+        assert float(twin(X).abs().max()) == 0
+        gc.collect()
+        assert machine.live_bytes(0) - before >= placed.plan.schedule.rings[0].nbytes
+        assert largest_difference(placed(X), model(X)) < 1e-5
+        assert twin._graphplan.lock is not placed._graphplan.lock
+        del twin
+        gc.collect()
+        assert machine.live_bytes(0) == before
+
+
+def test_pickling_keeps_the_plan() -> None:
+    with streamed() as (placed, _model, _machine):
+        expected = placed(X)
+        again = pickle.loads(pickle.dumps(placed))
+        assert torch.equal(again(X), expected)
+        assert list(again.plan.schedule.loads()) == list(placed.plan.schedule.loads())
+
+
+def test_saving_one_weight_writes_its_bytes_alone(tmp_path: Any) -> None:
+    from safetensors.torch import load_file, save_model
+
+    with streamed() as (placed, _model, _):
+        torch.save(placed.blocks[0].weight, tmp_path / "one.pt")
+        assert (tmp_path / "one.pt").stat().st_size < WIDTH * WIDTH * 4 + 4 * KIB
+        cpu = nn.ModuleDict({"blocks": nn.ModuleList(placed.blocks)})
+        save_model(nn.ParameterList([b.weight for b in cpu["blocks"]]), tmp_path / "all.safetensors")
+        assert len(load_file(tmp_path / "all.safetensors")) == DEPTH
+
+
+class Failing(Blocks):
+    """Asks for an index that may not be there, half-way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, WIDTH)
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        for i, block in enumerate(self.blocks):
+            x = x + torch.tanh(block(x))
+            if i == DEPTH // 2:
+                x = x + self.table(index)
+        return self.head(x)
+
+
+def test_after_an_exception_the_next_call_is_right() -> None:
+    model = Failing().eval()
+    good, bad = torch.tensor([1]), torch.tensor([99])
+    with streamed(model, args=(X, good)) as (placed, _, machine):
+        for _ in range(2):
+            assert largest_difference(run_placed(machine, placed, (X, good)), model(X, good)) < 1e-5
+            with pytest.raises(IndexError):
+                placed(X, bad)
+            storage = next(iter(placed._graphplan.streams.storages.values()))
+            assert storage.busy
+        assert largest_difference(run_placed(machine, placed, (X, good)), model(X, good)) < 1e-5
+        assert not storage.busy
+
+
+def test_after_an_interrupt_the_next_call_is_right() -> None:
+    with streamed() as (placed, model, machine):
+        placed(X)
+        for at in range(2 * DEPTH):
+            count = 0
+
+            def interrupt(read: Any, written: Any, at: int = at) -> None:
+                nonlocal count
+                count += 1
+                if count == 2 * at + 1:
+                    raise KeyboardInterrupt
+
+            machine.watch = interrupt
+            with pytest.raises(KeyboardInterrupt):
+                placed(X)
+            machine.watch = None
+            assert largest_difference(run_placed(machine, placed, (X,)), model(X)) < 1e-5
+
+
+def test_structures_alternate_and_share_one_ring() -> None:
+    with streamed() as (placed, model, machine):
+        calls: list[dict[str, Any]] = [{"x": X}, {"x": X, "deep": True}, {"x": X[:1]}]
+        for _ in range(3):
+            for kwargs in calls:
+                assert largest_difference(placed(**kwargs), model(**kwargs)) < 1e-5
+        assert len(placed.plans) == 3
+        assert len(placed._graphplan.streams.storages) == 1
+        sizes = {ring.nbytes for plan in placed.plans for ring in plan.schedule.rings}
+        storage = next(iter(placed._graphplan.streams.storages.values()))
+        assert sizes == {storage.bytes.numel()}
+        assert [len(list(plan.schedule.loads())) for plan in placed.plans] == [DEPTH, 2 * DEPTH, DEPTH]
+        for kwargs, plan in zip(calls, placed.plans, strict=True):
+            gc.collect()
+            machine.reset_peaks()
+            placed(**kwargs)
+            assert_kept(machine, plan)
+
+
+class Two(nn.Module):
+    """One of two parts of unlike size, by an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.Linear(WIDTH, 16)
+        self.large = nn.Linear(WIDTH, 512)
+
+    def forward(self, x: torch.Tensor, *, large: bool = False) -> torch.Tensor:
+        return (self.large if large else self.small)(x)
+
+
+def test_a_further_structure_may_need_a_larger_ring() -> None:
+    model = Two().eval()
+    pin = {"small.weight": "cpu", "large.weight": "cpu"}
+    with streamed(model, pin=pin) as (placed, _, machine):
+        before = placed.plan.schedule.rings[0].nbytes
+        for large in (False, True, False, True):
+            assert largest_difference(placed(X, large=large), model(X, large=large)) < 1e-5
+        assert before < placed.plan.schedule.rings[0].nbytes
+        assert placed.plan.schedule.rings[0].nbytes == placed.plans[1].schedule.rings[0].nbytes
+        for large, plan in zip((False, True), placed.plans, strict=True):
+            gc.collect()
+            machine.reset_peaks()
+            placed(X, large=large)
+            assert_kept(machine, plan)
+            plan.verify()
+
+
+def test_a_further_structure_keeps_the_budgets_of_the_first() -> None:
+    model = Two().eval()
+    pin = {"small.weight": "cpu", "large.weight": "cpu"}
+    with streamed(model, pin=pin) as (placed, _, _):
+        budget = placed.plan.peak_bytes[0] + 8 * KIB
+    with streamed(model, pin=pin, max_memory={0: budget, "cpu": 1 << 30}) as (placed, _, _):
+        with pytest.raises(graphplan.InfeasibleError):
+            placed(X, large=True)
+        assert largest_difference(placed(X), model(X)) < 1e-5
+
+
+def test_threads_take_turns() -> None:
+    calls, count = 4, 3
+    with streamed() as (placed, model, machine):
+        inputs = [X + i for i in range(count)]
+        expected = [model(x) for x in inputs]
+        wrong: list[int] = []
+        seen: list[int] = []
+
+        def watch(read: Any, written: Any) -> None:
+            seen.append(threading.get_ident())
+            time.sleep(0)  # let another thread in, if it may
+
+        def work(index: int) -> None:
+            with SimulationMode():  # a mode belongs to a thread
+                results = [placed(inputs[index]) for _ in range(calls)]
+            wrong.extend(index for result in results if largest_difference(result, expected[index]) > 1e-5)
+
+        machine.watch = watch
+        contexts = [contextvars.copy_context() for _ in range(count)]
+        threads = [threading.Thread(target=c.run, args=(work, i)) for i, c in enumerate(contexts)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        machine.watch = None
+        assert wrong == []
+        assert len(set(seen)) == count
+        turns = sum(1 for _ in itertools.groupby(seen))
+        assert turns <= calls * count  # nobody was let in within a call
+
+
+def test_with_gradients_weights_are_copied_one_by_one() -> None:
+    with streamed(grad=True) as (placed, model, _):
+        assert placed.plan.schedule.rings == ()
+        assert len(placed.plan.fetches) == DEPTH
+        placed(X).sum().backward()
+        model(X).sum().backward()
+        for ours, theirs in zip(placed.parameters(), model.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            assert largest_difference(ours.grad.cpu(), theirs.grad) < 1e-4
+
+
+def test_a_weight_that_is_returned_is_not_streamed() -> None:
+    class Returning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x @ self.weight.t(), self.weight.t()
+
+    model = Returning().eval()
+    with streamed(model, pin={"weight": "cpu"}) as (placed, _, machine):
+        assert placed.plan.schedule.rings == ()
+        assert largest_difference(run_placed(machine, placed, (X,)), model(X)) < 1e-5
+
+
+def test_unusual_layouts_and_dtypes() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+            self.brain = nn.Parameter(torch.randn(7, dtype=torch.bfloat16))
+            self.register_buffer("mask", torch.rand(5) > 0.5)
+            self.wide = nn.Parameter(torch.randn(1, 5).expand(3, 5), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.conv(x).sum() + self.brain.float().sum() + self.mask.sum() + self.wide.sum()
+
+    model, x = Mixed().eval(), torch.randn(1, 3, 8, 8)
+    pin = dict.fromkeys(("conv.weight", "conv.bias", "brain", "mask", "wide"), "cpu")
+    with streamed(model, pin=pin, args=(x,)) as (placed, _, _machine):
+        assert {n for load in placed.plan.schedule.loads() for n in load.weights} == set(pin)
+        assert largest_difference(placed(x), model(x)) < 1e-4
+        assert placed.conv.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_memory_is_free_with_the_module() -> None:
+    with streamed() as (placed, _, machine):
+        gc.collect()
+        kept = machine.live_bytes(0)
+        storage = next(iter(placed._graphplan.streams.storages.values()))
+        ring = -(-storage.bytes.numel() // 512) * 512
+        placed(X)
+        del storage
+        gc.collect()
+        gc.disable()  # no cycle keeps the ring until the next collection
+        try:
+            placed._graphplan.codes.clear()
+            placed._graphplan.streams = None
+            assert machine.live_bytes(0) == kept - ring
+        finally:
+            gc.enable()
