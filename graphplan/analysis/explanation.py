@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 from graphplan.analysis.relocation import EPSILON, Alternative, Mover, only_read_by
 from graphplan.devices.topology import DeviceKey
 from graphplan.errors import PlanError
+from graphplan.ir.constraints import names_in
 from graphplan.ir.graph import Graph
-from graphplan.passes.placement.constrain import names_in
 from graphplan.report.text import count_text, size_text, table_lines, time_text
 
 if TYPE_CHECKING:

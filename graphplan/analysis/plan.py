@@ -15,6 +15,7 @@ from graphplan.analysis.explanation import Explanation, explain
 from graphplan.analysis.sensitivity import Bottleneck
 from graphplan.devices.topology import DeviceKey, Topology
 from graphplan.errors import PlanError, VerificationError
+from graphplan.ir.constraints import Wishes
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation
 from graphplan.ir.liveness import Memory, Peak, measure_memory
@@ -23,7 +24,7 @@ from graphplan.ir.plan_json import read_plan, write_plan
 from graphplan.ir.schedule import Load, Move, Schedule
 from graphplan.ir.schedule_checks import check_schedule
 from graphplan.ir.timeline import Timeline, make_timeline
-from graphplan.passes.placement.constrain import Wishes, constrain
+from graphplan.passes.placement.constrain import constrain
 from graphplan.passes.placement.problem import Problem
 from graphplan.report.dot import to_dot
 from graphplan.report.html_page import to_html

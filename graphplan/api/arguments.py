@@ -10,7 +10,7 @@ from torch import nn
 
 from graphplan.devices.topology import SIMULATED, DeviceKey, Topology
 from graphplan.errors import DeviceError, InputError
-from graphplan.passes.placement.constrain import Wishes
+from graphplan.ir.constraints import Wishes
 
 __all__ = ["read_compile", "read_model", "read_wishes"]
 

@@ -10,10 +10,11 @@ import torch
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.formulation import Company, Formulation
 from graphplan.devices.topology import DISK
+from graphplan.ir.constraints import Wishes
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.frontend.upper_bound_graph import costlier
 from graphplan.passes.placement.certificate import Bound, Solution, certify
-from graphplan.passes.placement.constrain import Wishes, constrain
+from graphplan.passes.placement.constrain import constrain
 from graphplan.passes.placement.disk import place_or_map
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.joint import Call, place_jointly

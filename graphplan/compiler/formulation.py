@@ -13,12 +13,13 @@ from graphplan.capture.signature import BoundCall
 from graphplan.compiler.earlier_plans import Commitments
 from graphplan.compiler.options import Options
 from graphplan.devices.topology import CPU, DeviceKey, Topology
+from graphplan.ir.constraints import Wishes
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Weight
 from graphplan.ir.schedule import Schedule
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.frontend.graph_weights import part_weight
-from graphplan.passes.placement.constrain import Wishes, constrain
+from graphplan.passes.placement.constrain import constrain
 from graphplan.passes.placement.problem import Problem
 
 __all__ = ["Company", "Formulation", "host_key"]

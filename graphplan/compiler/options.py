@@ -8,7 +8,7 @@ from typing import Any
 
 from graphplan.capture.size_limits import Extents
 from graphplan.errors import InputError
-from graphplan.passes.placement.constrain import Wishes
+from graphplan.ir.constraints import Wishes
 
 __all__ = ["Options"]
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from graphplan.devices.topology import DeviceSpec, Link, Topology
 from graphplan.errors import GraphplanError, PlanError
+from graphplan.ir.constraints import Wishes
 from graphplan.ir.graph import Graph
 from graphplan.ir.schedule_json import decode_schedule, encode_schedule
-from graphplan.passes.placement.constrain import Wishes
 from graphplan.versioned_json import Format
 
 if TYPE_CHECKING:

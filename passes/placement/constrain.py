@@ -1,4 +1,4 @@
-"""What the caller asks of a placement, in the caller's names, made rules for the solver.
+"""The caller's constraints as rules for the solver: what is allowed where, and what stays together.
 
 ::
 
@@ -9,48 +9,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from graphplan.devices.topology import DISK, DeviceKey, Topology
 from graphplan.errors import PlanError
+from graphplan.ir.constraints import Wishes, names_in, operations_named
 from graphplan.ir.graph import Graph
 from graphplan.passes.placement.problem import Problem
 
-__all__ = ["Wishes", "constrain", "names_in"]
-
-Group = str | Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Wishes:
-    """Constraints on a placement, in the caller's words.
-
-    Attributes:
-        pin: module, operation, parameter or buffer -> device key. A module runs there and its
-            weights live there; a parameter or buffer lives there.
-        together: modules (or lists of names) that must not be split over devices.
-        offload: False for accelerators only, else an error.
-        cpu_compute: False where the CPU may keep weights, but not compute.
-        balance: spread the work evenly over the accelerators.
-    """
-
-    pin: Mapping[str, DeviceKey] = field(default_factory=dict)
-    together: Sequence[Group] = ()
-    offload: bool = True
-    cpu_compute: bool = True
-    balance: bool = False
-
-    @property
-    def groups(self) -> list[tuple[str, ...]]:
-        """The names of each of ``together``."""
-        return [(group,) if isinstance(group, str) else tuple(group) for group in self.together]
-
-    def within(self, graph: Graph) -> Wishes:
-        """The wishes as far as they name what runs in this graph, which may be one of several."""
-        pin = {name: key for name, key in self.pin.items() if _runs(graph, name)}
-        running = [tuple(name for name in group if _runs(graph, name)) for group in self.groups]
-        return replace(self, pin=pin, together=tuple(group for group in running if group))
+__all__ = ["constrain"]
 
 
 def constrain(problem: Problem, wishes: Wishes) -> Problem:
@@ -118,10 +86,6 @@ def _pin(
         allowed[reader] = frozenset({key})
 
 
-def _runs(graph: Graph, name: str) -> bool:
-    return graph.weight_named(name) is not None or bool(_found(graph, name))
-
-
 def _owned(graph: Graph, module: str) -> list[str]:
     """The parameters and buffers of a module, by their first names."""
     return [
@@ -134,31 +98,12 @@ def _owned(graph: Graph, module: str) -> list[str]:
 
 def _operations(graph: Graph, name: str, where: str) -> list[str]:
     """The operations of a module, or the one of this name."""
-    found = _found(graph, name)
+    found = operations_named(graph, name)
     if not found:
         close = difflib.get_close_matches(name, names_in(graph), 1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise PlanError(f"{where}: no module, operation or weight of that name runs in this graph{hint}")
     return found
-
-
-def names_in(graph: Graph) -> list[str]:
-    """Every module, operation and weight that a caller can name."""
-    paths = {operation.module_path for operation in graph.operations.values()}
-    above = {".".join(path.split(".")[:i]) for path in paths for i in range(1, path.count(".") + 1)}
-    tied = {name for weight in graph.weights.values() for name in weight.names}
-    return sorted((paths | above | tied | set(graph.weights) | set(graph.operations)) - {""})
-
-
-def _found(graph: Graph, name: str) -> list[str]:
-    return [
-        operation.name
-        for operation in graph.operations.values()
-        if operation.name == name
-        or operation.module_path == name
-        or operation.module_path.startswith(name + ".")
-        or not name
-    ]
 
 
 def _tied(graph: Graph, groups: Sequence[Sequence[str]]) -> Graph:
@@ -200,4 +145,4 @@ def _contradiction(graph: Graph, group: frozenset[str], wishes: Wishes) -> str:
 def _meets(graph: Graph, name: str, group: frozenset[str]) -> bool:
     weight = graph.weight_named(name)
     readers = graph.consumers.get(weight.name, ()) if weight is not None and not weight.fetchable else ()
-    return not group.isdisjoint([*_found(graph, name), *readers])
+    return not group.isdisjoint([*operations_named(graph, name), *readers])

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 
 from graphplan.devices.topology import DeviceKey, Topology
 from graphplan.errors import InfeasibleError
+from graphplan.ir.constraints import Wishes
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.certificate import Bound, Solution, certify
-from graphplan.passes.placement.constrain import Wishes, constrain
+from graphplan.passes.placement.constrain import constrain
 from graphplan.passes.placement.driver import bound_with_offload, holds_for, place, sketch
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.exchange import exchange

@@ -17,9 +17,10 @@ import graphplan
 from graphplan import Graph, Link, Operation, Plan, Speed, Value, Weight
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.devices.speeds import with_speeds
+from graphplan.ir.constraints import Wishes
 from graphplan.ir.cost_model import move_seconds
 from graphplan.ir.schedule_checks import check_schedule
-from graphplan.passes.placement.constrain import Wishes, constrain
+from graphplan.passes.placement.constrain import constrain
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem

@@ -17,7 +17,7 @@ from torch import nn
 import graphplan
 from graphplan import Graph, Link, Operation, Plan, Value, Weight
 from graphplan.devices.max_memory import read_max_memory
-from graphplan.passes.placement.constrain import Wishes
+from graphplan.ir.constraints import Wishes
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.joint import Call, place_jointly
 from graphplan.passes.placement.problem import Problem

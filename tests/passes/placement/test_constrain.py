@@ -12,7 +12,8 @@ from torch import nn
 
 import graphplan
 from graphplan.devices.max_memory import read_max_memory
-from graphplan.passes.placement.constrain import Wishes, constrain
+from graphplan.ir.constraints import Wishes
+from graphplan.passes.placement.constrain import constrain
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.problem import Problem
 

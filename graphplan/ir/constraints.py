@@ -1,0 +1,68 @@
+"""What the caller asks of a placement, in the caller's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from graphplan.devices.topology import DeviceKey
+from graphplan.ir.graph import Graph
+
+__all__ = ["Wishes", "names_in", "operations_named"]
+
+Group = str | Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """Constraints on a placement, in the caller's words.
+
+    Attributes:
+        pin: module, operation, parameter or buffer -> device key. A module runs there and its
+            weights live there; a parameter or buffer lives there.
+        together: modules (or lists of names) that must not be split over devices.
+        offload: False for accelerators only, else an error.
+        cpu_compute: False where the CPU may keep weights, but not compute.
+        balance: spread the work evenly over the accelerators.
+    """
+
+    pin: Mapping[str, DeviceKey] = field(default_factory=dict)
+    together: Sequence[Group] = ()
+    offload: bool = True
+    cpu_compute: bool = True
+    balance: bool = False
+
+    @property
+    def groups(self) -> list[tuple[str, ...]]:
+        """The names of each of ``together``."""
+        return [(group,) if isinstance(group, str) else tuple(group) for group in self.together]
+
+    def within(self, graph: Graph) -> Wishes:
+        """The wishes as far as they name what runs in this graph, which may be one of several."""
+        pin = {name: key for name, key in self.pin.items() if _runs(graph, name)}
+        running = [tuple(name for name in group if _runs(graph, name)) for group in self.groups]
+        return replace(self, pin=pin, together=tuple(group for group in running if group))
+
+
+def _runs(graph: Graph, name: str) -> bool:
+    return graph.weight_named(name) is not None or bool(operations_named(graph, name))
+
+
+def names_in(graph: Graph) -> list[str]:
+    """Every module, operation and weight that a caller can name."""
+    paths = {operation.module_path for operation in graph.operations.values()}
+    above = {".".join(path.split(".")[:i]) for path in paths for i in range(1, path.count(".") + 1)}
+    tied = {name for weight in graph.weights.values() for name in weight.names}
+    return sorted((paths | above | tied | set(graph.weights) | set(graph.operations)) - {""})
+
+
+def operations_named(graph: Graph, name: str) -> list[str]:
+    """The operations of a module, or the one of this name; all of them for an empty name."""
+    return [
+        operation.name
+        for operation in graph.operations.values()
+        if operation.name == name
+        or operation.module_path == name
+        or operation.module_path.startswith(name + ".")
+        or not name
+    ]
