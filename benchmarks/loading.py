@@ -31,7 +31,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from graphplan.capture.model_copy import ModelWeights
+from graphplan.capture.model_weights import ModelWeights
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint, read_checkpoint
 from graphplan.runtime.checkpoint.parallel_reads import Request, read_into
 from graphplan.runtime.weights.storage import Layout, place_model

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graphplan.capture.model_copy import method_of
+from graphplan.capture.model_methods import method_of
 
 __all__ = ["Disagreement", "compare", "eager_result"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from graphplan.api.partition import partition
-from graphplan.capture.model_copy import ModelWeights
+from graphplan.capture.model_weights import ModelWeights
 from graphplan.devices.max_memory import MaxMemory
 from graphplan.errors import CheckpointError
 from graphplan.integrations.transformers.checkpoint_rules import Matched, finish_weights, match_names

@@ -15,7 +15,9 @@ from graphplan.analysis.plan import Plan
 from graphplan.api.arguments import read_compile, read_model, read_wishes
 from graphplan.api.eager_check import compare, eager_result
 from graphplan.api.example_calls import ExampleCall, Examples, read_example, read_examples
-from graphplan.capture.model_copy import Twin, method_of, tensor_bytes
+from graphplan.capture.model_copy import Twin
+from graphplan.capture.model_methods import method_of
+from graphplan.capture.model_weights import tensor_bytes
 from graphplan.capture.signature import BoundCall
 from graphplan.capture.size_limits import Extents
 from graphplan.compiler.options import Options

@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 
 from graphplan.capture.captured_graph import Capture, Prepare, bound_call
 from graphplan.capture.dynamic_sizes import UNBOUNDED, finite_bound, largest_sizes, with_splits
-from graphplan.capture.model_copy import Twin, identity
+from graphplan.capture.model_copy import Twin
+from graphplan.capture.model_weights import identity
 from graphplan.capture.signature import (
     BoundCall,
     CounterLeaf,

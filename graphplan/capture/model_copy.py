@@ -1,4 +1,4 @@
-"""The weights of a model by name, and the copy of it that is traced instead of it.
+"""The copy of a model that is traced instead of it.
 
 The caller's model is never traced itself. A *twin* is: a deep copy whose parameters and buffers are
 CPU tensors in untouched virtual memory, wherever the caller's are (a meta model, a model on an
@@ -11,110 +11,19 @@ from __future__ import annotations
 import copy
 import inspect
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from graphplan.capture.model_weights import ModelWeights, is_dense
 from graphplan.capture.modes import Modes, read_modes, write_modes
 from graphplan.capture.signature import BoundCall, bind_call
 from graphplan.capture.transformers.caches import know_caches
 from graphplan.errors import CaptureError
 
-__all__ = ["ModelWeights", "Twin", "identity", "is_wrapper", "method_of", "tensor_bytes"]
-
-
-class ModelWeights:
-    """The parameters and buffers of a model by name, with ties resolved.
-
-    ``tensors`` maps each weight's first name to its tensor, ``names`` to all its names; ``first``
-    maps every name to the first.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.names: dict[str, list[str]] = {}
-        self.first: dict[str, str] = {}
-        self.parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        self.persistent = set(model.state_dict(keep_vars=True))
-        self.identities: dict[Any, str] = {}
-        named = [*model.named_parameters(remove_duplicate=False)]
-        named += model.named_buffers(remove_duplicate=False)  # type: ignore[arg-type]  # buffers are tensors
-        for name, tensor in named:
-            first = self.identities.setdefault(identity(tensor), name)
-            self.first[name] = first
-            self.names.setdefault(first, []).append(name)
-            self.tensors.setdefault(first, tensor)
-
-    def has_rows(self, name: str) -> bool:
-        """Whether rows of this weight are plain tensors that lie in one piece, and count what is written."""
-        tensor = self.tensors[name]
-        plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-        return plain and tensor.is_contiguous() and not tensor.is_inference()
-
-    def sharing(self, name: str) -> list[str]:
-        """First names of other weights that lie in the same memory as this one, in another shape."""
-        memory = _memory(self.tensors[name])
-        others = (n for n, t in self.tensors.items() if n != name and _memory(t) == memory)
-        return [] if memory is None else list(others)
-
-
-def _memory(tensor: torch.Tensor) -> Any:
-    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.device.type == "meta":
-        return None
-    if tensor.layout is not torch.strided or not tensor.numel():
-        return None
-    return tensor.device, tensor.untyped_storage().data_ptr()
-
-
-def method_of(model: nn.Module, entry: str) -> Callable[..., Any]:
-    """What an entry calls: ``path``, ``:method`` or ``path:method`` of a model; the model itself if empty."""
-    path, _, method = entry.partition(":")
-    module = model.get_submodule(path)
-    found: Callable[..., Any] = getattr(module, method) if method else module
-    return found
-
-
-@contextmanager
-def with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """A block in which this module alone, not its class, has another ``forward``."""
-    own = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        vars(module).pop("forward", None)  # a patch of the model may have taken it away
-        if own is not None:
-            module.forward = own
-
-
-def identity(tensor: torch.Tensor) -> Any:
-    """Equal for two tensors that are the same weight, whether one object or one memory."""
-    plain = is_dense(tensor) and tensor.layout is torch.strided
-    if not plain or tensor.device.type == "meta" or not tensor.numel():
-        return id(tensor)
-    memory = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
-    return (tensor.device, memory, tensor.shape, tensor.stride(), tensor.dtype)
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is torch's own, or a simulated one that stands for such, and no wrapper."""
-    return getattr(type(tensor), "stands_for", type(tensor)) in (torch.Tensor, nn.Parameter)
-
-
-def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a weight wraps other tensors, as quantised ones do."""
-    return hasattr(tensor, "__tensor_flatten__") and type(tensor) not in (torch.Tensor, nn.Parameter)
-
-
-def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements, those of a wrapper's inner tensors included."""
-    if is_wrapper(tensor):
-        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # a protocol of torch's
-        return sum(tensor_bytes(getattr(tensor, name)) for name in names)
-    return tensor.numel() * tensor.element_size()
+__all__ = ["Twin"]
 
 
 _ROOT_HOOKS = (

@@ -23,7 +23,8 @@ from torch.utils import _pytree as pytree
 from graphplan.capture.captured_graph import Capture, Prepare, Without, bound_call
 from graphplan.capture.dynamic_sizes import sizes_of_example, with_splits
 from graphplan.capture.exported_program import from_program
-from graphplan.capture.model_copy import Twin, with_forward
+from graphplan.capture.model_copy import Twin
+from graphplan.capture.model_methods import with_forward
 from graphplan.capture.signature import BoundCall, leaf_names, register_dataclasses
 from graphplan.capture.symbolic_trace import trace_symbolically
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager

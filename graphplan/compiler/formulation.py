@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.model_copy import tensor_bytes
+from graphplan.capture.model_weights import tensor_bytes
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.earlier_plans import Commitments
 from graphplan.compiler.options import Options

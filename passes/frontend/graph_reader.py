@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.model_copy import ModelWeights, is_wrapper
+from graphplan.capture.model_weights import ModelWeights, is_wrapper
 from graphplan.capture.source_lines import source_line
 from graphplan.devices.alignment import round_up
 from graphplan.devices.topology import CPU, DeviceKey

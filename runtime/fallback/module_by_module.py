@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graphplan.capture.model_copy import method_of
+from graphplan.capture.model_methods import method_of
 from graphplan.capture.modes import Modes, read_modes, write_modes
 from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf, leaf_names
 from graphplan.capture.transformers.caches import is_cache

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphplan.capture.model_copy import identity, is_dense
+from graphplan.capture.model_weights import identity, is_dense
 from graphplan.capture.modes import is_plain
 
 __all__ = ["Guard"]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import fx, nn
 
-from graphplan.capture.model_copy import method_of
+from graphplan.capture.model_methods import method_of
 from graphplan.capture.modes import ModeReader
 from graphplan.errors import CaptureError, PlanError
 from graphplan.runtime.checkpoint.mapped_files import MappedFile

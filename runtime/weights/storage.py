@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from graphplan.capture.model_copy import ModelWeights, tensor_bytes
+from graphplan.capture.model_weights import ModelWeights, tensor_bytes
 from graphplan.devices.alignment import round_up
 from graphplan.devices.topology import CPU
 from graphplan.errors import InputError, readable_bytes

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from graphplan.capture.model_copy import tensor_bytes
+from graphplan.capture.model_weights import tensor_bytes
 from graphplan.devices.alignment import round_up
 from graphplan.devices.topology import CPU
 from graphplan.errors import readable_bytes

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, dynamic_modu
 
 import graphplan
 from graphplan.api.load import open_pretrained
-from graphplan.capture.model_copy import ModelWeights
+from graphplan.capture.model_weights import ModelWeights
 from graphplan.runtime.checkpoint.converted_checkpoint import Conversion, ConvertedCheckpoint, FileTensor
 from graphplan.runtime.checkpoint.deferred_tensors import requests_of
 from graphplan.runtime.checkpoint.parallel_reads import read_into

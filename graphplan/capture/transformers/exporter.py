@@ -26,7 +26,7 @@ from torch import nn
 from torch.fx.experimental import _config as symbolic_config
 from torch.utils import _pytree as pytree
 
-from graphplan.capture.model_copy import with_forward
+from graphplan.capture.model_methods import with_forward
 from graphplan.capture.signature import BoundCall, Guard, register_dataclasses
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager
 from graphplan.capture.transformers.caches import Given, is_cache, layout_of

@@ -23,7 +23,9 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.utils import _pytree as pytree
 
 from graphplan.analysis.plan import Plan
-from graphplan.capture.model_copy import Twin, method_of, tensor_bytes
+from graphplan.capture.model_copy import Twin
+from graphplan.capture.model_methods import method_of
+from graphplan.capture.model_weights import tensor_bytes
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.options import Options
 from graphplan.devices.alignment import ALIGNMENT

@@ -1,0 +1,80 @@
+"""The weights of a model by name: which are one, which share memory, and their bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["ModelWeights", "identity", "is_dense", "is_wrapper", "tensor_bytes"]
+
+
+class ModelWeights:
+    """The parameters and buffers of a model by name, with ties resolved.
+
+    ``tensors`` maps each weight's first name to its tensor, ``names`` to all its names; ``first``
+    maps every name to the first.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.names: dict[str, list[str]] = {}
+        self.first: dict[str, str] = {}
+        self.parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self.persistent = set(model.state_dict(keep_vars=True))
+        self.identities: dict[Any, str] = {}
+        named = [*model.named_parameters(remove_duplicate=False)]
+        named += model.named_buffers(remove_duplicate=False)  # type: ignore[arg-type]  # buffers are tensors
+        for name, tensor in named:
+            first = self.identities.setdefault(identity(tensor), name)
+            self.first[name] = first
+            self.names.setdefault(first, []).append(name)
+            self.tensors.setdefault(first, tensor)
+
+    def has_rows(self, name: str) -> bool:
+        """Whether rows of this weight are plain tensors that lie in one piece, and count what is written."""
+        tensor = self.tensors[name]
+        plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+        return plain and tensor.is_contiguous() and not tensor.is_inference()
+
+    def sharing(self, name: str) -> list[str]:
+        """First names of other weights that lie in the same memory as this one, in another shape."""
+        memory = _memory(self.tensors[name])
+        others = (n for n, t in self.tensors.items() if n != name and _memory(t) == memory)
+        return [] if memory is None else list(others)
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.device.type == "meta":
+        return None
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+def identity(tensor: torch.Tensor) -> Any:
+    """Equal for two tensors that are the same weight, whether one object or one memory."""
+    plain = is_dense(tensor) and tensor.layout is torch.strided
+    if not plain or tensor.device.type == "meta" or not tensor.numel():
+        return id(tensor)
+    memory = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+    return (tensor.device, memory, tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is torch's own, or a simulated one that stands for such, and no wrapper."""
+    return getattr(type(tensor), "stands_for", type(tensor)) in (torch.Tensor, nn.Parameter)
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a weight wraps other tensors, as quantised ones do."""
+    return hasattr(tensor, "__tensor_flatten__") and type(tensor) not in (torch.Tensor, nn.Parameter)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements, those of a wrapper's inner tensors included."""
+    if is_wrapper(tensor):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # a protocol of torch's
+        return sum(tensor_bytes(getattr(tensor, name)) for name in names)
+    return tensor.numel() * tensor.element_size()
