@@ -8,7 +8,7 @@ True
 """
 
 from graphplan.analysis.explanation import Explanation
-from graphplan.analysis.plan import Plan, Stage, Transfer
+from graphplan.analysis.plan import Plan
 from graphplan.analysis.relocation import Alternative
 from graphplan.analysis.sensitivity import Bottleneck, Growth
 from graphplan.api.load import load
@@ -34,6 +34,7 @@ from graphplan.integrations.accelerate.auto_device_map import infer_auto_device_
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value, Weight
 from graphplan.ir.liveness import Peak
+from graphplan.ir.plan_data import Stage, Transfer
 from graphplan.ir.schedule import Load, Schedule
 from graphplan.ir.timeline import Timeline
 from graphplan.runtime.module.placed_module import unplace

@@ -11,24 +11,23 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from tqdm.auto import tqdm
 
+from graphplan.analysis.plan_problem import plain_problem
 from graphplan.analysis.sensitivity import Bottleneck, Growth, Thing
 from graphplan.devices.alignment import ALIGNMENT
 from graphplan.devices.topology import DeviceKey, DeviceSpec, Link, Topology
 from graphplan.errors import InfeasibleError
 from graphplan.ir.cost_model import move_seconds
+from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.joint import Call, place_jointly
 from graphplan.passes.placement.limits import Limits
 from graphplan.passes.placement.residence import reside
-
-if TYPE_CHECKING:
-    from graphplan.analysis.plan import Plan
 
 __all__ = ["find_bottleneck"]
 
@@ -38,7 +37,7 @@ _PRECISION = 0.05  # of the increase that is reported
 _TWICE = 2.0
 
 
-def find_bottleneck(plan: Plan, *, progress: bool = True) -> Bottleneck:
+def find_bottleneck(plan: PlanData, *, progress: bool = True) -> Bottleneck:
     """Plan again with more of each thing; the result depends on the plan only."""
     search = _Search(plan)
     trials: list[Callable[[], Growth]] = [*search.memory(), *search.links(), *search.speeds()]
@@ -59,7 +58,9 @@ def find_bottleneck(plan: Plan, *, progress: bool = True) -> Bottleneck:
     return _with_parts(plan, answer, bool(binding), tuple(growths))
 
 
-def _with_parts(plan: Plan, answer: Growth | None, binds: bool, growths: tuple[Growth, ...]) -> Bottleneck:
+def _with_parts(
+    plan: PlanData, answer: Growth | None, binds: bool, growths: tuple[Growth, ...]
+) -> Bottleneck:
     """What was found, and where the seconds of the plan go."""
     compute = transfers = fetches = through = hidden = 0.0
     for one in plan.calls:
@@ -99,9 +100,9 @@ class _Found:
 
 
 class _Search:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: PlanData) -> None:
         self.plan, self.topology = plan, plan.topology
-        self.calls = [Call(one.plain_problem, one.wishes, one.call_weight) for one in plan.calls]
+        self.calls = [Call(plain_problem(one), one.wishes, one.call_weight) for one in plan.calls]
         self.now = plan.weighted_makespan
         self.near = [one.schedule.assignment for one in plan.calls]
         self.tried: dict[tuple[str, tuple[DeviceKey, ...]], Topology] = {}

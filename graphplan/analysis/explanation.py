@@ -18,17 +18,15 @@ import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
+from graphplan.analysis.plan_problem import constrained_problem
 from graphplan.analysis.relocation import EPSILON, Alternative, Mover, only_read_by
 from graphplan.devices.topology import DeviceKey
 from graphplan.errors import PlanError
 from graphplan.ir.constraints import names_in
 from graphplan.ir.graph import Graph
+from graphplan.ir.plan_data import PlanData
 from graphplan.report.text import count_text, size_text, table_lines, time_text
-
-if TYPE_CHECKING:
-    from graphplan.analysis.plan import Plan
 
 __all__ = ["Explanation", "explain"]
 
@@ -116,7 +114,7 @@ class Explanation:
         return "\n".join([head, sizes, "", *table_lines(header, rows)])
 
 
-def explain(plan: Plan, name: str) -> Explanation:
+def explain(plan: PlanData, name: str) -> Explanation:
     """Where ``name`` is in ``plan``, and what it would cost on each other device.
 
     Raises:
@@ -135,6 +133,7 @@ def explain(plan: Plan, name: str) -> Explanation:
     specs = {spec.key: spec for spec in plan.topology.devices}
     kind = "weight" if weight is not None else "operation" if name in graph.operations else "module"
     mover = Mover(plan, name, kind, owned)
+    problem = constrained_problem(plan)
     return Explanation(
         name,
         kind,
@@ -145,7 +144,7 @@ def explain(plan: Plan, name: str) -> Explanation:
         sum(graph.weights[one].nbytes for one in owned),
         sum(graph.values[made].nbytes for op in operations for made in graph.operations[op].outputs),
         sum(graph.operations[op].flops for op in operations),
-        sum(plan.problem.seconds(graph.operations[op], specs[devices[op]]) for op in working),
+        sum(problem.seconds(graph.operations[op], specs[devices[op]]) for op in working),
         _touching(plan, operations, owned),
         plan.weighted_makespan,
         tuple(mover.to(spec.key) for spec in plan.topology.devices),
@@ -163,7 +162,7 @@ def _owned(graph: Graph, name: str, operations: Sequence[str]) -> list[str]:
     return [one for one in graph.weights if one in under]
 
 
-def _touching(plan: Plan, operations: Sequence[str], owned: Sequence[str]) -> float:
+def _touching(plan: PlanData, operations: Sequence[str], owned: Sequence[str]) -> float:
     """Seconds in which the call does nothing but copy what these operations read and make."""
     graph = plan.graph
     named = (graph.operations[op] for op in operations)

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from graphplan.analysis.plan_problem import constrained_problem
 from graphplan.devices.topology import CPU, DeviceKey
 from graphplan.errors import readable_bytes
 from graphplan.ir.graph import Graph
+from graphplan.ir.plan_data import PlanData
 from graphplan.ir.timeline import make_timeline
 from graphplan.passes.placement.evaluate import Evaluation
-from graphplan.passes.placement.problem import Problem, cpu_key
+from graphplan.passes.placement.problem import cpu_key
 from graphplan.passes.placement.shared_buffers import fit_together
 from graphplan.report.text import time_text
-
-if TYPE_CHECKING:
-    from graphplan.analysis.plan import Plan
 
 __all__ = ["EPSILON", "Alternative", "Mover", "only_read_by"]
 
@@ -75,10 +74,11 @@ class _Outcome:
 class Mover:
     """Moves one name to other devices, in every call of a plan."""
 
-    def __init__(self, plan: Plan, name: str, kind: str, owned: Sequence[str]) -> None:
+    def __init__(self, plan: PlanData, name: str, kind: str, owned: Sequence[str]) -> None:
         self.plan, self.name, self.kind, self.owned = plan, name, kind, list(owned)
+        self.ruled = [constrained_problem(one) for one in plan.calls]
         # a rule is an obstacle to be named, not a reason to know no price
-        self.free = [replace(one.problem, allowed={}) for one in plan.calls]
+        self.free = [replace(problem, allowed={}) for problem in self.ruled]
         self.moved = [[op.name for op in self._operations(one)] for one in plan.calls]
         closed = [_closure(one.graph, moved) for one, moved in zip(plan.calls, self.moved, strict=True)]
         self.along = tuple(
@@ -94,7 +94,7 @@ class Mover:
             for one, group in zip(plan.calls, closed, strict=True)
         ]
 
-    def _operations(self, one: Plan) -> Iterator[Any]:
+    def _operations(self, one: PlanData) -> Iterator[Any]:
         if self.kind == "operation" and one is not self.plan:
             return iter(())  # its name means something else in another call
         return one.operations_of(self.name)
@@ -209,7 +209,7 @@ class Mover:
                 return "offload=False"
             if not plan.wishes.cpu_compute and self.kind != "weight":
                 return "cpu_compute=False"
-        for one, problem, group in zip(plan.calls, _problems(plan), self.closed, strict=True):
+        for one, problem, group in zip(plan.calls, self.ruled, self.closed, strict=True):
             stuck = [op for op in group if key not in problem.allowed.get(op, one.topology.keys)]
             if stuck and self.kind != "weight":
                 return f"{stuck[0]!r} writes to, or is tied to, what must stay where it is"
@@ -238,11 +238,7 @@ class Mover:
         return self.plan.topology[key].device == CPU or (streams and not self.plan.schedule.rings)
 
 
-def _problems(plan: Plan) -> list[Problem]:
-    return [one.problem for one in plan.calls]
-
-
-def _outcome(plan: Plan, found: Sequence[Evaluation]) -> _Outcome:
+def _outcome(plan: PlanData, found: Sequence[Evaluation]) -> _Outcome:
     seconds = sum(one.call_weight * judged.seconds for one, judged in zip(plan.calls, found, strict=True))
     excess: dict[DeviceKey, int] = {}
     operation = None
@@ -269,7 +265,7 @@ def _closure(graph: Graph, names: Sequence[str]) -> list[str]:
             return [name for name in graph.operations if name in found]
 
 
-def _copies(found: Evaluation, plan: Plan) -> float:
+def _copies(found: Evaluation, plan: PlanData) -> float:
     return make_timeline(plan.graph, plan.topology, found.schedule).copy_seconds
 
 

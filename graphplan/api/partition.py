@@ -28,6 +28,7 @@ from graphplan.devices.topology import DISK, DeviceKey, Link, Topology
 from graphplan.errors import CaptureError, InputError, NoGraphError
 from graphplan.integrations.accelerate.fallback_placement import fall_back, later_refused
 from graphplan.integrations.transformers.generate_plan import plan_first
+from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint, read_checkpoint
 from graphplan.runtime.memory.activation_warmup import warm_activations
 from graphplan.runtime.module.placed_module import PlacedModule, attach, attach_start, placed_class, unplaced
@@ -245,7 +246,7 @@ class _Start:
     options: Options
     source: Checkpoint | None = None
     homes: dict[str, DeviceKey] | None = None
-    known_plan: Plan | None = None
+    known_plan: PlanData | None = None
     strict: bool = False
     check: bool = False
     warm: bool = False

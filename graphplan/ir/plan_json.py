@@ -5,29 +5,29 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from graphplan.devices.topology import DeviceSpec, Link, Topology
 from graphplan.errors import GraphplanError, PlanError
 from graphplan.ir.constraints import Wishes
 from graphplan.ir.graph import Graph
+from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule_json import decode_schedule, encode_schedule
 from graphplan.versioned_json import Format
 
-if TYPE_CHECKING:
-    from graphplan.analysis.plan import Plan  # which lies above, since a plan writes itself
-
 __all__ = ["read_plan", "write_plan"]
+
+AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 
 _FORMAT = Format("graphplan.plan", 2, "plan")
 
 
-def write_plan(plan: Plan) -> str:
+def write_plan(plan: PlanData) -> str:
     """A plan as text."""
     return json.dumps(_encode(plan), indent=1)
 
 
-def read_plan(cls: type[Plan], text: str) -> Plan:
+def read_plan(cls: type[AnyPlan], text: str) -> AnyPlan:
     """The plan that a text is.
 
     Args:
@@ -40,7 +40,7 @@ def read_plan(cls: type[Plan], text: str) -> Plan:
     return _from_data(cls, _FORMAT.parse(text))
 
 
-def _from_data(cls: type[Plan], data: Mapping[str, Any]) -> Plan:
+def _from_data(cls: type[AnyPlan], data: Mapping[str, Any]) -> AnyPlan:
     try:
         made = _decode(cls, data)
         peaks = [[key, nbytes] for key, nbytes in made.peak_bytes.items()]
@@ -51,7 +51,7 @@ def _from_data(cls: type[Plan], data: Mapping[str, Any]) -> Plan:
     return made
 
 
-def _encode(plan: Plan) -> dict[str, Any]:
+def _encode(plan: PlanData) -> dict[str, Any]:
     topology, schedule = plan.topology, plan.schedule
     return {
         **_FORMAT.head(),
@@ -75,7 +75,7 @@ def _encode(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _decode(cls: type[Plan], data: Mapping[str, Any]) -> Plan:
+def _decode(cls: type[AnyPlan], data: Mapping[str, Any]) -> AnyPlan:
     topology = Topology(
         tuple(DeviceSpec(**spec) for spec in data["devices"]),
         {(a, b): Link(**link) for a, b, link in data["links"]},

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from graphplan.devices.topology import DeviceKey
+from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import Load, Move, Run
 from graphplan.ir.timeline import Event
-
-if TYPE_CHECKING:
-    from graphplan.analysis.plan import Plan
 
 __all__ = ["Flow", "find_flows", "timed_steps"]
 
@@ -43,7 +40,7 @@ class Flow:
     reader: str | None
 
 
-def timed_steps(plan: Plan) -> Iterator[tuple[Run | Move | Load, Event]]:
+def timed_steps(plan: PlanData) -> Iterator[tuple[Run | Move | Load, Event]]:
     """Each step that takes time, but for waits, with its modelled event."""
     events = iter(event for event in plan.timeline.events if event.kind != "wait")
     for step in plan.schedule.steps:
@@ -51,7 +48,7 @@ def timed_steps(plan: Plan) -> Iterator[tuple[Run | Move | Load, Event]]:
             yield step, next(events)
 
 
-def find_flows(plan: Plan) -> tuple[Flow, ...]:
+def find_flows(plan: PlanData) -> tuple[Flow, ...]:
     """Every copy of one call, in order."""
     found: list[Flow] = []
     coming: dict[tuple[str, DeviceKey], int] = {}  # what has arrived and was not read yet

@@ -11,12 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from graphplan.ir.plan_data import PlanData
 from graphplan.report.text import COLOURS, size_text
-
-if TYPE_CHECKING:
-    from graphplan.analysis.plan import Plan
 
 __all__ = ["MOST_NODES", "to_dot"]
 
@@ -32,7 +29,7 @@ class _Node:
     stage: int
 
 
-def to_dot(plan: Plan) -> str:
+def to_dot(plan: PlanData) -> str:
     """The operations, or modules of them, with bytes on the edges that cross from device to device."""
     boxes = _boxes(plan)
     lines = [
@@ -57,7 +54,7 @@ def to_dot(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _boxes(plan: Plan) -> dict[str, _Node]:
+def _boxes(plan: PlanData) -> dict[str, _Node]:
     """Operation -> its box, in the order of the stages."""
     operations = plan.graph.operations
     names = [(stage.index, name) for stage in plan.stages for name in stage.operations]
@@ -94,7 +91,7 @@ def _stage(index: int, boxes: dict[str, _Node], colour: str) -> Iterator[str]:
     yield "    }"
 
 
-def _edges(plan: Plan, boxes: dict[str, _Node]) -> Iterator[str]:
+def _edges(plan: PlanData, boxes: dict[str, _Node]) -> Iterator[str]:
     """Each pair of boxes once; the bytes are of the values that are copied, each once."""
     passed: dict[tuple[_Node, _Node], set[str]] = {}
     for maker, reader, values in plan.graph.edges():

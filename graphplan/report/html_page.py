@@ -11,13 +11,11 @@ import html
 import json
 import re
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from graphplan.ir.measured_call import Measured
+from graphplan.ir.plan_data import PlanData
 from graphplan.report.page_data import page_data
-
-if TYPE_CHECKING:
-    from graphplan.analysis.plan import Plan
 
 __all__ = ["to_html"]
 
@@ -47,7 +45,7 @@ _ESCAPE = re.compile(
 _SLOT = re.compile(r"<!-- (title|style|scripts|data) -->")
 
 
-def to_html(plan: Plan, title: str = "", measured: Measured | None = None) -> str:
+def to_html(plan: PlanData, title: str = "", measured: Measured | None = None) -> str:
     """The page of a plan.
 
     Args:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from graphplan.ir.graph_elements import Operation
 from graphplan.ir.measured_call import Measured
+from graphplan.ir.plan_data import PlanData
 from graphplan.report.text import COLOURS, size_text, time_text
-
-if TYPE_CHECKING:
-    from graphplan.analysis.plan import Plan
 
 __all__ = ["save_model_explorer", "to_model_explorer"]
 
@@ -23,7 +21,9 @@ _GRAPH = "plan"
 _GRADIENT = [{"stop": 0, "bgColor": "#f4f7fd"}, {"stop": 1, "bgColor": "#e0762f"}]
 
 
-def to_model_explorer(plan: Plan, title: str = "Plan", measured: Measured | None = None) -> dict[str, str]:
+def to_model_explorer(
+    plan: PlanData, title: str = "Plan", measured: Measured | None = None
+) -> dict[str, str]:
     """Texts of JSON: ``""`` -> the graph, and for each way to colour it, its name -> the node data.
 
     Args:
@@ -38,14 +38,14 @@ def to_model_explorer(plan: Plan, title: str = "Plan", measured: Measured | None
     return texts
 
 
-def save_model_explorer(plan: Plan, path: Path, title: str, measured: Measured | None = None) -> None:
+def save_model_explorer(plan: PlanData, path: Path, title: str, measured: Measured | None = None) -> None:
     """Write the graph to ``path``, and beside it each way to colour it (``plan.seconds.json``)."""
     for name, text in to_model_explorer(plan, title, measured).items():
         target = path.with_suffix(f".{name}.json") if name else path
         target.write_text(text, encoding="utf-8")
 
 
-def _namespaces(plan: Plan) -> dict[str, str]:
+def _namespaces(plan: PlanData) -> dict[str, str]:
     """Operation -> the stage and the modules around it, joined by slashes."""
     found = {}
     for stage in plan.stages:
@@ -59,7 +59,7 @@ def _stage_name(index: int, device: object) -> str:
     return f"stage {index} on {device}".replace("/", "_")
 
 
-def _nodes(plan: Plan) -> list[dict[str, Any]]:
+def _nodes(plan: PlanData) -> list[dict[str, Any]]:
     graph, namespaces = plan.graph, _namespaces(plan)
     position = {value: i for op in graph.operations.values() for i, value in enumerate(op.outputs)}
     nodes = []
@@ -91,7 +91,7 @@ def _nodes(plan: Plan) -> list[dict[str, Any]]:
     return nodes
 
 
-def _attributes(plan: Plan, operation: Operation) -> list[dict[str, str]]:
+def _attributes(plan: PlanData, operation: Operation) -> list[dict[str, str]]:
     weights = [plan.graph.weights[name] for name in operation.inputs if name in plan.graph.weights]
     made = sum(plan.graph.values[name].nbytes for name in operation.outputs)
     facts = {
@@ -105,13 +105,13 @@ def _attributes(plan: Plan, operation: Operation) -> list[dict[str, str]]:
     return [{"key": key, "value": value} for key, value in facts.items() if value]
 
 
-def _form(plan: Plan, name: str) -> list[dict[str, str]]:
+def _form(plan: PlanData, name: str) -> list[dict[str, str]]:
     value = plan.graph.values[name]
     shape = [{"key": "tensor_shape", "value": f"{value.dtype}{list(value.shape)}"}] if value.dtype else []
     return [{"key": "name", "value": name}, *shape]
 
 
-def _groups(plan: Plan) -> dict[str, dict[str, str]]:
+def _groups(plan: PlanData) -> dict[str, dict[str, str]]:
     runs = _seconds(plan)
     groups = {
         _stage_name(stage.index, stage.device): {
@@ -130,11 +130,11 @@ def _groups(plan: Plan) -> dict[str, dict[str, str]]:
     return {"": whole, **groups}
 
 
-def _seconds(plan: Plan) -> dict[str, float]:
+def _seconds(plan: PlanData) -> dict[str, float]:
     return {event.name: event.end - event.start for event in plan.timeline.events if event.kind == "run"}
 
 
-def _node_data(plan: Plan, measured: Measured | None) -> dict[str, dict[str, Any]]:
+def _node_data(plan: PlanData, measured: Measured | None) -> dict[str, dict[str, Any]]:
     operations, values = plan.graph.operations.values(), plan.graph.values
     keys = list(plan.topology.keys)
     homes = plan.schedule.assignment.operations

@@ -19,10 +19,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from graphplan.analysis.plan import Plan
+from graphplan.ir.plan_data import PlanData
 
 __all__ = ["MOST_CHILDREN", "Group", "stage_groups"]
 
@@ -48,7 +47,7 @@ class Group:
     children: tuple[Group | str, ...]
 
 
-def stage_groups(plan: Plan) -> tuple[Group, ...]:
+def stage_groups(plan: PlanData) -> tuple[Group, ...]:
     """One group for each stage of a plan."""
     paths = {name: operation.module_path for name, operation in plan.graph.operations.items()}
     return tuple(

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING
 
+from graphplan.devices.topology import DeviceSpec
+from graphplan.ir.plan_data import PlanData
 from graphplan.report.text import COLOURS, count_text, gap_text, size_text, time_text
-
-if TYPE_CHECKING:
-    from graphplan.analysis.plan import Plan
-    from graphplan.devices.topology import DeviceSpec
 
 __all__ = ["to_notebook"]
 
@@ -17,7 +14,7 @@ _CELL = "padding:2px 12px 2px 0;text-align:left;white-space:nowrap"
 _ACTIVATIONS = "#e3a94a"
 
 
-def to_notebook(plan: Plan) -> str:
+def to_notebook(plan: PlanData) -> str:
     """A table in HTML, with its styles in place: notebooks drop style sheets."""
     figures = {
         "time": f"{time_text(plan.makespan)} modelled; {gap_text(plan)}",
@@ -44,7 +41,7 @@ def to_notebook(plan: Plan) -> str:
     )
 
 
-def _device(plan: Plan, spec: DeviceSpec, index: int) -> str:
+def _device(plan: PlanData, spec: DeviceSpec, index: int) -> str:
     peak = plan.peaks[spec.key]
     whole = max(spec.memory, peak.nbytes, 1)
     count = sum(len(stage.operations) for stage in plan.stages if stage.device == spec.key)

@@ -9,23 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from graphplan.devices.topology import CPU, DeviceKey
+from graphplan.ir.graph_elements import Value
 from graphplan.ir.measured_call import Measured
+from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import Run
 from graphplan.ir.timeline import Timeline
 from graphplan.report.data_flows import find_flows
 from graphplan.report.module_tree import Group, stage_groups
 
-if TYPE_CHECKING:
-    from graphplan.analysis.plan import Plan
-    from graphplan.ir.graph_elements import Value
-
 __all__ = ["page_data"]
 
 
-def page_data(plan: Plan, measured: Measured | None = None) -> dict[str, Any]:
+def page_data(plan: PlanData, measured: Measured | None = None) -> dict[str, Any]:
     """Everything that the page of a plan needs.
 
     Args:
@@ -50,7 +48,7 @@ class _Table:
 
 
 class _Writer:
-    def __init__(self, plan: Plan, measured: Measured | None) -> None:
+    def __init__(self, plan: PlanData, measured: Measured | None) -> None:
         self.plan, self.graph, self.measured = plan, plan.graph, measured
         specs = [spec.key for spec in plan.topology.devices]
         self.keys = specs if plan.schedule.host in specs else [*specs, plan.schedule.host]

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from graphplan.devices.topology import DeviceKey
 from graphplan.ir.measured_call import Measured
+from graphplan.ir.plan_data import PlanData
 from graphplan.ir.timeline import Event, Timeline
 from graphplan.report.data_flows import find_flows, timed_steps
-
-if TYPE_CHECKING:
-    from graphplan.analysis.plan import Plan
 
 __all__ = ["to_trace"]
 
@@ -28,7 +26,7 @@ _TRACKS = ("run", "move", "load")
 _TITLES = {"run": "compute", "move": "transfers in", "load": "streamed weights"}
 
 
-def to_trace(plan: Plan, measured: Measured | None = None) -> str:
+def to_trace(plan: PlanData, measured: Measured | None = None) -> str:
     """The trace as JSON text.
 
     Args:
@@ -44,7 +42,7 @@ def to_trace(plan: Plan, measured: Measured | None = None) -> str:
 
 
 class _Writer:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: PlanData) -> None:
         self.plan = plan
         keys: list[DeviceKey] = [*plan.topology.keys, plan.schedule.host]
         self.device = {key: index for index, key in enumerate(dict.fromkeys(keys))}

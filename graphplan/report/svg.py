@@ -9,17 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
 
-from graphplan.devices.topology import DeviceKey
+from graphplan.devices.topology import DeviceKey, DeviceSpec
 from graphplan.ir.measured_call import Measured
+from graphplan.ir.plan_data import PlanData
 from graphplan.report.data_flows import Flow, find_flows
 from graphplan.report.module_tree import stage_groups
 from graphplan.report.text import COLOURS, count_text, gap_text, size_text, time_text
-
-if TYPE_CHECKING:
-    from graphplan.analysis.plan import Plan
-    from graphplan.devices.topology import DeviceSpec
 
 __all__ = ["to_svg"]
 
@@ -30,7 +26,7 @@ _INK, _MUTED, _LINE, _TRANSFER, _ACTIVATION, _BUDGET, _MEASURED = (
 )  # fmt: skip
 
 
-def to_svg(plan: Plan, title: str = "Plan", measured: Measured | None = None) -> str:
+def to_svg(plan: PlanData, title: str = "Plan", measured: Measured | None = None) -> str:
     """The picture as text.
 
     Args:
@@ -56,7 +52,7 @@ class _Arrow:
 
 
 class _Picture:
-    def __init__(self, plan: Plan, title: str, measured: Measured | None) -> None:
+    def __init__(self, plan: PlanData, title: str, measured: Measured | None) -> None:
         self.plan, self.title, self.measured = plan, title, measured
         self.specs = plan.topology.devices
         self.lane = {spec.key: index for index, spec in enumerate(self.specs)}

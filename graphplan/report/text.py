@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from graphplan.analysis.plan import Plan
-    from graphplan.ir.schedule import Ring
+from graphplan.ir.plan_data import PlanData
+from graphplan.ir.schedule import Ring
 
 __all__ = ["COLOURS", "count_text", "gap_text", "size_text", "summary_text", "table_lines", "time_text"]
 
@@ -45,7 +43,7 @@ def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[st
     return lines
 
 
-def summary_text(plan: Plan) -> str:
+def summary_text(plan: PlanData) -> str:
     """The plan as a table that a person can read."""
     graph = plan.graph
     weights = size_text(graph.weight_bytes)
@@ -81,7 +79,7 @@ def count_text(count: int, one: str, many: str = "") -> str:
     return f"{count} {one if count == 1 else many or one + 's'}"
 
 
-def gap_text(plan: Plan, digits: int = 1) -> str:
+def gap_text(plan: PlanData, digits: int = 1) -> str:
     """How far from optimal a plan may be, and what proved that; without a bound nobody knows."""
     if not (plan.lower_bound > 0 or plan.makespan == 0):
         return f"gap unknown ({plan.proof})"
@@ -89,7 +87,7 @@ def gap_text(plan: Plan, digits: int = 1) -> str:
     return f"within {gap} of optimal ({plan.proof})"
 
 
-def _sliced(plan: Plan) -> list[str]:
+def _sliced(plan: PlanData) -> list[str]:
     """How the weights that no accelerator holds are cut, and where their parts are read from."""
     lines = []
     for name in dict.fromkeys(part.part_of for part in plan.graph.parts):
@@ -107,7 +105,7 @@ def _ring(ring: Ring) -> str:
     return f", {size_text(ring.nbytes)} in {count} slot{'' if count == 1 else 's'} on {ring.device}"
 
 
-def _devices(plan: Plan) -> list[str]:
+def _devices(plan: PlanData) -> list[str]:
     rows = []
     for spec in plan.topology.devices:
         peak = plan.peaks[spec.key]
@@ -121,7 +119,7 @@ def _devices(plan: Plan) -> list[str]:
     return table_lines(header, rows)
 
 
-def _stages(plan: Plan) -> list[str]:
+def _stages(plan: PlanData) -> list[str]:
     rows = []
     for stage in plan.stages:
         paths = [plan.graph.operations[name].module_path for name in stage.operations]
@@ -137,5 +135,5 @@ def _stages(plan: Plan) -> list[str]:
     return table_lines(["stage", "device", "operations", "reads", "modules"], shown)
 
 
-def _first_reader(plan: Plan, value: str, operations: Sequence[str]) -> bool:
+def _first_reader(plan: PlanData, value: str, operations: Sequence[str]) -> bool:
     return any(name in operations for name in plan.graph.consumers.get(value, ()))

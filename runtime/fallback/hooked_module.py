@@ -7,16 +7,14 @@ import logging
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from graphplan.errors import PlanError
+from graphplan.ir.plan_data import PlanData
 from graphplan.library_logs import silenced
-
-if TYPE_CHECKING:
-    from graphplan.analysis.plan import Plan  # which lies above, since a plan can be asked for others
 
 __all__ = ["HookedModule", "dispatch"]
 
@@ -25,7 +23,7 @@ __all__ = ["HookedModule", "dispatch"]
 class _Hooked:
     """What a hooked module keeps beside the model's own attributes."""
 
-    plan: Plan
+    plan: PlanData
     reason: str
     keep_grad: bool
 
@@ -36,12 +34,12 @@ class HookedModule(nn.Module):
     _graphplan: _Hooked
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> PlanData:
         """The plan: of modules, not of operations."""
         return self._graphplan.plan
 
     @property
-    def plans(self) -> tuple[Plan, ...]:
+    def plans(self) -> tuple[PlanData, ...]:
         """The one plan, for calls of any structure."""
         return (self.plan,)
 
@@ -107,7 +105,7 @@ def dispatch(
     model: nn.Module,
     devices: Mapping[str, torch.device],
     main: torch.device,
-    plan: Plan,
+    plan: PlanData,
     reason: str,
     *,
     grad: bool,

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 
 from graphplan.errors import readable_bytes
+from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.memory.allocation import allocating
-
-if TYPE_CHECKING:
-    from graphplan.analysis.plan import Plan  # which lies above, since a plan can be asked for others
 
 __all__ = ["warm_activations"]
 
 
-def warm_activations(plans: Iterable[Plan]) -> None:
+def warm_activations(plans: Iterable[PlanData]) -> None:
     """Let the allocator of each accelerator reserve what the largest of these plans needs for activations.
 
     A caching allocator asks the driver for memory piece by piece during the first calls, which takes long

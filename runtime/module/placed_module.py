@@ -15,7 +15,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import fx, nn
@@ -23,6 +23,7 @@ from torch import fx, nn
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.modes import ModeReader
 from graphplan.errors import CaptureError, PlanError
+from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.checkpoint.mapped_files import MappedFile
 from graphplan.runtime.memory.host_pages import HostPages
 from graphplan.runtime.module.code_assembly import code_of
@@ -35,9 +36,6 @@ from graphplan.runtime.module.transformers_methods import answers
 from graphplan.runtime.profile.call_profile import Profile, Recorder
 from graphplan.runtime.weights.weight_changes import require_in_place
 from graphplan.warnings import warn
-
-if TYPE_CHECKING:
-    from graphplan.analysis.plan import Plan  # which lies above, since a plan can be asked for others
 
 __all__ = ["PlacedModule", "attach", "attach_start", "placed_class", "unplace", "unplaced"]
 
@@ -66,7 +64,7 @@ class PlacedModule(nn.Module):
     type, to_empty = map(_kept_in_place, ("type", "to_empty"))
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> PlanData:
         """The plan of the first call structure.
 
         Raises:
@@ -74,7 +72,7 @@ class PlacedModule(nn.Module):
         """
         state = self._graphplan
         unpickled = state.start or (None if state.programs else state.restart)
-        known: Plan | None = getattr(unpickled, "known_plan", None)
+        known: PlanData | None = getattr(unpickled, "known_plan", None)
         return self._first().plan if known is None else known
 
     def _first(self) -> Program:
@@ -83,7 +81,7 @@ class PlacedModule(nn.Module):
         return self._graphplan.programs[0]
 
     @property
-    def plans(self) -> tuple[Plan, ...]:
+    def plans(self) -> tuple[PlanData, ...]:
         """The plan of every call structure so far."""
         return tuple(program.plan for program in self._graphplan.programs)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -12,9 +12,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan.capture.modes import Modes
 from graphplan.capture.signature import BoundCall, InputSignature
-
-if TYPE_CHECKING:
-    from graphplan.analysis.plan import Plan  # which lies above, since a plan can be asked for others
+from graphplan.ir.plan_data import PlanData
 
 __all__ = ["Program", "State"]
 
@@ -60,7 +58,7 @@ class Program:
         dense: those of the placeholders that are made contiguous.
     """
 
-    plan: Plan
+    plan: PlanData
     signature: InputSignature
     graph: fx.Graph
     constants: Mapping[str, torch.Tensor]

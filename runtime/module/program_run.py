@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from graphplan.errors import InputError, PlanError
+from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.module.code_assembly import named_tensors
 from graphplan.runtime.module.dispatch import Served
 from graphplan.runtime.module.module_state import Code
 from graphplan.runtime.module.program import Program
-
-if TYPE_CHECKING:
-    from graphplan.analysis.plan import Plan  # which lies above, since a plan can be asked for others
 
 __all__ = ["run"]
 
@@ -73,7 +71,7 @@ def _refuse_overlap(program: Program, tensors: Sequence[Any]) -> None:
                 )
 
 
-def _explain_moved_weights(module: nn.Module, plan: Plan, error: RuntimeError) -> None:
+def _explain_moved_weights(module: nn.Module, plan: PlanData, error: RuntimeError) -> None:
     """Where weights are no longer where the plan has put them, say so instead of torch."""
     named = dict(named_tensors(module))
     for name, key in plan.placement.items():

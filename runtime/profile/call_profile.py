@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -20,6 +20,7 @@ from torch import fx
 from graphplan.devices.machine import current_machine
 from graphplan.devices.topology import DeviceKey
 from graphplan.ir.measured_call import Measured
+from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import Load, Move, Wait
 from graphplan.ir.timeline import Event, Timeline
 from graphplan.report.html_page import to_html
@@ -28,9 +29,6 @@ from graphplan.report.perfetto import to_trace
 from graphplan.report.svg import to_svg
 from graphplan.report.text import size_text, table_lines, time_text
 from graphplan.runtime.simulate.simulated_machine import SimulatedMachine
-
-if TYPE_CHECKING:
-    from graphplan.analysis.plan import Plan
 
 __all__ = ["Profile", "Recorder"]
 
@@ -47,7 +45,7 @@ class Profile:
         measured: its measured timeline and peaks.
     """
 
-    plan: Plan
+    plan: PlanData
     measured: Measured
 
     @property
@@ -126,7 +124,7 @@ class Recorder(fx.Interpreter):
         plan: that it carries out.
     """
 
-    def __init__(self, module: fx.GraphModule, plan: Plan) -> None:
+    def __init__(self, module: fx.GraphModule, plan: PlanData) -> None:
         super().__init__(module)
         self.plan = plan
         self.spans: list[_Span] = []

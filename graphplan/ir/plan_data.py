@@ -1,0 +1,288 @@
+"""The plan as data: where everything is, what moves, what it costs, and how good it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Self
+
+import torch
+
+from graphplan.devices.topology import DeviceKey, Topology
+from graphplan.errors import PlanError, VerificationError
+from graphplan.ir.constraints import Wishes
+from graphplan.ir.graph import Graph
+from graphplan.ir.graph_elements import Operation
+from graphplan.ir.liveness import Memory, Peak, measure_memory
+from graphplan.ir.module_map import module_map
+from graphplan.ir.schedule import Load, Move, Schedule
+from graphplan.ir.schedule_checks import check_schedule
+from graphplan.ir.timeline import Timeline, make_timeline
+
+__all__ = ["PlanData", "Stage", "Transfer"]
+
+Transfer = Move
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A run of consecutive operations on one device.
+
+    Attributes:
+        index: position among the stages of the call.
+        device: key of ``max_memory``.
+        operations: names, in order.
+    """
+
+    index: int
+    device: DeviceKey
+    operations: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PlanData:
+    """What was decided for one call, in bytes, seconds and the caller's keys of ``max_memory``.
+
+    Attributes:
+        graph: the operations, values and weights that were placed.
+        topology: the devices, their budgets and the links between them.
+        schedule: every move and every operation of one call, in order.
+        makespan: modelled seconds of one call.
+        lower_bound: seconds below which no placement within the budgets can go; of those that offload
+            nothing where the accelerators hold the model (``proof`` ends in "on the accelerators").
+        proof: what proved the bound.
+        method: how the model was captured.
+        wishes: what the caller asked for.
+        fixed_weights: weight -> where an earlier plan of the same model, or constant of it, has put it.
+        call_weight: how much this call counts among those that were planned together.
+        others: the plans of the other calls, where several were planned over one placement of weights.
+        shared_rings: device -> bytes of the ring that calls planned apart from this one have there.
+        ring_limits: device -> bytes that this ring may have, where earlier plans leave no more room.
+        streams: False where weights are copied one by one, for autograd.
+    """
+
+    graph: Graph
+    topology: Topology
+    schedule: Schedule
+    makespan: float
+    lower_bound: float
+    proof: str
+    method: str = "export"
+    wishes: Wishes = field(default_factory=Wishes)
+    fixed_weights: Mapping[str, DeviceKey] = field(default_factory=dict)
+    call_weight: float = 1.0
+    others: tuple[Self, ...] = ()
+    shared_rings: Mapping[DeviceKey, int] = field(default_factory=dict)
+    ring_limits: Mapping[DeviceKey, int] = field(default_factory=dict)
+    streams: bool = True
+
+    @cached_property
+    def placement(self) -> dict[str, DeviceKey]:
+        """Every parameter's and buffer's name -> the key of the device where it resides."""
+        home = self.schedule.assignment.weights
+        return {
+            name: home[weight.name]
+            for weight in self.graph.weights.values()
+            if weight.kind in ("parameter", "buffer")
+            for name in weight.names or (weight.name,)
+        }
+
+    @cached_property
+    def parts(self) -> dict[str, DeviceKey]:
+        """Every part of a sliced weight (``"lm_head.weight[0:4096]"``) -> where it is read from.
+
+        The weight itself is whole where :attr:`placement` has it; a part on an accelerator is a copy.
+        """
+        return {part.name: self.schedule.assignment.weights[part.name] for part in self.graph.parts}
+
+    @cached_property
+    def devices(self) -> dict[DeviceKey, torch.device]:
+        """Each key -> its torch device."""
+        return {spec.key: spec.torch_device for spec in self.topology.devices}
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """The runs of operations between which the device changes."""
+        runs = [run for run in self.schedule.runs() if not self.graph.operations[run.operation].host_only]
+        grouped = groupby(runs, key=lambda run: run.device)
+        return tuple(
+            Stage(index, device, tuple(run.operation for run in members))
+            for index, (device, members) in enumerate(grouped)
+        )
+
+    def device_of(self, name: str) -> DeviceKey:
+        """The device of a parameter or buffer (where it resides), operation or module (where it runs).
+
+        Raises:
+            PlanError: no such name, or a module that runs on several devices.
+        """
+        if name in self.placement:
+            return self.placement[name]
+        found = list(dict.fromkeys(stage.device for stage in self._stages_of(name)))
+        if len(found) > 1:
+            listed = ", ".join(map(repr, found))
+            raise PlanError(f"{name!r} runs on several devices ({listed}): ask for a part of it")
+        return found[0]
+
+    def stage_of(self, name: str) -> Stage:
+        """The first stage that runs an operation, a module, or an operation that reads a weight.
+
+        Raises:
+            PlanError: no such name, or nothing of it runs.
+        """
+        return next(iter(self._stages_of(name)))
+
+    def _stages_of(self, name: str) -> tuple[Stage, ...]:
+        operations = {operation.name for operation in self.operations_of(name)}
+        found = tuple(stage for stage in self.stages if operations.intersection(stage.operations))
+        if not found:
+            raise PlanError(f"no operation, module or weight named {name!r} runs in this plan")
+        return found
+
+    def operations_of(self, name: str) -> Iterator[Operation]:
+        """The operation of this name, or those of a module, or those that read a weight, in order."""
+        weight = self.graph.weight_named(name)
+        first = "" if weight is None else weight.name
+        read = {first, *(part.name for part in self.graph.parts if part.part_of == first)} - {""}
+        for operation in self.graph.operations.values():
+            path = operation.module_path
+            inside = path == name or path.startswith(name + ".") or not name
+            reads = not read.isdisjoint(operation.inputs)
+            if operation.name == name or inside or reads:
+                yield operation
+
+    @property
+    def first_device(self) -> DeviceKey:
+        """Where the first operation runs."""
+        return self.stages[0].device if self.stages else self.topology.keys[0]
+
+    @property
+    def last_device(self) -> DeviceKey:
+        """Where the last operation runs."""
+        return self.stages[-1].device if self.stages else self.topology.keys[0]
+
+    def next_device(self, key: DeviceKey) -> DeviceKey | None:
+        """The device after ``key`` in the caller's order, or None after the last.
+
+        Raises:
+            DeviceError: no such device in this plan.
+        """
+        keys = self.topology.keys
+        index = keys.index(self.topology[key].key)
+        return keys[index + 1] if index + 1 < len(keys) else None
+
+    def device_map(self) -> dict[str, DeviceKey]:
+        """Module name -> device, as accelerate and transformers read it.
+
+        Modules are named as high up as all of their parameters and buffers share a device. Hooks reach
+        modules, not tensors: where this plan has parts of one module on several devices they go where most
+        of its bytes are, so that the map may differ from :attr:`placement`, and a budget may be passed.
+        """
+        return module_map(list(self.graph.weights.values()), self.placement)
+
+    # -- what moves -------------------------------------------------------------------------------
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Activations that cross from device to device, once per call each."""
+        return tuple(self.schedule.moves("activation"))
+
+    @cached_property
+    def fetches(self) -> tuple[Transfer | Load, ...]:
+        """Copies of weights to where they are used, made at every call.
+
+        A :class:`~graphplan.ir.schedule.Load` copies the weights of one segment, ahead of their use.
+        """
+        copies = self.schedule.copies()
+        return tuple(c for c in copies if isinstance(c, Load) or c.kind == "weight")
+
+    @cached_property
+    def io_transfers(self) -> tuple[Transfer, ...]:
+        """Inputs brought from the caller's device and outputs brought back."""
+        return tuple(self.schedule.moves("input", "output", "writeback"))
+
+    @property
+    def transfer_bytes(self) -> int:
+        """Bytes of activations that cross between devices in one call."""
+        return sum(move.nbytes for move in self.transfers)
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes of weights copied in one call, the gaps between them included."""
+        return sum(copy.nbytes for copy in self.fetches)
+
+    # -- what it costs ----------------------------------------------------------------------------
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """When each operation, move and copy of weights starts and ends, as modelled."""
+        return make_timeline(self.graph, self.topology, self.schedule)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Peaks, and the live bytes at every step."""
+        return measure_memory(self.graph, self.topology, self.schedule, with_profile=True)
+
+    @property
+    def peaks(self) -> Mapping[DeviceKey, Peak]:
+        """Each device's peak with the operation at which it is reached."""
+        return self.memory.peaks
+
+    @cached_property
+    def peak_bytes(self) -> dict[DeviceKey, int]:
+        """Key -> the most bytes that the device holds during a call, allocator rounding included."""
+        return {spec.key: self.peaks[spec.key].nbytes for spec in self.topology.devices}
+
+    @property
+    def gap(self) -> float:
+        """How far above the lower bound the makespan may be, as a fraction of the makespan."""
+        if not self.makespan:
+            return 0.0
+        return max(0.0, (self.makespan - self.lower_bound) / self.makespan)
+
+    @property
+    def calls(self) -> tuple[Self, ...]:
+        """The plan of each call that was planned over this placement of weights, this one first."""
+        return (self, *self.others)
+
+    @property
+    def weighted_makespan(self) -> float:
+        """Seconds of all :attr:`calls`, each times its weight: what the placement minimises."""
+        return sum(plan.call_weight * plan.makespan for plan in self.calls)
+
+    @property
+    def weighted_lower_bound(self) -> float:
+        """Weighted seconds below which no placement of all :attr:`calls` can go."""
+        return sum(plan.call_weight * plan.lower_bound for plan in self.calls)
+
+    @property
+    def activations_known(self) -> bool:
+        """False without example inputs: then ``peak_bytes`` counts weights only."""
+        return self.graph.shapes_known
+
+    def with_rings(self, sizes: Mapping[DeviceKey, int]) -> Self:
+        """The same plan, with rings of at least so many bytes: other calls of the model share them."""
+        known = {ring.device: ring.nbytes for ring in self.schedule.rings}
+        others = tuple(other.with_rings(sizes) for other in self.others)
+        larger = {key: nbytes for key, nbytes in sizes.items() if known.get(key, -1) < nbytes}
+        if not larger:
+            return self if others == self.others else replace(self, others=others)
+        return replace(
+            self,
+            schedule=self.schedule.with_rings(larger, self.topology),
+            shared_rings={**self.shared_rings, **larger},
+            others=others,
+        )
+
+    def verify(self) -> None:
+        """Prove the plan from its own data; raise VerificationError if it does not hold."""
+        self.graph.verify()
+        check_schedule(self.graph, self.topology, self.schedule)
+        if self.lower_bound > self.makespan * (1 + 1e-9):
+            raise VerificationError(
+                f"the lower bound, {self.lower_bound} s, is above the makespan, {self.makespan} s"
+            )
+        for other in self.others:
+            other.verify()
