@@ -1,13 +1,16 @@
-"""Warnings that point at the caller's own line, however deep in graphplan they come up."""
+"""What a user is told: warnings at the line that they wrote, and no log lines of other libraries."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from graphplan.errors import GraphplanWarning
 
-__all__ = ["warn"]
+__all__ = ["silenced", "warn"]
 
 _BETWEEN = ("graphplan", "torch", "transformers")  # packages whose frames may lie between
 
@@ -22,3 +25,16 @@ def warn(message: str) -> None:
 
 def _package(namespace: dict[str, object]) -> str:
     return str(namespace.get("__name__", "")).partition(".")[0]
+
+
+@contextmanager
+def silenced(*names: str, below: int = logging.CRITICAL) -> Iterator[None]:
+    """Without what these loggers say below a level."""
+    loggers = [(logger, logger.level) for logger in map(logging.getLogger, names)]
+    for logger, _ in loggers:
+        logger.setLevel(below)
+    try:
+        yield
+    finally:
+        for logger, level in loggers:
+            logger.setLevel(level)

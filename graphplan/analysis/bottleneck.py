@@ -17,8 +17,7 @@ from tqdm.auto import tqdm
 
 from graphplan.analysis.plan_problem import plain_problem
 from graphplan.analysis.sensitivity import Bottleneck, Growth, Thing
-from graphplan.devices.alignment import ALIGNMENT
-from graphplan.devices.topology import DeviceKey, DeviceSpec, Link, Topology
+from graphplan.devices.topology import ALIGNMENT, DeviceKey, DeviceSpec, Link, Topology
 from graphplan.errors import InfeasibleError
 from graphplan.ir.cost_model import move_seconds
 from graphplan.ir.plan_data import PlanData

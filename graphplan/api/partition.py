@@ -30,7 +30,7 @@ from graphplan.integrations.accelerate.fallback_placement import fall_back, late
 from graphplan.integrations.transformers.generate_plan import plan_first
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint, read_checkpoint
-from graphplan.runtime.memory.activation_warmup import warm_activations
+from graphplan.runtime.memory.allocation import warm_activations
 from graphplan.runtime.module.placed_module import PlacedModule, attach, attach_start, placed_class, unplaced
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.weights.storage import place_model, require_data

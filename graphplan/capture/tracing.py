@@ -31,8 +31,7 @@ from graphplan.capture.transformers.attention_masks import masks_as_in_eager
 from graphplan.capture.transformers.exporter import export_transformers
 from graphplan.devices.machine import suspended
 from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError
-from graphplan.library_logs import silenced
-from graphplan.warnings import warn
+from graphplan.warnings import silenced, warn
 
 __all__ = ["capture", "is_transformers_model", "on_cpu"]
 

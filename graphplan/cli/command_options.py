@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from graphplan.cli.input_files import read_plan
+from graphplan.cli.option_parsing import read_plan
 from graphplan.devices.datasheets import card_names
 from graphplan.errors import GraphplanError
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import graphplan
 from graphplan.analysis.plan import Plan
 from graphplan.cli.console import working
-from graphplan.cli.input_files import read_measurements
 from graphplan.cli.model_argument import Ask, NamedModel, load_named
-from graphplan.cli.option_parsing import read_budgets, read_links, read_speeds
+from graphplan.cli.option_parsing import read_budgets, read_links, read_measurements, read_speeds
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.devices.speeds import Speed, with_speeds
 from graphplan.devices.topology import DeviceKey, Topology

@@ -40,9 +40,8 @@ from graphplan.cli.console import (
     working,
 )
 from graphplan.cli.demo import run_demo
-from graphplan.cli.input_files import read_plan
 from graphplan.cli.model_argument import Ask
-from graphplan.cli.option_parsing import read_budgets, read_pins
+from graphplan.cli.option_parsing import read_budgets, read_pins, read_plan
 from graphplan.cli.result_text import comparison_text, demo_text, device_digest, devices_text, plan_digest
 from graphplan.devices.max_memory import read_max_memory, require_present
 from graphplan.devices.speeds import with_speeds

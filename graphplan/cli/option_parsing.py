@@ -6,16 +6,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TypeVar
 
 from accelerate.utils import convert_file_size_to_int
 
+from graphplan.analysis.plan import Plan
 from graphplan.devices.datasheets import card_names, find_card
-from graphplan.devices.speeds import Speed
+from graphplan.devices.speeds import Measurements, Speed
 from graphplan.devices.topology import CPU, DeviceKey, Link
 from graphplan.errors import BudgetError, DeviceError, PlanError
 
-__all__ = ["read_budgets", "read_key", "read_links", "read_pins", "read_speeds"]
+__all__ = [
+    "read_budgets",
+    "read_key",
+    "read_links",
+    "read_measurements",
+    "read_pins",
+    "read_plan",
+    "read_speeds",
+]
+
+Held = TypeVar("Held")
 
 
 def read_key(text: str) -> DeviceKey:
@@ -104,3 +117,27 @@ def read_pins(words: Sequence[str]) -> dict[str, DeviceKey]:
             raise PlanError(f"--pin {word!r}: write NAME=KEY, as lm_head=0")
         found[name] = read_key(key)
     return found
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan of a JSON file.
+
+    Raises:
+        PlanError: the file holds none.
+        OSError: it cannot be read.
+    """
+    return _read(path, Plan.from_json, repr(str(path)), "plan")
+
+
+def read_measurements(path: Path) -> Measurements:
+    """What the file that ``--measured`` names holds; raises as :func:`read_plan`."""
+    return _read(path, Measurements.from_json, f"--measured {str(path)!r}", "measurements")
+
+
+def _read(path: Path, decode: Callable[[str], Held], where: str, noun: str) -> Held:
+    try:
+        return decode(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{where} holds no {noun}: it is no text") from error
+    except PlanError as error:
+        raise PlanError(f"{where}: {error}") from error

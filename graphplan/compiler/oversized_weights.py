@@ -12,8 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from graphplan.capture.captured_graph import Part
-from graphplan.devices.alignment import ALIGNMENT
-from graphplan.devices.topology import DeviceSpec
+from graphplan.devices.topology import ALIGNMENT, DeviceSpec
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Weight
 from graphplan.passes.placement.problem import Problem, cpu_key

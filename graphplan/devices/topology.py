@@ -12,10 +12,22 @@ from functools import cache
 
 import torch
 
-from graphplan.devices.alignment import ALIGNMENT
 from graphplan.errors import DeviceError
 
-__all__ = ["CPU", "DISK", "SIMULATED", "DeviceKey", "DeviceSpec", "Link", "Topology", "is_figure"]
+__all__ = [
+    "ALIGNMENT",
+    "CPU",
+    "DISK",
+    "SIMULATED",
+    "DeviceKey",
+    "DeviceSpec",
+    "Link",
+    "Topology",
+    "is_figure",
+    "round_up",
+]
+
+ALIGNMENT = 512  # bytes; CUDA's caching allocator has no smaller step
 
 DeviceKey = int | str
 
@@ -178,3 +190,8 @@ class Topology:
         """The same devices with the budgets of ``memory`` (bytes) where it names them."""
         changed = (replace(s, memory=memory.get(s.key, s.memory)) for s in self.devices)
         return replace(self, devices=tuple(changed))
+
+
+def round_up(nbytes: int) -> int:
+    """The fewest whole steps, in bytes, that hold ``nbytes``."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

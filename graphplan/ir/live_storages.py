@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphplan.devices.alignment import round_up
+from graphplan.devices.topology import round_up
 
 __all__ = ["LiveStorages"]
 

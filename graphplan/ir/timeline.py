@@ -1,4 +1,4 @@
-"""The clocks of one call: when each step starts and ends.
+"""The clocks of one forward pass: when each step starts and ends, as estimated or as measured.
 
 Operations and moves follow one another on one clock. Each accelerator that weights are streamed to has
 a copy queue with a clock of its own: a segment's copy starts when the copy before it is done and what
@@ -13,7 +13,7 @@ beside them, and hidden as far as nothing waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,7 +23,7 @@ from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation
 from graphplan.ir.schedule import Load, Move, Release, Run, Schedule, Wait
 
-__all__ = ["Event", "Timeline", "call_seconds", "make_timeline"]
+__all__ = ["Event", "Measured", "Timeline", "call_seconds", "make_timeline"]
 
 Seconds = Callable[[Operation, DeviceSpec], float]
 
@@ -141,3 +141,16 @@ def _reading(graph: Graph, topology: Topology, operation: Operation, on_disk: Se
         return 0.0
     sizes = [graph.weights[name].nbytes for name in operation.inputs if name in on_disk]
     return sum(topology.link(DISK, CPU).seconds(min(n, operation.bytes_accessed)) for n in sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one call took.
+
+    Attributes:
+        timeline: seconds since the call began, of each operation, move and copy of weights.
+        peak_bytes: device key -> the most bytes that were allocated; devices that count none are left out.
+    """
+
+    timeline: Timeline
+    peak_bytes: Mapping[DeviceKey, int]

@@ -13,8 +13,8 @@ import re
 from importlib.resources import files
 from typing import Any
 
-from graphplan.ir.measured_call import Measured
 from graphplan.ir.plan_data import PlanData
+from graphplan.ir.timeline import Measured
 from graphplan.report.page_data import page_data
 
 __all__ = ["to_html"]

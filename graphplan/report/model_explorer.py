@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from graphplan.ir.graph_elements import Operation
-from graphplan.ir.measured_call import Measured
 from graphplan.ir.plan_data import PlanData
+from graphplan.ir.timeline import Measured
 from graphplan.report.text import COLOURS, size_text, time_text
 
 __all__ = ["save_model_explorer", "to_model_explorer"]

@@ -13,10 +13,9 @@ from typing import Any
 
 from graphplan.devices.topology import CPU, DeviceKey
 from graphplan.ir.graph_elements import Value
-from graphplan.ir.measured_call import Measured
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import Run
-from graphplan.ir.timeline import Timeline
+from graphplan.ir.timeline import Measured, Timeline
 from graphplan.report.data_flows import find_flows
 from graphplan.report.module_tree import Group, stage_groups
 

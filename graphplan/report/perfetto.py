@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from graphplan.devices.topology import DeviceKey
-from graphplan.ir.measured_call import Measured
 from graphplan.ir.plan_data import PlanData
-from graphplan.ir.timeline import Event, Timeline
+from graphplan.ir.timeline import Event, Measured, Timeline
 from graphplan.report.data_flows import find_flows, timed_steps
 
 __all__ = ["to_trace"]

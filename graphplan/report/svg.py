@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from html import escape
 
 from graphplan.devices.topology import DeviceKey, DeviceSpec
-from graphplan.ir.measured_call import Measured
 from graphplan.ir.plan_data import PlanData
+from graphplan.ir.timeline import Measured
 from graphplan.report.data_flows import Flow, find_flows
 from graphplan.report.module_tree import stage_groups
 from graphplan.report.text import COLOURS, count_text, gap_text, size_text, time_text

@@ -18,10 +18,9 @@ from torch.utils import _pytree as pytree
 
 from graphplan.capture.dynamic_sizes import symbols_of
 from graphplan.errors import NoGraphError
-from graphplan.library_logs import silenced
 from graphplan.passes.frontend.fake_operation import Effect, OperationResult, run_fake
 from graphplan.passes.frontend.tensor_meta import TensorMeta, describe, is_tensor_meta
-from graphplan.warnings import warn
+from graphplan.warnings import silenced, warn
 
 __all__ = ["Interpreter"]
 

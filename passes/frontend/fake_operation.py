@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from graphplan.capture.transformers.recurrences import WHOLE, run_in_torch, shortened, text_length
-from graphplan.devices.alignment import round_up
 from graphplan.devices.machine import unmetered
+from graphplan.devices.topology import round_up
 from graphplan.ir.live_storages import LiveStorages
 from graphplan.passes.frontend.tensor_meta import TensorMeta, contiguous_strides, describe
 

@@ -13,8 +13,7 @@ from torch import fx
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model_weights import ModelWeights, is_wrapper
 from graphplan.capture.source_lines import source_line
-from graphplan.devices.alignment import round_up
-from graphplan.devices.topology import CPU, DeviceKey
+from graphplan.devices.topology import CPU, DeviceKey, round_up
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value, Weight
 from graphplan.ir.schedule import Schedule

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from graphplan.devices.alignment import round_up
+from graphplan.devices.topology import round_up
 from graphplan.ir.graph_elements import Value
 from graphplan.passes.frontend.fake_operation import Effect, OperationResult
 from graphplan.passes.frontend.fx_nodes import argument_nodes, is_tensor_node, may_be_view

@@ -22,8 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from graphplan.devices.alignment import round_up
-from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Topology
+from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Topology, round_up
 from graphplan.ir.graph import Graph
 from graphplan.ir.schedule import Assignment, Load, Move, Release, Ring, Run, Segment, Step, Wait
 

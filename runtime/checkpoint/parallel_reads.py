@@ -20,8 +20,7 @@ from pathlib import Path
 
 import torch
 
-from graphplan.devices.alignment import round_up
-from graphplan.devices.topology import CPU
+from graphplan.devices.topology import CPU, round_up
 from graphplan.errors import CheckpointError
 from graphplan.runtime.checkpoint.safetensors_header import Entry, FileHeader
 from graphplan.runtime.memory.copy_queues import Queues, SerialQueues, queues_of

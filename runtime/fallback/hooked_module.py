@@ -14,7 +14,7 @@ from torch import nn
 
 from graphplan.errors import PlanError
 from graphplan.ir.plan_data import PlanData
-from graphplan.library_logs import silenced
+from graphplan.warnings import silenced
 
 __all__ = ["HookedModule", "dispatch"]
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphplan.devices.alignment import round_up
+from graphplan.devices.topology import round_up
 from graphplan.ir.live_storages import LiveStorages
 
 __all__ = ["CallProfile", "profile_call"]

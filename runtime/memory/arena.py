@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from graphplan.devices.alignment import round_up
+from graphplan.devices.topology import round_up
 from graphplan.errors import readable_bytes
 from graphplan.runtime.memory.allocation import allocating
 from graphplan.runtime.simulate.simulated_tensor import SimulatedTensor

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from graphplan.devices.alignment import round_up
+from graphplan.devices.topology import round_up
 from graphplan.runtime.memory.arena import dense_strides, shaped
 from graphplan.warnings import warn
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from graphplan.devices.alignment import round_up
+from graphplan.devices.topology import round_up
 from graphplan.runtime.memory.copy_queues import Queues
 from graphplan.runtime.memory.host_pages import HostPages
 

@@ -19,10 +19,9 @@ from torch import fx
 
 from graphplan.devices.machine import current_machine
 from graphplan.devices.topology import DeviceKey
-from graphplan.ir.measured_call import Measured
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import Load, Move, Wait
-from graphplan.ir.timeline import Event, Timeline
+from graphplan.ir.timeline import Event, Measured, Timeline
 from graphplan.report.html_page import to_html
 from graphplan.report.model_explorer import save_model_explorer
 from graphplan.report.perfetto import to_trace

@@ -11,8 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.dlpack import from_dlpack
 
-from graphplan.devices.alignment import round_up
-from graphplan.devices.topology import SIMULATED, DeviceKey
+from graphplan.devices.topology import SIMULATED, DeviceKey, round_up
 from graphplan.runtime.simulate.fused_cells import WITHOUT_CPU_KERNEL
 from graphplan.runtime.simulate.simulated_machine import SimulatedTransfer, active_machine
 

@@ -16,8 +16,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from graphplan.capture.model_weights import ModelWeights, tensor_bytes
-from graphplan.devices.alignment import round_up
-from graphplan.devices.topology import CPU
+from graphplan.devices.topology import CPU, round_up
 from graphplan.errors import InputError, readable_bytes
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.checkpoint.mapped_files import MappedFile

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from graphplan.capture.model_weights import tensor_bytes
-from graphplan.devices.alignment import round_up
-from graphplan.devices.topology import CPU
+from graphplan.devices.topology import CPU, round_up
 from graphplan.errors import readable_bytes
 from graphplan.ir.schedule import STAGED_BYTES, Ring, Segment
 from graphplan.runtime.checkpoint.mapped_files import MappedFile

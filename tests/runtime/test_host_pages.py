@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphplan.devices.alignment import round_up
+from graphplan.devices.topology import round_up
 from graphplan.runtime.memory import host_pages
 from graphplan.runtime.memory.host_pages import HostPages
 

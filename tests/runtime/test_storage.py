@@ -18,7 +18,7 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
 
 import graphplan
-from graphplan.devices.alignment import round_up
+from graphplan.devices.topology import round_up
 from graphplan.runtime.memory.arena import Arena
 from graphplan.runtime.simulate.simulated_machine import SimulatedMachine
 

@@ -20,9 +20,9 @@ from torch import nn
 
 from graphplan.devices.topology import CPU, DISK, DeviceKey
 from graphplan.ir.schedule import Assignment
-from graphplan.library_logs import silenced
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import reside
+from graphplan.warnings import silenced
 
 __all__ = ["Mapper", "accelerate_maps", "assignment_of", "transformers_maps"]
 

@@ -28,8 +28,7 @@ from graphplan.capture.model_methods import method_of
 from graphplan.capture.model_weights import tensor_bytes
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.options import Options
-from graphplan.devices.alignment import ALIGNMENT
-from graphplan.devices.topology import CPU, DISK, DeviceKey, Topology
+from graphplan.devices.topology import ALIGNMENT, CPU, DISK, DeviceKey, Topology
 from graphplan.errors import CaptureError, GraphplanError, InfeasibleError, NoGraphError, first_line
 from graphplan.integrations.accelerate.auto_device_map import ModuleSizes, map_modules
 from graphplan.ir.graph import Graph

@@ -27,10 +27,9 @@ from graphplan.capture.signature import BoundCall, bind_call
 from graphplan.capture.tracing import on_cpu
 from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.errors import CaptureError, GraphplanError, NoGraphError, first_line
-from graphplan.library_logs import silenced
 from graphplan.runtime.module.result_structure import given_layouts, rebuilder
 from graphplan.runtime.module.transformers_methods import answers
-from graphplan.warnings import warn
+from graphplan.warnings import silenced, warn
 
 __all__ = ["Rehearsed", "rehearse"]
 
