@@ -28,7 +28,7 @@ check: lint types layers test
 
 # the pages take in what their code prints, tables of benchmarks/results, and pictures, which need graphviz
 docs: $(VENV)/.ready-docs
-	$(BIN)/python benchmarks/doc_pages.py
+	$(BIN)/python docs/tools/doc_pages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(VENV)/bin/python:

@@ -6,46 +6,38 @@ activations: where the evaluator finds a device over its budget, they are asked 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from planner_api import Problem, evaluate, reside
-from skeletons import skeleton
+import torch
 from torch import nn
 
 from graphplan.devices.topology import CPU, DeviceKey, DeviceSpec, Topology
 from graphplan.integrations.accelerate.comparison import Baseline, best, device_maps, judged
+from graphplan.ir.graph import Graph
+from graphplan.ir.graph_elements import Operation
 from graphplan.ir.schedule import Assignment
+from graphplan.passes.placement.evaluate import evaluate
+from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.residence import reside
 
 
-def baselines(
-    problem: Problem, model: nn.Module | None = None, no_split: Sequence[str] = ("Block",)
-) -> list[Baseline]:
-    """All three; where one can be asked in several ways, its fastest placement within the budgets.
-
-    Args:
-        problem: what to place.
-        model: whose modules the graph's paths name; by default a skeleton is made of the graph.
-        no_split: names of module classes that device maps keep whole.
-    """
-    model = skeleton(problem.graph) if model is None else model
+def baselines(problem: Problem) -> list[Baseline]:
+    """All three; where one can be asked in several ways, its fastest placement within the budgets."""
     filled = sequential_fill(problem)
-    ways = [judged(problem, "sequential fill", "", lambda: filled)]
-    if any(len(readers) > 1 for readers in _readers(problem).values()):
-        pulled = _readers_together(problem, filled)
-        ways.append(judged(problem, "sequential fill", "readers together", lambda: pulled))
-    return [best(ways), *device_maps(problem, model, no_split)]
-
-
-def _readers(problem: Problem) -> dict[str, tuple[str, ...]]:
-    return {name: problem.graph.consumers.get(name, ()) for name in problem.graph.weights}
+    together = _readers_together(problem, filled)
+    ways = [
+        judged(problem, "sequential fill", "", lambda: filled),
+        judged(problem, "sequential fill", "readers together", lambda: together),
+    ]
+    return [best(ways), *device_maps(problem, skeleton(problem.graph), [Block.__name__])]
 
 
 def _readers_together(problem: Problem, assignment: Assignment) -> Assignment:
     """Each reader of a shared weight on the device of the first one."""
     operations = dict(assignment.operations)
-    for readers in _readers(problem).values():
-        operations.update(dict.fromkeys(readers, operations[readers[0]]) if readers else {})
+    for name in problem.graph.weights:
+        readers = problem.graph.consumers.get(name, ())
+        operations.update(dict.fromkeys(readers, operations[readers[0]]))
     return reside(problem, operations)
 
 
@@ -74,18 +66,51 @@ def sequential_fill(problem: Problem) -> Assignment:
     graph, activations = problem.graph, peak_activation(problem)
     order = [*accelerators(problem.topology), *(s for s in problem.topology.devices if s.key == CPU)]
     operations: dict[str, DeviceKey] = {}
-    position, held = 0, list[int]()
-    names: set[str] = set()
+    held: dict[str, int] = {}  # weights on the device that is being filled
     for operation in graph.operations.values():
-        weights = [name for name in operation.inputs if name in graph.weights]
-        while True:
-            spec = order[position]
-            fresh = [graph.weights[name].nbytes for name in weights if name not in names]
-            fits = spec.resident([*held, *fresh]) + activations <= spec.room
-            if fits or position == len(order) - 1:
+        read = {name: graph.weights[name].nbytes for name in operation.inputs if name in graph.weights}
+        while len(order) > 1:
+            if order[0].resident({**held, **read}.values()) + activations <= order[0].room:
                 break
-            position, held, names = position + 1, [], set()
-        held += fresh
-        names.update(weights)
-        operations[operation.name] = spec.key
+            order, held = order[1:], {}
+        held |= read
+        operations[operation.name] = order[0].key
     return reside(problem, operations)
+
+
+# -- modules, for those who place modules ----------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A module that device maps keep whole."""
+
+
+def skeleton(graph: Graph) -> nn.Module:
+    """The module tree that a graph's names describe, its parameters on the meta device.
+
+    The outermost modules whose name is a number are blocks. Modules and parameters are registered in
+    the order of execution; a tied weight is one parameter under all its names.
+    """
+    root = nn.Module()
+    parameters = {
+        name: nn.Parameter(torch.empty(w.nbytes, dtype=torch.uint8, device="meta"), requires_grad=False)
+        for name, w in graph.weights.items()
+    }
+    for operation in graph.operations.values():
+        module = _module(root, operation)
+        for weight in (graph.weights[name] for name in operation.inputs if name in graph.weights):
+            for owner, _, leaf in (name.rpartition(".") for name in weight.names):
+                if owner == operation.module_path:
+                    module.register_parameter(leaf, parameters[weight.name])
+    return root
+
+
+def _module(root: nn.Module, operation: Operation) -> nn.Module:
+    """The module of an operation, made where it is not there."""
+    module, inside = root, False
+    for part in operation.module_path.split("."):
+        if not hasattr(module, part):
+            module.add_module(part, Block() if part.isdigit() and not inside else nn.Module())
+        inside = inside or part.isdigit()
+        module = getattr(module, part)
+    return module

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from networks import clip, llama, moe, random_layers, segformer, t5, towers, unet
-from planner_api import Problem
 
 from graphplan.devices.topology import CPU, DeviceSpec, Link, Topology
 from graphplan.ir.graph import Graph
+from graphplan.passes.placement.problem import Problem
 
 GIB = 1 << 30
 _OVERHEAD = 4e-6  # one kernel launch
@@ -71,102 +72,76 @@ def devices(cards: Sequence[Card], cpu_gib: float = 0, cpu: Speed = HOST) -> Top
     return Topology(tuple(specs), default_link=Link(25e9, 15e-6))
 
 
-def _llama_8b() -> Graph:
-    return llama(32, 4096, 14336, 1024, 128256, 512)
+# -- the first set ---------------------------------------------------------------------------------
 
 
-def _llama_8b_two() -> Instance:
-    return Instance("llama-8b-two", _llama_8b(), devices([Card(A, 10), Card(B, 8)]))
+def _llama_8b(layers: int = 32) -> Graph:
+    return llama(layers, 4096, 14336, 1024, 128256, 512)
 
 
-def _llama_8b_four() -> Instance:
-    cards = [Card(A, 5), Card(B, 5), Card(B, 4), Card(C, 3)]
-    return Instance("llama-8b-four", _llama_8b(), devices(cards))
-
-
-def _llama_8b_streamed() -> Instance:
-    topology = devices([Card(A, 6), Card(B, 4)], cpu_gib=64)
-    return Instance("llama-8b-streamed", _llama_8b(), topology)
-
-
-def _llama_70b() -> Instance:
-    cards = [Card(A, 24)] * 4 + [Card(B, 16)] * 4
-    return Instance("llama-70b", llama(80, 8192, 28672, 1024, 128256, 512), devices(cards))
-
-
-def _llama_405b() -> Instance:
-    graph = llama(126, 16384, 53248, 1024, 128256, 512, tied=False)
-    return Instance("llama-405b", graph, devices([Card(TOP, 110)] * 8))
-
-
-def _t5() -> Instance:
-    cards = [Card(A, 0.5), Card(B, 0.5), Card(B, 0.4), Card(C, 0.4)]
-    return Instance("t5", t5(24, 1024, 2816, 32128, 512, 64), devices(cards))
-
-
-def _unet() -> Instance:
-    cards = [Card(A, 0.9), Card(B, 0.8), Card(C, 0.8)]
-    return Instance("unet", unet(), devices(cards))
-
-
-def _moe_four() -> Instance:
-    cards = [Card(A, 2.0), Card(B, 1.5), Card(B, 1.5), Card(C, 1.2)]
-    return Instance("moe-four", moe(16, 2048, 1408, 16, 4, 64000, 256), devices(cards))
-
-
-def _moe_cpu() -> Instance:
-    graph = moe(16, 2048, 1408, 16, 4, 64000, 1)
-    return Instance("moe-cpu", graph, devices([Card(A, 2.5)], cpu_gib=64))
-
-
-def _clip() -> Instance:
-    cards = [Card(A, 0.40), Card(B, 0.25), Card(C, 0.25)]
-    return Instance("clip", clip((24, 1024, 257), (12, 768, 77)), devices(cards))
-
-
-def _segformer_cpu() -> Instance:
-    graph = segformer()
-    share = 0.9 * graph.weight_bytes / GIB
-    topology = devices([Card(SLOW, share)], cpu_gib=64, cpu=Speed(0.5e12, 30e9))
-    return Instance("segformer-cpu", graph, topology)
-
-
-def _segformer_two() -> Instance:
-    graph = segformer()
-    size = graph.weight_bytes / GIB
-    cards = [Card(MIDDLE, 0.14 * size), Card(SLOW, 0.92 * size)]
-    return Instance("segformer-two", graph, devices(cards))
-
-
-def _deepseek() -> Instance:
+def _deepseek() -> Graph:
     """DeepSeek-MoE 16B: 28 layers of 64 small experts and a shared one, the first layer dense."""
-    graph = moe(28, 2048, 1408, 64, 6, 102400, 256, tied=False, shared=2816, dense=10944)
-    return Instance("deepseek-moe", graph, devices([Card(A, 9)] * 4))
+    return moe(28, 2048, 1408, 64, 6, 102400, 256, tied=False, shared=2816, dense=10944)
 
 
-def _ten_branches() -> Instance:
+def _ten_branches() -> Graph:
     widths = [512, 768, 1024, 1280, 640, 1536, 896, 2048, 768, 1152]
-    depths = [12, 8, 10, 6, 14, 5, 9, 4, 16, 7]
-    cards = [Card(A, 0.6), Card(B, 0.4), Card(B, 0.3), Card(C, 0.3)]
-    return Instance("ten-branches", towers(widths, depths, 256), devices(cards))
+    return towers(widths, [12, 8, 10, 6, 14, 5, 9, 4, 16, 7], 256)
 
 
-INSTANCES: dict[str, Callable[[], Instance]] = {
-    "llama-8b-two": _llama_8b_two,
-    "llama-8b-four": _llama_8b_four,
-    "llama-70b": _llama_70b,
-    "llama-405b": _llama_405b,
-    "t5": _t5,
-    "unet": _unet,
-    "moe-four": _moe_four,
-    "moe-cpu": _moe_cpu,
-    "clip": _clip,
-    "segformer-cpu": _segformer_cpu,
-    "segformer-two": _segformer_two,
-    "llama-8b-streamed": _llama_8b_streamed,
-    "deepseek-moe": _deepseek,
-    "ten-branches": _ten_branches,
+def _cards(*cards: tuple[Speed, float], cpu_gib: float = 0) -> Callable[[float], Topology]:
+    return lambda _: devices([Card(speed, gib) for speed, gib in cards], cpu_gib)
+
+
+def _segformer_cpu(weights: float) -> Topology:
+    return devices([Card(SLOW, 0.9 * weights)], cpu_gib=64, cpu=Speed(0.5e12, 30e9))
+
+
+def _segformer_two(weights: float) -> Topology:
+    return devices([Card(MIDDLE, 0.14 * weights), Card(SLOW, 0.92 * weights)])
+
+
+# name -> what makes the graph, and its devices given the GiB of its weights
+_FIRST_SET: dict[str, tuple[Callable[[], Graph], Callable[[float], Topology]]] = {
+    "llama-8b-two": (_llama_8b, _cards((A, 10), (B, 8))),
+    "llama-8b-four": (_llama_8b, _cards((A, 5), (B, 5), (B, 4), (C, 3))),
+    "llama-70b": (
+        partial(llama, 80, 8192, 28672, 1024, 128256, 512),
+        _cards(*[(A, 24)] * 4, *[(B, 16)] * 4),
+    ),
+    "llama-405b": (
+        partial(llama, 126, 16384, 53248, 1024, 128256, 512, tied=False),
+        _cards(*[(TOP, 110)] * 8),
+    ),
+    "t5": (partial(t5, 24, 1024, 2816, 32128, 512, 64), _cards((A, 0.5), (B, 0.5), (B, 0.4), (C, 0.4))),
+    "unet": (unet, _cards((A, 0.9), (B, 0.8), (C, 0.8))),
+    "moe-four": (
+        partial(moe, 16, 2048, 1408, 16, 4, 64000, 256),
+        _cards((A, 2.0), (B, 1.5), (B, 1.5), (C, 1.2)),
+    ),
+    "moe-cpu": (partial(moe, 16, 2048, 1408, 16, 4, 64000, 1), _cards((A, 2.5), cpu_gib=64)),
+    "clip": (
+        partial(clip, (24, 1024, 257), (12, 768, 77)),
+        _cards((A, 0.40), (B, 0.25), (C, 0.25)),
+    ),
+    "segformer-cpu": (segformer, _segformer_cpu),
+    "segformer-two": (segformer, _segformer_two),
+    "llama-8b-streamed": (_llama_8b, _cards((A, 6), (B, 4), cpu_gib=64)),
+    "deepseek-moe": (_deepseek, _cards(*[(A, 9)] * 4)),
+    "ten-branches": (_ten_branches, _cards((A, 0.6), (B, 0.4), (B, 0.3), (C, 0.3))),
 }
+
+
+def _first(name: str) -> Instance:
+    graph_of, devices_of = _FIRST_SET[name]
+    graph = graph_of()
+    return Instance(name, graph, devices_of(graph.weight_bytes / GIB))
+
+
+INSTANCES: dict[str, Callable[[], Instance]] = {name: partial(_first, name) for name in _FIRST_SET}
+
+
+# -- of any size -----------------------------------------------------------------------------------
 
 
 def random_chain(operations: int, cards: int, seed: int = 0) -> Instance:
@@ -177,8 +152,7 @@ def random_chain(operations: int, cards: int, seed: int = 0) -> Instance:
 
 def stack(layers: int, cards: int) -> Instance:
     """Layers of a Llama of the 8B's width (15 operations each) on like cards."""
-    graph = llama(layers, 4096, 14336, 1024, 128256, 512)
-    return _sized(f"stack-{layers}x{cards}", graph, cards, [A])
+    return _sized(f"stack-{layers}x{cards}", _llama_8b(layers), cards, [A])
 
 
 def _sized(name: str, graph: Graph, count: int, speeds: Sequence[Speed]) -> Instance:

@@ -1,14 +1,16 @@
-"""How fast a checkpoint gets to where the plan puts it, on the CPU: ``python benchmarks/loading.py``.
+"""How fast a checkpoint gets to where the plan puts it, on the CPU, and in how much memory.
 
-A checkpoint of 1.3 GB is written to a temporary folder, and read once so that it is in the page cache.
-Then, one after the other in each of several rounds, so that what else the machine does is the same for
-all: ``safetensors.torch.load_file``, with its tensors copied into memory, since by itself it only maps
-the file; a meta model filled in its planned storage; the same with all weights left in their file; and
-the reads alone, into memory that is there already, the most that can be hoped for. The best round of each
-counts. Peak memory is measured in a process of its own for each. The model and its names are there
-before; reading the checkpoint's header is part of what is timed, and so is copying the tree of modules
-where a module is made. Pages of a mapped file that have been read count as memory here, though the system
-takes them back when it needs them.
+python benchmarks/loading.py [--layers 11] [--rounds 9]
+
+A sharded checkpoint of a Llama (1.3 GB) is written to a temporary folder, and is in the page cache then.
+In each round, one after the other: ``safetensors.torch.load_file``, with its tensors copied into memory,
+since by itself it only maps the files; a meta model filled in its planned storage; and the same with all
+weights left in their files. Reading headers is part of what is timed.
+
+Peak memory is measured in a process of its own for each. So is ``graphplan.load``, planning included, with
+all weights in host memory, and with half of them left on disk: the most that the process grows, against
+what the plan puts into host memory. Pages of a mapped file that have been read count as memory here,
+though the system takes them back when it needs them.
 """
 
 from __future__ import annotations
@@ -26,192 +28,170 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import report
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
 import torch
+from report import table, write
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import graphplan
 from graphplan.capture.model_weights import ModelWeights
-from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint, read_checkpoint
-from graphplan.runtime.checkpoint.parallel_reads import Request, read_into
+from graphplan.runtime.checkpoint.checkpoint_files import read_checkpoint
 from graphplan.runtime.weights.storage import Layout, place_model
 
-LAYERS, WIDTH = 13, 2048
-ROUNDS = 9  # memory that the system hands out anew each time is slow in most of them
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+LARGE = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16}
+IDS = {"input_ids": torch.ones(1, 128, dtype=torch.long)}
 
 
-class Block(nn.Module):
-    """The weights of a transformer's layer, under names such as those have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH // 4)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
+def on_meta(config: LlamaConfig) -> nn.Module:
+    """The model of a configuration, without data."""
+    with torch.device("meta"):
+        return LlamaForCausalLM(config).to(torch.bfloat16).eval()
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(16_000, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+def write_checkpoint(folder: Path, shape: dict[str, int], layers: int, shard: int = 400_000_000) -> int:
+    """Write shards one after another, so that the whole is never in memory; returns all bytes."""
+    architecture = {"dtype": "bfloat16", "architectures": ["LlamaForCausalLM"]}
+    config = LlamaConfig(**shape, num_hidden_layers=layers, vocab_size=32_000, **architecture)
+    config.save_pretrained(folder)
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    for name, tensor in on_meta(config).state_dict().items():
+        if sum(t.nbytes for t in shards[-1].values()) > shard:
+            shards.append({})
+        shards[-1][name] = tensor
+    named: dict[str, str] = {}
+    for number, tensors in enumerate(shards):
+        file = f"model-{number:05}.safetensors"
+        made = {n: torch.empty(t.shape, dtype=t.dtype).normal_(std=0.02) for n, t in tensors.items()}
+        save_file(made, folder / file, metadata={"format": "pt"})
+        named.update(dict.fromkeys(tensors, file))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
+    return sum(tensor.nbytes for tensors in shards for tensor in tensors.values())
 
 
 @dataclass(frozen=True)
 class Task:
-    """A meta model and the file with its weights."""
+    """A meta model and the folder with its weights."""
 
-    path: Path
+    folder: Path
     model: nn.Module
     weights: ModelWeights
 
     @classmethod
-    def of(cls, path: Path) -> Task:
-        with torch.device("meta"):
-            model = Model()
-        return cls(path, model, ModelWeights(model))
+    def of(cls, folder: Path) -> Task:
+        model = on_meta(LlamaConfig.from_pretrained(folder))
+        del model.model.rotary_emb  # its buffers are in no checkpoint, and the model is not run
+        return cls(folder, model, ModelWeights(model))
 
-    def open(self) -> Checkpoint:
-        return read_checkpoint(self.model, self.weights, self.path, strict=True)
-
-
-def write_checkpoint(path: Path) -> int:
-    with torch.device("meta"):
-        state = Model().state_dict()
-    made = {name: torch.empty(t.shape).normal_() for name, t in state.items()}
-    save_file(made, path)
-    return sum(t.numel() * t.element_size() for t in made.values())
+    def placed(self, *, mapped: bool) -> nn.Module:
+        """A model with its weights in planned storage, or left in their files."""
+        source = read_checkpoint(self.model, self.weights, self.folder, strict=True)
+        names = frozenset(self.weights.tensors)
+        left = names if mapped else frozenset[str]()
+        layout = Layout(dict.fromkeys(names, torch.device("cpu")), mapped=left)
+        return place_model(self.model, self.weights, layout, source=source).module
 
 
-def mapped_by_safetensors(task: Task) -> Any:
-    return load_file(task.path)
-
-
-def copied_by_safetensors(task: Task) -> Any:
-    return {name: tensor.clone() for name, tensor in load_file(task.path).items()}
-
-
-def into_storage(task: Task) -> Any:
-    layout = Layout(dict.fromkeys(task.weights.tensors, torch.device("cpu")))
-    return place_model(task.model, task.weights, layout, source=task.open())
-
-
-def in_the_file(task: Task) -> Any:
-    source, names = task.open(), frozenset(task.weights.tensors)
-    assert source.mappable() == names
-    layout = Layout(dict.fromkeys(names, torch.device("cpu")), mapped=names)
-    return place_model(task.model, task.weights, layout, source=source)
-
-
-def only_mapped(task: Task) -> Any:
-    source = task.open()
-    return [source.map(name) for name in task.weights.tensors]
-
-
-class IntoMemoryThatIsThere:
-    """The reads alone, over and over into the same places."""
-
-    def __init__(self, task: Task) -> None:
-        source, self.made = task.open(), into_storage(task)
-        named = self.made.module.named_parameters()
-        self.requests = [Request(*source.found[name], parameter.detach()) for name, parameter in named]
-
-    def __call__(self, _: Task) -> Any:
-        read_into(self.requests, lambda _: None)
+def copied_by_safetensors(task: Task) -> dict[str, torch.Tensor]:
+    """All tensors, in memory of their own."""
+    files = sorted(task.folder.glob("*.safetensors"))
+    return {name: tensor.clone() for file in files for name, tensor in load_file(file).items()}
 
 
 WAYS: dict[str, Callable[[Task], Any]] = {
     "load_file": copied_by_safetensors,
-    "load_file, only mapped": mapped_by_safetensors,
-    "planned storage": into_storage,
-    "left in the file": in_the_file,
-    "left in the file, mapping alone": only_mapped,
+    "planned storage": lambda task: task.placed(mapped=False),
+    "left in the file": lambda task: task.placed(mapped=True),
 }
 
 
-def seconds(work: Callable[[Task], Any], task: Task) -> float:
-    start = time.perf_counter()
-    result = work(task)
-    taken = time.perf_counter() - start
-    del result
+# -- in a process of its own -----------------------------------------------------------------------
+
+
+def memory(field: str) -> int:
+    """Bytes of memory of this process: ``VmRSS`` now, ``VmHWM`` at most."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def peak(way: str, folder: str) -> dict[str, Any]:
+    """The growth while it loads, whatever it is afterwards."""
+    task, before = Task.of(Path(folder)), memory("VmRSS")
+    kept = WAYS[way](task)
+    grown = memory("VmHWM") - before
+    del kept
+    return {"grown": grown}
+
+
+def load(folder: str, cpu: str) -> dict[str, Any]:
+    """``graphplan.load``, after all is imported and a small model has been planned and loaded."""
+    with tempfile.TemporaryDirectory() as small:
+        write_checkpoint(Path(small), SMALL, layers=2)
+        graphplan.load(small, {"cpu": "8GiB", "disk": "8GiB"}, kwargs=IDS)(**IDS)
+    before, start = memory("VmRSS"), time.perf_counter()
+    plan = graphplan.load(folder, {"cpu": int(cpu), "disk": "16GiB"}, kwargs=IDS).plan
+    seconds, grown = time.perf_counter() - start, memory("VmHWM") - before
+    homes = plan.schedule.assignment.weights
+    on_host = sum(weight.nbytes for weight in plan.graph.weights.values() if homes[weight.name] == "cpu")
+    on_host += sum(ring.nbytes for ring in plan.schedule.rings)
+    return {"seconds": seconds, "grown": grown, "on_host": on_host, "over_host": grown / on_host}
+
+
+WORK: dict[str, Callable[..., dict[str, Any]]] = {"peak": peak, "load": load}
+
+
+def alone(*work: str) -> dict[str, Any]:
+    """What one piece of ``WORK`` returns in a process of its own."""
+    command = [sys.executable, __file__, "--work", *work]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+# -- the measurement -------------------------------------------------------------------------------
+
+
+def rounds_of(task: Task, rounds: int) -> dict[str, list[float]]:
+    """Way -> seconds in each round."""
+    taken: dict[str, list[float]] = {name: [] for name in WAYS}
+    for _ in range(rounds):
+        for name, work in WAYS.items():
+            start = time.perf_counter()
+            result = work(task)
+            taken[name].append(time.perf_counter() - start)
+            del result
     return taken
 
 
-def high_water() -> int:
-    """The most bytes of memory that this process has had."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-
-
-def resident() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
-
-
-def peak_of(way: str, path: Path) -> int:
-    """Bytes by which a process grows at most while it loads, whatever it is afterwards."""
-    command = [sys.executable, __file__, "--peak", way, str(path)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return int(json.loads(done.stdout)["grown"])
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--peak", nargs=2, metavar=("WAY", "PATH"), help="load once, print the growth")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=11)
+    parser.add_argument("--rounds", type=int, default=9, help="fresh memory is slow in some of them")
+    parser.add_argument("--work", nargs="+", help="measure one thing in this process")
     chosen = parser.parse_args()
-    if chosen.peak:
-        way, path = chosen.peak
-        task = Task.of(Path(path))
-        before = resident()
-        kept = WAYS[way](task)
-        print(json.dumps({"grown": high_water() - before}))
-        del kept
+    if chosen.work:
+        print(json.dumps(WORK[chosen.work[0]](*chosen.work[1:])))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        measure(Path(folder) / "model.safetensors")
-
-
-def measure(path: Path) -> None:
     torch.set_num_threads(os.cpu_count() or 1)  # safetensors' copy may use what our reads use
-    size = write_checkpoint(path)
-    task = Task.of(path)
-    ways = {**WAYS, "reads alone": IntoMemoryThatIsThere(task)}
-    best = dict.fromkeys(ways, float("inf"))
-    rounds = []
-    for _ in range(ROUNDS):
-        taken = {name: seconds(work, task) for name, work in ways.items()}
-        rounds.append(taken)
-        best = {name: min(best[name], taken[name]) for name in taken}
-    ways.clear()
-    peaks = {name: peak_of(name, path) for name in WAYS}
-    rows = [
-        {
-            "way": name,
-            "seconds": found,
-            "median_seconds": statistics.median(taken[name] for taken in rounds),
-            "bytes_per_second": size / found,
-            "times_load_file": best["load_file"] / found,
-            "peak_over_model": peaks[name] / size if name in peaks else None,
-        }
-        for name, found in best.items()
-    ]
-    header = ["way", "ms", "median ms", "GB/s", "x load_file", "peak / model"]
-    table = [
-        [
-            row["way"],
-            f"{1e3 * row['seconds']:.1f}",
-            f"{1e3 * row['median_seconds']:.1f}",
-            f"{row['bytes_per_second'] / 1e9:.1f}",
-            f"{row['times_load_file']:.2f}",
-            "" if row["peak_over_model"] is None else f"{row['peak_over_model']:.3f}",
-        ]
-        for row in rows
-    ]
-    print(f"{size / 1e9:.2f} GB, {torch.get_num_threads()} threads of torch, best of {ROUNDS}\n")
-    print(report.table(header, table))
-    print("\nwanted: planned storage 3 x load_file, left in the file 5 ms, peak 1.05 of the model")
-    data = {"bytes": size, "torch_threads": torch.get_num_threads(), "rows": rows, "rounds": rounds}
-    print(f"written to {report.write('loading', data)}")
+    with tempfile.TemporaryDirectory() as folder:
+        size = write_checkpoint(Path(folder), LARGE, chosen.layers)
+        taken = rounds_of(Task.of(Path(folder)), chosen.rounds)
+        peaks = {way: alone("peak", way, folder)["grown"] / size for way in WAYS}
+        loads = [alone("load", folder, str(int(size * share))) for share in (1.2, 0.6)]
+    rows = []
+    for way, each in taken.items():
+        figures = {"seconds": min(each), "median_seconds": statistics.median(each)}
+        rows.append({"way": way, **figures, "peak_over_model": peaks[way]})
+    lines = [[row["way"], *(f"{figure:.4f}" for figure in list(row.values())[1:])] for row in rows]
+    print(f"{size / 1e9:.2f} GB, {torch.get_num_threads()} threads of torch, best of {chosen.rounds}\n")
+    print(table(["way", "seconds", "median", "peak / model"], lines) + "\n\ngraphplan.load, sizes in bytes:")
+    print(table(list(loads[0]), [[f"{figure:.3g}" for figure in row.values()] for row in loads]))
+    print(f"wrote {write('loading', {'bytes': size, 'rounds': chosen.rounds, 'rows': rows, 'loads': loads})}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""What a call costs beside its kernels: tiny models whose time is dispatch, one thread.
+"""What a call costs beside its kernels: tiny models whose time is dispatch, on the CPU, one thread.
 
-python benchmarks/overhead.py [--rounds 200]
+python benchmarks/overhead.py [--rounds 200] [--generations 5] [--tokens 128]
 
-Every form is called once in each round, in turn, and timed in processor time of this process, so that what
-else runs on the machine counts little. Ratios are of the least times; medians stand beside them.
+A forward pass of a chain of linear layers and of a toy Llama, and ``generate()`` of that Llama at batch 1:
+eager, placed by us, and under accelerate's hooks. Every form is called once in each round, in turn, and timed
+in processor time of this process, so that what else runs on the machine counts little. Ratios are of the
+least times; medians stand beside them.
 """
 
 from __future__ import annotations
@@ -11,36 +13,54 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import argparse
+import copy
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate import cpu_offload, dispatch_model
 from report import table, write
 from torch import nn
 from torch.utils import _pytree as pytree
-from toy_llama import hooked, llama_parts, toy_llama
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import graphplan
 
-WARM = 5
+WARM = 2  # rounds that are not counted
 EAGER, OURS = "eager", "graphplan"
-TARGETS = {"300 x Linear(16)": 0.6, "Llama, 24 layers of 64": 0.8}
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model, a call, and the modules that accelerate's map names."""
+    """A model and what is called.
+
+    Attributes:
+        name: of the workload.
+        model: in eval mode.
+        inputs: named arguments of the call.
+        parts: modules that accelerate's map names.
+        tokens: how many ``generate`` adds; 0: a forward pass is called.
+    """
 
     name: str
     model: nn.Module
     inputs: dict[str, Any]
     parts: tuple[str, ...]
+    tokens: int = 0
+
+    def call_of(self, model: Any) -> Callable[[], Any]:
+        """The call, of some form of the model."""
+        if self.tokens:
+            return lambda: model.generate(**self.inputs, max_new_tokens=self.tokens, do_sample=False)
+        return lambda: model(**self.inputs)
 
 
 def linears(count: int = 300, width: int = 16) -> Workload:
@@ -50,52 +70,71 @@ def linears(count: int = 300, width: int = 16) -> Workload:
     return Workload(f"{count} x Linear({width})", model, {"input": torch.randn(1, width)}, parts)
 
 
-def llama(layers: int = 24, hidden: int = 64) -> Workload:
+def llama(layers: int = 24, hidden: int = 64, tokens: int = 0) -> Workload:
     """A toy Llama that returns its cache, as it does by default."""
-    inputs = {"input_ids": torch.randint(0, 256, (1, 8))}
-    name = f"Llama, {layers} layers of {hidden}"
-    return Workload(name, toy_llama(layers, hidden), inputs, llama_parts(layers))
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    blocks = (f"model.layers.{i}" for i in range(layers))
+    parts = ("model.embed_tokens", *blocks, "model.norm", "model.rotary_emb", "lm_head")
+    name = f"Llama, {layers} layers of {hidden}" + (f", {tokens} tokens generated" if tokens else "")
+    inputs = {"input_ids": torch.randint(0, 256, (1, 16 if tokens else 8))}
+    return Workload(name, LlamaForCausalLM(config).eval(), inputs, parts, tokens)
 
 
-def forms(workload: Workload) -> dict[str, Callable[..., Any]]:
-    """The model as it is, placed by us, and under accelerate's hooks; all on the CPU."""
-    eager, hooks = workload.model, hooked(workload.model, workload.parts)
-    return {
-        EAGER: eager,
-        OURS: graphplan.partition(eager, {"cpu": "8GiB"}, kwargs=workload.inputs),
-        "accelerate dispatch_model": hooks.dispatched,
-        "accelerate cpu_offload": hooks.offloaded,
+def forms(workload: Workload) -> dict[str, Callable[[], Any]]:
+    """Calls of the model as it is, placed by us, and under accelerate's hooks."""
+    model, inputs = workload.model, workload.inputs
+    more = {"max_length": inputs["input_ids"].shape[1] + workload.tokens} if workload.tokens else {}
+    places = dict.fromkeys(workload.parts, "cpu")
+    models = {
+        EAGER: model,
+        OURS: graphplan.partition(model, {"cpu": "8GiB"}, kwargs=inputs, **more),
+        "accelerate dispatch_model": dispatch_model(
+            copy.deepcopy(model), places, main_device="cpu", force_hooks=True
+        ),
+        "accelerate cpu_offload": cpu_offload(copy.deepcopy(model), execution_device=torch.device("cpu")),
     }
+    return {name: workload.call_of(each) for name, each in models.items()}
 
 
-def times(
-    calls: Mapping[str, Callable[..., Any]], inputs: dict[str, Any], rounds: int
-) -> dict[str, list[int]]:
+def times(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[int]]:
     """Form -> nanoseconds of processor time of each call."""
     found: dict[str, list[int]] = {name: [] for name in calls}
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        with torch.no_grad():
-            for round_ in range(rounds + WARM):
-                for name, call in calls.items():
-                    start = time.process_time_ns()
-                    call(**inputs)
-                    taken = time.process_time_ns() - start
-                    if round_ >= WARM:
-                        found[name].append(taken)
-    finally:
-        if collects:
-            gc.enable()
+    with _no_collection(), torch.no_grad():
+        for round_ in range(rounds + WARM):
+            for name, call in calls.items():
+                start = time.process_time_ns()
+                call()
+                taken = time.process_time_ns() - start
+                if round_ >= WARM:
+                    found[name].append(taken)
     return found
 
 
-def require_equal(calls: Mapping[str, Callable[..., Any]], inputs: dict[str, Any]) -> None:
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def require_equal(calls: Mapping[str, Callable[[], Any]]) -> None:
     """Every form returns what eager does."""
     with torch.no_grad():
-        expected = pytree.tree_leaves(calls[EAGER](**inputs))
+        expected = pytree.tree_leaves(calls[EAGER]())
         for name, call in calls.items():
-            for a, b in zip(expected, pytree.tree_leaves(call(**inputs)), strict=True):
+            for a, b in zip(expected, pytree.tree_leaves(call()), strict=True):
                 if isinstance(a, torch.Tensor):
                     torch.testing.assert_close(a, b, msg=f"{name} differs from eager")
 
@@ -104,8 +143,8 @@ def measure(workload: Workload, rounds: int) -> list[dict[str, Any]]:
     """A row for each form."""
     torch.set_num_threads(1)
     calls = forms(workload)
-    require_equal(calls, workload.inputs)
-    taken = times(calls, workload.inputs, rounds)
+    require_equal(calls)
+    taken = times(calls, rounds)
     least = {name: min(values) for name, values in taken.items()}
     middle = {name: statistics.median(values) for name, values in taken.items()}
     return [
@@ -122,26 +161,22 @@ def measure(workload: Workload, rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=200)
-    rounds = parser.parse_args().rounds
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=200, help="of forward passes")
+    parser.add_argument("--generations", type=int, default=5, help="rounds of generate()")
+    parser.add_argument("--tokens", type=int, default=128, help="that generate() adds")
+    asked = parser.parse_args()
     torch.manual_seed(0)
-    rows = [row for workload in (linears(), llama()) for row in measure(workload, rounds)]
-    header = ("workload", "form", "best ms", "median ms", "x eager, best", "x eager, median")
-    cells = [
-        (
-            row["workload"],
-            row["form"],
-            f"{row['best_ms']:.2f}",
-            f"{row['median_ms']:.2f}",
-            f"{row['ratio_of_best']:.2f}",
-            f"{row['ratio_of_median']:.2f}",
-        )
-        for row in rows
-    ]
-    print(table(header, cells))
+    rows = [row for workload in (linears(), llama()) for row in measure(workload, asked.rounds)]
+    rows += measure(llama(tokens=asked.tokens), asked.generations)
+    figures = ("best_ms", "median_ms", "ratio_of_best", "ratio_of_median")
+    cells = [[row["workload"], row["form"], *(f"{row[key]:.2f}" for key in figures)] for row in rows]
+    print(table(("workload", "form", "best ms", "median ms", "x eager, best", "x eager, median"), cells))
     method = "processor time of one process and one thread, forms in turn, garbage collection off"
-    write("overhead", {"rounds": rounds, "clock": method, "targets": TARGETS, "rows": rows})
+    rounds = {"rounds": asked.rounds, "generations": asked.generations}
+    print(f"wrote {write('overhead', {**rounds, 'clock': method, 'rows': rows})}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import networkx as nx
+
 from graphplan.devices.topology import DeviceSpec
 from graphplan.ir.graph import Graph
 
@@ -38,21 +40,12 @@ def sizes_of(graph: Graph, spec: DeviceSpec) -> dict[str, int]:
 
 def items(graph: Graph, kept: Mapping[str, int]) -> list[int]:
     """Bytes of each set of weights that must lie together, largest first; ``kept``: weight -> bytes."""
-    group: dict[str, str] = {name: name for name in kept}
-
-    def first(name: str) -> str:
-        while group[name] != name:
-            name = group[name]
-        return name
-
+    together = nx.Graph()
+    together.add_nodes_from(kept)
     for operation in graph.operations.values():
-        read = [name for name in operation.inputs if name in kept]
-        for name in read[1:]:
-            group[first(name)] = first(read[0])
-    sizes: dict[str, int] = {}
-    for name, nbytes in kept.items():
-        sizes[first(name)] = sizes.get(first(name), 0) + nbytes
-    return sorted(sizes.values(), reverse=True)
+        nx.add_path(together, [name for name in operation.inputs if name in kept])
+    groups = nx.connected_components(together)
+    return sorted((sum(kept[name] for name in group) for group in groups), reverse=True)
 
 
 def pack(sizes: Sequence[int], capacities: Sequence[int]) -> Packing:

@@ -1,77 +1,125 @@
-"""Seconds of planning by stage, for Llama-like models of growing depth on the meta device.
+"""How planning time grows: stage by stage with the depth of a model, and of the search with operations.
 
-python benchmarks/planning_time.py [--layers 2 32 80]
+python benchmarks/planning_time.py [--layers 2 32 80] [--operations 500 1000 2000 4000 8000]
+                                   [--devices 2 4 8 16]
+
+Llamas of the 70B's width on the meta device are planned over eight devices. The search alone is given two
+kinds of graph: layers of a Llama on like cards, and random operations on cards of two speeds. For each kind
+and number of devices, seconds = a * operations^p is fitted by least squares on logarithms. Seconds are those
+of the processor, so that what else a machine does is not in them.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-
+import numpy as np
 import torch
-from planner_api import Problem, place
+from instances import Instance, random_chain, stack
+from models import LLAMA_70B
 from report import table, write
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from graphplan.capture.model_copy import Twin
-from graphplan.capture.tracing import capture
+from graphplan.compiler.options import Options
+from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.devices.max_memory import read_max_memory
-from graphplan.passes.frontend.annotate import annotate
-from graphplan.passes.frontend.simplify import simplify
-from graphplan.passes.lowering.emit import lower
-from graphplan.passes.lowering.verify_devices import verify_lowered
+from graphplan.passes.placement.driver import place
+
+T = TypeVar("T")
+MODEL_DEVICES = 8
+LAYER = 15  # operations of a layer of ``stack``
+KINDS: dict[str, Callable[[int, int], Instance]] = {
+    "stack": lambda operations, devices: stack(round(operations / LAYER), devices),
+    "random": random_chain,
+}
 
 
-def build(layers: int) -> torch.nn.Module:
-    """A Llama of the 70B's width and the given depth, without data."""
-    config = LlamaConfig(
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        num_hidden_layers=layers,
-    )
+# -- stage by stage --------------------------------------------------------------------------------
+
+
+def stages(layers: int, devices: int = MODEL_DEVICES) -> dict[str, Any]:
+    """Seconds of each stage of planning a Llama of the 70B's width."""
     with torch.device("meta"):
-        return LlamaForCausalLM(config).to(torch.bfloat16).eval()
-
-
-def measure(layers: int, devices: int) -> dict[str, Any]:
-    model = build(layers)
+        model = LlamaForCausalLM(LLAMA_70B(num_hidden_layers=layers)).to(torch.bfloat16).eval()
+        ids = torch.zeros(1, 512, dtype=torch.long)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    budgets = {i: int(size / devices * 1.15) + (6 << 30) for i in range(devices)}
+    topology = read_max_memory({i: int(size / devices * 1.15) + (6 << 30) for i in range(devices)})
     seconds: dict[str, float] = {}
 
-    def timed(stage: str, work: Callable[[], Any]) -> Any:
-        start = time.perf_counter()
+    def timed(stage: str, work: Callable[[], T]) -> T:
+        start = time.process_time()
         result = work()
-        seconds[stage] = time.perf_counter() - start
+        seconds[stage] = time.process_time() - start
         return result
 
-    topology = read_max_memory(budgets)
-    twin = timed("copy", lambda: Twin(model))
-    call = twin.bind((), {"input_ids": torch.zeros(1, 512, dtype=torch.long, device="meta")})
-    captured = timed("capture", lambda: capture(twin, call))
+    compiler = Compiler(timed("copy", lambda: Twin(model)), topology, Options())
+    call = compiler.twin.bind((), {"input_ids": ids})
+    timed("capture", lambda: compiler.trace(call))
+    timed("annotate", lambda: compiler.pose(EntryCall(call)))
+    planned = timed("place", lambda: compiler.plan(call))
+    operations, gap = len(planned.plan.graph.operations), planned.plan.gap
+    return {"layers": layers, "operations": operations, "gap": gap, "seconds": seconds}
 
-    def read() -> Any:
-        simplify(captured)
-        return annotate(captured, twin.weights, ["cuda"])
 
-    graph = timed("annotate", read)
-    solution = timed("place", lambda: place(Problem(graph, topology, "cpu")))
-    schedule = solution.evaluation.schedule
+def stage_table(rows: Sequence[dict[str, Any]]) -> str:
+    """A line for each depth."""
+    lines = []
+    for row in rows:
+        total = sum(row["seconds"].values())
+        lines.append([row["layers"], row["operations"], *(f"{s:.2f}" for s in row["seconds"].values())])
+        lines[-1] += [f"{total:.2f}", f"{total / row['layers']:.3f}", f"{100 * row['gap']:.2f} %"]
+    return table(["layers", "operations", *rows[0]["seconds"], "total s", "s / layer", "gap"], lines)
 
-    def write_code() -> None:
-        verify_lowered(lower(captured, graph, schedule, topology), graph, schedule, topology)
 
-    timed("lower", write_code)
-    gap = 1 - solution.lower_bound / solution.evaluation.seconds
-    return {"layers": layers, "operations": len(graph.operations), "gap": gap, "seconds": seconds}
+# -- the search alone ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One search: its size, the processor's seconds, its proven gap as a share."""
+
+    kind: str
+    operations: int
+    devices: int
+    seconds: float
+    gap: float
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """seconds = scale * operations^exponent, of one kind of graph on so many devices."""
+
+    kind: str
+    devices: int
+    scale: float
+    exponent: float
+
+
+def search(kind: str, operations: int, devices: int) -> Row:
+    """Place one instance."""
+    problem = KINDS[kind](operations, devices).problem
+    start = time.process_time()
+    found = place(problem)
+    seconds = time.process_time() - start
+    gap = 1 - found.lower_bound / found.evaluation.seconds
+    return Row(kind, len(problem.graph.operations), devices, seconds, gap)
+
+
+def laws(rows: Sequence[Row]) -> list[Law]:
+    """The power law nearest to the logarithms, for each kind and number of devices with two sizes."""
+    found = []
+    for kind, devices in dict.fromkeys((row.kind, row.devices) for row in rows):
+        mine = [row for row in rows if (row.kind, row.devices) == (kind, devices)]
+        if len({row.operations for row in mine}) > 1:
+            sizes, seconds = np.log([(row.operations, row.seconds) for row in mine]).T
+            exponent, constant = np.polyfit(sizes, seconds, 1)
+            found.append(Law(kind, devices, float(np.exp(constant)), float(exponent)))
+    return found
 
 
 def main() -> None:
@@ -79,28 +127,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 32, 80])
-    parser.add_argument("--devices", type=int, default=8)
-    options = parser.parse_args()
-    measure(1, 2)  # imports and first-use caches
-    rows = [measure(layers, options.devices) for layers in options.layers]
-    stages = list(rows[0]["seconds"])
-    print(
-        table(
-            ["layers", "operations", *stages, "total s", "s / layer", "gap"],
-            [
-                [
-                    row["layers"],
-                    row["operations"],
-                    *(f"{row['seconds'][stage]:.2f}" for stage in stages),
-                    f"{sum(row['seconds'].values()):.2f}",
-                    f"{sum(row['seconds'].values()) / row['layers']:.3f}",
-                    f"{100 * row['gap']:.2f} %",
-                ]
-                for row in rows
-            ],
-        )
-    )
-    print(f"wrote {write('planning_time', {'devices': options.devices, 'rows': rows})}")
+    parser.add_argument("--operations", type=int, nargs="+", default=[500, 1000, 2000, 4000, 8000])
+    parser.add_argument("--devices", type=int, nargs="+", default=[2, 4, 8, 16])
+    asked = parser.parse_args()
+    stages(1, 2)  # imports and first-use caches
+    models = [stages(layers) for layers in asked.layers]
+    print(stage_table(models))
+    rows: list[Row] = []
+    for kind in KINDS:
+        search(kind, asked.operations[0], asked.devices[0])  # first-use caches
+        rows += [search(kind, size, cards) for size in asked.operations for cards in asked.devices]
+    lines = [[r.kind, r.operations, r.devices, f"{r.seconds:.2f}", f"{100 * r.gap:.1f} %"] for r in rows]
+    print("\n" + table(["graph", "operations", "devices", "CPU s", "gap"], lines))
+    for law in laws(rows):
+        print(f"{law.kind}, {law.devices} devices: {law.scale:.3g} s x operations^{law.exponent:.2f}")
+    searches = {"searches": [asdict(row) for row in rows], "laws": [asdict(law) for law in laws(rows)]}
+    print(f"wrote {write('planning_time', {'devices': MODEL_DEVICES, 'rows': models, **searches})}")
 
 
 if __name__ == "__main__":

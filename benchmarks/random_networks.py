@@ -1,8 +1,8 @@
 """Random graphs of about a given number of operations, for the second set of instances.
 
-Six shapes are networks of ``networks.py`` with random sizes. In the other three every operation is
-random: none to four weights of its own, perhaps a weight that an earlier operation reads too, and a
-random size of its output.
+Six shapes are networks of ``networks.py`` with random sizes. In the seventh every operation is random:
+none to four weights of its own, perhaps a weight that an earlier operation reads too, and a random size
+of its output.
 """
 
 from __future__ import annotations
@@ -41,33 +41,29 @@ def _two_towers(random: Random, operations: int) -> Graph:
 
 
 def _branches(random: Random, operations: int) -> Graph:
-    count = random.randint(3, 12)
-    parts = [random.uniform(0.4, 1.6) for _ in range(count)]
-    depths = [max(1, round(operations / 3 * part / sum(parts))) for part in parts]
-    return towers([128 * random.randint(2, 20) for _ in range(count)], depths, random.choice((32, 256)))
+    depths = _parts(random, operations // 3, random.randint(3, 12))
+    return towers([128 * random.randint(2, 20) for _ in depths], depths, random.choice((32, 256)))
 
 
 def _experts(random: Random, operations: int) -> Graph:
     experts = random.choice([n for n in (8, 16, 32, 64) if 2 * n < operations])
     wide, inner = 256 * random.randint(2, 16), 128 * random.randint(4, 24)
-    return moe(
-        max(1, operations // (experts + 6)),
-        wide,
-        inner,
-        experts,
-        random.choice((2, 4, 6)),
-        random.choice((32000, 102400)),
-        random.choice((1, 64, 256)),
-        tied=random.random() < 0.5,
-        shared=random.choice((0, inner)),
-        dense=random.choice((0, 4 * inner)),
-    )
+    layers, active = operations // (experts + 6), random.choice((2, 4, 6))
+    vocabulary, rows = random.choice((32000, 102400)), random.choice((1, 64, 256))
+    more = {"shared": random.choice((0, inner)), "dense": random.choice((0, 4 * inner))}
+    return moe(layers, wide, inner, experts, active, vocabulary, rows, tied=random.random() < 0.5, **more)
 
 
 def _unet(random: Random, operations: int) -> Graph:
     levels = random.randint(2, 4)
     blocks = max(2, round((operations / 6 - 1 + levels) / (2 * levels)))
     return unet(levels, 64 * random.randint(1, 6), 8 * 2**levels, blocks, random.choice((1, 2, 4)))
+
+
+def _parts(random: Random, total: int, count: int) -> list[int]:
+    """``count`` unlike lengths that sum to about ``total``."""
+    parts = [random.uniform(0.3, 1.7) for _ in range(count)]
+    return [max(1, round(total * part / sum(parts))) for part in parts]
 
 
 # -- random graphs ---------------------------------------------------------------------------------
@@ -96,11 +92,10 @@ class _Writer:
         """An operation with none to four weights of its own; ``scale``: of what it makes."""
         random, count = self.random, len(self.net.operations)
         numbers = random.choices(range(5), (4, 8, 3, 1, 1))[0]
-        elements = [int(self.wide**2 * 2 ** random.uniform(-3, 2)) for _ in range(numbers)]
-        weights = {f"w{i}": ELEMENT * size for i, size in enumerate(elements)}
+        weights = {f"w{i}": ELEMENT * int(self.wide**2 * 2 ** random.uniform(-3, 2)) for i in range(numbers)}
         earlier = list(self.net.weights)
         tied = random.choice(earlier) if earlier and random.random() < self.shared else ""
-        read = sum(elements) + (self.net.weights[tied].nbytes // ELEMENT if tied else 0)
+        read = sum(weights.values()) + (self.net.weights[tied].nbytes if tied else 0)
         return self.net.add(
             f"layers.{count // self.block}.part{count % self.block}",
             "linear" if read else "mul",
@@ -108,7 +103,7 @@ class _Writer:
             max(ELEMENT, int(self.rows * self.wide * ELEMENT * scale * 2 ** random.uniform(-1.5, 1.5))),
             weights=weights,
             tied=tied,
-            flops=2 * self.rows * read * random.uniform(0.5, 2),
+            flops=2 * self.rows * read / ELEMENT * random.uniform(0.5, 2),
         )
 
     def chain(self, x: str, operations: int) -> str:
@@ -121,8 +116,7 @@ class _Writer:
 
     def branches(self, x: str, operations: int) -> str:
         """Two to six chains of unlike length that are joined."""
-        parts = [self.random.uniform(0.3, 1.7) for _ in range(self.random.randint(2, 6))]
-        lengths = [max(1, round((operations - 1) * part / sum(parts))) for part in parts]
+        lengths = _parts(self.random, operations - 1, self.random.randint(2, 6))
         return self.operation([self.chain(x, length) for length in lengths])
 
     def experts(self, x: str, operations: int) -> str:
@@ -156,47 +150,24 @@ class _Writer:
         return self.operation(unread)
 
 
-def _writer(random: Random) -> _Writer:
+def _random(random: Random, operations: int) -> Graph:
+    """Sections of random length, one after the other, of one to five of the kinds."""
     rows, wide = random.choice((1, 64, 512, 4096)), 64 * round(2 ** random.uniform(3, 6))
-    return _Writer(random, rows, wide, random.choice((0.0, 0.01, 0.05)), random.randint(3, 8))
-
-
-def _start(writer: _Writer) -> str:
-    return writer.net.input("features", writer.rows * writer.wide * ELEMENT)
-
-
-def _irregular(random: Random, operations: int) -> Graph:
-    writer = _writer(random)
-    return writer.net.graph([writer.irregular(_start(writer), operations)])
-
-
-def _nest(random: Random, operations: int) -> Graph:
-    """Nests within chains, as a U-Net has them between its first and its last layers."""
-    writer = _writer(random)
-    x = writer.chain(_start(writer), operations // 10)
-    for _ in range(random.randint(1, 3)):
-        x = writer.nest(x, min(60, operations // 4))
-    return writer.net.graph([writer.chain(x, operations - len(writer.net.operations))])
-
-
-def _mixture(random: Random, operations: int) -> Graph:
-    """Sections of random kind and length, one after the other."""
-    writer = _writer(random)
+    writer = _Writer(random, rows, wide, random.choice((0.0, 0.01, 0.05)), random.randint(3, 8))
     kinds = (writer.chain, writer.branches, writer.experts, writer.nest, writer.irregular)
-    x = _start(writer)
+    chosen = random.sample(kinds, random.randint(1, len(kinds)))
+    x = writer.net.input("features", rows * wide * ELEMENT)
     while (left := operations - len(writer.net.operations)) > 0:
-        x = random.choice(kinds)(x, min(left, random.randint(8, 80)))
+        x = random.choice(chosen)(x, min(left, random.randint(8, 120)))
     return writer.net.graph([x])
 
 
-SHAPES: dict[str, Callable[[Random, int], Graph]] = {
+NETWORKS: dict[str, Callable[[Random, int], Graph]] = {
     "stack": _stack,
     "encoder-decoder": _encoder_decoder,
     "two-towers": _two_towers,
     "branches": _branches,
     "experts": _experts,
     "unet": _unet,
-    "irregular": _irregular,
-    "mixture": _mixture,
-    "nest": _nest,
 }
+SHAPES = {**NETWORKS, "random": _random}

@@ -29,7 +29,6 @@ from baselines import accelerators, peak_activation
 from instances import GIB, A, B, C, Card, Speed, devices
 from models import MODELS
 from packing import Packing, items, pack, sizes_of
-from planner_api import Problem
 from report import RESULTS, table, write
 from torch import nn
 
@@ -46,24 +45,17 @@ from graphplan.integrations.accelerate.comparison import (
     offloaded_weights,
 )
 from graphplan.ir.graph import Graph
+from graphplan.passes.placement.problem import Problem
 
 USE = 0.98  # of what a packing allows, when offloading is forced
 _ROOMY = 1 << 20  # GiB of the card on which a model is measured
 
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A card that holds a share of the weights."""
-
-    of_weights: float
-    speed: Speed = A
-
-
-CASES: dict[str, tuple[Share, ...]] = {
-    "1x0.7": (Share(0.7),),
-    "2x0.55": (Share(0.55),) * 2,
-    "4x0.275": (Share(0.275),) * 4,
-    "unlike": (Share(0.6, A), Share(0.3, B), Share(0.25, C)),
+# a card for each share of the weights
+CASES: dict[str, tuple[tuple[Speed, float], ...]] = {
+    "1x0.7": ((A, 0.7),),
+    "2x0.55": ((A, 0.55),) * 2,
+    "4x0.275": ((A, 0.275),) * 4,
+    "unlike": ((A, 0.6), (B, 0.3), (C, 0.25)),
 }
 
 
@@ -143,15 +135,14 @@ class Measured:
         self.call = twin.bind((), MODELS[name].example())
         roomy = devices([Card(A, _ROOMY)], cpu_gib=_ROOMY)
         self.compiler = Compiler(twin, roomy, Options())
-        found = self.compiler.plan(self.call).plan
+        self.graph = self.plan(roomy).graph
         self.capture = time.perf_counter() - start
-        self.graph = found.graph
-        self.activations = peak_activation(Problem(found.graph, roomy, CPU))
+        self.activations = peak_activation(Problem(self.graph, roomy, CPU))
 
-    def topology(self, shares: Sequence[Share]) -> Topology:
-        """Cards of these shares, and a CPU that takes four times the model."""
+    def topology(self, case: str) -> Topology:
+        """Cards of the case's shares, and a CPU that takes four times the model."""
         size = self.graph.weight_bytes
-        cards = [Card(s.speed, (s.of_weights * size + self.activations) / GIB) for s in shares]
+        cards = [Card(speed, (share * size + self.activations) / GIB) for speed, share in CASES[case]]
         return devices(cards, cpu_gib=64 + 4 * size / GIB)
 
     def plan(self, topology: Topology) -> Plan:
@@ -161,28 +152,27 @@ class Measured:
 
     def measure(self, case: str) -> Row:
         """Our plan beside the others', on one set of budgets."""
-        topology = self.topology(CASES[case])
+        topology = self.topology(case)
         capacities = [spec.room - self.activations for spec in accelerators(topology)]
         together = items(self.graph, sizes_of(self.graph, accelerators(topology)[0]))
-        most = most_kept(self.graph, topology, capacities)
-        packing = Packing(most, pack(together, capacities).everything)
+        packing = Packing(most_kept(self.graph, topology, capacities), pack(together, capacities).everything)
         row = Row(self.name, case, self.graph.weight_bytes, self.activations, packing)
+        problem = Problem(self.graph, topology, CPU)
         start = time.perf_counter()
         try:
             found = self.plan(topology)
-            row.planning = time.perf_counter() - start
-            _fill(row, found)
-            problem = Problem(found.graph, topology, CPU)
         except InfeasibleError as error:
             row.error = str(error)
-            problem = Problem(self.graph, topology, CPU)
+        else:
+            row.planning = time.perf_counter() - start
+            problem = Problem(found.graph, topology, CPU)
+            _fill(row, found, problem)
         no_split = getattr(self.model, "_no_split_modules", None) or []
         row.others = device_maps(problem, self.model, sorted(no_split))
         return row
 
 
-def _fill(row: Row, found: Plan) -> None:
-    problem = Problem(found.graph, found.topology, CPU)
+def _fill(row: Row, found: Plan, problem: Problem) -> None:
     assignment = found.schedule.assignment
     row.used = allocated_weights(problem, assignment)
     row.offloaded = offloaded_weights(problem, assignment)
@@ -201,12 +191,24 @@ def most_kept(graph: Graph, topology: Topology, capacities: Sequence[int]) -> in
 
 def _allowed(row: Row, found: Plan, rings: Mapping[DeviceKey, int]) -> int:
     """A card that runs a part only may need less for activations than one that runs everything."""
-    cards = accelerators(found.topology)
-    peaks = [found.peaks[spec.key] for spec in cards]
-    activations = [min(row.activations, peak.nbytes - peak.weights) for peak in peaks]
-    taken = [nbytes + rings.get(spec.key, 0) for nbytes, spec in zip(activations, cards, strict=True)]
-    capacities = [spec.room - nbytes for spec, nbytes in zip(cards, taken, strict=True)]
+    capacities = []
+    for spec in accelerators(found.topology):
+        peak = found.peaks[spec.key]
+        activations = min(row.activations, peak.nbytes - peak.weights)
+        capacities.append(spec.room - activations - rings.get(spec.key, 0))
     return most_kept(found.graph, found.topology, capacities)
+
+
+# -- tables and results ----------------------------------------------------------------------------
+
+
+def header(rows: Sequence[Row]) -> list[str]:
+    """Column names."""
+    names = ["model", "weights GB", "activations GB", "fits"]
+    names += ["offloaded GB", "ring GB", "use", "beside ring", "within", "ms", "gap", "planning s"]
+    for other in rows[0].others:
+        names += [f"{other.name}: offloaded GB", "use", "ms", "first over MB"]
+    return [*names, "met"]
 
 
 def cells(row: Row) -> list[str]:
@@ -216,14 +218,10 @@ def cells(row: Row) -> list[str]:
     if row.error:
         line += ["-"] * 7 + [row.error.partition(":")[0]]
     else:
-        line += [
-            f"{row.offloaded / 1e9:.3f}",
-            f"{row.ring / 1e9:.3f}",
-            f"{100 * row.use:.1f} %",
-            f"{100 * row.use_beside_ring:.1f} %",
-            "yes" if row.within else "NO",
-        ]
-        line += [f"{1e3 * row.makespan:.2f}", f"{100 * row.gap:.1f} %", f"{row.planning:.1f}"]
+        line += [f"{row.offloaded / 1e9:.3f}", f"{row.ring / 1e9:.3f}"]
+        line += [f"{100 * row.use:.1f} %", f"{100 * row.use_beside_ring:.1f} %"]
+        line += ["yes" if row.within else "NO", f"{1e3 * row.makespan:.2f}", f"{100 * row.gap:.1f} %"]
+        line.append(f"{row.planning:.1f}")
     for other in row.others:
         line += _other_cells(row, other)
     return [*line, "yes" if row.met else "NO"]
@@ -237,15 +235,6 @@ def _other_cells(row: Row, other: Baseline) -> list[str]:
     over = f" over {other.over / 1e6:.0f} MB" if other.over else ""
     mark = "  !" if other.name in row.beaten_by() else ""
     return [f"{other.offloaded / 1e9:.3f}", f"{100 * row.use_of(other):.1f} %", ms + over + mark, first]
-
-
-def header(rows: Sequence[Row]) -> list[str]:
-    """Column names."""
-    names = ["model", "weights GB", "activations GB", "fits"]
-    names += ["offloaded GB", "ring GB", "use", "beside ring", "within", "ms", "gap", "planning s"]
-    for other in rows[0].others:
-        names += [f"{other.name}: offloaded GB", "use", "ms", "first over MB"]
-    return [*names, "met"]
 
 
 def as_data(row: Row) -> dict[str, Any]:
@@ -264,8 +253,7 @@ def keep(rows: Sequence[Row], failed: Mapping[str, str], results: Path = RESULTS
     before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": [], "failed": {}}
     known = {(row["model"], row["case"]): row for row in before["rows"]}
     known.update({(row.model, row.case): as_data(row) for row in rows})
-    order = list(itertools.product(MODELS, CASES))
-    kept = [known[key] for key in order if key in known]
+    kept = [known[key] for key in itertools.product(MODELS, CASES) if key in known]
     planned = {model for model, _ in known}
     missing = {name: why for name, why in {**before["failed"], **failed}.items() if name not in planned}
     data = {"met": sum(row["met"] for row in kept), "of": len(kept), "failed": missing, "rows": kept}
@@ -279,10 +267,9 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--cases", default=",".join(CASES))
     options = parser.parse_args()
-    chosen, cases = options.models.split(","), options.cases.split(",")
     rows: list[Row] = []
     failed: dict[str, str] = {}
-    for name in chosen:
+    for name in options.models.split(","):
         try:
             measured = Measured(name)
         except (GraphplanError, ImportError) as error:
@@ -290,7 +277,7 @@ def main() -> None:
             print(f"{name}: {failed[name]}", flush=True)
             continue
         print(f"{name}: {len(measured.graph.operations)} operations in {measured.capture:.1f} s", flush=True)
-        for case in cases:
+        for case in options.cases.split(","):
             rows.append(measured.measure(case))
             print(f"  {case}: {rows[-1].planning:.1f} s", flush=True)
         del measured
@@ -300,10 +287,10 @@ def main() -> None:
         print(table(header(rows), [cells(row) for row in rows]))
         print("first over: of the map as users ask for it; where that passes a budget, less is given to it")
     met = sum(row.met for row in rows)
-    beaten = [f"{row.model} {row.case}" for row in rows if row.beaten_by()]
     print(
         f"{met} of {len(rows)}: within budget, nothing offloaded that fits, use >= {100 * USE:g} % otherwise"
     )
+    beaten = [f"{row.model} {row.case}" for row in rows if row.beaten_by()]
     print(f"a map that keeps the budgets is faster on: {', '.join(beaten) or 'none'}")
     print(f"wrote {keep(rows, failed)}")
 

@@ -1,26 +1,22 @@
 """A second set of instances for the placement benchmark, drawn from one seed.
 
-python benchmarks/second_set.py --seed 7
-
 The planner is developed on the first set (``instances.py``). The second one shows what it does on
 graphs that it was not tuned on: its seed is chosen after the planner's last change. 16 instances of
 100 to 2,000 operations: six networks of ``networks.py`` with random sizes, and ten random graphs, on one
 to eight cards. Eight instances have card memory for 35 to 100 % of the weights and use the CPU; eight
-have 105 to 130 %, two of them with the CPU. The script prints what was drawn.
+have 105 to 130 %, two of them with the CPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from random import Random
 
+from baselines import peak_activation
 from instances import GIB, HOST, Card, Instance, Speed, devices
-from random_networks import SHAPES
-from report import table
+from random_networks import NETWORKS, SHAPES
 
 from graphplan.devices.topology import CPU, DeviceKey, Link, Topology
 from graphplan.ir.graph import Graph
@@ -36,7 +32,7 @@ class Draw:
     """What is settled for an instance before its own random choices.
 
     Attributes:
-        name: key of the instance.
+        name: key of the instance; it begins with the seed of the set.
         shape: key of ``SHAPES``.
         seed: of the instance's own choices.
         operations: how many to aim at.
@@ -53,23 +49,27 @@ class Draw:
     share: float
     cpu: bool
 
+    def instance(self) -> Instance:
+        """The instance, made anew."""
+        random = Random(self.seed)
+        graph = SHAPES[self.shape](random, self.operations)
+        return Instance(self.name, graph, _topology(random, self, graph))
+
 
 def second_set(seed: int) -> dict[str, Callable[[], Instance]]:
-    """Name -> what makes the instance. The names begin with the seed."""
-    return {draw.name: partial(_instance, draw) for draw in draws(seed)}
+    """Name -> what makes the instance."""
+    return {draw.name: draw.instance for draw in draws(seed)}
 
 
 def draws(seed: int) -> list[Draw]:
     """The instances in order; sizes and shares are spread evenly over their ranges."""
-    random = Random(seed)
-    shapes = [*SHAPES, *_random_shapes(len(_OFFLOADED) + len(_FITTING) - len(SHAPES))]
+    random, counts = Random(seed), (*_OFFLOADED, *_FITTING)
+    shapes = [*NETWORKS, *["random"] * (len(counts) - len(NETWORKS))]
     sizes = _spread(random, len(shapes), 0.0, 1.0)
     shares = [*_spread(random, len(_OFFLOADED), 0.35, 1.0), *_spread(random, len(_FITTING), 1.05, 1.3)]
     random.shuffle(shapes)
     made = []
-    for i, (shape, size, share, cards) in enumerate(
-        zip(shapes, sizes, shares, (*_OFFLOADED, *_FITTING), strict=True)
-    ):
+    for i, (shape, size, share, cards) in enumerate(zip(shapes, sizes, shares, counts, strict=True)):
         operations = round(_SMALLEST * (_LARGEST / _SMALLEST) ** size)
         cpu = i < len(_OFFLOADED) + 2
         name = f"{seed}.{i + 1:02}-{shape}-{cards}{'-cpu' if cpu else ''}"
@@ -77,25 +77,11 @@ def draws(seed: int) -> list[Draw]:
     return made
 
 
-def _random_shapes(count: int) -> list[str]:
-    """The random graphs once more each, until there are ``count``."""
-    return list(itertools.islice(itertools.cycle(("irregular", "mixture", "nest")), count))
-
-
 def _spread(random: Random, count: int, low: float, high: float) -> list[float]:
     """One number from each of ``count`` equal intervals, shuffled."""
     found = [low + (high - low) * (i + random.random()) / count for i in range(count)]
     random.shuffle(found)
     return found
-
-
-def _instance(draw: Draw) -> Instance:
-    random = Random(draw.seed)
-    graph = SHAPES[draw.shape](random, draw.operations)
-    return Instance(draw.name, graph, _topology(random, draw, graph))
-
-
-# -- devices ---------------------------------------------------------------------------------------
 
 
 def _topology(random: Random, draw: Draw, graph: Graph) -> Topology:
@@ -107,7 +93,8 @@ def _topology(random: Random, draw: Draw, graph: Graph) -> Topology:
     if not draw.cpu:
         fullest = sizes.index(max(sizes))
         sizes[fullest] = max(sizes[fullest], 1.01 * _largest_operation(graph))
-    activations = round(1.5 * live_bytes(graph)) + _SLACK
+    alone = Instance(draw.name, graph, devices([Card(chosen[0], 0)]))
+    activations = round(1.5 * peak_activation(alone.problem)) + _SLACK
     cards = [Card(speed, (size + activations) / GIB) for speed, size in zip(chosen, sizes, strict=True)]
     factor = 2 ** random.uniform(-1, 1)
     host = Speed(factor * HOST.flops, factor * HOST.bandwidth)
@@ -137,45 +124,7 @@ def _links(random: Random, cards: int) -> dict[tuple[DeviceKey, DeviceKey], Link
     return links
 
 
-def live_bytes(graph: Graph) -> int:
-    """The most bytes of inputs and values that are alive at once, in the order of the graph."""
-    last = {name: i for i, o in enumerate(graph.operations.values()) for name in (*o.inputs, *o.outputs)}
-    last.update(dict.fromkeys(graph.outputs, len(graph.operations)))
-    live = {name: graph.values[name].nbytes for name in graph.inputs}
-    peak = 0
-    for i, operation in enumerate(graph.operations.values()):
-        live.update({name: graph.values[name].nbytes for name in operation.outputs})
-        peak = max(peak, sum(live.values()))
-        for name in (*operation.inputs, *operation.outputs):
-            if last[name] == i:
-                live.pop(name, None)
-    return peak
-
-
 def _largest_operation(graph: Graph) -> int:
     """Bytes of the weights of the operation that reads most."""
     weights = graph.weights
     return max(sum(weights[n].nbytes for n in o.inputs if n in weights) for o in graph.operations.values())
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seed", type=int, required=True)
-    options = parser.parse_args()
-    header = ["instance", "operations", "weights GB", "shared", "cards / weights", "GB", "links"]
-    print(table(header, [_row(draw) for draw in draws(options.seed)]))
-
-
-def _row(draw: Draw) -> list[str]:
-    instance = _instance(draw)
-    graph, topology = instance.graph, instance.topology
-    shared = sum(len(graph.consumers[name]) > 1 for name in graph.weights)
-    memory = "+".join(f"{spec.memory / 1e9:.2f}" for spec in topology.devices if spec.is_accelerator)
-    row = [draw.name, str(len(graph.operations)), f"{graph.weight_bytes / 1e9:.2f}", str(shared)]
-    return [*row, f"{draw.share:.2f}", memory, str(len(set(topology.links.values())) or 1)]
-
-
-if __name__ == "__main__":
-    main()

@@ -159,6 +159,25 @@ def test_a_table_of_real_models_counts_what_was_promised(tmp_path: Path) -> None
     assert "faster than ours on: b 1x0.7." in text
 
 
+def test_a_table_of_planning_time_ends_with_the_exponents(tmp_path: Path) -> None:
+    kinds, sizes = ("stack", "random"), (500, 1000)
+    searches = [
+        {"kind": kind, "operations": size, "devices": cards, "seconds": 2.0, "gap": 0.01}
+        for kind in kinds
+        for size in sizes
+        for cards in (2, 8)
+    ]
+    laws = [{"kind": kind, "devices": cards, "exponent": 1.1} for kind in kinds for cards in (2, 8)]
+    stages = {"layers": 2, "operations": 9, "gap": 0.1, "seconds": {"capture": 1.0, "place": 2.0}}
+    data = {"machine": {"date": "d", "processor": "p", "cores": 1, "gpus": [], "versions": {}}}
+    data |= {"devices": 8, "rows": [stages], "searches": searches, "laws": laws}
+    (tmp_path / "planning_time.json").write_text(json.dumps(data), encoding="utf-8")
+    text = tables(tmp_path)["planning_time"]
+    assert "| 2 | 9 | 1.00 | 2.00 | 3.00 | 10.00 % |" in text
+    assert text.count("| 500 | 2.0 s (1.0 %) | 2.0 s (1.0 %) |") == 2
+    assert text.count("| exponent p | 1.10 | 1.10 |") == 2
+
+
 def test_pictures_show_the_plan() -> None:
     plan = example(1, {0: "3MiB", "cpu": "64MiB"})
     timed = [event for event in plan.timeline.events if event.end > event.start]

@@ -1,6 +1,6 @@
 """Random problems: no false bound, no plan that breaks a rule, none refused that can be placed.
 
-Seeds come in blocks so that several processes share them. ``benchmarks/random_placements.py`` runs more.
+Seeds come in blocks so that several processes share them. ``random_placements.py`` runs more.
 """
 
 from __future__ import annotations

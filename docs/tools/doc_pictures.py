@@ -3,7 +3,7 @@
 A model of four blocks over two accelerators and the CPU, with too little memory for all weights, so that
 some are streamed.
 
-python benchmarks/doc_pictures.py
+python docs/tools/doc_pictures.py
 
 Run by itself, it draws the picture of the README, docs/llama.svg.
 """
@@ -212,4 +212,4 @@ def write_llama(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    write_llama(Path(__file__).parent.parent / "docs" / "llama.svg")
+    write_llama(Path(__file__).parents[1] / "llama.svg")

@@ -1,6 +1,6 @@
 """What the pages take in: what their code prints, the benchmarks' tables, pictures, the command's help.
 
-python benchmarks/doc_pages.py [--docs docs]
+python docs/tools/doc_pages.py [--docs docs]
 
 Writes ``generated/`` in the folder of the pages; ``make docs`` does this first.
 """
@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--docs", type=Path, default=Path(__file__).parent.parent / "docs")
+    parser.add_argument("--docs", type=Path, default=Path(__file__).parents[1])
     docs: Path = parser.parse_args().docs.resolve()
     into = docs / "generated"
     shutil.rmtree(into, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Shortcuts for benchmarks and tests that place one model many times: trace it once, search less.
+"""Shortcuts for tests that place one model many times: trace it once, search less.
 
 What is left out changes neither results nor budgets: a trace does not depend on the devices, and the search
 that is skipped only makes a placement that keeps the budgets faster, and its bound tighter.
@@ -12,13 +12,17 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from planner_api import FIRST_PLACEMENT, Limits, Solution, caller_of_place, place
-
 from graphplan.capture.captured_graph import Capture
 from graphplan.compiler import capture_cache
 from graphplan.errors import CaptureError
+from graphplan.passes.placement import disk as caller_of_place
+from graphplan.passes.placement.certificate import Solution
+from graphplan.passes.placement.driver import place
+from graphplan.passes.placement.limits import Limits
 
 __all__ = ["one_trace", "short_search"]
+
+_FIRST_PLACEMENT = Limits(effort=0.2, proves=False)
 
 
 @contextmanager
@@ -48,7 +52,7 @@ def short_search() -> Iterator[None]:
     """The planner stops after its first good placement."""
 
     def quick(problem: Any, _limits: Limits | None = None, **options: Any) -> Solution:
-        return place(problem, FIRST_PLACEMENT, **options)
+        return place(problem, _FIRST_PLACEMENT, **options)
 
     with patch.object(caller_of_place, "place", quick):
         yield

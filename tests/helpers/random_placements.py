@@ -1,10 +1,10 @@
 """Random placement problems, tiny ones with every placement tried: are bounds true, are plans good?
 
-python benchmarks/random_placements.py [--count 20000] [--seed 0] [--processes 2] [--tiny 0.75]
+python tests/helpers/random_placements.py [--count 20000] [--seed 0] [--processes 2] [--tiny 0.75]
 
-Each seed is a problem of ``tests/helpers/random_problems.py``, which
-``tests/helpers/placement_checks.py`` has placed and checked. Violations are printed as they are found;
-``results/random_placements.json`` has all, and the counts. The exit status is 1 if there are any.
+Each seed is a problem of ``random_problems.py``, which ``placement_checks.py`` has placed and checked.
+Violations are printed as they are found; ``benchmarks/results/random_placements.json`` has all, and the
+counts. The exit status is 1 if there are any.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import table, write
 from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from placement_api import Problem, Solution, place
 from placement_checks import Effort, inspect
 from random_problems import MEDIUM, TINY, random_instance
+from report import table, write
 
 AGAIN = 10  # one problem of so many is placed twice
 BEST, NEAR = 1e-9, 0.01  # relative: what counts as proven best, and as close to it
@@ -179,7 +179,7 @@ def main() -> None:
     path = write(
         arguments.name,
         {
-            "command": shlex.join(["python", "benchmarks/random_placements.py", *sys.argv[1:]]),
+            "command": shlex.join(["python", "tests/helpers/random_placements.py", *sys.argv[1:]]),
             "cpu_seconds": round(sum(each.cpu_seconds for each in found), 1),
             "violations": dict(Counter(text.partition(" | ")[2].partition(":")[0] for text in wrong)),
             "what is wrong": wrong,

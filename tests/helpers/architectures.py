@@ -1,4 +1,4 @@
-"""Small models of many transformers architectures, with inputs: for tests and benchmarks.
+"""Small models of many transformers architectures, with inputs.
 
 A default configuration is shrunken by attribute name, so an architecture is one line in ``TABLE``:
 its classes' stem, the head that is built, the kind of its inputs, and what shrinking by name misses.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 Data = Mapping[str, Any]
 
 
@@ -18,7 +18,7 @@ def tables(results: Path = RESULTS) -> dict[str, str]:
 
 def _rendered(path: Path, render: Callable[[Data], str]) -> str:
     if not path.is_file():
-        return f"*There is no result of `benchmarks/{path.stem}.py` in this repository.*\n"
+        return f"*There is no result `benchmarks/results/{path.name}` in this repository.*\n"
     data = json.loads(path.read_text(encoding="utf-8"))
     return f"{render(data)}\n\n{_machine(data['machine'])}\n"
 
@@ -113,26 +113,25 @@ def _said_of(data: Data) -> str:
     )
 
 
-def _scaling(data: Data) -> str:
+def _searches(data: Data) -> str:
     parts = []
     for kind, said in {"stack": "Layers of a Llama on like cards", "random": "Random operations"}.items():
-        rows = [row for row in data["rows"] if row["kind"] == kind]
+        rows = [row for row in data["searches"] if row["kind"] == kind]
         devices = sorted({row["devices"] for row in rows})
         known = {(row["operations"], row["devices"]): row for row in rows}
         lines = [
-            [str(size), *(_point(known.get((size, cards))) for cards in devices)]
+            [str(size), *(_search(known[size, cards]) for cards in devices)]
             for size in sorted({row["operations"] for row in rows})
         ]
-        table = markdown(["operations", *(f"{cards} devices" for cards in devices)], lines)
-        law = data["laws"][kind]
-        power = f"operations<sup>{law['by_operations']:.2f}</sup> × devices<sup>{law['by_devices']:.2f}</sup>"
-        fitted = f"{law['scale']:.3g} s × {power}, within a factor of {law['spread']:.2f}"
-        parts.append(f"{said}; seconds of the processor, and the proven gap:\n\n{table}\n\nFitted: {fitted}.")
+        exponents = {law["devices"]: f"{law['exponent']:.2f}" for law in data["laws"] if law["kind"] == kind}
+        lines.append(["exponent p", *(exponents[cards] for cards in devices)])
+        grid = markdown(["operations", *(f"{cards} devices" for cards in devices)], lines)
+        parts.append(f"{said}:\n\n{grid}")
     return "\n\n".join(parts)
 
 
-def _point(row: Data | None) -> str:
-    return "-" if row is None else f"{row['seconds']:.1f} s ({100 * row['gap']:.1f} %)"
+def _search(row: Data) -> str:
+    return f"{row['seconds']:.1f} s ({100 * row['gap']:.1f} %)"
 
 
 def _gb(nbytes: float) -> str:
@@ -155,12 +154,18 @@ def _loading(data: Data) -> str:
             row["way"],
             f"{1e3 * row['seconds']:.1f}",
             f"{1e3 * row['median_seconds']:.1f}",
-            f"{row['bytes_per_second'] / 1e9:.1f}",
-            "-" if row["peak_over_model"] is None else f"{row['peak_over_model']:.2f}",
+            f"{data['bytes'] / 1e9 / row['seconds']:.1f}",
+            f"{row['peak_over_model']:.2f}",
         ]
         for row in data["rows"]
     ]
-    return f"{markdown(header, rows)}\n\nA checkpoint of {data['bytes'] / 1e9:.2f} GB."
+    loads = [
+        f"{load['seconds']:.1f} s, {load['on_host'] / 1e9:.2f} GB in host memory, "
+        f"growth by {load['over_host']:.2f} of that"
+        for load in data["loads"]
+    ]
+    said = f"A checkpoint of {data['bytes'] / 1e9:.2f} GB. `graphplan.load`, planning included: "
+    return f"{markdown(header, rows)}\n\n{said}{'; '.join(loads)}."
 
 
 def _planning_time(data: Data) -> str:
@@ -171,7 +176,9 @@ def _planning_time(data: Data) -> str:
         taken = [f"{row['seconds'][step]:.2f}" for step in steps]
         total = f"{sum(row['seconds'].values()):.2f}"
         rows.append([str(row["layers"]), str(row["operations"]), *taken, total, f"{100 * row['gap']:.2f} %"])
-    return f"{markdown(header, rows)}\n\nOver {data['devices']} devices."
+    said = "The search alone, its proven gap, and p of seconds = a × operations<sup>p</sup> fitted to it:"
+    stages = f"{markdown(header, rows)}\n\nOver {data['devices']} devices."
+    return f"{stages}\n\n{said}\n\n{_searches(data)}"
 
 
 def _sweep(data: Data) -> str:
@@ -191,6 +198,5 @@ _RENDERERS: dict[str, Callable[[Data], str]] = {
     "overhead": _overhead,
     "loading": _loading,
     "planning_time": _planning_time,
-    "scaling": _scaling,
     "sweep": _sweep,
 }

@@ -1,11 +1,11 @@
 """Every transformers architecture over simulated devices at shares of its size: results, peaks and moves.
 
-python benchmarks/sweep.py [--jobs 2] [--only llama t5] [--resume]
+python tests/sweep/sweep.py [--jobs 2] [--only llama t5] [--resume]
 
 A small model of each type is placed with accelerators that hold 0.5, 0.7 and 0.9 of its weights each,
 beside room for what a call needs beside them: one of them with the CPU, and two with the CPU. It is run, and
 held against eager. Each architecture has a process of its own, which is ended after ``--limit`` seconds.
-Results are written as they come: ``--resume`` goes on where the last run ended.
+Results are written to ``benchmarks/results`` as they come: ``--resume`` goes on where the last run ended.
 
 Without ``--thorough`` a model is traced once for its configurations, and the planner stops after its first
 good placement; with ``--rotate`` each architecture takes one configuration, the next takes the next.
@@ -18,14 +18,20 @@ import gc
 import json
 import multiprocessing
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
+
+_ROOT = Path(__file__).parents[2]
+sys.path += [str(_ROOT / "tests" / "helpers"), str(_ROOT / "benchmarks")]
+
 from every_architecture import names
 from report import RESULTS, machine
 from sweep_one import CONFIGURATIONS, Configuration, Record, run
