@@ -47,7 +47,7 @@ class Undecided(nn.Module):
         return self.head(x) * self.gain
 
 
-REASON = r"Undecided could not be captured:[\s\S]*at .*test_fallback\.py:\d+, in forward: if float"
+REASON = r"Undecided could not be captured:[\s\S]*at .*test_fallback_placement\.py:\d+, in forward: if float"
 
 
 def placed_on(model: nn.Module, budgets: dict[Any, Any], **options: Any) -> Any:

@@ -55,7 +55,8 @@ class Early(nn.Module):
 
 
 WARNED = (
-    r"Early could not be captured:[\s\S]*at .*test_modulewise\.py:\d+, in forward: if stop[\s\S]*one by one"
+    r"Early could not be captured:[\s\S]*at .*test_module_by_module\.py:\d+, in forward: if stop"
+    r"[\s\S]*one by one"
 )
 
 
