@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from graphplan.errors import GraphplanWarning
@@ -29,12 +30,32 @@ def _package(namespace: dict[str, object]) -> str:
 
 @contextmanager
 def silenced(*names: str, below: int = logging.CRITICAL) -> Iterator[None]:
-    """Without what these loggers say below a level."""
-    loggers = [(logger, logger.level) for logger in map(logging.getLogger, names)]
-    for logger, _ in loggers:
-        logger.setLevel(below)
+    """Without what these loggers, and those below them, say in this thread below a level."""
+    thread = threading.get_ident()
+
+    def audible(record: logging.LogRecord) -> bool:
+        return record.thread != thread or record.levelno >= below or not _within(record.name, names)
+
+    handlers = list(_handlers(names))
+    for handler in handlers:
+        handler.addFilter(audible)
     try:
         yield
     finally:
-        for logger, level in loggers:
-            logger.setLevel(level)
+        for handler in handlers:
+            handler.removeFilter(audible)
+
+
+def _within(name: str, names: Sequence[str]) -> bool:
+    return any(name == one or name.startswith(f"{one}.") for one in names)
+
+
+def _handlers(names: Sequence[str]) -> set[logging.Handler]:
+    """What prints the lines of these loggers, of those below them, and of those above."""
+    found = {logging.lastResort} if logging.lastResort is not None else set()
+    for known in (*logging.root.manager.loggerDict, *names):
+        here: logging.Logger | None = logging.getLogger(known) if _within(known, names) else None
+        while here is not None:
+            found.update(here.handlers)
+            here = here.parent
+    return found

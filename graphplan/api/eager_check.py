@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from graphplan.capture.model_methods import method_of
+from graphplan.capture.structure import map_leaves
 
 __all__ = ["Disagreement", "compare", "eager_result"]
 
@@ -39,7 +39,11 @@ def eager_result(model: nn.Module, entry: str, args: Sequence[Any], kwargs: Mapp
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     runs = copy.deepcopy(model, memo)
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone().to(device), (args, kwargs))
+
+    def here(leaf: Any) -> Any:
+        return leaf.detach().clone().to(device) if isinstance(leaf, torch.Tensor) else leaf
+
+    args, kwargs = map_leaves(here, (args, kwargs))
     with torch.no_grad():
         return method_of(runs, entry)(*args, **kwargs)
 

@@ -12,6 +12,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from graphplan.capture.signature import BoundCall, InputSignature
+from graphplan.capture.structure import flatten
 
 __all__ = ["Capture", "Part", "Prepare", "Without", "bound_call"]
 
@@ -93,7 +94,7 @@ class Capture:
 
 def bound_call(traced: Mapping[str, Any]) -> BoundCall:
     """A call of named arguments that needs no binding."""
-    leaves, spec = pytree.tree_flatten(((), dict(traced)))
+    leaves, spec = flatten(((), dict(traced)))
     return BoundCall((), dict(traced), tuple(leaves), spec)
 
 

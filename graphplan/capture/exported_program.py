@@ -23,6 +23,7 @@ from graphplan.capture.signature import (
     TensorLeaf,
     leaf_names,
 )
+from graphplan.capture.structure import node_of
 from graphplan.capture.transformers.caches import is_described
 from graphplan.errors import CaptureError, NoGraphError
 
@@ -197,7 +198,7 @@ def _states(
 
 def _cache_leaves(spec: pytree.TreeSpec, start: int = 0) -> Iterator[int]:
     """Indices of the leaves that are in caches."""
-    node = None if spec.is_leaf() else pytree.SUPPORTED_NODES.get(spec.type)
+    node = None if spec.is_leaf() else node_of(spec.type)
     if node is not None and is_described(node):
         yield from range(start, start + spec.num_leaves)
         return

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from graphplan.capture.structure import flatten, flatten_with_path, know_dataclasses
 from graphplan.errors import InputError
 
 __all__ = [
@@ -26,7 +27,6 @@ __all__ = [
     "Prepared",
     "TensorLeaf",
     "bind_call",
-    "register_dataclasses",
 ]
 
 
@@ -82,10 +82,10 @@ def bind_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping
             positional.append(value)
         elif not _is_default(value, parameter.default):
             named[name] = value
-    leaves, spec = pytree.tree_flatten((tuple(positional), named))
+    leaves, spec = flatten((tuple(positional), named))
     if any(dataclasses.is_dataclass(leaf) for leaf in leaves):
-        register_dataclasses(leaves)
-        leaves, spec = pytree.tree_flatten((tuple(positional), named))
+        know_dataclasses(leaves)
+        leaves, spec = flatten((tuple(positional), named))
     return BoundCall(tuple(positional), named, tuple(leaves), spec)
 
 
@@ -102,16 +102,6 @@ def _is_default(value: Any, default: Any) -> bool:
         return True
     simple = (bool, int, float, str)
     return type(value) is type(default) and isinstance(value, simple) and bool(value == default)
-
-
-def register_dataclasses(tree: Any) -> None:
-    """Make pytree look inside every plain dataclass instance in ``tree`` (once per class)."""
-    for leaf in pytree.tree_leaves(tree):
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            cls = type(leaf)
-            if cls not in pytree.SUPPORTED_NODES:
-                pytree.register_dataclass(cls)
-            register_dataclasses([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,9 +265,8 @@ def _short(leaf: Any) -> str:
 
 def leaf_names(call: BoundCall) -> tuple[str, ...]:
     """A readable name per leaf."""
-    paths, _ = pytree.tree_flatten_with_path((call.args, call.kwargs))
     names = []
-    for path, _leaf in paths:
+    for path, _leaf in flatten_with_path((call.args, call.kwargs)):
         name = pytree.keystr(path[1:])
         names.append(name.removeprefix("['").replace("']", "", 1) if name.startswith("['") else f"args{name}")
     return tuple(names)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model_copy import Twin
-from graphplan.capture.signature import InputSignature, register_dataclasses
+from graphplan.capture.signature import InputSignature
+from graphplan.capture.structure import flatten, know_dataclasses
 from graphplan.errors import CaptureError
 
 __all__ = ["trace_symbolically"]
@@ -24,6 +25,22 @@ class _OpenTracer(fx.Tracer):
     """
 
     OPEN = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.RMSNorm)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """While it traces, it is told of the modules that other threads run too."""
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """Likewise of their attributes."""
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return super().is_leaf_module(m, module_qualified_name) and not isinstance(m, self.OPEN)
@@ -74,10 +91,10 @@ def _from_symbolic(twin: Twin, graph: fx.Graph, required: Sequence[str]) -> Capt
             weights[node.name] = first
     output = graph.output_node()
     results = _plain(output.args[0])
-    register_dataclasses(results)
-    flat, out_spec = pytree.tree_flatten(results)
+    know_dataclasses(results)
+    flat, out_spec = flatten(results)
     output.args = (tuple(flat),)
-    spec = pytree.tree_flatten(((), dict.fromkeys(required, 0)))[1]
+    spec = flatten(((), dict.fromkeys(required, 0)))[1]
     signature = InputSignature(spec, (None,) * len(required), tuple(required), symbolic=True)
     module = fx.GraphModule(twin.module, graph)
     return Capture(module, weights, constants, tuple(inputs), out_spec, signature, "symbolic_trace")

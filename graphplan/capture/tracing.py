@@ -7,10 +7,8 @@ without them.
 
 from __future__ import annotations
 
-import io
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
@@ -18,20 +16,24 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
+from graphplan._compat.torch import hide_tracer, read_functions
+from graphplan.capture.capture_lock import one_at_a_time
 from graphplan.capture.captured_graph import Capture, Prepare, Without, bound_call
 from graphplan.capture.dynamic_sizes import sizes_of_example, with_splits
+from graphplan.capture.export_here import exporting
 from graphplan.capture.exported_program import from_program
 from graphplan.capture.model_copy import Twin
 from graphplan.capture.model_methods import with_forward
-from graphplan.capture.signature import BoundCall, leaf_names, register_dataclasses
+from graphplan.capture.quiet import quiet
+from graphplan.capture.signature import BoundCall, leaf_names
+from graphplan.capture.structure import flatten, know_dataclasses, leaves_of, tell_torch, unflatten
 from graphplan.capture.symbolic_trace import trace_symbolically
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager
 from graphplan.capture.transformers.exporter import export_transformers
 from graphplan.devices.machine import suspended
 from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError
-from graphplan.warnings import silenced, warn
+from graphplan.warnings import warn
 
 __all__ = ["capture", "is_transformers_model", "on_cpu"]
 
@@ -44,6 +46,7 @@ def is_transformers_model(model: nn.Module) -> bool:
     )
 
 
+@one_at_a_time
 def capture(
     twin: Twin,
     call: BoundCall | None,
@@ -64,9 +67,10 @@ def capture(
         InputError: the model itself rejects the inputs.
     """
     if call is None:
-        with _quiet():
+        with quiet():
             return _named_apart(trace_symbolically(twin))
     host = on_cpu(call)
+    read_functions()
     with suspended(), _untouched_attributes(twin.module):
         found = _named_apart(_with_examples(twin, host, dynamic_shapes, keep_grad))
         if any(tensor.device.type == "meta" for tensor in call.tensors):
@@ -133,9 +137,9 @@ def _reject_bad_inputs(twin: Twin, call: BoundCall) -> None:
     """Tell a model that rejects its inputs from one that cannot be traced: run it on fake tensors."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     leaves = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in call.leaves]
-    args, kwargs = pytree.tree_unflatten(leaves, call.spec)
+    args, kwargs = unflatten(leaves, call.spec)
     try:
-        with _quiet(), torch.no_grad(), mode:
+        with quiet(), torch.no_grad(), mode:
             twin.module(*args, **kwargs)
     except Exception as error:  # the model's own code may raise anything
         if type(error).__module__.startswith("torch.") or _runs(twin, call):
@@ -155,9 +159,9 @@ def _runs(twin: Twin, call: BoundCall) -> bool:
     """Whether the twin takes the inputs with real kernels; its weights are all zero, and small enough."""
     if sum(tensor.numel() for tensor in twin.weights.tensors.values()) > _TRIABLE:
         return False
-    args, kwargs = pytree.tree_unflatten(list(call.leaves), call.spec)
+    args, kwargs = unflatten(list(call.leaves), call.spec)
     try:
-        with _quiet(), torch.no_grad():
+        with quiet(), torch.no_grad():
             twin.module(*args, **kwargs)
     except Exception:  # the model's own code may raise anything
         return False
@@ -178,16 +182,8 @@ def on_cpu(call: BoundCall) -> BoundCall:
         return leaf.cpu()
 
     leaves = [to_cpu(leaf) for leaf in call.leaves]
-    args, kwargs = pytree.tree_unflatten(leaves, call.spec)
+    args, kwargs = unflatten(leaves, call.spec)
     return BoundCall(args, kwargs, tuple(leaves), call.spec)
-
-
-_TALKATIVE = (
-    "transformers",
-    "torch._subclasses.fake_tensor",
-    "torch.fx.experimental.symbolic_shapes",
-    "torch.export",
-)
 
 
 @contextmanager
@@ -198,7 +194,7 @@ def _untouched_attributes(module: nn.Module) -> Iterator[None]:
         for part in module.modules()
         for name, value in vars(part).items()
         if name not in ("_parameters", "_buffers", "_modules")
-        for tensor in pytree.tree_leaves(value)
+        for tensor in leaves_of(value)
         if type(tensor) is torch.Tensor
     ]
     try:
@@ -208,16 +204,6 @@ def _untouched_attributes(module: nn.Module) -> Iterator[None]:
             for tensor, version, values in kept:
                 if tensor._version != version:
                     tensor.copy_(values)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the tracers' own warnings and log lines from the user, who did not call them.
-
-    ``torch.export`` prints all of the graph that it has when it cannot go on, to the standard error.
-    """
-    with silenced(*_TALKATIVE), warnings.catch_warnings(action="ignore"), redirect_stderr(io.StringIO()):
-        yield
 
 
 def _grad(keep_grad: bool) -> torch.set_grad_enabled:
@@ -231,14 +217,16 @@ def _through_export(twin: Twin, call: BoundCall, dynamic_shapes: Any, keep_grad:
 
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        before = pytree.tree_structure((args, kwargs))
+        hide_tracer()
+        before = flatten((args, kwargs))[1]
         result = original(*args, **kwargs)
-        register_dataclasses(result)
-        changed.append(pytree.tree_structure((args, kwargs)) != before)
+        know_dataclasses(result)
+        tell_torch()
+        changed.append(flatten((args, kwargs))[1] != before)
         return result
 
     masks = masks_as_in_eager() if is_transformers_model(module) else nullcontext()
-    with _quiet(), _grad(keep_grad), masks, with_forward(module, forward):
+    with quiet(), _grad(keep_grad), masks, with_forward(module, forward), exporting():
         program = torch.export.export(
             module,
             call.args,
@@ -272,7 +260,7 @@ def _by_name(twin: Twin, call: BoundCall, dynamic_shapes: Any) -> Any:
 
 
 def _through_transformers(twin: Twin, call: BoundCall, keep_grad: bool) -> Capture:
-    with _quiet():
+    with quiet():
         exported = export_transformers(twin.module, twin.method, call, keep_grad=keep_grad)
     traced = exported.traced
     dropped = [name for name in call.kwargs if name not in traced]

@@ -23,6 +23,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 from graphplan.analysis.plan import Plan
+from graphplan.capture.capture_lock import one_at_a_time
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model_copy import Twin
 from graphplan.capture.modes import Modes
@@ -70,6 +71,8 @@ class EntryCall:
 class Compiler:
     """Plans and lowers calls of one model; the first decides where weights are.
 
+    A placed module and its copies share it, in any threads: it works under the capture lock.
+
     Args:
         twin: the copy of the model that is traced.
         topology: the devices.
@@ -102,6 +105,7 @@ class Compiler:
         """What has been traced so far."""
         return self._captures.known
 
+    @one_at_a_time
     def trace(self, call: BoundCall, entry: str = "") -> Capture:
         """What is captured of a call, for all sizes."""
         return self._captures.traced(call, entry).capture
@@ -110,6 +114,7 @@ class Compiler:
         """Where the first plans have put the weights, and which of them they stream."""
         return self._committed.layout(self.topology)
 
+    @one_at_a_time
     def plan(self, call: BoundCall | None, entry: str = "") -> Planned:
         """Capture, annotate and place.
 
@@ -133,6 +138,7 @@ class Compiler:
         lacking.args = (f"{lacking}{_PLACED}",)
         raise lacking
 
+    @one_at_a_time
     def plan_together(
         self, calls: Sequence[EntryCall], weights: Sequence[float], *, advise: bool = True
     ) -> tuple[Planned, ...]:
@@ -153,6 +159,7 @@ class Compiler:
         first = replace(made[0].plan, others=tuple(planned.plan for planned in made[1:]))
         return replace(made[0], plan=first), *made[1:]
 
+    @one_at_a_time
     def pose(self, asked: EntryCall) -> Problem:
         """What a plan of a call would have to place, with the weights where earlier plans have put them.
 
@@ -170,11 +177,13 @@ class Compiler:
         """Forget what has been committed; traces are remembered."""
         self._committed = Commitments()
 
+    @one_at_a_time
     def lower(self, planned: Planned) -> Program:
         """The program of a plan that was committed."""
         constants, modes = self._committed.constants, self.twin.modes
         return lower_planned(planned, self.topology, self.options, constants, modes)
 
+    @one_at_a_time
     def further(self, call: BoundCall, modes: Modes, entry: str = "") -> Program:
         """Plan, commit and lower a call of another structure, with the weights where they are."""
         self.twin.set_modes(modes)

@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.modes import Modes, read_modes, write_modes
 from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf, leaf_names
+from graphplan.capture.structure import map_leaves
 from graphplan.capture.transformers.caches import is_cache
 from graphplan.errors import CaptureError, GraphplanError, first_line
 from graphplan.runtime.memory.wrapper_tensors import moved
@@ -82,8 +82,9 @@ class Modulewise:
     def note(self, entry: str, call: BoundCall, modes: Modes) -> int:
         """Run calls of this structure module by module from now on; the index of their form."""
         leaves = tuple(_any_size(leaf) for leaf in call.leaves)
-        self.forms.append(_Form(entry, modes, InputSignature(call.spec, leaves, leaf_names(call))))
-        return len(self.forms) - 1
+        form = _Form(entry, modes, InputSignature(call.spec, leaves, leaf_names(call)))
+        self.forms.append(form)
+        return next(i for i, one in enumerate(self.forms) if one is form)  # other threads append too
 
     def find(self, entry: str, call: BoundCall, modes: Modes) -> int | None:
         """The form that a call has, if it is one of these."""
@@ -354,4 +355,4 @@ def _sent(value: Any, device: torch.device) -> Any:
     def send(leaf: Any) -> Any:
         return leaf.to(device) if isinstance(leaf, torch.Tensor) and leaf.device != device else leaf
 
-    return pytree.tree_map(send, value, is_leaf=is_cache)
+    return map_leaves(send, value, is_leaf=is_cache)

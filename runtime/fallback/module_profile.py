@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphplan.capture.structure import leaves_of
 from graphplan.devices.topology import round_up
 from graphplan.ir.live_storages import LiveStorages
 
@@ -45,7 +45,7 @@ class _LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.live.count(filter(_has_storage, pytree.tree_leaves(out)))
+        self.live.count(filter(_has_storage, leaves_of(out)))
         return out
 
 
@@ -66,7 +66,7 @@ def profile_call(
     for name, part in module.named_modules():
         handles.append(part.register_forward_pre_hook(_starts(profile, name)))
         handles.append(part.register_forward_hook(_ends(profile, name)))
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     try:
         with torch.no_grad(), _LiveBytes([*module.parameters(), *module.buffers(), *tensors]) as watched:
             profile.result = run(*args, **kwargs)
@@ -87,7 +87,7 @@ def _starts(profile: CallProfile, name: str) -> Any:
 
 def _ends(profile: CallProfile, name: str) -> Any:
     def hook(_module: nn.Module, _args: Any, result: Any) -> None:
-        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
         profile.outputs[name] = sum(leaf.numel() * leaf.element_size() for leaf in tensors)
 
     return hook

@@ -21,12 +21,16 @@ __all__ = ["code_of", "named_tensors"]
 def code_of(module: nn.Module, state: ModuleState, index: int) -> Code:
     """The program's code over the module's weights."""
     found = state.codes.get(index)
-    if found is None:
-        program = state.programs[index]
-        code = _graph_module(module, state, program)
-        rebuild = rebuilder(program.out_spec, given_layouts(program.signature.spec, program.caches))
-        found = state.codes[index] = Code(code, BoundCode(code), rebuild)
-    return found
+    if found is not None:
+        return found
+    with state.turns:  # it may take more memory for what is streamed
+        found = state.codes.get(index)
+        if found is None:
+            program = state.programs[index]
+            code = _graph_module(module, state, program)
+            rebuild = rebuilder(program.out_spec, given_layouts(program.signature.spec, program.caches))
+            found = state.codes[index] = Code(code, BoundCode(code), rebuild)
+        return found
 
 
 def _graph_module(module: nn.Module, state: ModuleState, program: Program) -> fx.GraphModule:

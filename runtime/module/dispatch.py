@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from graphplan.capture.capture_lock import CAPTURE_LOCK
 from graphplan.capture.modes import ModeReader, Modes
 from graphplan.capture.signature import BoundCall, bind_call
 from graphplan.errors import NoGraphError
@@ -106,6 +107,15 @@ def _by_modules(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -
 
 
 def _find(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> int | ServedByModules:
+    known = _known(state, entry, call, modes)
+    if known is not None:
+        return known
+    with CAPTURE_LOCK:
+        known = _known(state, entry, call, modes)  # another thread may have captured it meanwhile
+        return _captured(state, entry, call, modes) if known is None else known
+
+
+def _known(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> int | ServedByModules | None:
     device = call.device
     for index, program in enumerate(state.programs):
         here = program.entry == entry and (device is None or device == program.host)
@@ -113,8 +123,11 @@ def _find(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> int 
         if alike and program.takes(call.leaves):
             return index
     form = state.modulewise.find(entry, call, modes)
-    if form is not None:
-        return ServedByModules(form, call)
+    return None if form is None else ServedByModules(form, call)
+
+
+def _captured(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> int | ServedByModules:
+    """A call of a new structure."""
     assert state.compile is not None
     try:
         state.programs.append(state.compile(call, modes, entry))

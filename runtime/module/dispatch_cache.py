@@ -17,10 +17,10 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from graphplan.capture.captured_graph import Without
 from graphplan.capture.signature import BoundCall, CounterLeaf, Guard, InputSignature, TensorLeaf, bind_call
+from graphplan.capture.structure import node_of
 from graphplan.capture.transformers.caches import COUNTERS, is_described
 from graphplan.runtime.module.result_structure import make
 
@@ -157,7 +157,7 @@ class _Form:
             return _sequence(kind, [self.match(v) for v in value])
         if kind is dict:
             return _mapping(tuple(value), [self.match(v) for v in value.values()])
-        if (node := pytree.SUPPORTED_NODES.get(kind)) is not None and is_described(node):
+        if (node := node_of(kind)) is not None and is_described(node):
             return self._object(value)
         if self.objects and hasattr(value, "__dict__") and not isinstance(value, _SPECIAL):
             return self._object(value)

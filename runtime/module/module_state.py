@@ -60,7 +60,9 @@ class ModuleState:
 
     ``codes`` are bound to one module's weights, so a copy of the module makes its own.
     ``start`` places the module at its next call: where there were no inputs to plan with, and where
-    pickling has dropped the programs. ``restart`` is what pickling keeps for that.
+    pickling has dropped the programs. ``restart`` is what pickling keeps for that. ``turns`` is held by a run
+    that streams weights, or goes module by module: they use the same memory. What is added to ``programs`` is
+    added under the capture lock; nothing is ever taken away.
     """
 
     programs: list[Program]
@@ -79,7 +81,7 @@ class ModuleState:
     streams: ModuleStreams = field(default_factory=ModuleStreams)
     parts: ModuleParts = field(default_factory=ModuleParts)
     modulewise: Modulewise = field(default_factory=Modulewise)
-    lock: threading.RLock = field(default_factory=threading.RLock)
+    turns: threading.RLock = field(default_factory=threading.RLock)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
         # constants of the code may be written to, so each copy has its own
@@ -90,7 +92,7 @@ class ModuleState:
         ]
         copied = replace(self, programs=programs, codes={}, routes=[], reader=None, guard=None)
         copied.modulewise = self.modulewise.renewed()
-        copied.streams, copied.parts, copied.lock = ModuleStreams(), ModuleParts(), threading.RLock()
+        copied.streams, copied.parts, copied.turns = ModuleStreams(), ModuleParts(), threading.RLock()
         return copied
 
     def __reduce__(self) -> Any:

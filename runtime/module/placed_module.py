@@ -4,8 +4,9 @@ A placed module is of a class made from the model's own, with the same name, so 
 everything that the model did; only ``forward`` is new. It looks for the program whose input structure
 fits the call, has one made if there is none, and runs it.
 
-Several threads may call one module. Calls that stream weights follow one another, since they share the
-slots; the others run at the same time.
+Several threads may call one module. Calls of known structures take no lock to find their program, and run at
+the same time, but for those that stream weights, which share the slots: they take turns. A new structure is
+captured under the capture lock, for which no other call waits.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from torch import fx, nn
 
+from graphplan.capture.capture_lock import CAPTURE_LOCK
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.modes import ModeReader
 from graphplan.errors import CaptureError, PlanError
@@ -133,37 +136,49 @@ class PlacedModule(nn.Module):
         record: Record | None = None,
     ) -> Any:
         """Run the module, or a submodule of it, on its own arguments."""
-        with self._graphplan.lock:
-            self._notice_changes()
-            if self._graphplan.start is not None:
-                started = self._graphplan.start(self, args, kwargs, entry)
-                self.__dict__.clear()
-                self.__dict__.update(started.__dict__)
-                if not isinstance(started, PlacedModule):  # hooks run it
-                    self.__class__ = type(started)  # type: ignore[assignment]  # of the same original
-                    if record is not None:
-                        raise PlanError("hooks run this model, there is no graph to profile")
-                    return method_of(self, entry)(*args, **kwargs)
+        state = vars(self).get("_graphplan")  # None while another thread finds that hooks are to run it
+        if state is None or state.start is not None or self._change() is not None:
+            self._place_now(entry, args, kwargs)
+            if not isinstance(self, PlacedModule):
+                if record is not None:
+                    raise PlanError("hooks run this model, there is no graph to profile")
+                return method_of(self, entry)(*args, **kwargs)
         state = self._graphplan
         signature = signature or state.signature
         assert signature is not None
         state.streams.check_files()
         with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):
-            with state.lock:
-                served = serve(self, state, entry, signature, args, kwargs)
-                if isinstance(served, ServedByModules):
+            served = serve(self, state, entry, signature, args, kwargs)
+            if isinstance(served, ServedByModules):
+                with state.turns:
                     return self._run_modulewise(served, record)
-                program, code = state.programs[served.index], code_of(self, state, served.index)
+            program = state.programs[served.index]
+            with state.turns if program.streams else nullcontext():
+                code = code_of(self, state, served.index)
                 if record is not None:
                     code = replace(code, bound=record(program, code.module))
-                if program.streams:
-                    return run(self, program, code, served)
-            return run(self, program, code, served)
+                return run(self, program, code, served)
+
+    def _place_now(self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Place the module at this call of it, unless another thread has done so meanwhile."""
+        with CAPTURE_LOCK:
+            if not isinstance(self, PlacedModule):
+                return
+            self._notice_changes()
+            if self._graphplan.start is not None:
+                started = self._graphplan.start(self, args, kwargs, entry)
+                object.__setattr__(self, "__dict__", started.__dict__)  # at once, for other threads
+                if not isinstance(started, PlacedModule):  # hooks run it
+                    self.__class__ = type(started)  # type: ignore[assignment]  # of the same original
+
+    def _change(self) -> str | None:
+        """What is not as the graphs were traced from, if anything."""
+        state = self._graphplan
+        return None if state.guard is None or state.start is not None else state.guard.difference(self)
 
     def _notice_changes(self) -> None:
         """Have the module placed anew where it is not what its graphs were traced from."""
-        state = self._graphplan
-        changed = None if state.guard is None or state.start is not None else state.guard.difference(self)
+        state, changed = self._graphplan, self._change()
         if changed is not None:
             warn(f"{changed}: {type(self).__name__} is captured anew, as it is now")
             state.start = state.restart

@@ -25,6 +25,7 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
+from graphplan.capture.structure import node_of
 from graphplan.capture.transformers.caches import COUNTERS, Given, LayoutPart, is_described, layout_of
 
 __all__ = ["Rebuild", "given_layouts", "make", "rebuilder"]
@@ -84,7 +85,8 @@ class _Writer:
             return f"r[{next(self.leaves)}]"
         if spec.type is Given:
             return f"g[{spec.context!r}]"
-        node = pytree.SUPPORTED_NODES[spec.type]
+        node = node_of(spec.type)
+        assert node is not None, f"{spec.type} was known when this structure was made"
         if is_described(node):
             return self._made(layout_of(spec))
         parts = [self._structure(child) for child in spec.children()]

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 import graphplan
 from graphplan import Graph, Operation, Value, Weight
+from graphplan.capture.structure import leaves_of
 from graphplan.runtime.simulate.simulated_machine import SimulatedMachine
 
 KIB = 1024
@@ -32,7 +32,7 @@ def chain(count: int = 4, weight: int = 4 * KIB, activation: int = KIB, flops: i
 
 def largest_difference(a: Any, b: Any) -> float:
     """Between the leaves of two results; infinite where anything but a tensor's values differs."""
-    left, right = pytree.tree_leaves(a), pytree.tree_leaves(b)
+    left, right = leaves_of(a), leaves_of(b)
     if type(a) is not type(b) or len(left) != len(right):
         return float("inf")
     worst = 0.0

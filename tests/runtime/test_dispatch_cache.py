@@ -11,11 +11,11 @@ from builders import largest_difference
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils import _pytree as pytree
 
 import graphplan
 from graphplan.capture.captured_graph import Without
 from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf, bind_call, leaf_names
+from graphplan.capture.structure import leaves_of
 from graphplan.runtime.module.dispatch_cache import Route, find_route
 
 CPU = torch.device("cpu")
@@ -221,7 +221,7 @@ def test_caches_take_a_route_and_only_those_of_its_form() -> None:
     routes, host = [known.route for known in placed._graphplan.routes], torch.device("cpu")
     inputs = {"input_ids": ids[:, :2], "past_key_values": cache(3)}
     (taken,) = [route for route in routes if route.leaves((), inputs, host) is not None]
-    leaves = pytree.tree_leaves(inputs)
+    leaves = leaves_of(inputs)
     found = taken.leaves((), inputs, host)
     assert found is not None
     assert all(a is b for a, b in zip(found, leaves, strict=True))

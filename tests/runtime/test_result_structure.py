@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils import _pytree as pytree
 
-from graphplan.capture.signature import register_dataclasses
+from graphplan.capture.structure import flatten, know_dataclasses, leaves_of
 from graphplan.runtime.module.result_structure import rebuilder
 
 Pair = namedtuple("Pair", "left right")
@@ -40,7 +39,7 @@ def same(a: Any, b: Any) -> bool:
 
 @given(TREES)
 def test_what_is_rebuilt_is_what_was_taken_apart(tree: Any) -> None:
-    leaves, spec = pytree.tree_flatten(tree)
+    leaves, spec = flatten(tree)
     assert same(rebuilder(spec)(leaves, {}), tree)
 
 
@@ -58,12 +57,12 @@ def test_dataclasses_and_model_outputs() -> None:
             last_hidden_state=torch.ones(1), hidden_states=(torch.zeros(1), torch.ones(2))
         ),
     ):
-        register_dataclasses(result)
-        leaves, spec = pytree.tree_flatten(result)
+        know_dataclasses(result)
+        leaves, spec = flatten(result)
         again = rebuilder(spec)(leaves, {})
         assert type(again) is type(result)
-        assert pytree.tree_flatten(again)[1] == spec
-        assert all(a is b for a, b in zip(pytree.tree_leaves(again), leaves, strict=True))
+        assert flatten(again)[1] == spec
+        assert all(a is b for a, b in zip(leaves_of(again), leaves, strict=True))
         assert vars(again).keys() == vars(result).keys()
 
 
@@ -77,12 +76,12 @@ def test_caches_are_made_anew_for_each_call() -> None:
     model = LlamaForCausalLM(config)
     register_cache_pytrees_for_model(model)
     cache = model(torch.ones(1, 3, dtype=torch.long)).past_key_values
-    leaves, spec = pytree.tree_flatten({"cache": cache})
+    leaves, spec = flatten({"cache": cache})
     rebuild = rebuilder(spec)
     one, two = rebuild(leaves, {})["cache"], rebuild(leaves, {})["cache"]
     assert type(one) is DynamicCache
-    assert pytree.tree_flatten({"cache": one})[1] == spec
-    assert all(a is b for a, b in zip(pytree.tree_leaves(one), leaves, strict=True))
+    assert flatten({"cache": one})[1] == spec
+    assert all(a is b for a, b in zip(leaves_of(one), leaves, strict=True))
     one.update(torch.ones(1, 2, 1, 8), torch.ones(1, 2, 1, 8), 0)
     one.layers.append(None)
     assert two.get_seq_length() == rebuild(leaves, {})["cache"].get_seq_length() == 3

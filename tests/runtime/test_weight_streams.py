@@ -158,7 +158,7 @@ def test_a_copy_has_a_ring_of_its_own() -> None:
         gc.collect()
         assert machine.live_bytes(0) - before >= placed.plan.schedule.rings[0].nbytes
         assert largest_difference(placed(X), model(X)) < 1e-5
-        assert twin._graphplan.lock is not placed._graphplan.lock
+        assert twin._graphplan.turns is not placed._graphplan.turns
         del twin
         gc.collect()
         assert machine.live_bytes(0) == before

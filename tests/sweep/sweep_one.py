@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from every_architecture import Built, NotBuiltError, build
 from shortcuts import one_trace, short_search
-from torch.utils import _pytree as pytree
 
 import graphplan
+from graphplan.capture.structure import leaves_of
 from graphplan.errors import GraphplanError, InfeasibleError
 
 __all__ = ["CONFIGURATIONS", "Configuration", "run"]
@@ -194,7 +194,7 @@ def _on_accelerators(plan: graphplan.Plan) -> float:
 
 def difference(a: Any, b: Any) -> float:
     """The largest difference of two results, of the largest value; infinite where their forms differ."""
-    left, right = pytree.tree_leaves(a), pytree.tree_leaves(b)
+    left, right = leaves_of(a), leaves_of(b)
     if type(a) is not type(b) or len(left) != len(right):
         return math.inf
     worst = 0.0

@@ -19,6 +19,9 @@ from typing import Any
 
 import torch
 
+from graphplan._compat.transformers import local_entries, mask_is_left_out, masks_of_packed_texts
+from graphplan.capture.thread_patches import Patch, patched
+
 __all__ = ["masks_as_in_eager"]
 
 
@@ -108,27 +111,23 @@ def _memory(tensor: torch.Tensor) -> int:
 @contextmanager
 def masks_as_in_eager() -> Iterator[None]:
     """Inside, a trace of a transformers model has the masks that eager has."""
-    from transformers import masking_utils  # optional package
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # optional package
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # optional package
 
     masks = _Masks()
-    makers, layers = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS
-    own = {name: getattr(masking_utils, name) for name in ("_ignore_causal_mask_sdpa", _PACKED)}
-    local = {id(table): dict(table._local_mapping) for table in (makers, layers)}
-    masking_utils._ignore_causal_mask_sdpa = _asking(own["_ignore_causal_mask_sdpa"], masks)
-    setattr(masking_utils, _PACKED, _packing(own[_PACKED], masks))
-    makers["sdpa"] = _making(makers["sdpa"], masks)
-    layers["sdpa"] = _attending(layers["sdpa"], masks)
-    try:
+    with patched(
+        Patch.of(*mask_is_left_out(), lambda own: _asking(own, masks)),
+        Patch.of(*masks_of_packed_texts(), lambda own: _packing(own, masks)),
+        _entry(ALL_MASK_ATTENTION_FUNCTIONS, lambda own: _making(own, masks)),
+        _entry(ALL_ATTENTION_FUNCTIONS, lambda own: _attending(own, masks)),
+    ):
         yield
-    finally:
-        for name, function in own.items():
-            setattr(masking_utils, name, function)
-        for table in (makers, layers):
-            table._local_mapping = local[id(table)]
 
 
-_PACKED = "packed_sequence_compatibility_function"
+def _entry(table: Any, factory: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Patch:
+    """A patch of torch's attention in a table of transformers."""
+    own = table["sdpa"]
+    return Patch(local_entries(table), "sdpa", own, factory(own))
 
 
 def _asking(own: Callable[..., bool], masks: _Masks) -> Callable[..., bool]:

@@ -23,6 +23,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from graphplan.capture.structure import know
+
 __all__ = [
     "COUNTERS",
     "Given",
@@ -66,35 +68,21 @@ class Given:
     name: str
 
 
-def _register_given() -> None:
-    if Given not in pytree.SUPPORTED_NODES:
-        pytree.register_pytree_node(
-            Given, lambda given: ([], given.name), lambda _, name: Given(name), serialized_type_name="Given"
-        )
-
+know(Given, lambda given: ([], given.name), lambda _, name: Given(name), lambda _: [])
 
 _ours: set[type] = set()
 
 
 def know_caches(module: nn.Module) -> None:
-    """Let pytree look inside the caches of a transformers model, before a call that has one is bound."""
+    """Look inside the caches of a transformers model, before a call that has one is bound."""
     if not any(c.__module__.startswith("transformers.") for c in type(module).__mro__):
         return
     from transformers.cache_utils import Cache  # optional package
 
-    _register_given()
     for cls in (*_subclasses(Cache), *_own_caches(module)):
         if cls not in _ours:
+            know(cls, _flatten, _unflatten, _keys)
             _ours.add(cls)
-            if cls in pytree.SUPPORTED_NODES:  # transformers' exporters know it, by another layout
-                pytree._deregister_pytree_node(cls)
-            pytree.register_pytree_node(
-                cls,
-                _flatten,
-                _unflatten,
-                serialized_type_name=f"{cls.__module__}:{cls.__qualname__}",
-                flatten_with_keys_fn=_flatten_with_keys,
-            )
 
 
 def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
@@ -136,9 +124,8 @@ def _flatten(cache: Any) -> tuple[list[Any], LayoutPart]:
     return leaves, _describe(cache, leaves, "", False)
 
 
-def _flatten_with_keys(cache: Any) -> tuple[list[Any], LayoutPart]:
-    leaves, layout = _flatten(cache)
-    return [(pytree.SequenceKey(i), leaf) for i, leaf in enumerate(leaves)], layout
+def _keys(cache: Any) -> list[Any]:
+    return [pytree.SequenceKey(index) for index in range(len(_flatten(cache)[0]))]
 
 
 def _unflatten(leaves: Iterable[Any], layout: LayoutPart) -> Any:

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphplan._compat.transformers import vision_stand_in
+from graphplan.capture.thread_patches import Patch, patched
 from graphplan.errors import CaptureError
 
 __all__ = [
@@ -53,10 +55,8 @@ def segments_as_in_eager(*, uniform: bool) -> Iterator[None]:
     Args:
         uniform: whether all segments of a call are of one length.
     """
-    from transformers.exporters import exporter_dynamo  # optional package
-
-    name = "_reshaped_vision_attention_forward"
-    own = getattr(exporter_dynamo, name)
+    exporter, name = vision_stand_in()
+    own = getattr(exporter, name)
 
     def forward(module: Any, hidden_states: Any, cu_seqlens: Any, *args: Any, **kwargs: Any) -> Any:
         with _normed(module):
@@ -65,11 +65,8 @@ def segments_as_in_eager(*, uniform: bool) -> Iterator[None]:
             with _apart(cu_seqlens, hidden_states.shape[-2]):
                 return own(module, hidden_states, cu_seqlens[[0, -1]], *args, **kwargs)
 
-    setattr(exporter_dynamo, name, forward)
-    try:
+    with patched(Patch.of(exporter, name, lambda _: forward)):
         yield
-    finally:
-        setattr(exporter_dynamo, name, own)
 
 
 @contextmanager
@@ -84,11 +81,8 @@ def _apart(bounds: torch.Tensor, length: int) -> Iterator[None]:
     def attention(*args: Any, **kwargs: Any) -> Any:
         return own(*args, attn_mask=mask, **kwargs)
 
-    functional.scaled_dot_product_attention = attention
-    try:
+    with patched(Patch.of(functional, "scaled_dot_product_attention", lambda _: attention)):
         yield
-    finally:
-        functional.scaled_dot_product_attention = own
 
 
 @contextmanager

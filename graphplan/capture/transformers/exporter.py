@@ -26,8 +26,21 @@ from torch import nn
 from torch.fx.experimental import _config as symbolic_config
 from torch.utils import _pytree as pytree
 
+from graphplan._compat.torch import conditions_of, hide_tracer
+from graphplan._compat.transformers import export_patches
+from graphplan.capture.export_here import exporting
 from graphplan.capture.model_methods import with_forward
-from graphplan.capture.signature import BoundCall, Guard, register_dataclasses
+from graphplan.capture.signature import BoundCall, Guard
+from graphplan.capture.structure import (
+    flatten,
+    flatten_with_path,
+    know_dataclasses,
+    leaves_of,
+    map_leaves,
+    node_of,
+    tell_torch,
+)
+from graphplan.capture.thread_patches import Patch, patched
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager
 from graphplan.capture.transformers.caches import Given, is_cache, layout_of
 from graphplan.capture.transformers.export_patches import (
@@ -102,6 +115,7 @@ def _export(module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool,
 
     @wraps(original)
     def forward(**kwargs: Any) -> Any:
+        hide_tracer()
         result = original(**kwargs, **flags)  # not all configurations in it are told of flags
         return _with_caches(result, {name: kwargs[name] for name in caches})
 
@@ -111,6 +125,7 @@ def _export(module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool,
     with (
         with_forward(module, forward),
         _patched_for_export(module, inputs, flags, keep_grad=keep_grad, uniform=uniform),
+        exporting(),
     ):
         traced = forwards_of(module)
         program = torch.export.export(
@@ -165,7 +180,7 @@ def _dense(value: Any, *, always: bool) -> Any:
             return leaf.clone(memory_format=torch.contiguous_format)
         return leaf
 
-    return pytree.tree_map(dense, value)
+    return map_leaves(dense, value)
 
 
 def _batch(inputs: Mapping[str, Any]) -> int | None:
@@ -183,12 +198,12 @@ _STATES = re.compile(r"(embeds|encoder_outputs|hidden_states?)$")
 def _roles(name: str, value: Any, batch: int | None) -> list[Roles]:
     """The roles of an argument's leaves."""
     if is_cache(value):
-        leaves, spec = pytree.tree_flatten(value)
+        leaves, spec = flatten(value)
         return [
             _cache_roles(leaf, grows, batch)
             for leaf, grows in zip(leaves, _growing(layout_of(spec)), strict=True)
         ]
-    return [_tensor_roles(name, leaf, batch) for leaf in pytree.tree_leaves(value)]
+    return [_tensor_roles(name, leaf, batch) for leaf in leaves_of(value)]
 
 
 def _growing(layout: Any) -> Iterator[tuple[int, ...] | None]:
@@ -225,7 +240,7 @@ def _shapes(value: Any, roles: Iterator[Roles]) -> Any:
     auto = torch.export.Dim.AUTO
     if isinstance(value, torch.Tensor):
         return dict.fromkeys(next(roles), auto) or None
-    node = pytree.SUPPORTED_NODES.get(type(value))
+    node = node_of(type(value))
     if node is None:
         return auto if next(roles) else None
     children, keys = node.flatten_fn(value)
@@ -237,7 +252,8 @@ def _shapes(value: Any, roles: Iterator[Roles]) -> Any:
 
 def _with_caches(result: Any, caches: dict[str, Any]) -> Any:
     """The result, in which marks stand for the caches that were given; and what became of these."""
-    register_dataclasses(result)
+    know_dataclasses(result)
+    tell_torch()
     if not caches:
         return result
     marks = {id(cache): Given(name) for name, cache in caches.items()}
@@ -255,23 +271,14 @@ def _with_caches(result: Any, caches: dict[str, Any]) -> Any:
 def _patches() -> Iterator[None]:
     """The exporters' patches, but for those that let sliding layers keep every token."""
     from transformers.cache_utils import DynamicSlidingWindowLayer  # optional package
-    from transformers.exporters.utils import apply_patches
 
-    names = ("update", "get_mask_sizes", "get_seq_length")
-    own = {name: vars(DynamicSlidingWindowLayer)[name] for name in names}
-    with apply_patches("dynamo"):
-        patched = {name: vars(DynamicSlidingWindowLayer)[name] for name in names}
-        for name in names:
-            setattr(DynamicSlidingWindowLayer, name, own[name])
-        try:
-            yield
-        finally:
-            for name in names:
-                setattr(DynamicSlidingWindowLayer, name, patched[name])
+    kept = [one for one in export_patches() if one.owner is not DynamicSlidingWindowLayer]
+    with patched(*(Patch.of(one.owner, one.name, one.factory) for one in kept)):
+        yield
 
 
 def _leaves(inputs: Mapping[str, Any]) -> tuple[list[Any], list[str]]:
-    found, _ = pytree.tree_flatten_with_path(dict(inputs))
+    found = flatten_with_path(dict(inputs))
     return [leaf for _, leaf in found], ["L" + pytree.keystr(path) for path, _ in found]
 
 
@@ -283,7 +290,7 @@ def _guards(
     Raises:
         CaptureError: one cannot be read, or does not hold for the example.
     """
-    texts = list(dict.fromkeys(getattr(program, "_guards_code", ())))
+    texts = list(dict.fromkeys(conditions_of(program)))
     if not texts:
         return ()
     places = sorted(((path, f"v[{i}]") for i, path in enumerate(paths)), key=lambda p: -len(p[0]))

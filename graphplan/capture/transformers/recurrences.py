@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphplan.capture.thread_patches import Patch, patched, unpatched
+
 __all__ = [
     "WHOLE",
     "delta_rule",
@@ -34,7 +36,6 @@ __all__ = [
     "text_length",
 ]
 
-_OWN = "_graphplan_own"  # attribute of what stands for a function while it is traced: the function
 _SCAN = "mamba_selective_scan"
 _DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 _LINEAR = "rwkv_linear_attention"
@@ -68,9 +69,8 @@ linear_attention = torch.ops.graphplan.linear_attention.default
 
 
 def _own(module: str, name: str) -> Callable[..., Any]:
-    """Transformers' function, whether or not another thread has it replaced for a trace."""
-    function = getattr(importlib.import_module(module), name)
-    own: Callable[..., Any] = getattr(function, _OWN, function)
+    """Transformers' function, whether or not it is replaced for a trace."""
+    own: Callable[..., Any] = unpatched(getattr(importlib.import_module(module), name))
     return own
 
 
@@ -169,14 +169,12 @@ def recurrences_whole(module: nn.Module) -> Iterator[None]:
     found = [(home, name) for home in homes for name in _REPLACED if hasattr(sys.modules[home], name)]
     if torch.is_grad_enabled():
         found = []
-    known = {place: _own(*place) for place in found}  # not what another thread has put there meanwhile
-    for (home, name), function in known.items():
-        setattr(sys.modules[home], name, _as_operation(home, name, function))
-    try:
+    with patched(*(_patch(home, name) for home, name in found)):
         yield
-    finally:
-        for (home, name), function in known.items():
-            setattr(sys.modules[home], name, function)
+
+
+def _patch(home: str, name: str) -> Patch:
+    return Patch.of(sys.modules[home], name, lambda own: _as_operation(home, name, own))
 
 
 def _as_operation(home: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -193,7 +191,6 @@ def _as_operation(home: str, name: str, function: Callable[..., Any]) -> Callabl
             return function(*args, **kwargs)
         return replacement(home, given)
 
-    setattr(recurrence, _OWN, function)
     return recurrence
 
 

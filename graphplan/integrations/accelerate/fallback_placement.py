@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
-from torch.utils import _pytree as pytree
 
 from graphplan.analysis.plan import Plan
 from graphplan.capture.model_copy import Twin
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.model_weights import tensor_bytes
 from graphplan.capture.signature import BoundCall
+from graphplan.capture.structure import map_leaves
 from graphplan.compiler.options import Options
 from graphplan.devices.topology import ALIGNMENT, CPU, DISK, DeviceKey, Topology
 from graphplan.errors import CaptureError, GraphplanError, InfeasibleError, NoGraphError, first_line
@@ -196,7 +196,7 @@ class _Fallback:
         has_data = all(tensor.device.type == CPU for tensor in tensors)
         module = copy.deepcopy(self.model, memo) if has_data else self.twin.module
         try:
-            args, kwargs = pytree.tree_map_only(torch.Tensor, _on_cpu, copy.deepcopy(self._arguments))
+            args, kwargs = map_leaves(_on_cpu, copy.deepcopy(self._arguments))
             return profile_call(module, method_of(module, self.entry), args, kwargs)
         except Exception:  # the model's own code on weights of zero may raise anything
             if has_data:
@@ -343,7 +343,9 @@ class _Fallback:
                     buffer.copy_(values)
 
 
-def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+def _on_cpu(tensor: Any) -> Any:
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
     return torch.zeros_like(tensor, device=CPU) if tensor.device.type == "meta" else tensor.to(CPU)
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from graphplan.capture.capture_lock import one_at_a_time
 from graphplan.capture.dynamic_sizes import exact_size, sizes_of_call
 from graphplan.capture.signature import BoundCall, bind_call
 from graphplan.capture.tracing import on_cpu
@@ -55,6 +56,7 @@ class Rehearsed:
     made_by: Mapping[int, tuple[int, int]]
 
 
+@one_at_a_time
 def rehearse(compiler: Compiler, call: BoundCall) -> list[Rehearsed]:
     """What ``generate`` would call, one of each structure, without those that are the example's.
 

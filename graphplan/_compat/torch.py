@@ -1,0 +1,94 @@
+"""Private names of torch. Tested with torch 2.13."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import _symbolic_trace
+from torch.fx.experimental import proxy_tensor
+from torch.utils import _pytree as pytree
+
+from graphplan._compat.private_names import private
+
+__all__ = [
+    "Registry",
+    "compiled_as_constant",
+    "conditions_of",
+    "export_tracer",
+    "hide_tracer",
+    "read_functions",
+]
+
+_TESTED = "2.13"
+_ABSENT = object()
+
+
+def conditions_of(program: torch.export.ExportedProgram) -> list[str]:
+    """What a trace has taken for granted of sizes, as Python over ``L['argument']``."""
+    found: list[str] = private(program, "_guards_code", "torch", _TESTED)
+    return found
+
+
+def compiled_as_constant(function: Callable[[], int]) -> Callable[[], int]:
+    """As ``torch.compiler.assume_constant_result``, which imports all of dynamo to set one attribute."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def export_tracer() -> type:
+    """The tracer of ``torch.export``; while it is at work, it sees each module that is called."""
+    found: type = private(proxy_tensor, "_ModuleStackTracer", "torch", _TESTED)
+    return found
+
+
+def read_functions() -> None:
+    """Let ``torch.compile`` make its tables of torch's functions, if it has not yet.
+
+    It makes them once, of what it finds: made during a capture, they would hold patches.
+    """
+    rules = importlib.import_module("torch._dynamo.trace_rules")  # late: it takes a second
+    private(rules, "get_torch_obj_rule_map", "torch", _TESTED)()
+
+
+def hide_tracer() -> None:
+    """Inside a trace of ``torch.export``: take down the flag at which compiled functions refuse to run.
+
+    They refuse in all threads. The tracer itself does not look at it, and resets it at its end.
+    """
+    private(_symbolic_trace, "_is_fx_tracing_flag", "torch", _TESTED)
+    _symbolic_trace._is_fx_tracing_flag = False
+
+
+class Registry:
+    """Entries of torch's registry of pytree nodes that are there for a time."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[dict[Any, Any], Any, Any]] = []
+
+    def put(self, nodes: Mapping[type, pytree.NodeDef]) -> None:
+        """Let torch know these, instead of what it may know of their classes."""
+        known: dict[type, Any] = private(pytree, "SUPPORTED_NODES", "torch", _TESTED)
+        written: dict[type, Any] = private(pytree, "SUPPORTED_SERIALIZED_TYPES", "torch", _TESTED)
+        kind = private(pytree, "_SerializeNodeDef", "torch", _TESTED)
+        for cls, node in nodes.items():
+            if known.get(cls) is not node:
+                name = f"{cls.__module__}:{cls.__qualname__}"
+                self._set(written, cls, kind(cls, name, None, None))
+                self._set(known, cls, node)
+
+    def _set(self, table: dict[Any, Any], key: Any, value: Any) -> None:
+        self._before.append((table, key, table.get(key, _ABSENT)))
+        table[key] = value
+
+    def restore(self) -> None:
+        """Let torch know what it knew before, in reverse order."""
+        while self._before:
+            table, key, value = self._before[-1]
+            if value is _ABSENT:
+                table.pop(key, None)
+            else:
+                table[key] = value
+            self._before.pop()

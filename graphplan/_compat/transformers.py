@@ -1,0 +1,96 @@
+"""Private names of transformers, an optional package. Tested with transformers 5.23."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from graphplan._compat.private_names import private
+
+__all__ = [
+    "ExportPatch",
+    "export_patches",
+    "local_entries",
+    "mask_is_left_out",
+    "masks_of_packed_texts",
+    "vision_stand_in",
+]
+
+_TESTED = "5.23"
+
+
+@dataclass(frozen=True, slots=True)
+class ExportPatch:
+    """Something that transformers' exporter replaces while it traces.
+
+    Attributes:
+        owner: a module or a class.
+        name: of its attribute.
+        factory: from what is there to what is traced instead.
+    """
+
+    owner: Any
+    name: str
+    factory: Callable[[Any], Any]
+
+
+def export_patches() -> list[ExportPatch]:
+    """What the exporter replaces, of all modules that are imported: a model can use no others.
+
+    The exporter's own ``apply_patches`` imports some forty models to replace attributes of each, for every
+    thread. Like it, this leaves out what is not there.
+    """
+    from transformers.exporters import exporter_dynamo, utils
+
+    assert exporter_dynamo  # importing it fills the list
+    listed = private(utils, "_PATCHES", "transformers", _TESTED)["dynamo"]
+    found = ((_imported(path), name, factory) for path, name, factory in listed)
+    return [ExportPatch(owner, name, factory) for owner, name, factory in found if hasattr(owner, name)]
+
+
+def _imported(path: str) -> Any:
+    """The module or class at a dotted path, if it is imported; None otherwise."""
+    first, *rest = path.split(".")
+    here, found = first, sys.modules.get(first)
+    for part in rest:
+        if isinstance(found, ModuleType):
+            here = f"{here}.{part}"
+            found = sys.modules.get(here) or vars(found).get(part)  # no getattr: it would import
+        else:
+            found = getattr(found, part, None)
+    return found
+
+
+def local_entries(table: Any) -> MutableMapping[str, Callable[..., Any]]:
+    """What a table of transformers (of attention, of masks) has in place of the entries of its class."""
+    found: MutableMapping[str, Callable[..., Any]] = private(table, "_local_mapping", "transformers", _TESTED)
+    return found
+
+
+def mask_is_left_out() -> tuple[ModuleType, str]:
+    """The function that decides whether eager attention has a mask: its module and name."""
+    return _of_masks("_ignore_causal_mask_sdpa")
+
+
+def masks_of_packed_texts() -> tuple[ModuleType, str]:
+    """The function that keeps several texts in a row apart: its module and name."""
+    return _of_masks("packed_sequence_compatibility_function")
+
+
+def _of_masks(name: str) -> tuple[ModuleType, str]:
+    from transformers import masking_utils
+
+    private(masking_utils, name, "transformers", _TESTED)
+    return masking_utils, name
+
+
+def vision_stand_in() -> tuple[ModuleType, str]:
+    """What the exporter traces for the attention of vision encoders: its module and name."""
+    from transformers.exporters import exporter_dynamo
+
+    name = "_reshaped_vision_attention_forward"
+    private(exporter_dynamo, name, "transformers", _TESTED)
+    return exporter_dynamo, name

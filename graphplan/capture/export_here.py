@@ -1,0 +1,49 @@
+"""``torch.export`` in one thread, of which others see nothing.
+
+While it is at work, torch has flags up, and its tracer stands between every module of the process and its
+call. Both are for the thread that traces alone: eager code elsewhere, which asks whether it is traced, would
+make other masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from graphplan._compat.torch import export_tracer
+from graphplan.capture.structure import torch_knows
+from graphplan.capture.thread_patches import Patch, patched
+
+__all__ = ["exporting"]
+
+
+@contextmanager
+def exporting() -> Iterator[None]:
+    """A block for a ``torch.export`` of what graphplan can look inside."""
+    tracer: Any = export_tracer()
+    flags = torch.compiler
+    with (
+        torch_knows(),
+        patched(
+            Patch(flags, "is_exporting", _not_here, flags.is_exporting),
+            Patch(flags, "is_compiling", flags.is_dynamo_compiling, flags.is_compiling),
+            Patch(tracer, "call_module", _call, tracer.call_module),
+            Patch(tracer, "getattr", _value, tracer.getattr),
+        ),
+    ):
+        yield
+
+
+def _not_here() -> bool:
+    return False
+
+
+def _call(_tracer: Any, _module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
+def _value(_tracer: Any, _name: str, value: Any, _known: Any) -> Any:
+    return value

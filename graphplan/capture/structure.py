@@ -1,0 +1,174 @@
+"""Arguments and results as trees: torch's pytrees, and classes that graphplan alone looks inside.
+
+Caches of transformers and users' dataclasses belong to others, who may have told torch something else of
+them, or nothing. So what graphplan knows of them is in a registry of its own, which torch has only while it
+traces::
+
+    know(Cache, flatten, unflatten)
+    leaves, spec = flatten(call)         through caches
+    with torch_knows():                  for torch too
+        torch.export.export(...)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from graphplan._compat.torch import Registry
+
+__all__ = [
+    "flatten",
+    "flatten_with_path",
+    "know",
+    "know_dataclasses",
+    "leaves_of",
+    "map_leaves",
+    "node_of",
+    "tell_torch",
+    "torch_knows",
+    "unflatten",
+]
+
+Flatten = Callable[[Any], tuple[list[Any], Any]]
+Unflatten = Callable[[Iterable[Any], Any], Any]
+IsLeaf = Callable[[Any], bool]
+
+_own: dict[type, pytree.NodeDef] = {}
+_tracing: list[Registry] = []  # those of the thread that holds the capture lock
+
+
+def know(cls: type, flatten: Flatten, unflatten: Unflatten, key: Callable[[Any], list[Any]]) -> None:
+    """Look inside the objects of a class from now on.
+
+    Args:
+        cls: the class.
+        flatten: from an object to its parts, and what else makes it.
+        unflatten: the way back.
+        key: from an object to the name of each part, as pytree has them.
+    """
+
+    def with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        parts, context = flatten(value)
+        return list(zip(key(value), parts, strict=True)), context
+
+    _own[cls] = pytree.NodeDef(cls, flatten, unflatten, with_keys)
+
+
+def know_dataclasses(tree: Any) -> None:
+    """Look inside every plain dataclass instance in ``tree``."""
+    for leaf in leaves_of(tree):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            _know_dataclass(type(leaf))
+            know_dataclasses([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+
+
+def _know_dataclass(cls: type) -> None:
+    """As ``pytree.register_dataclass``: fields that are None belong to the structure."""
+    names = [field.name for field in dataclasses.fields(cls) if field.init]
+
+    def given(value: Any) -> list[str]:
+        return [name for name in names if getattr(value, name) is not None]
+
+    def flat(value: Any) -> tuple[list[Any], Any]:
+        here = given(value)
+        return [getattr(value, name) for name in here], tuple(here)
+
+    def made(parts: Iterable[Any], here: Sequence[str]) -> Any:
+        return cls(**{**dict.fromkeys(names), **dict(zip(here, parts, strict=True))})
+
+    know(cls, flat, made, lambda value: [pytree.GetAttrKey(name) for name in given(value)])
+
+
+def node_of(cls: Any) -> pytree.NodeDef | None:
+    """How the objects of a class are looked into; None where they are leaves."""
+    return _own.get(cls) or pytree.SUPPORTED_NODES.get(cls)
+
+
+def _node(value: Any, is_leaf: IsLeaf | None) -> pytree.NodeDef | None:
+    if is_leaf is not None and is_leaf(value):
+        return None
+    cls = type(value)
+    return node_of(namedtuple if pytree.is_namedtuple_class(cls) else cls)
+
+
+def flatten(tree: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of a tree, and its structure."""
+    leaves: list[Any] = []
+    return leaves, _flatten(tree, leaves, is_leaf)
+
+
+def _flatten(tree: Any, leaves: list[Any], is_leaf: IsLeaf | None) -> pytree.TreeSpec:
+    node = _node(tree, is_leaf)
+    if node is None:
+        leaves.append(tree)
+        return pytree.treespec_leaf()
+    parts, context = node.flatten_fn(tree)
+    return pytree.TreeSpec(node.type, context, [_flatten(part, leaves, is_leaf) for part in parts])
+
+
+def unflatten(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
+    """A tree of this structure; the inverse of :func:`flatten`."""
+    assert len(leaves) == spec.num_leaves
+    return _unflatten(iter(leaves), spec)
+
+
+def _unflatten(leaves: Iterator[Any], spec: pytree.TreeSpec) -> Any:
+    if spec.is_leaf():
+        return next(leaves)
+    node = node_of(spec.type)
+    assert node is not None, f"{spec.type} was known when this structure was made"
+    return node.unflatten_fn([_unflatten(leaves, child) for child in spec.children()], spec.context)
+
+
+def leaves_of(tree: Any, is_leaf: IsLeaf | None = None) -> list[Any]:
+    """The leaves of a tree."""
+    return flatten(tree, is_leaf)[0]
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: IsLeaf | None = None) -> Any:
+    """The tree with another value for each leaf."""
+    leaves, spec = flatten(tree, is_leaf)
+    return unflatten([function(leaf) for leaf in leaves], spec)
+
+
+def flatten_with_path(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """Each leaf with the path that leads to it, in the order of :func:`flatten`."""
+    return list(_with_path(tree, ()))
+
+
+def _with_path(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    node = _node(tree, None)
+    if node is None:
+        yield path, tree
+        return
+    parts: list[tuple[Any, Any]]
+    if node.flatten_with_keys_fn is None:  # its class was registered without
+        parts = [(pytree.SequenceKey(index), part) for index, part in enumerate(node.flatten_fn(tree)[0])]
+    else:
+        parts = node.flatten_with_keys_fn(tree)[0]
+    for key, part in parts:
+        yield from _with_path(part, (*path, key))
+
+
+@contextmanager
+def torch_knows() -> Iterator[None]:
+    """A block, under the capture lock, in which torch looks into the same classes."""
+    registry = Registry()
+    _tracing.append(registry)
+    try:
+        registry.put(dict(_own))
+        yield
+    finally:
+        _tracing.remove(registry)
+        registry.restore()
+
+
+def tell_torch() -> None:
+    """Inside a block of :func:`torch_knows`, what has become known since it began."""
+    _tracing[-1].put(dict(_own))

@@ -1,0 +1,108 @@
+"""Patches that one thread sees: what it replaces for a time, all others go on using as it is.
+
+::
+
+    with patched(Patch.of(functional, "relu", lambda own: traced_relu)):
+        functional.relu(x)         here traced_relu; in any other thread torch's own
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+from graphplan._compat.torch import compiled_as_constant
+
+__all__ = ["Patch", "patched", "unpatched"]
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """Something to replace.
+
+    Attributes:
+        owner: a module, a class, or a mapping.
+        name: of its attribute or entry: a function or a method.
+        original: what other threads go on using.
+        replacement: what this thread uses.
+    """
+
+    owner: Any
+    name: str
+    original: Any
+    replacement: Any
+
+    @classmethod
+    def of(cls, owner: Any, name: str, factory: Callable[[Any], Any]) -> Self:
+        """A patch of an attribute by what ``factory`` makes of it."""
+        return cls(owner, name, inspect.getattr_static(owner, name), factory(getattr(owner, name)))
+
+    def install(self, stack: ExitStack) -> None:
+        """Replace it until the stack is closed."""
+        entry = isinstance(self.owner, MutableMapping)
+        namespace = self.owner if entry else vars(self.owner)
+        before = namespace.get(self.name, _ABSENT)
+        by_thread = _ByThread(self.original, self.replacement)
+        write = namespace.__setitem__ if entry else functools.partial(setattr, self.owner)
+        remove = namespace.pop if entry else functools.partial(delattr, self.owner)
+
+        def restore() -> None:
+            by_thread.expire()
+            if before is not _ABSENT:
+                write(self.name, before)
+            elif self.name in namespace:
+                remove(self.name)
+
+        stack.callback(restore)  # first, so that an interrupt finds what to do
+        write(self.name, by_thread)
+
+
+@compiled_as_constant  # another thread may compile what calls a function that is patched here
+def _thread() -> int:
+    return threading.get_ident()
+
+
+class _ByThread:
+    """A function, or a descriptor of a class, that is another one in the thread that has made this."""
+
+    def __init__(self, original: Any, replacement: Any) -> None:
+        functools.update_wrapper(self, original)
+        self._original, self._replacement = original, replacement
+        self._thread: int | None = _thread()
+
+    def _here(self) -> Any:
+        return self._replacement if _thread() == self._thread else self._original
+
+    def expire(self) -> None:
+        """Be the original for every thread: somebody may have kept this."""
+        self._thread = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._here()(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        here = self._here()
+        return here.__get__(instance, owner) if hasattr(type(here), "__get__") else here
+
+
+@contextmanager
+def patched(*patches: Patch) -> Iterator[None]:
+    """A block in which this thread has replacements; what was there is put back in reverse order."""
+    with ExitStack() as stack:
+        for patch in patches:
+            patch.install(stack)
+        yield
+
+
+def unpatched(function: Any) -> Any:
+    """What threads without patches use."""
+    while isinstance(function, _ByThread):
+        function = function._original
+    return function

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import inspect
+import threading
+import types
+from typing import Any
+
+import pytest
+
+from graphplan._compat.private_names import private
+from graphplan.capture.thread_patches import Patch, patched, unpatched
+from graphplan.errors import GraphplanError
+
+HOME = types.ModuleType("home")
+
+
+def plus(number: int) -> int:
+    return number + 1
+
+
+class Base:
+    def method(self, number: int) -> int:
+        return number + 1
+
+    @staticmethod
+    def static(number: int) -> int:
+        return number + 1
+
+    @classmethod
+    def of_class(cls) -> str:
+        return cls.__name__
+
+    @property
+    def value(self) -> int:
+        return 1
+
+
+class Derived(Base):
+    pass
+
+
+def elsewhere(function: Any, *args: Any) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(function(*args)))
+    thread.start()
+    thread.join(10)
+    return found[0]
+
+
+def twice(own: Any) -> Any:
+    return lambda *args: 2 * own(*args)
+
+
+def test_a_function_of_a_module_is_another_in_this_thread_alone() -> None:
+    HOME.plus = plus  # type: ignore[attr-defined]
+    with patched(Patch.of(HOME, "plus", twice)):
+        assert HOME.plus(1) == 4
+        assert elsewhere(lambda: HOME.plus(1)) == 2
+        assert inspect.signature(HOME.plus) == inspect.signature(plus)
+        assert unpatched(HOME.plus) is plus
+        kept = HOME.plus
+    assert HOME.plus is plus
+    assert kept(1) == 2  # whoever has kept it has the original
+
+
+@pytest.mark.parametrize("cls", [Base, Derived])
+def test_methods_of_all_kinds_are(cls: Any) -> None:
+    before = dict(vars(cls))
+    patches = [
+        Patch.of(cls, "method", lambda _: lambda self, number: (type(self).__name__, number)),
+        Patch.of(cls, "static", lambda _: staticmethod(lambda number: -number)),
+        Patch.of(cls, "of_class", lambda _: classmethod(lambda cls: cls.__name__ * 2)),
+        Patch.of(cls, "value", lambda _: property(lambda self: 2)),
+    ]
+
+    def seen() -> Any:
+        one = cls()
+        return one.method(1), cls.static(1), one.static(1), cls.of_class(), one.value
+
+    name = cls.__name__
+    with patched(*patches):
+        assert seen() == ((name, 1), -1, -1, name * 2, 2)
+        assert elsewhere(seen) == (2, 2, 2, name, 1)
+    assert dict(vars(cls)) == before
+
+
+def test_an_entry_of_a_table_is_and_goes_where_there_was_none() -> None:
+    table: dict[str, Any] = {"here": plus}
+    with patched(Patch(table, "here", plus, twice(plus)), Patch(table, "new", plus, twice(plus))):
+        assert table["here"](1) == table["new"](1) == 4
+        assert elsewhere(lambda: table["here"](1) + table["new"](1)) == 4
+    assert table == {"here": plus}
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_all_is_put_back_in_reverse_order_after_errors(error: type[BaseException]) -> None:
+    HOME.plus = plus  # type: ignore[attr-defined]
+
+    def interrupted() -> None:
+        with patched(Patch.of(HOME, "plus", twice)), patched(Patch.of(HOME, "plus", twice)):
+            assert HOME.plus(1) == 8
+            assert elsewhere(lambda: HOME.plus(1)) == 2
+            raise error
+
+    with pytest.raises(error):
+        interrupted()
+    assert HOME.plus is plus
+
+
+def test_what_was_installed_is_put_back_where_the_next_cannot_be() -> None:
+    HOME.plus = plus  # type: ignore[attr-defined]
+    with pytest.raises(TypeError), patched(Patch.of(HOME, "plus", twice), Patch(int, "real", None, None)):
+        pass
+    assert HOME.plus is plus
+
+
+def test_a_private_name_that_is_gone_is_an_error_that_says_what_was_tested() -> None:
+    with pytest.raises(GraphplanError, match=r"home._gone is not in torch 2\.\S+; .* tested with torch 2.13"):
+        private(HOME, "_gone", "torch", "2.13")
