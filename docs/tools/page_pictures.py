@@ -23,7 +23,8 @@ import graphplan
 
 PICTURES = Path(__file__).parents[1] / "pictures"
 _WIDTH, _HEIGHT = 1440, 800  # CSS pixels of the window
-_ZOOM_OUT = 3  # clicks until all stages are seen
+_ZOOM_OUT = 2  # clicks until all stages fit
+_DRAG = (-140, -90)  # CSS pixels, until all are seen
 _SCALE = 1200 / _WIDTH  # image pixels for each
 
 # what the how-to's numbers point at: CSS selectors of the page
@@ -33,8 +34,9 @@ _NUMBER = """([selector, number]) => {
   const box = document.querySelector(selector).getBoundingClientRect();
   const mark = document.createElement("div");
   mark.textContent = number;
-  mark.style.cssText = `position:fixed;left:${box.left - 18}px;top:${box.top + 2}px;width:26px;height:26px;
-    border-radius:50%;background:#c2185b;color:white;font:bold 16px/26px sans-serif;text-align:center;z-index:99`;
+  mark.style.cssText = `position:fixed;left:${box.left - 24}px;top:${box.top + 2}px;width:26px;height:26px;
+    border-radius:50%;background:#c2185b;color:white;font:bold 16px/26px sans-serif;
+    text-align:center;z-index:99`;
   document.body.append(mark);
 }"""
 
@@ -68,6 +70,10 @@ def _shoot(browser: Any, page_file: Path, name: str, scheme: str, *, numbered: b
     page.goto(page_file.as_uri())
     for _ in range(_ZOOM_OUT):
         page.locator("#zoom-out").click()
+    page.mouse.move(900, 770)
+    page.mouse.down()
+    page.mouse.move(900 + _DRAG[0], 770 + _DRAG[1], steps=5)
+    page.mouse.up()
     page.wait_for_timeout(500)  # the graph glides to its place
     for number, selector in enumerate(PARTS if numbered else (), 1):
         page.evaluate(_NUMBER, [selector, number])
