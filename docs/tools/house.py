@@ -40,7 +40,7 @@ _CASES = {
 
 
 def times_table(results: Path = RESULTS) -> str:
-    """Estimated times of graphplan's plans and accelerate's maps: three models, and who is faster how often."""
+    """Estimated times of graphplan's plans and accelerate's maps: three models, and who is faster when."""
     rows = json.loads((results / "real_models.json").read_text(encoding="utf-8"))["rows"]
     found = {(row["model"], row["case"]): row for row in rows}
     lines = []
