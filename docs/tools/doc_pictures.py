@@ -2,22 +2,21 @@
 
 A model of four blocks over two accelerators and the CPU, with too little memory for all weights, so that
 some are streamed.
-
-python docs/tools/doc_pictures.py
-
-Run by itself, it draws the picture of the README, docs/llama.svg.
 """
 
 from __future__ import annotations
 
 import html
+import json
+import math
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from doc_tables import RESULTS
 from torch import nn
 
 import graphplan
@@ -74,6 +73,7 @@ def pictures() -> dict[str, str]:
         "plan.svg": to_svg(large, "Four blocks over two accelerators and the CPU"),
         "timeline.svg": timeline_svg(large),
         "memory.svg": memory_svg(large),
+        "ratios.svg": ratios_svg(),
         "code.txt": _code(),
     }
 
@@ -185,6 +185,31 @@ def _text(x: float, y: float, text: str) -> str:
     return f'<text x="{x:.2f}" y="{y:.2f}" fill="currentColor">{html.escape(text)}</text>'
 
 
+def ratios_svg(results: Path = RESULTS) -> str:
+    """Bars of accelerate's estimated time divided by ours, on a logarithmic axis, for every real model."""
+    rows = json.loads((results / "real_models.json").read_text(encoding="utf-8"))["rows"]
+    bars = [(f"{row['model']} {row['case']}", _accelerates_ratio(row)) for row in rows if not row["error"]]
+    bars = sorted((bar for bar in bars if bar[1]), key=lambda bar: -bar[1])
+    left, row_height = 220, 18
+    low, high = min(ratio for _, ratio in bars), max(ratio for _, ratio in bars)
+    scale = (_WIDTH - left - 70) / math.log(high / low)
+    one = left + scale * math.log(1 / low)
+    parts = []
+    for number, (name, ratio) in enumerate(bars):
+        y, end = 8 + number * row_height, left + scale * math.log(ratio / low)
+        colour = _COLOURS["run"] if ratio >= 1 else _COLOURS["move"]
+        parts.append(_text(4, y + 12, name))
+        parts.append(_rect(min(one, end), y, max(abs(end - one), 1), row_height - 4, colour, f"{ratio:.3f}"))
+        parts.append(_text(max(one, end) + 6, y + 12, f"{ratio:.2f}"))
+    return _svg(parts, 16 + len(bars) * row_height)
+
+
+def _accelerates_ratio(row: Mapping[str, Any]) -> float:
+    """0 where accelerate has no map within the budgets."""
+    other = next(other for other in row["others"] if other["name"] == "accelerate")
+    return 0.0 if other["seconds"] is None or other["over"] else other["seconds"] / row["makespan"]
+
+
 def _svg(parts: Sequence[str], height: float) -> str:
     start = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:.0f}" '
     return start + 'font-family="sans-serif" font-size="13">' + "".join(parts) + "</svg>"
@@ -196,20 +221,3 @@ def write(folder: Path) -> dict[str, Any]:
     for name, text in made.items():
         (folder / name).write_text(text.rstrip() + "\n", encoding="utf-8")
     return made
-
-
-def write_llama(path: Path) -> None:
-    """A language model of 7 billion parameters over two unlike accelerators and the CPU."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig()).to(torch.float16).eval()
-        ids = torch.ones(1, 512, dtype=torch.long)
-    speeds = {0: graphplan.Speed(flops=150e12), 1: graphplan.Speed(flops=40e12)}
-    budgets: graphplan.devices.max_memory.MaxMemory = {0: "8GiB", 1: "3GiB", "cpu": "32GiB"}
-    plan = graphplan.plan(model, budgets, kwargs={"input_ids": ids}, devices=speeds)
-    plan.save_svg(path, title="Llama 7B, 512 tokens, over 8 GiB, 3 GiB and the CPU")
-
-
-if __name__ == "__main__":
-    write_llama(Path(__file__).parents[1] / "llama.svg")

@@ -1,0 +1,134 @@
+"""The generated parts of CONTRIBUTING.md and README.md, between their ``<!-- begin: NAME -->`` marks.
+
+python docs/tools/house.py
+
+Writes the diagram of rooms (from the layers that import-linter checks), the walk of one operation through
+the house, and the README's table of estimated times; ``tests/test_docs.py`` compares them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from doc_tables import RESULTS, markdown
+from torch import nn
+
+import graphplan
+
+ROOT = Path(__file__).parents[2]
+
+# model, budgets of benchmarks/real_models.py, and how the README names both
+_SHOWN = (
+    ("llama-3-70b", "2x0.55", "Llama 3 70B, two identical GPUs"),
+    ("qwen-moe", "unlike", "Qwen MoE, three mixed GPUs"),
+    ("mixtral-8x7b", "1x0.7", "Mixtral 8x7B, one GPU and the CPU"),
+)
+
+
+_CASES = {
+    "1x0.7": "one GPU",
+    "2x0.55": "two identical GPUs",
+    "4x0.275": "four identical GPUs",
+    "unlike": "mixed GPUs",
+}
+
+
+def times_table(results: Path = RESULTS) -> str:
+    """Estimated times of graphplan's plans and accelerate's maps: three models, and who is faster when."""
+    rows = json.loads((results / "real_models.json").read_text(encoding="utf-8"))["rows"]
+    found = {(row["model"], row["case"]): row for row in rows}
+    lines = []
+    for model, case, said in _SHOWN:
+        row = found[model, case]
+        own, other = 1e3 * row["makespan"], 1e3 * _accelerate(row)["seconds"]
+        lines.append([said, f"{own:.1f} ms", f"{other:.1f} ms", f"{other / own:.2f}×"])
+    slower = [f"{row['model']} ({_CASES[row['case']]})" for row in rows if "accelerate" in row["beaten_by"]]
+    equal = sum(abs(_accelerate(row)["seconds"] / row["makespan"] - 1) < 0.01 for row in rows)
+    header = ["model and devices", "graphplan", "accelerate's map", "ratio"]
+    faster = f"accelerate's map is faster in {len(slower)}: {', '.join(slower)}."
+    said = f"Of {len(rows)} cases, {equal} are within 1 % of each other; {faster}"
+    return f"{markdown(header, lines)}\n\n{said}"
+
+
+def _accelerate(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    return next(other for other in row["others"] if other["name"] == "accelerate")
+
+
+def rooms_diagram() -> str:
+    """The layers of pyproject.toml as a Mermaid diagram: imports follow the arrows only."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    by_container = {
+        contract["containers"][0]: contract["layers"]
+        for contract in settings["tool"]["importlinter"]["contracts"]
+        if contract["type"] == "layers"
+    }
+    lines = ["```mermaid", "flowchart TB"]
+    for container in ("graphplan", "graphplan.passes", "graphplan.runtime"):
+        name = container.rpartition(".")[2]
+        layers = [" · ".join(re.split(r" [|:] ", layer)) for layer in by_container[container]]
+        nodes = [f'{name}{number}["{layer}"]' for number, layer in enumerate(layers)]
+        lines += [f'  subgraph {name}_rooms["{container}"]', f"    {' --> '.join(nodes)}", "  end"]
+    return "\n".join([*lines, "```"])
+
+
+def walk() -> str:
+    """What one linear layer of a small model looks like at each stop."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).eval(), torch.ones(4, 256)
+    captured = torch.export.export(model, (x,)).graph
+    node = next(node for node in captured.nodes if node.name == "linear_1")
+    with graphplan.simulate({0: "300KiB", 1: "300KiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (x,))
+    plan = placed.plan
+    operation = next(line for line in str(plan.graph).splitlines() if line.strip().startswith("linear_1 ="))
+    stage = plan.stage_of("linear_1")
+    placing = f"linear_1 runs on {stage.device}; 2.weight resides on {plan.placement['2.weight']}"
+    steps = [str(step) for step in plan.schedule.steps]
+    code = [
+        line.strip().partition(";")[0]
+        for line in placed.code.splitlines()
+        if "linear_1 =" in line or "= linear.to(" in line
+    ]
+    stops = {
+        "`capture/`: a node of the exported fx graph": node.format_node() or "",
+        "`passes/frontend/`: an operation with its bytes and FLOPs": operation.strip(),
+        "`passes/placement/`: devices": placing,
+        "`passes/schedule/`: every transfer a step": "\n".join(steps),
+        "`passes/lowering/`: the code that `runtime/` runs": "\n".join(code),
+    }
+    return "\n\n".join(f"{title}\n\n```text\n{text}\n```" for title, text in stops.items())
+
+
+PARTS = {
+    "CONTRIBUTING.md": {"rooms": rooms_diagram, "walk": walk},
+    "README.md": {"times": times_table},
+}
+
+
+def filled(page: str, name: str, text: str) -> str:
+    """The page with what stands between the marks of ``name`` replaced."""
+    begin, end = f"<!-- begin: {name} -->\n", f"\n<!-- end: {name} -->"
+    head, _, rest = page.partition(begin)
+    _, mark, tail = rest.partition(end)
+    if not mark:
+        raise ValueError(f"no marks of {name!r}: add {begin.strip()} and {end.strip()}")
+    return head + begin + text + mark + tail
+
+
+def main() -> None:
+    for page, parts in PARTS.items():
+        path = ROOT / page
+        text = path.read_text(encoding="utf-8")
+        for name, make in parts.items():
+            text = filled(text, name, make())
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Screenshots of a plan's HTML page for the README and the how-to, in ``docs/pictures``.
+
+python docs/tools/page_pictures.py
+
+Needs transformers, playwright and a chromium. Run it again when the page or the planner changes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from playwright.sync_api import sync_playwright
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import graphplan
+
+PICTURES = Path(__file__).parents[1] / "pictures"
+_WIDTH, _HEIGHT = 1440, 800  # CSS pixels of the window
+_ZOOM_OUT = 2  # clicks until all stages fit
+_DRAG = (-140, -90)  # CSS pixels, until all are seen
+_SCALE = 1200 / _WIDTH  # image pixels for each
+
+# what the how-to's numbers point at: CSS selectors of the page
+PARTS = ("#figures", "#usage", "#outline", "#canvas", "#details", "#search")
+
+_NUMBER = """([selector, number]) => {
+  const box = document.querySelector(selector).getBoundingClientRect();
+  const mark = document.createElement("div");
+  mark.textContent = number;
+  mark.style.cssText = `position:fixed;left:${box.left - 24}px;top:${box.top + 2}px;width:26px;height:26px;
+    border-radius:50%;background:#c2185b;color:white;font:bold 16px/26px sans-serif;
+    text-align:center;z-index:99`;
+  document.body.append(mark);
+}"""
+
+
+def example() -> graphplan.Plan:
+    """Llama 3 8B in bfloat16 on two mixed GPUs, with the speeds of an RTX 4090 and an RTX 3090."""
+    config = LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        ids = torch.ones(1, 512, dtype=torch.long)
+    speeds = {
+        0: graphplan.Speed(flops=165e12, bandwidth=1008e9),
+        1: graphplan.Speed(flops=71e12, bandwidth=936e9),
+    }
+    inputs = {"input_ids": ids, "use_cache": False}
+    return graphplan.plan(model, {0: "9GiB", 1: "7GiB"}, kwargs=inputs, devices=speeds)
+
+
+def _shoot(browser: Any, page_file: Path, name: str, scheme: str, *, numbered: bool = False) -> None:
+    window = {"width": _WIDTH, "height": _HEIGHT}
+    page = browser.new_page(
+        viewport=window, color_scheme=scheme, device_scale_factor=_SCALE, reduced_motion="reduce"
+    )
+    page.goto(page_file.as_uri())
+    for _ in range(_ZOOM_OUT):
+        page.locator("#zoom-out").click()
+    page.mouse.move(900, 770)
+    page.mouse.down()
+    page.mouse.move(900 + _DRAG[0], 770 + _DRAG[1], steps=5)
+    page.mouse.up()
+    page.wait_for_timeout(500)  # the graph glides to its place
+    for number, selector in enumerate(PARTS if numbered else (), 1):
+        page.evaluate(_NUMBER, [selector, number])
+    page.screenshot(path=PICTURES / f"{name}.png")
+    page.close()
+
+
+def main() -> None:
+    PICTURES.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
+        page_file = Path(folder) / "plan.html"
+        example().save_html(page_file, title="Llama 3 8B")
+        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        for scheme in ("light", "dark"):
+            _shoot(browser, page_file, f"page-{scheme}", scheme)
+        _shoot(browser, page_file, "page-numbered", "light", numbered=True)
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
