@@ -8,8 +8,10 @@ at the same seconds.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -82,7 +84,10 @@ class LocalSearch:
     @property
     def excess(self) -> float:
         """Bytes over all budgets."""
-        return float(np.maximum(self.peaks - self.arrays.room, 0.0).sum())
+        return self._over(self.peaks)
+
+    def _over(self, peaks: Floats) -> float:
+        return float(np.maximum(peaks - self.arrays.room, 0.0).sum())
 
     @property
     def fullness(self) -> float:
@@ -102,28 +107,62 @@ class LocalSearch:
                 improved |= self._try(move, self._saves, -_TOLERANCE * self.seconds)
 
     def repair(self) -> bool:
-        """Take moves off devices that are over their budgets, the cheapest for what they free first."""
-        while self.excess and not self.effort.over:
-            before, over = self.excess, self.peaks > self.arrays.room
-            moves = [m for m in self._moves(off=over) if not over[m.device]]
-            freed = np.concatenate([[0.0], self.own_bytes.cumsum()])
-            spare = np.maximum(self.arrays.room - self.peaks, 0.0)
+        """Stochastic hill climbing on the bytes over the budgets, sideways too; whether none is left.
 
-            def price(
-                move: _Move, freed: Floats = freed, spare: Floats = spare, most: float = before
-            ) -> float:
-                nbytes = min(freed[move.start + move.length] - freed[move.start], spare[move.device], most)
-                delta = self._delta(self._run(move), move.device)
-                return float(max(delta, _TOLERANCE * self.seconds) / max(nbytes, 1.0))
-
-            moves.sort(key=price)
-            self.effort.charge(20.0 * len(moves))
-            if not any(self._try(move, self._frees, np.inf) for move in moves[:24]):
-                return False
+        Runs leave devices that are over, others may take their room, and homes of shared weights move. It
+        ends when each variable has been tried on each device ``retries`` times without progress.
+        """
+        arrays, draw = self.arrays, random.Random(0)
+        variables = len(arrays.units) + len(arrays.shared)
+        patience = left = self.effort.params.retries * variables * arrays.computing
+        homes = np.flatnonzero(self._accelerates).tolist() or range(arrays.computing)
+        while self.excess and left and arrays.computing > 1 and not self.effort.over:
+            devices, chosen = self.devices, self.chosen.copy()
+            if draw.randrange(variables) < len(arrays.shared):
+                chosen[draw.choice(arrays.shared)] = draw.choice(homes)
+            else:
+                devices = self._run_elsewhere(draw)
+            self.effort.charge(float(10 * arrays.count))
+            peaks = arrays.peaks(devices, chosen)
+            left = patience if self._over(peaks) < self.excess else left - 1
+            if self._over(peaks) <= self.excess:
+                self.devices, self.chosen, self.peaks = devices, chosen, peaks
+        self._reset()
         return not self.excess
 
+    def _run_elsewhere(self, draw: random.Random) -> Ints:
+        """The devices, with a run off one that is over; every second time another run takes its room."""
+        devices = self.devices.copy()
+        source = draw.choice(np.flatnonzero(self.peaks > self.arrays.room).tolist())
+        target = draw.choice([d for d in range(self.arrays.computing) if d != source])
+        run = self._any_run(draw, devices == source)
+        if draw.random() < 0.5:
+            devices[self._any_run(draw) & self._able[source]] = source
+        devices[run & self._able[target]] = target
+        return devices
+
+    def _any_run(self, draw: random.Random, among: Bools | None = None) -> Bools:
+        """(operations,) 1, 2, 4, ... macro-operations in a row, up to the root of all, some of ``among``."""
+        unit, count = self.arrays.unit_of, len(self.arrays.units)
+        heads = np.unique(unit[(unit >= 0) & (True if among is None else among)])
+        length = 1 << draw.randrange((count.bit_length() + 1) // 2)
+        first = (int(draw.choice(heads)) if len(heads) else draw.randrange(count)) - draw.randrange(length)
+        return np.asarray((unit >= first) & (unit < first + length) & (unit >= 0))
+
+    @cached_property
+    def _able(self) -> Bools:
+        """(devices, operations) where whole macro-operations may run."""
+        arrays = self.arrays
+        found = np.zeros(arrays.compute.shape, dtype=bool)
+        for members in arrays.units:
+            found[:, members] = np.isfinite(arrays.compute[:, members]).all(axis=1)[:, None]
+        return found
+
     def balance(self, most: float) -> None:
-        """Take moves that leave the fullest accelerator more room, while seconds are at most ``most``."""
+        """Take moves that leave the fullest accelerator more room, while seconds are at most ``most``.
+
+        Less than ``negligible`` of a budget is no head-room: it parts no operations.
+        """
         improved = True
         while improved and not self.effort.over:
             improved = False
@@ -144,11 +183,9 @@ class LocalSearch:
     def _saves(self, peaks: Floats) -> bool:
         return bool((peaks <= self.arrays.room).all())
 
-    def _frees(self, peaks: Floats) -> bool:
-        return float(np.maximum(peaks - self.arrays.room, 0.0).sum()) < self.excess
-
     def _empties(self, peaks: Floats) -> bool:
-        return self._saves(peaks) and _fullness(self.arrays, peaks) < self.fullness * (1 - 1e-3)
+        least = self.effort.params.negligible
+        return self._saves(peaks) and _fullness(self.arrays, peaks) <= self.fullness - least
 
     # -- moves ---------------------------------------------------------------------------------------
 

@@ -168,6 +168,8 @@ class ResidentSearch:
 
     def improve(self) -> None:
         """Label-setting searches, wider and wider, until the gap is closed or the effort is spent."""
+        if self.devices is None and self.effort.over:
+            return  # no bound is asked for
         params, cases = self.effort.params, self.relax()
         while not self.proven and not self.effort.over:
             open_cases = [case for case in cases if case.bound < self.seconds * (1 - params.sufficient_gap)]

@@ -79,8 +79,8 @@ class SegmentDP:
         streaming: whether a segment may keep the excess of its weights in CPU memory.
         use_cpu: whether the CPU may have segments, any number of them.
         slowest: minimise the longest segment instead of the sum.
-        loose: whether a cut may part operations that must share a device, and segments hold operations that
-            may not run there; these go where they may afterwards.
+        loose: minimise the bytes over the budgets, then seconds. A cut may part operations that must share
+            a device, and segments hold operations that may not run there; these go where they may afterwards.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class SegmentDP:
 
     def _reach(self, mine: Ints, sizes: Floats) -> int:
         """How many cuts further a segment may end at most, by the bytes of its weights."""
-        if self.streaming or self.cpu is not None:
+        if self.streaming or self.cpu is not None or self.loose:
             return len(self.cuts) - 1
         fresh = mine & (self.previous < 0)
         per_operation = np.bincount(self.read_by[fresh], sizes[fresh], self.arrays.count)
@@ -296,6 +296,14 @@ class SegmentDP:
         arrays = self.arrays
         links = {(arrays.latency[a, b], arrays.per_byte[a, b]) for a in used for b in used if a != b}
         return len(links) <= 1
+
+    @cached_property
+    def _slowest(self) -> float:
+        """More seconds than a placement takes: so much is a byte over a budget worth."""
+        arrays = self.arrays
+        each = np.where(np.isfinite(arrays.compute), arrays.compute, 0.0).max(axis=0).sum()
+        moves = arrays.latency.max() + arrays.nbytes[arrays.item] * arrays.per_byte.max()
+        return float(each + moves.sum())
 
     @cached_property
     def _states(self) -> list[tuple[int, ...]]:
@@ -365,6 +373,9 @@ class SegmentDP:
             nbytes = excess + 2 * tables.widest
             seconds = np.where(fits, seconds, np.maximum(seconds, nbytes * arrays.per_byte[source, device]))
             fits |= tables.activations + 2 * tables.widest <= space
+        elif self.loose:
+            seconds = seconds + np.where(fits, 0.0, excess * self._slowest)
+            fits |= True
         possible: Floats = np.where(fits & exists & (barred[ends] == barred[:, None]), seconds, np.inf)
         return possible
 
@@ -396,7 +407,9 @@ class _ShortestPath:
         ends = [name for name in self.names if np.isfinite(self.rows[name].seconds[-1])]
         if not ends:
             return None
-        return self._trace(min(ends, key=lambda name: self.rows[name].seconds[-1]))
+        least = min(self.rows[name].seconds[-1] for name in ends)
+        equal = [name for name in ends if self.rows[name].seconds[-1] <= least * (1 + 1e-12)]
+        return self._trace(min(equal, key=lambda name: sum(name[0])))
 
     def _row(self, name: tuple[tuple[int, ...], int]) -> _Row:
         if name not in self.rows:

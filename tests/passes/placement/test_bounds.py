@@ -68,21 +68,8 @@ def test_no_bound_exceeds_the_best_placement(seed: int, kind: str) -> None:
     assert best.seconds <= solution.evaluation.seconds * TIGHT
 
 
-REFUSED = [(321, 3)]  # tight budgets: placements that fit are not found yet
-FITS = [
-    pytest.param(
-        seed,
-        accelerators,
-        marks=pytest.mark.xfail(reason="a placement that fits is not found", strict=True)
-        if (seed, accelerators) in REFUSED
-        else (),
-    )
-    for accelerators in (2, 3)
-    for seed in range(300, 330)
-]
-
-
-@pytest.mark.parametrize(("seed", "accelerators"), FITS)
+@pytest.mark.parametrize("accelerators", [2, 3])
+@pytest.mark.parametrize("seed", range(300, 330))
 def test_the_best_placement_on_accelerators_is_found(seed: int, accelerators: int) -> None:
     problem, best = accelerated(seed, accelerators)
     solution = place(problem)

@@ -13,7 +13,7 @@ from random_problems import MEDIUM, TINY, random_instance
 
 from graphplan.devices.topology import CPU
 from graphplan.ir.graph import Graph
-from graphplan.ir.graph_elements import Weight
+from graphplan.ir.graph_elements import Operation, Value, Weight
 from graphplan.passes.placement.arrays import Arrays, Ints
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.local_search import LocalSearch
@@ -116,6 +116,20 @@ def test_repair_finds_room_where_there_is_some() -> None:
     assert search.repair()
     found = evaluate(arrays.problem, arrays.assignment(search.devices, search.chosen))
     assert found.feasible
+
+
+def test_repair_lets_a_weight_reside_where_nobody_reads_it() -> None:
+    """Two cards hold a weight each; the third has room for its operations and a copy of one at a time."""
+    weights = [Weight("a", 4 * MIB), Weight("b", 4 * MIB)]
+    operations = [
+        Operation(f"op{i}", "f", (f"v{i}", "ab"[i // 2]), (f"v{i + 1}",), (), 10**6, MIB) for i in range(4)
+    ]
+    values = [Value(f"v{i}", MIB, MIB) for i in range(5)]
+    topology = equal_cards(3, memory=0, kind="sim").with_memory({0: 4 * MIB, 1: 7 * MIB, 2: 4 * MIB})
+    arrays = Arrays(Problem(Graph(operations, values, weights, ["v0"], ["v4"]), topology, CPU))
+    search = LocalSearch(arrays, np.ones(4, dtype=np.int64), ample())
+    assert search.repair()
+    assert evaluate(arrays.problem, arrays.assignment(search.devices, search.chosen)).feasible
 
 
 def test_balancing_keeps_the_limit_and_leaves_more_room() -> None:

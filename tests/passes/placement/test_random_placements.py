@@ -43,6 +43,13 @@ def test_tiny_problems(block: int) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("seed", [112, 148])
+def test_activations_that_fill_the_cards_are_spread(seed: int) -> None:
+    """A random walk finds placements that fit."""
+    instance = random_instance(seed, MEDIUM)
+    assert place(instance.problem).evaluation.feasible, instance
+
+
 @pytest.mark.parametrize("block", range(12))
 def test_medium_problems(block: int) -> None:
     wrong = found_wrong(MEDIUM, block, MEDIUM_BLOCK, Effort(placements=200, restricted=1))
