@@ -112,13 +112,8 @@ SEEDS = {
     ("two and the CPU", False): [0, 1, 2, 3, 5, 6, 7],
     ("two and the CPU", True): [0, 1, 2, 3, 5, 6, 7],
 }
-# streamed placements of a dozen operations that the beams and the local search do not find yet
-MISSED: dict[tuple[str, bool], list[int]] = {
-    ("one and the CPU", False): [4],
-    ("one and the CPU", True): [1, 2, 5, 6, 180, 182],
-    ("two and the CPU", False): [6],
-    ("two and the CPU", True): [1, 6],
-}
+# a streamed placement of a dozen operations that the local search does not find: the plan is 16 % slower
+MISSED: dict[tuple[str, bool], list[int]] = {("two and the CPU", False): [0]}
 NOT_FOUND = pytest.mark.xfail(reason="the search for streamed placements is no exhaustive one", strict=True)
 CASES = [
     pytest.param(kind, ties, seed, marks=[NOT_FOUND] if seed in MISSED.get((kind, ties), ()) else [])
