@@ -12,6 +12,7 @@ The results equal the evaluator's (tests/passes/placement/test_arrays.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -50,6 +51,12 @@ class Arrays:
         source: (items,) the operation that makes it, or the first that reads a weight; -1 for what is fixed.
         fixed: (items,) device of what is fixed, else -1.
         item, reader: (reads,) pairs; the reader ``operations`` stands for the end, on the host.
+        made_bytes: (items, devices) that an allocator takes where an item is made; 0 for views.
+        copied_bytes: (items, devices) that it takes for a copy.
+        workspace: (devices that compute, operations + 1) bytes that each operation takes while it runs.
+        units: macro-operations in order, their operations; those that make host scalars are in none.
+        readers: item -> the macro-operations that read it, in order.
+        shared: weights without a fixed home that several macro-operations read.
     """
 
     def __init__(self, problem: Problem, params: SearchParams = SearchParams()) -> None:  # noqa: B008  # frozen
@@ -74,14 +81,11 @@ class Arrays:
         self._list_reads()
         self._add_write_backs()
         self._allocations: dict[tuple[str, int], int] = {}
+        self._measure()
         self.units = self._make_units()
         self.readers = self._find_readers()
-        #: weights without a fixed home that several macro-operations read
-        self.shared = [
-            v
-            for v in range(self.values, len(self.names))
-            if self.fixed[v] < 0 and len(self.readers.get(v, ())) > 1
-        ]
+        free = [v for v in range(self.values, len(self.names)) if self.fixed[v] < 0]
+        self.shared = [v for v in free if len(self.readers.get(v, ())) > 1]
         self.room = np.array([float(spec.room) for spec in self.specs])
 
     def _read_links(self) -> None:
@@ -110,9 +114,7 @@ class Arrays:
         self.item_of = {name: v for v, name in enumerate(self.names)}
         self.nbytes = np.array([v.copy_bytes for v in tensors] + [w.nbytes for w in weights], dtype=float)
         self.source = np.full(len(self.names), -1)
-        self.loose: list[
-            int
-        ] = []  # weights that are returned and read by nobody: the planner chose their home
+        self.loose = list[int]()  # weights that are returned and read by nobody: their home is chosen here
         self.fixed = np.full(len(self.names), -1)
         for v, value in enumerate(tensors):
             maker = graph.producer.get(value.name)
@@ -175,16 +177,16 @@ class Arrays:
                 for i, op in enumerate(self.operations)
                 if any(self.graph.root(m) == name for m in op.mutates)
             )
-            for d in range(self.computing):
-                if d != self.host:
-                    self.compute[d, first] += self._copy_seconds(self.item_of[name], d, self.host)
-            self.written.append((self.item_of[name], first))
+            item = self.item_of[name]
+            self.compute[:, first] += self.copy_seconds(item)[: self.computing, self.host]
+            self.written.append((item, first))
 
-    def _copy_seconds(self, item: int, source: int, target: int) -> float:
-        return float(self.latency[source, target] + self.nbytes[item] * self.per_byte[source, target])
+    def copy_seconds(self, item: int) -> Floats:
+        """(devices, devices) of a copy, from row to column; none from a device to itself."""
+        found: Floats = self.latency + self.nbytes[item] * self.per_byte
+        return found
 
     def _make_units(self) -> list[list[int]]:
-        """Macro-operations in order: what must share a device. Those that make host scalars are in none."""
         group = {name: members for members in self.graph.together for name in members}
         self.unit_of = np.full(self.count, -1)
         units: list[list[int]] = []
@@ -199,7 +201,6 @@ class Arrays:
         return units
 
     def _find_readers(self) -> dict[int, tuple[int, ...]]:
-        """Item -> the macro-operations that read it, in order."""
         found: dict[int, dict[int, None]] = {}
         for item, reader in zip(self.item.tolist(), self.reader.tolist(), strict=True):
             if reader < self.count:
@@ -276,32 +277,15 @@ class Arrays:
                     found[d, unit] = max(found[d, unit], sum(self._allocated(spec, n) for n in parts))
         return found
 
-    @cached_property
-    def _sizes(self) -> tuple[Floats, Floats, Floats]:
-        """Bytes on each device: (items, devices) made there and copied there; workspace."""
-        made, copied = np.zeros((2, len(self.names), len(self.keys)))
-        workspace = np.zeros((self.computing, self.count + 1))
+    def _measure(self) -> None:
+        self.made_bytes, self.copied_bytes = np.zeros((2, len(self.names), len(self.keys)))
+        self.workspace = np.zeros((self.computing, self.count + 1))
         sizes = self.nbytes.astype(np.int64).tolist()
         for d, spec in enumerate(self.specs):
-            made[: self.values, d] = [self._allocated(spec, value.nbytes) for value in self.tensors]
-            copied[:, d] = [self._allocated(spec, nbytes) for nbytes in sizes]
-            workspace[d, :-1] = [self._allocated(spec, op.workspace_on(spec.type)) for op in self.operations]
-        return made, copied, workspace
-
-    @property
-    def copied_bytes(self) -> Floats:
-        """(items, devices) bytes that an allocator takes for a copy."""
-        return self._sizes[1]
-
-    @property
-    def made_bytes(self) -> Floats:
-        """(items, devices) bytes that an allocator takes where an item is made; 0 for views."""
-        return self._sizes[0]
-
-    @property
-    def workspace(self) -> Floats:
-        """(devices that compute, operations + 1) bytes that each operation takes while it runs."""
-        return self._sizes[2]
+            self.made_bytes[: self.values, d] = [self._allocated(spec, v.nbytes) for v in self.tensors]
+            self.copied_bytes[:, d] = [self._allocated(spec, nbytes) for nbytes in sizes]
+            workspace = [operation.workspace_on(spec.type) for operation in self.operations]
+            self.workspace[d, :-1] = [self._allocated(spec, nbytes) for nbytes in workspace]
 
     @cached_property
     def views(self) -> tuple[Ints, list[Ints]]:
@@ -352,22 +336,21 @@ class Arrays:
         for item, operation in self.written:
             last[item * width + devices[operation]] = end
         last = np.maximum(last, born)
-        made, copied, workspace = self._sizes
         base, levels = self.views
         root = np.arange(len(last))
         for level in levels:
             root[at_home[level]] = root[base[level] * width + home[level]]
         for level in reversed(levels):
             np.maximum.at(last, root[at_home[level]], last[at_home[level]])
-        nbytes = copied.ravel().copy()
-        nbytes[at_home] = made[np.arange(len(self.names)), home]
+        nbytes = self.copied_bytes.ravel().copy()
+        nbytes[at_home] = self.made_bytes[np.arange(len(self.names)), home]
         live = np.flatnonzero((root == np.arange(len(last))) & (born >= 0) & (nbytes > 0))
         live = live[live % width < self.computing]
         device = live % width
         change = np.zeros((self.computing, end + 2))
         np.add.at(change, (device, born[live]), nbytes[live])
         np.add.at(change, (device, last[live] + 1), -nbytes[live])
-        profile = change.cumsum(axis=1)[:, : end + 1] + workspace
+        profile = change.cumsum(axis=1)[:, : end + 1] + self.workspace
         acting = where[None, :] == np.arange(self.computing)[:, None]
         # a copy that is made is live from its move on, which is a step of the target's
         found: Floats = np.where(acting, profile, 0.0).max(axis=1) + self.resident(home)
@@ -386,6 +369,19 @@ class Arrays:
         spec = self.specs[0]
         return np.array([float(spec.rounded(w.nbytes)) for w in self.weights])
 
+    def stored_bytes(self, items: Sequence[int]) -> float:
+        """Bytes of these weights in a device's storage of weights."""
+        return float(sum(self.weight_bytes[item - self.values] for item in items))
+
+    @cached_property
+    def _input_bytes(self) -> Floats:
+        """(devices that compute,) bytes of the caller's inputs."""
+        found = np.zeros(self.computing)
+        if self.host < self.computing:
+            spec, values = self.specs[self.host], self.graph.values
+            found[self.host] = sum(spec.allocated(values[name].nbytes) for name in self.graph.inputs)
+        return found
+
     def resident(self, home: Ints, extra: Floats | None = None) -> Floats:
         """(devices that compute,) bytes of the weights that reside there, and of the caller's inputs.
 
@@ -393,16 +389,14 @@ class Arrays:
             home: (items,) device of each item's source.
             extra: (devices,) bytes of further weights in the same storages.
         """
-        where, found = home[self.values :], np.zeros(self.computing)
+        where, found = home[self.values :], self._input_bytes.copy()
         stored = np.zeros(len(self.keys)) if extra is None else extra.copy()
         stored += np.bincount(where[~self._apart], self.weight_bytes[~self._apart], len(self.keys))
         for d, spec in enumerate(self.specs):
             alone = np.flatnonzero(self._apart & (where == d)).tolist()
             ring = self.problem.rings.get(spec.key)
             sizes = [self.weights[w].nbytes for w in alone] + ([ring] if ring else [])
-            found[d] = spec.resident([int(stored[d]), *sizes])
-            if d == self.host:
-                found[d] += sum(spec.allocated(self.graph.values[n].nbytes) for n in self.graph.inputs)
+            found[d] += spec.resident([int(stored[d]), *sizes])
         return found
 
     @cached_property
@@ -413,13 +407,9 @@ class Arrays:
         """
         where = self.fixed[self.values :].copy()
         where[[v - self.values for v in self.loose]] = -1
-        found = np.zeros(self.computing)
         counted = np.bincount(where[where >= 0], self.weight_bytes[where >= 0], len(self.keys))
-        found += counted[: self.computing]
-        for d, spec in enumerate(self.specs):
-            found[d] += self.problem.rings.get(spec.key, 0)
-            if d == self.host:
-                found[d] += sum(spec.allocated(self.graph.values[n].nbytes) for n in self.graph.inputs)
+        rings = np.array([float(self.problem.rings.get(spec.key, 0)) for spec in self.specs])
+        found: Floats = counted[: self.computing] + rings + self._input_bytes
         return found
 
     def fits(self, devices: Ints, chosen: Ints | None = None) -> bool:
@@ -458,10 +448,8 @@ class Arrays:
             homes = self._fill(self._read_peaks(devices, chosen))
         homes |= {self.names[v]: self.keys[self.fixed[v]] for v in self.loose}
         if chosen is not None:
-            decided = np.flatnonzero(
-                (chosen >= 0) & (self.fixed < 0) & (np.arange(len(chosen)) >= self.values)
-            )
-            homes |= {self.names[v]: self.keys[chosen[v]] for v in decided}
+            decided = np.flatnonzero((chosen >= 0) & (self.fixed < 0))
+            homes |= {self.names[v]: self.keys[chosen[v]] for v in decided if v >= self.values}
         return reside(self.problem, operations, homes=homes)
 
     def devices(self, assignment: Assignment) -> Ints:

@@ -67,7 +67,7 @@ class _Mapping:
         extra = min(disk.room, sum(disk.rounded(weights[name].nbytes) for name in [*settled, *free]))
         wider = self._widened(extra, settled)
         if not settled:
-            found = self._without_disk(hopeless=extra > 0 and self._is_hopeless())
+            found = self._without_disk()
             if found is not None and (ON_ACCELERATORS in found.proof or not wider):
                 return found
             if found is not None:  # with weights on disk the CPU has more room: the bound is of that problem
@@ -79,7 +79,7 @@ class _Mapping:
             except InfeasibleError as error:
                 failure = failure or error
                 continue
-            evaluation = self._spill(solution.evaluation.schedule.assignment, free, settled)
+            evaluation = self._spill(solution.evaluation.assignment, free, settled)
             if evaluation.feasible:
                 return certify(evaluation, self._bound(wider[0], evaluation))
         raise self._infeasible(failure, extra)
@@ -100,22 +100,16 @@ class _Mapping:
             and name not in self.problem.fixed_weights
         )
 
-    def _is_hopeless(self) -> bool:
-        """Whether the weights alone take more than all memory."""
-        topology = self.problem.topology
-        return self.problem.graph.weight_bytes > sum(s.room for s in topology.devices if s.computes)
-
-    def _without_disk(self, *, hopeless: bool) -> Solution | None:
-        if hopeless:
+    def _without_disk(self) -> Solution | None:
+        """With nothing on disk; None where memory does not hold the weights, or no placement is found."""
+        topology = _without_disk(self.problem.topology)
+        if self.problem.graph.weight_bytes > sum(spec.room for spec in topology.devices if spec.computes):
             return None
         try:
-            found = place(replace(self.problem, topology=_without_disk(self.problem.topology)), self.limits)
+            found = place(replace(self.problem, topology=topology), self.limits)
         except InfeasibleError:
             return None
-        return replace(found, evaluation=self._judged(found.evaluation.schedule.assignment))
-
-    def _judged(self, assignment: Assignment) -> Evaluation:
-        return evaluate(self.problem, assignment)
+        return replace(found, evaluation=evaluate(self.problem, found.evaluation.assignment))
 
     def _widened(self, extra: int, settled: Iterable[str]) -> list[Problem]:
         """Problems in which the disk is a part of the CPU: as asked, and with nothing computed there."""
@@ -140,7 +134,7 @@ class _Mapping:
         """Let the weights that cost least on disk leave the CPU, until it keeps its budget."""
         cpu = cpu_key(self.problem.topology)
         homes = {**assignment.weights, **dict.fromkeys(settled, DISK)}
-        found = self._judged(replace(assignment, weights=homes))
+        found = evaluate(self.problem, replace(assignment, weights=homes))
         together: dict[tuple[str, ...], list[str]] = {}  # the weights of one operation share a copy
         for name in free:
             if homes[name] == cpu:
@@ -155,7 +149,7 @@ class _Mapping:
                 for name in left.pop():
                     homes[name] = DISK
                     over -= spec.rounded(self.problem.graph.weights[name].nbytes)
-            found = self._judged(replace(assignment, weights=dict(homes)))
+            found = evaluate(self.problem, replace(assignment, weights=dict(homes)))
         return found
 
     def _price(self, names: list[str], assignment: Assignment) -> tuple[float, int]:

@@ -23,7 +23,7 @@ from graphplan.passes.placement.streamed import StreamedSearch
 from graphplan.passes.placement.streamed_local_search import climb_streamed
 from graphplan.warnings import warn
 
-__all__ = ["ON_ACCELERATORS", "bound_with_offload", "holds_for", "place", "sketch"]
+__all__ = ["ON_ACCELERATORS", "attempt", "bound_with_offload", "holds_for", "place", "sketch"]
 
 _MILP = "integer program over operation classes"
 _NOT_EVEN = (
@@ -49,7 +49,7 @@ def place(
     Raises:
         InfeasibleError: with budgets that would do.
     """
-    found = _search(problem, limits, near)
+    found = attempt(problem, limits, near)
     if found is not None:
         return found
     # the search is no proof: what fits larger budgets may fit the given ones
@@ -125,7 +125,8 @@ def _least_held(problem: Problem, keys: frozenset[DeviceKey]) -> int:
     return found
 
 
-def _search(problem: Problem, limits: Limits, near: Assignment | None) -> Solution | None:
+def attempt(problem: Problem, limits: Limits, near: Assignment | None) -> Solution | None:
+    """As :func:`place`; None where nothing is found."""
     for candidate, streaming in _attempts(problem, accelerators_alone(problem)):
         if streaming:
             if candidate.balance:

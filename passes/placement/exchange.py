@@ -7,6 +7,7 @@ faster. What lowers the weighted sum of seconds and keeps every call's budgets i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -18,9 +19,9 @@ from graphplan.passes.placement.params import Effort
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.shared_buffers import evaluate_together, fit_together
 
-__all__ = ["exchange"]
+__all__ = ["exchange", "weighted_seconds"]
 
-_EPSILON = 1e-12
+_ROUNDING = 1e-9  # relative: of seconds, for sums in another order
 
 
 def exchange(
@@ -38,9 +39,14 @@ def exchange(
         limits: when to stop.
     """
     search = _Search(problems, weights, start, limits)
-    while not search.over and search.sweep():
+    while not search.effort.over and search.sweep():
         pass
     return search.best
+
+
+def weighted_seconds(weights: Sequence[float], found: Sequence[Evaluation]) -> float:
+    """The sum of the calls' seconds, each times its weight."""
+    return sum(weight * one.seconds for weight, one in zip(weights, found, strict=True))
 
 
 class _Search:
@@ -66,51 +72,35 @@ class _Search:
         for unit, followers in self.followers.items():
             if any(_writes(p.graph, names) for p, names in zip(problems, followers, strict=True)):
                 del self.units[unit]
-        self.seconds = self._sum(self.best)
-
-    @property
-    def over(self) -> bool:
-        return self.effort.over
-
-    def _sum(self, found: Sequence[Evaluation]) -> float:
-        return sum(weight * one.seconds for weight, one in zip(self.weights, found, strict=True))
+        self.seconds = weighted_seconds(self.weights, self.best)
 
     def sweep(self) -> bool:
         """Try every move once; whether one helped."""
         improved = False
         for unit in self.units:
             for key in self.keys:
-                if self.over:
-                    return improved
                 if self._home(unit) != key:
-                    improved |= self._move(unit, key)
+                    improved |= any(self._improves(moved) for moved in self._moves(unit, key))
         return improved
 
     def _home(self, unit: str) -> DeviceKey:
-        return self.best[0].schedule.assignment.weights[self.units[unit][0]]
+        return self.best[0].assignment.weights[self.units[unit][0]]
 
-    def _move(self, unit: str, key: DeviceKey) -> bool:
-        """Move a unit to a device, or exchange it for one of that device's."""
-        found = self._judge({unit: key})
-        if found is not None:
-            return self._adopt(found)
+    def _moves(self, unit: str, key: DeviceKey) -> Iterator[dict[str, DeviceKey]]:
+        """A unit goes to a device, alone or in exchange for one of that device's."""
         before = self._home(unit)
-        for other in self._rivals(unit, key):
-            if self.over:
-                return False
-            found = self._judge({unit: key, other: before})
-            if found is not None and self._adopt(found):
-                return True
-        return False
-
-    def _rivals(self, unit: str, key: DeviceKey) -> Iterator[str]:
+        yield {unit: key}
         for other in self.units:
-            if other != unit and self._home(other) == key:
-                yield other
+            if self._home(other) == key:
+                yield {unit: key, other: before}
 
-    def _adopt(self, found: list[Evaluation]) -> bool:
-        seconds = self._sum(found)
-        if seconds >= self.seconds - _EPSILON:
+    def _improves(self, moved: Mapping[str, DeviceKey]) -> bool:
+        """Whether these moves help; then they are made."""
+        found = None if self.effort.over else self._judge(moved)
+        if found is None:
+            return False
+        seconds = weighted_seconds(self.weights, found)
+        if seconds >= self.seconds * (1 - _ROUNDING):
             return False
         self.best, self.seconds = found, seconds
         return True
@@ -119,12 +109,12 @@ class _Search:
         """The calls with these units moved, where every budget is kept; each does what suits it best."""
         found = []
         for index, one in enumerate(self.best):
-            homes = dict(one.schedule.assignment.weights)
+            homes = dict(one.assignment.weights)
             for unit, key in moved.items():
                 homes.update(dict.fromkeys(self.units[unit], key))
             best = None
             for devices in self._ways(index, moved):
-                changed = replace(one.schedule.assignment, operations=devices, weights=homes)
+                changed = replace(one.assignment, operations=devices, weights=homes)
                 (judged,) = fit_together([self.problems[index]], [changed])
                 self.effort.charge(100.0 * len(judged.schedule.steps))  # a schedule takes so much longer
                 if judged.feasible and (best is None or judged.seconds < best.seconds):
@@ -132,12 +122,12 @@ class _Search:
             if best is None:
                 return None
             found.append(best)
-        together = evaluate_together(self.problems, [one.schedule.assignment for one in found])
+        together = evaluate_together(self.problems, [one.assignment for one in found])
         return together if all(one.feasible for one in together) else None
 
     def _ways(self, index: int, moved: Mapping[str, DeviceKey]) -> Iterator[dict[str, DeviceKey]]:
         """Where a call may run its operations then: with the weights, where they are, off the CPU."""
-        stay = dict(self.best[index].schedule.assignment.operations)
+        stay = dict(self.best[index].assignment.operations)
         follow = dict(stay)
         for unit, key in moved.items():
             follow.update(dict.fromkeys(self.followers[unit][index], key))
@@ -169,22 +159,18 @@ def _writes(graph: Graph, operations: Sequence[str]) -> bool:
 
 def _layer(name: str) -> str:
     """``model.layers.3.mlp.up.weight -> model.layers.3``; without a number, the module itself."""
-    parts = name.split(".")
-    numbers = [index for index, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[: numbers[0] + 1] if numbers else parts[:-1] or parts)
+    found = re.match(r"(.+?\.)??\d+(?=\.|$)", name)
+    return found.group() if found else name.rpartition(".")[0] or name
 
 
 def _followers(graph: Graph, names: Sequence[str]) -> list[str]:
-    """The operations that read these weights or run between such, and those tied to them."""
-    order = list(graph.operations)
-    reading = {reader for name in names for reader in graph.consumers.get(name, ())}
-    found = {name for name in order if name in reading}
-    paths = {_layer(name) for name in names}
+    """The operations that read these weights, those after them that read none, and those tied to these."""
+    found, follows = set[str](), False
     for operation in graph.operations.values():
-        path = operation.module_path
-        if any(path == layer or path.startswith(layer + ".") for layer in paths):
+        weights = [name for name in operation.inputs if name in graph.weights]
+        follows = any(name in names for name in weights) if weights else follows
+        if follows:
             found.add(operation.name)
-    for group in graph.together:
-        if group & found:
-            found |= group
-    return [name for name in order if name in found]
+    tied = [group for group in graph.together if group & found]
+    found = found.union(*tied)
+    return [name for name in graph.operations if name in found]

@@ -128,6 +128,7 @@ class Frontier:
 
     Attributes:
         devices: how many compute.
+        classes: those that can be exchanged, together.
         shared: items that are weights with several readers and no fixed home.
         fixed_queue: (devices, macro-operations) seconds of copying weights that are fixed in CPU memory.
         steps: in order.
@@ -138,29 +139,26 @@ class Frontier:
     ) -> None:
         self.arrays, self.streaming, self.guide = arrays, streaming, guide
         self.devices, self.units = arrays.computing, len(arrays.units)
-        self.cpu = next((d for d, spec in enumerate(arrays.specs) if not spec.is_accelerator), None)
-        self._classify()
+        self.accelerators = [d for d, spec in enumerate(arrays.specs) if spec.is_accelerator]
+        self.cpu = next((d for d in range(self.devices) if d not in self.accelerators), None)
+        self.readers, self.shared = arrays.readers, arrays.shared
+        free = [v for v in range(arrays.values, len(arrays.names)) if arrays.fixed[v] < 0]
+        alone: dict[int, list[int]] = defaultdict(list)
+        for item in (v for v in free if len(self.readers.get(v, ())) == 1):
+            alone[self.readers[item][0]].append(item)
+        self.own = [alone[unit] for unit in range(self.units)]
         values = self._values()
         self.needs_home = any(self._depends_on_source(value) for value in values)
         self.width = self.devices * (2 if self.needs_home else 1)
         self.per_word = _WORD // self.width  # none where devices are so many: all values are relaxed
         self.mask = (1 << self.devices) - 1
-        classes = device_classes(arrays)
-        self.before = [(b, a) for members in classes for a, b in pairwise(members)]
+        self.classes = device_classes(arrays)
+        self.before = [(b, a) for members in self.classes for a, b in pairwise(members)]
         if self.devices > _WORD:  # then no bits are left for which are in use
             self.before = []
         self.steps = self._make_steps(values, first)
 
     # -- reading the problem -------------------------------------------------------------------------
-
-    def _classify(self) -> None:
-        """Weights by who reads them: one macro-operation (its own), several (shared), or fixed."""
-        arrays = self.arrays
-        self.readers, self.shared = arrays.readers, arrays.shared
-        self.own: list[list[int]] = [[] for _ in range(self.units)]
-        for item, units in self.readers.items():
-            if item >= arrays.values and arrays.fixed[item] < 0 and len(units) == 1:
-                self.own[units[0]].append(item)
 
     def is_streamable(self, item: int) -> bool:
         """Whether accelerators may read a weight through their prefetch buffers."""
@@ -175,9 +173,8 @@ class Frontier:
 
     def _is_read_on_cpu_only(self, item: int) -> bool:
         """Whether some reader of a weight may run on no accelerator: the weight may be with it."""
-        accelerators = [d for d, spec in enumerate(self.arrays.specs) if spec.is_accelerator]
         readers = [i for unit in self.readers.get(item, ()) for i in self.arrays.units[unit]]
-        return not np.isfinite(self.arrays.compute[accelerators][:, readers]).any(axis=0).all()
+        return not np.isfinite(self.arrays.compute[self.accelerators][:, readers]).any(axis=0).all()
 
     def _values(self) -> list[_Value]:
         """Values that cross between steps, those with one maker and the same readers as one."""
@@ -224,21 +221,16 @@ class Frontier:
     def _copies(self, item: int) -> Floats:
         """(devices, devices) seconds of a copy; 0 where it goes through prefetch buffers."""
         arrays = self.arrays
-        seconds: Floats = arrays.latency + arrays.nbytes[item] * arrays.per_byte
-        np.fill_diagonal(seconds, 0.0)
+        seconds = arrays.copy_seconds(item)
         if item >= arrays.values and self.is_streamable(item) and arrays.problem.streams:
-            assert self.cpu is not None
-            accelerators = [d for d, spec in enumerate(arrays.specs) if spec.is_accelerator]
-            if arrays.fixed[item] == self.cpu:
-                for d in accelerators:
-                    queue = arrays.nbytes[item] * arrays.per_byte[self.cpu, d]
-                    readers = self.readers.get(item, ())
-                    if len(readers) == 1:
-                        self.fixed_queue[d, readers[0]] += queue
-            if not self.guide or arrays.fixed[item] == self.cpu:
-                seconds[self.cpu, accelerators] = 0.0
+            readers, cpu_fixed = self.readers.get(item, ()), arrays.fixed[item] == self.cpu
+            if cpu_fixed and len(readers) == 1:
+                queue = arrays.nbytes[item] * arrays.per_byte[self.cpu, self.accelerators]
+                self.fixed_queue[self.accelerators, readers[0]] += queue
+            if not self.guide or cpu_fixed:
+                seconds[self.cpu, self.accelerators] = 0.0
             elif arrays.nbytes[item] >= arrays.params.negligible * arrays.weight_bytes.sum():
-                seconds[self.cpu, accelerators] = np.inf
+                seconds[self.cpu, self.accelerators] = np.inf
         return seconds
 
     def _depends_on_source(self, value: _Value) -> bool:
@@ -273,28 +265,21 @@ class Frontier:
         arrays = self.arrays
         if variable >= self.units:
             item = self.shared[variable - self.units]
-            seconds = np.array([0.0 if self._may_hold(item, d) else np.inf for d in range(self.devices)])
-            nbytes = float(arrays.weight_bytes[item - arrays.values])
+            seconds = np.zeros(self.devices)
+            if not self.streaming and not self._is_read_on_cpu_only(item):
+                seconds[[d for d in range(self.devices) if d not in self.accelerators]] = np.inf
+            nbytes = arrays.stored_bytes([item])
             nothing = np.zeros(self.devices)
             return Step(variable, seconds, nbytes, 0.0, 0.0, nothing, nothing, nothing, nothing)
-        nbytes = sum(float(arrays.weight_bytes[item - arrays.values]) for item in self.own[variable])
-        movable = sum(float(arrays.weight_bytes[item - arrays.values]) for item in self.movable(variable))
-        items = self.movable(variable)
-        copied = float(sum(arrays.nbytes[item] for item in items))
-        if self.guide and items:  # with the gaps between weights, which a bound leaves out
-            copied = movable - float(
-                arrays.weight_bytes[items[-1] - arrays.values] - arrays.nbytes[items[-1]]
-            )
-        needs = arrays.working_sets[:, variable]
-        workspace = arrays.workspace[:, arrays.units[variable]].max(axis=1)
+        movable = self.movable(variable)
         return Step(
             variable,
             self.clock[:, variable].copy(),
-            nbytes,
-            movable,
-            copied,
-            needs,
-            workspace,
+            arrays.stored_bytes(self.own[variable]),
+            arrays.stored_bytes(movable),
+            float(arrays.nbytes[movable].sum()),
+            arrays.working_sets[:, variable],
+            arrays.workspace[:, arrays.units[variable]].max(axis=1),
             *self._beside(variable),
         )
 
@@ -304,13 +289,10 @@ class Frontier:
         items = [item for item in self.own[unit] if self.is_streamable(item)]
         if not self.guide:  # for a bound, all of them
             return items
-        left = self.arrays.params.negligible * sum(nbytes[item] for item in items)
-        small: set[int] = set()
-        for item in sorted(items, key=lambda item: nbytes[item]):
-            left -= nbytes[item]
-            if left < 0:
-                break
-            small.add(item)
+        growing = sorted(items, key=lambda item: nbytes[item])
+        together = np.cumsum(nbytes[growing])
+        least = self.arrays.params.negligible * nbytes[items].sum()
+        small = set(growing[: np.searchsorted(together, least, side="right")])
         return [item for item in items if item not in small]
 
     def _beside(self, unit: int) -> tuple[Floats, Floats]:
@@ -321,13 +303,6 @@ class Frontier:
             return np.zeros(self.devices), np.zeros(self.devices)
         seconds = np.where(np.isfinite(arrays.compute[:, members]), arrays.compute[:, members], 0.0)
         return seconds[:, : min(read)].sum(axis=1), seconds[:, max(read) + 1 :].sum(axis=1)
-
-    def _may_hold(self, item: int, device: int) -> bool:
-        """Whether a shared weight may reside on a device; in CPU memory if it is streamed or read there."""
-        specs = self.arrays.specs
-        if specs[device].is_accelerator or self.streaming:
-            return True
-        return self._is_read_on_cpu_only(item)
 
     def _give_slots(self, steps: list[Step], touched: dict[int, list[_Value]], place: dict[int, int]) -> None:
         """A slot for each value while it is live; slot 0 says which devices are in use."""
@@ -434,24 +409,23 @@ class Frontier:
             if touch.slot in relaxed:
                 continue
             word, shift = self._at(touch.slot)
-            held = states[word] >> shift & self.mask
-            if touch.makes:
-                if touch.seconds is not None:  # those who have read it before
-                    there = (held[None, :] >> devices[:, None] & 1).astype(bool)
-                    for reader in range(self.devices):
-                        seconds += np.where(there[reader], touch.seconds[:, reader][:, None], 0.0)
-                after[:, word] |= bits << shift
-                if self.needs_home:
-                    after[:, word] |= bits << (shift + self.devices)
-                continue
             if touch.seconds is not None:
-                missing = (held[None, :] >> devices[:, None] & 1) == 0
-                seconds += np.where(missing, self._arrival(touch.seconds, states[word], shift), 0.0)
+                held = self._held(states, touch.slot)
+                if touch.makes:  # those who have read it before
+                    for reader, cost in enumerate(touch.seconds.T):
+                        seconds += np.where(held[reader], cost[:, None], 0.0)
+                else:
+                    seconds += np.where(held, 0.0, self._arrival(touch.seconds, states[word], shift))
             after[:, word] |= bits << shift
-        for slot in step.closed:
-            word, shift = self._at(slot)
-            after[:, word] &= ~np.int64((1 << self.width) - 1 << shift)
-        return after, seconds
+            if touch.makes and self.needs_home:
+                after[:, word] |= bits << (shift + self.devices)
+        return self.without(after, frozenset(step.closed)), seconds
+
+    def _held(self, states: Ints, slot: int) -> Bools:
+        """(devices, states) whether a device has a value."""
+        word, shift = self._at(slot)
+        found: Bools = (states[word] >> shift >> np.arange(self.devices)[:, None] & 1).astype(bool)
+        return found
 
     def live_bytes(self, step: Step, states: Ints) -> Floats:
         """(devices, states) bytes of values that are live while a step runs on a device; an estimate.
@@ -461,12 +435,7 @@ class Frontier:
         found = np.zeros((self.devices, states.shape[1]))
         touched = {touch.slot for touch in step.touches}
         for slot, nbytes in step.live:
-            if slot in touched:
-                found += nbytes
-                continue
-            word, shift = self._at(slot)
-            held = states[word] >> shift & self.mask
-            found += nbytes * (held[None, :] >> np.arange(self.devices)[:, None] & 1)
+            found += nbytes if slot in touched else nbytes * self._held(states, slot)
         return found
 
     def _arrival(self, seconds: Floats, words: Ints, shift: int) -> Floats:
@@ -576,8 +545,7 @@ def _unique(states: Ints) -> Ints:
     """(words, states) each once, in lexicographic order."""
     if not states.shape[1]:
         return states
-    order = np.lexsort(states[::-1]) if len(states) > 1 else np.argsort(states[0], kind="stable")
-    found = states[:, order]
+    found = states[:, np.lexsort(states[::-1])]
     new: Bools = np.ones(found.shape[1], dtype=bool)
     new[1:] = (found[:, 1:] != found[:, :-1]).any(axis=0)
     return found[:, new]

@@ -44,3 +44,7 @@ class Limits:
         if left is None:
             return replace(self, effort=self.effort * share)
         return replace(self, deadline=time.monotonic() + left * share)
+
+    def one_of(self, searches: int) -> Limits:
+        """Of one of so many searches: the time that is left is shared, the default work is each one's own."""
+        return replace(self.until(1 / searches), effort=self.effort)

@@ -103,8 +103,8 @@ class LinearProgram:
             cost,
             A_ub=self._less,
             b_ub=self._than,
-            A_eq=self._same if len(self._as) else None,
-            b_eq=self._as if len(self._as) else None,
+            A_eq=self._same,
+            b_eq=self._as,
             bounds=np.column_stack([low, high]),
             method="highs",
             options=options,
@@ -114,7 +114,7 @@ class LinearProgram:
         if found.status != 0:
             return Node(-np.inf, np.round(low), np.zeros(len(low)), low, high)
         less = np.minimum(found.ineqlin.marginals, 0.0)
-        same = found.eqlin.marginals if len(self._as) else np.zeros(0)
+        same = found.eqlin.marginals
         bound = self._proven(cost, less, same, low, high)
         weight = abs(self._less).T @ -less + abs(self._same).T @ np.abs(same)
         return Node(bound, np.asarray(found.x), np.asarray(weight), low, high)
@@ -126,10 +126,8 @@ class LinearProgram:
             np.concatenate([np.zeros(variables), np.ones(rows + 2 * same)]),
             A_ub=hstack([self._less, -identity(rows), csr_array((rows, 2 * same))]),
             b_ub=self._than,
-            A_eq=hstack([self._same, csr_array((same, rows)), identity(same), -identity(same)])
-            if same
-            else None,
-            b_eq=self._as if same else None,
+            A_eq=hstack([self._same, csr_array((same, rows)), identity(same), -identity(same)]),
+            b_eq=self._as,
             bounds=[*zip(low, high, strict=True), *[(0.0, None)] * (rows + 2 * same)],
             method="highs",
             options={**options, "presolve": True},
@@ -137,7 +135,7 @@ class LinearProgram:
         if found.status != 0:
             return False
         less = np.clip(found.ineqlin.marginals, -1.0, 0.0)
-        equal = np.clip(found.eqlin.marginals, -1.0, 1.0) if same else np.zeros(0)
+        equal = np.clip(found.eqlin.marginals, -1.0, 1.0)
         return self._proven(np.zeros(variables), less, equal, low, high) > _VIOLATED
 
     def _proven(self, cost: Floats, less: Floats, same: Floats, low: Floats, high: Floats) -> float:
@@ -156,8 +154,8 @@ def branch_and_bound(program: LinearProgram, objective: int, enough: float, effo
         program: its integer variables are branched on.
         objective: the variable.
         enough: a bound that needs no improvement.
-        effort: what is charged; its ``milp_nodes`` limits the linear programs that raise the bound by less
-            than a hundredth of what is missing.
+        effort: what is charged; its ``milp_nodes`` limits the linear programs that raise the bound by a
+            ``negligible`` share of what is missing.
     """
     program.freeze()
     integer: Bools = np.array(program.integer, dtype=bool)
@@ -170,7 +168,7 @@ def branch_and_bound(program: LinearProgram, objective: int, enough: float, effo
     while heap and heap[0][0] < enough and not effort.over:
         bound, _, node = heap[0]
         if solved - seen[0] >= effort.params.milp_nodes:
-            if bound - seen[1] < 0.01 * (enough - bound):
+            if bound - seen[1] < effort.params.negligible * (enough - bound):
                 break
             seen = solved, bound
         fraction = np.abs(node.values - np.round(node.values))

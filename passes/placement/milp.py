@@ -10,7 +10,8 @@ that its optimum is a bound. The rows, with their proofs, are in docs/planner.md
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,7 +19,6 @@ from graphplan.passes.placement.arrays import Arrays, Floats, Ints
 from graphplan.passes.placement.frontier import Frontier
 from graphplan.passes.placement.linear_program import LinearProgram, branch_and_bound
 from graphplan.passes.placement.params import Effort
-from graphplan.passes.placement.symmetry import device_classes
 from graphplan.passes.schedule.prefetch_segments import SMALL
 
 __all__ = ["bound_by_classes"]
@@ -31,7 +31,7 @@ class _Class:
     Attributes:
         units: their numbers.
         window: of the order.
-        sizes: bytes of an own weight that may be streamed -> how many each has.
+        sizes: bytes of own weights that may be streamed, with how many each has of them.
         nbytes: of all own weights of each.
         read: bytes of all weights that each reads.
         shared: items that are shared weights.
@@ -39,7 +39,7 @@ class _Class:
 
     units: tuple[int, ...]
     window: int
-    sizes: dict[float, int]
+    sizes: tuple[tuple[float, int], ...]
     nbytes: float
     read: float
     shared: tuple[int, ...]
@@ -63,9 +63,8 @@ class _Program:
         self.scale = max(upper, 1e-12)
         self.program = LinearProgram()
         self.cpu = self.frontier.cpu
-        self.needs = np.array(
-            [step.needs for step in self.frontier.steps if step.variable < self.frontier.units]
-        ).T
+        self.needs = arrays.working_sets
+        self.least = arrays.params.negligible * float(arrays.weight_bytes.sum())
         self.classes = self._classify()
         self.windows = 1 + max(0, *(c.window for c in self.classes)) if self.classes else 1
         self.places = self._places()
@@ -83,64 +82,37 @@ class _Program:
 
     def _classify(self) -> list[_Class]:
         found = self._group(self._windows(1))
-        if (
-            self.frontier.streaming and 2 * len(found) > self.frontier.units
-        ):  # most are of a class of their own
+        most_differ = 2 * len(found) > self.frontier.units
+        if self.frontier.streaming and most_differ:
             found = self._group(self._windows(self.arrays.params.milp_windows))
         return found
 
     def _group(self, window: Ints) -> list[_Class]:
         arrays, frontier = self.arrays, self.frontier
-        least = arrays.params.negligible * float(arrays.weight_bytes.sum())
         shared: dict[int, list[int]] = defaultdict(list)
-        read = np.array([sum(arrays.weight_bytes[i - arrays.values] for i in own) for own in frontier.own])
+        read = np.array([arrays.stored_bytes(own) for own in frontier.own])
         for item in range(arrays.values, len(arrays.names)):
             for unit in frontier.readers.get(item, ()):
-                if item in frontier.shared and arrays.weight_bytes[item - arrays.values] >= least:
+                if item in frontier.shared and arrays.nbytes[item] >= self.least:
                     shared[unit].append(item)
                 if item in frontier.shared or arrays.fixed[item] >= 0:
-                    read[unit] += arrays.weight_bytes[item - arrays.values]
-        groups: dict[object, list[int]] = defaultdict(list)
-        sizes = []
-        for unit in range(frontier.units):
-            own = [float(arrays.weight_bytes[i - arrays.values]) for i in frontier.own[unit]]
-            streamed = Counter(
-                float(arrays.weight_bytes[i - arrays.values])
-                for i in frontier.own[unit]
-                if frontier.is_streamable(i)
-            )
-            sizes.append(streamed)
-            key = (
-                int(window[unit]),
-                frontier.clock[:, unit].tobytes(),
-                frontier.fixed_queue[:, unit].tobytes(),
-                self.needs[:, unit].tobytes(),
-                tuple(sorted(own)),
-                tuple(sorted(streamed.items())),
-                tuple(shared[unit]),
-                float(read[unit]),
-            )
-            groups[key].append(unit)
-        return [
-            _Class(
-                tuple(units),
-                int(window[units[0]]),
-                dict(sizes[units[0]]),
-                sum(float(arrays.weight_bytes[i - arrays.values]) for i in frontier.own[units[0]]),
-                float(read[units[0]]),
-                tuple(shared[units[0]]),
-            )
-            for units in groups.values()
-        ]
+                    read[unit] += arrays.stored_bytes([item])
+        groups: dict[tuple[_Class, Hashable, Hashable], list[int]] = defaultdict(list)
+        for unit, own in enumerate(frontier.own):
+            streamed = Counter(arrays.stored_bytes([i]) for i in own if frontier.is_streamable(i))
+            sizes, nbytes = tuple(sorted(streamed.items())), arrays.stored_bytes(own)
+            each = _Class((), int(window[unit]), sizes, nbytes, float(read[unit]), tuple(shared[unit]))
+            columns = (frontier.clock, frontier.fixed_queue, self.needs)
+            seen = tuple(column[:, unit].tobytes() for column in columns)
+            groups[each, seen, tuple(sorted(arrays.stored_bytes([i]) for i in own))].append(unit)
+        return [replace(each, units=tuple(units)) for (each, *_), units in groups.items()]
 
     def _windows(self, count: int) -> Ints:
         """(macro-operations,) a window of the order, cut at readers of shared weights too; -1 for several."""
         members, arrays = self.arrays.units, self.arrays
         first, last = np.array([unit[0] for unit in members]), np.array([unit[-1] for unit in members])
-        least = arrays.params.negligible * float(arrays.weight_bytes.sum())
-        large = [
-            unit for item in arrays.shared if arrays.nbytes[item] >= least for unit in arrays.readers[item]
-        ]
+        shared = (item for item in arrays.shared if arrays.nbytes[item] >= self.least)
+        large = [unit for item in shared for unit in arrays.readers[item]]
         streamed = np.flatnonzero([bool(own) for own in self.frontier.own])
         marks = np.sort(first[streamed]) if len(streamed) else np.sort(first)
         parts = [part[0] for part in np.array_split(marks, count) if len(part)]
@@ -153,12 +125,12 @@ class _Program:
         """Devices one by one, or those together that nothing tells apart."""
         if len(self.classes) * self.frontier.devices <= self.arrays.params.milp_variables:
             return [[d] for d in range(self.frontier.devices)]
-        return device_classes(self.arrays)
+        return self.frontier.classes
 
     # -- rows ----------------------------------------------------------------------------------------
 
     def _build(self) -> None:
-        program, arrays = self.program, self.arrays
+        program = self.program
         self.makespan = program.variable(10.0)
         self.elapsed = [program.variable(10.0) for _ in range(self.windows)]
         self.clock: dict[int, list[tuple[int, float]]] = defaultdict(list)
@@ -188,15 +160,11 @@ class _Program:
         constant = self.frontier.constant / self.scale
         program.at_most([*everything, *((elapsed, -1.0) for elapsed in self.elapsed)], -constant)
         program.at_most([*((elapsed, 1.0) for elapsed in self.elapsed), (self.makespan, -1.0)], 0.0)
-        assert arrays.computing == self.frontier.devices
 
     def _buffer_sizes(self) -> list[float]:
         """Sizes that buffers may have to have, in growing order."""
-        sizes = {size for c in self.classes for size in c.sizes}
-        sizes |= {
-            float(self.arrays.weight_bytes[i - self.arrays.values]) for c in self.classes for i in c.shared
-        }
-        return sorted(sizes)
+        own = {size for each in self.classes for size, _ in each.sizes}
+        return sorted(own | {self.arrays.stored_bytes([i]) for each in self.classes for i in each.shared})
 
     def _add_place(self, place: list[int], number: int) -> list[tuple[int, float]]:
         """Variables of what runs on a place, and is streamed to it; the terms of its bytes."""
@@ -219,7 +187,7 @@ class _Program:
                 queue[each.window].append((variable, frontier.fixed_queue[d, unit] / self.scale))
             memory.append((variable, each.nbytes / self.byte_scale))
             if accelerates and able and self.cpu is not None:
-                for size, times in each.sizes.items():
+                for size, times in each.sizes:
                     streamed = program.variable(float(units * times), integer=True)
                     program.at_most([(streamed, 1.0), (variable, -float(times))], 0.0)
                     seconds = self._copy_seconds(d, size, each.read)
@@ -293,25 +261,18 @@ class _Program:
         """Weights that several classes read: at home on one place, copied where else they are read."""
         program, arrays, d, memory = self.program, self.arrays, place[0], list[tuple[int, float]]()
         for item, homes in self.homes.items():
-            size = float(arrays.weight_bytes[item - arrays.values])
+            size = arrays.stored_bytes([item])
             memory.append((homes[number], size / self.byte_scale))
             taken = program.variable(1.0)
             for index, each in enumerate(self.classes):
                 if (
                     item in each.shared
-                ):  # one device of the place reads it if one operation of the class is there
+                ):  # a device of the place reads it if an operation of the class is there
                     program.at_least([(taken, float(len(each.units))), (x[index], -1.0)], 0.0)
             moved = program.variable(1.0)
             terms = [(taken, 1.0), (homes[number], -1.0), (moved, -1.0)]
-            seconds = (
-                min(
-                    (arrays.latency[h, d] + arrays.nbytes[item] * arrays.per_byte[h, d])
-                    for h in range(self.frontier.devices)
-                    if h != d or len(place) > 1
-                )
-                if self.frontier.devices > 1
-                else 0.0
-            )
+            copies = arrays.copy_seconds(item)[: self.frontier.devices, d]
+            seconds = min((s for h, s in enumerate(copies) if h != d or len(place) > 1), default=0.0)
             self.clock[-1].append((moved, float(seconds) / self.scale))
             if slots and self.frontier.is_streamable(item) and self.cpu is not None:
                 streamed = program.variable(1.0)

@@ -194,7 +194,7 @@ class Relaxation:
     def _even(self, point: Floats) -> Floats:
         """The mean over the devices of each class: what is best for all of them is best for their mean."""
         count, even = self.frontier.devices, point.copy()
-        for members in _members(self.frontier):
+        for members in self.frontier.classes:
             for part in (0, count):
                 even[[m + part for m in members]] = point[[m + part for m in members]].mean()
         return even
@@ -211,10 +211,8 @@ class Relaxation:
 
     def _highest(self, cuts: list[tuple[float, Floats]]) -> tuple[float, Floats]:
         """The highest bound that the cutting planes leave possible, and its prices."""
-        count, unit = (
-            self.frontier.devices,
-            max(self.bound, 1e-12),
-        )  # for HiGHS, whose tolerances are absolute
+        count = self.frontier.devices
+        unit = max(self.bound, 1e-12)  # for HiGHS, whose tolerances are absolute
         # no price is higher than the slowest forward pass for all bytes of a device
         highest = float(np.where(np.isfinite(self.seconds), self.seconds, 0.0).max(axis=0).sum()) / unit
         slopes = np.array([slope for _, slope in cuts])
@@ -276,12 +274,8 @@ class Relaxation:
             each += extra[:, i : i + 1]
             rest.append(each.min(axis=0))
         rest.reverse()
-        nbytes, queue, clock_sum, state = (
-            np.zeros(len(self.room)),
-            np.zeros(len(self.room)),
-            np.zeros(len(self.room)),
-            0,
-        )
+        nbytes, queue, clock_sum = np.zeros((3, len(self.room)))
+        state = 0
         for i, stage in enumerate(self.stages):
             onward = stage.onward[:, state]
             clock = clocks[id(stage)][:, state] if weighed else stage.seconds[:, state]
@@ -303,65 +297,38 @@ class Relaxation:
     def _first_prices(self) -> Floats | None:
         """From the linear program of operation classes over devices; None where it has no solution."""
         count = self.frontier.devices
-        columns = np.vstack(
-            [np.where(np.isfinite(self.seconds), self.seconds, -1.0), self.nbytes, self.movable]
-        )
-        columns = np.vstack([columns, self.fixed_queue, np.where(np.isfinite(self.copy), self.copy, -1.0)])
-        kinds, first, number = np.unique(columns.T.round(12), axis=0, return_index=True, return_counts=True)
+        columns = np.vstack([self.seconds, self.nbytes, self.movable, self.fixed_queue, self.copy])
+        _, first, number = np.unique(columns.T.round(12), axis=0, return_index=True, return_counts=True)
         seconds = self.seconds[:, first].T
         copy, queue = self.copy[:, first].T, self.fixed_queue[:, first].T
         nbytes, movable = self.nbytes[first][:, None], self.movable[first][:, None]
         able, may_copy = np.isfinite(seconds), np.isfinite(copy)
         if not able.any(axis=1).all():
             return None
-        seconds, copy, classes = np.where(able, seconds, 0.0), np.where(may_copy, copy, 0.0), len(kinds)
-        makespan = 2 * classes * count
-        rows, limits = [], []
+        seconds, copy, classes = np.where(able, seconds, 0.0), np.where(may_copy, copy, 0.0), len(first)
+        on_clock, on_queue = (copy, 0.0) if self.on_clock else (0.0, copy)
 
-        def add(stay: Floats, away: Floats, last: float, limit: float) -> None:
-            rows.append(np.concatenate([stay.ravel(), away.ravel(), [last]]))
-            limits.append(limit)
+        def row(stay: Floats, away: Floats, makespan: float) -> Floats:
+            return np.concatenate([stay.ravel(), away.ravel(), [makespan]])
 
-        add(seconds, seconds + (copy if self.on_clock else 0.0), -1.0, 0.0)
-        for d in range(count):
-            one = np.zeros((1, count))
-            one[0, d] = 1.0
-            add(queue * one, (queue + (0.0 if self.on_clock else copy)) * one, -1.0, 0.0)
-        for d in range(count):
-            one = np.zeros((1, count))
-            one[0, d] = 1.0
-            away = (nbytes - movable) * one
-            if d == self.cpu:
-                away = away + movable
-            add(nbytes * one / self._scale[d], away / self._scale[d], 0.0, self.room[d] / self._scale[d])
-        upper = np.concatenate(
-            [np.where(able, np.inf, 0.0).ravel(), np.where(may_copy, np.inf, 0.0).ravel(), [np.inf]]
-        )
+        clock = row(seconds, seconds + on_clock, -1.0)
+        queues = [row(queue * one, (queue + on_queue) * one, -1.0) for one in np.eye(count)]
+        memory = []
+        for d, one in enumerate(np.eye(count)):
+            away = (nbytes - movable) * one + (movable if d == self.cpu else 0.0)
+            memory.append(row(nbytes * one, away, 0.0) / self._scale[d])
         each = sparse.kron(sparse.identity(classes), np.ones((1, count)))
-        objective = np.zeros(makespan + 1)
-        objective[makespan] = 1.0
+        variables = row(np.where(able, np.inf, 0.0), np.where(may_copy, np.inf, 0.0), np.inf)
         found = linprog(
-            objective,
-            A_ub=sparse.csr_matrix(np.array(rows)),
-            b_ub=limits,
+            np.arange(len(variables)) == len(variables) - 1,
+            A_ub=sparse.csr_matrix(np.array([clock, *queues, *memory])),
+            b_ub=np.concatenate([np.zeros(1 + count), self.room / self._scale]),
             A_eq=sparse.hstack([each, each, sparse.csr_matrix((classes, 1))]),
             b_eq=number,
-            bounds=np.column_stack([np.zeros(len(upper)), upper]),
+            bounds=np.column_stack([np.zeros(len(variables)), variables]),
             method="highs",
         )
         if found.x is None:  # HiGHS' word is not a proof: begin without prices
             return np.zeros(2 * count)
         duals = np.maximum(-found.ineqlin.marginals, 0.0)
         return np.concatenate([duals[1 + count :], duals[1 : 1 + count]])
-
-
-def _members(frontier: Frontier) -> list[list[int]]:
-    """Devices by class."""
-    classes: list[list[int]] = [[d] for d in range(frontier.devices)]
-    for device, other in frontier.before:
-        mine = next(members for members in classes if other in members)
-        its = next(members for members in classes if device in members)
-        if mine is not its:
-            mine += its
-            classes.remove(its)
-    return classes

@@ -11,10 +11,10 @@ first has large activations::
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from graphplan.devices.topology import DeviceKey
-from graphplan.ir.schedule import Assignment
+from graphplan.ir.schedule import Assignment, Ring
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.problem import Problem
 
@@ -26,7 +26,7 @@ def evaluate_together(problems: Sequence[Problem], assignments: Sequence[Assignm
     found = [evaluate(problem, one) for problem, one in zip(problems, assignments, strict=True)]
     sizes = _largest(found)
     return [
-        one if _has(one, sizes) else evaluate(_with_rings(problem, sizes), one.schedule.assignment)
+        one if _has(one, sizes) else evaluate(_with_rings(problem, sizes), one.assignment)
         for problem, one in zip(problems, found, strict=True)
     ]
 
@@ -35,9 +35,9 @@ def fit_together(problems: Sequence[Problem], assignments: Sequence[Assignment])
     """As :func:`evaluate_together`, with as many slots as are asked for and all budgets allow."""
     found = evaluate_together(problems, assignments)
     while (deepest := _deepest(found)) is not None:
-        fewer = [one.schedule.assignment for one in found]
-        own = fewer[deepest.call]
-        fewer[deepest.call] = replace(own, slots={**own.slots, deepest.device: deepest.slots - 1})
+        call, ring = deepest
+        fewer = [one.assignment for one in found]
+        fewer[call] = replace(fewer[call], slots={**fewer[call].slots, ring.device: len(ring.slots) - 1})
         found = evaluate_together(problems, fewer)
     return found
 
@@ -58,32 +58,22 @@ def within(problem: Problem, others: Sequence[Evaluation]) -> Problem:
     return replace(beside(problem, others), growth=limits)
 
 
-@dataclass(frozen=True, slots=True)
-class _Slots:
-    """How many slots a call has on a device."""
-
-    call: int
-    device: DeviceKey
-    slots: int
-
-
-def _deepest(found: Sequence[Evaluation]) -> _Slots | None:
+def _deepest(found: Sequence[Evaluation]) -> tuple[int, Ring] | None:
     """Of the devices over their budgets, the call whose slots take most, if it can do with fewer."""
     over = {key for one in found for key in one.excess}
     rings = [
-        (sum(ring.slots), _Slots(call, ring.device, len(ring.slots)))
+        (call, ring)
         for call, one in enumerate(found)
         for ring in one.schedule.rings
-        if ring.device in over and len(ring.slots) > _least(one, ring.device)
+        if ring.device in over and len(ring.slots) > _least(one, ring)
     ]
-    return max(rings, key=lambda pair: pair[0])[1] if rings else None
+    return max(rings, key=lambda pair: sum(pair[1].slots), default=None)
 
 
-def _least(found: Evaluation, device: DeviceKey) -> int:
+def _least(found: Evaluation, ring: Ring) -> int:
     """The fewest slots that can do: where segments are read at once, asking for fewer gives no fewer."""
-    asked = found.schedule.assignment.slots.get(device)
-    actual = next(len(ring.slots) for ring in found.schedule.rings if ring.device == device)
-    return actual if asked is not None and asked < actual else 1
+    actual = len(ring.slots)
+    return actual if found.assignment.slots.get(ring.device, actual) < actual else 1
 
 
 def _largest(found: Sequence[Evaluation]) -> dict[DeviceKey, int]:

@@ -11,7 +11,6 @@ from placements import HOST, ample, best_of_all, cards, equal_cards, resident_pr
 from random_problems import TINY
 
 from graphplan.devices.topology import CPU, Topology
-from graphplan.passes.placement import relaxation as relaxations
 from graphplan.passes.placement.arrays import Arrays
 from graphplan.passes.placement.frontier import Frontier, make_stages
 from graphplan.passes.placement.problem import Problem
@@ -116,7 +115,7 @@ def test_devices_of_a_class_have_equal_prices() -> None:
         count = sum(spec.is_accelerator for spec in topology.devices)
         assert len({*found.prices.per_byte[:count].tolist()}) == 1
     found = improved(Arrays(Problem(graph, cards(3, memory=9 * MIB), CPU)))
-    assert relaxations._members(found.frontier) == [[0], [1], [2]]
+    assert found.frontier.classes == [[0], [1], [2]]
 
 
 def test_weights_that_cannot_fit_leave_no_placement_possible() -> None:
