@@ -32,7 +32,7 @@ class SearchParams:
         sufficient_gap: relative gap at which the search ends: nobody measures a tenth of a percent.
         negligible: share below which a weight is not told apart: of all weights, for the home of a shared
             one; of the largest beside it, for a copy of its own at each forward pass. Of what a bound
-            lacks, the least that is progress.
+            lacks, the least that is progress; of a budget, the least head-room that is worth a move.
         slot_sizes: sizes of prefetch buffers that are tried.
         slot_ratio: from one of these to the next smaller one, at least.
         slot_room: share of the smallest accelerator that one slot may take, if some weights are so small.
