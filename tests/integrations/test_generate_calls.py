@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 
 LIMITS = {"max_batch": 4, "max_length": 64}
 SHORT = {"max_batch": 2, "max_length": 12}
-# of the tiny Llama: in simulation, where the example's call alone fits elsewhere
+# of the tiny Llama, in simulation
 TIGHT = {0: 66000, 1: 92000}
 
 
@@ -52,6 +52,15 @@ def test_where_the_first_placement_has_no_room_there_are_others(
     together: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, budgets, limits = build("llama"), TIGHT, SHORT
+    plan, asked = Compiler.plan, list[Any]()
+
+    def lack_room_once(self: Compiler, call: Any, entry: str = "") -> Any:
+        asked.append(call)
+        if len(asked) == 2:  # the first call of generate()
+            raise graphplan.InfeasibleError("no room where the example's weights are")
+        return plan(self, call, entry)
+
+    monkeypatch.setattr(Compiler, "plan", lack_room_once)
     if together:
         monkeypatch.setattr(generate_plan, "_plan_around", lambda *_: None)
     with graphplan.simulate(budgets) as machine, caplog.at_level(logging.INFO, "graphplan"):
