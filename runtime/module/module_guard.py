@@ -29,7 +29,14 @@ from graphplan.capture.modes import is_plain
 __all__ = ["Guard"]
 
 # `training` and the adapters of PEFT are modes, of which every graph has its own; the rest is torch's or ours
-_NOT_READ = {*vars(nn.Module()), "_graphplan", "_disable_adapters", "_active_adapter", "merged_adapters"}
+_ADAPTERS = {
+    "_disable_adapters",
+    "_adapters_disabled",
+    "_active_adapter",
+    "active_adapter",
+    "merged_adapters",
+}
+_NOT_READ = {*vars(nn.Module()), "_graphplan", *_ADAPTERS}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LONGEST = 60  # characters of a value in a message
 

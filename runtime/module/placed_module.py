@@ -180,6 +180,8 @@ class PlacedModule(nn.Module):
         """Have the module placed anew where it is not what its graphs were traced from."""
         state, changed = self._graphplan, self._change()
         if changed is not None:
+            if state.reader is not None:
+                state.reader.read(self)  # adapters that were put in are an error
             warn(f"{changed}: {type(self).__name__} is captured anew, as it is now")
             state.start = state.restart
 

@@ -189,10 +189,12 @@ def test_adapters_are_switched_after_placement() -> None:
             for each in (placed, model):
                 each.unmerge_adapter()
         assert largest_difference(placed(**inputs), model(**inputs)) < 1e-5
-        placed.add_adapter("late", other)
-        placed.set_adapter("late")
-        with pytest.raises(graphplan.PlanError, match="'late' was put into the model after it was placed"):
-            placed(**inputs)
+        for each in (placed, model):
+            torch.manual_seed(3)
+            each.add_adapter("late", other)
+            each.set_adapter("late")
+        with pytest.warns(graphplan.GraphplanWarning, match="captured anew"):
+            assert largest_difference(placed(**inputs), model(**inputs)) < 1e-5
 
 
 def test_adapters_that_are_put_into_a_placed_model_are_refused() -> None:
