@@ -137,7 +137,7 @@ def load(folder: str, cpu: str) -> dict[str, Any]:
     seconds, grown = time.perf_counter() - start, memory("VmHWM") - before
     homes = plan.schedule.assignment.weights
     on_host = sum(weight.nbytes for weight in plan.graph.weights.values() if homes[weight.name] == "cpu")
-    on_host += sum(ring.nbytes for ring in plan.schedule.rings)
+    on_host += sum(buffer.nbytes for buffer in plan.schedule.prefetch_buffers)
     return {"seconds": seconds, "grown": grown, "on_host": on_host, "over_host": grown / on_host}
 
 

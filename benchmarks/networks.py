@@ -121,7 +121,7 @@ def _tower(net: Network, at: str, x: str, layers: int, wide: int, rows: int, voc
 
 
 def towers(widths: Sequence[int], depths: Sequence[int], rows: int) -> Graph:
-    """A stem, parallel towers of unlike width and depth, and a head that reads them all."""
+    """A stem, parallel towers of different width and depth, and a head that reads them all."""
     net = Network()
     stem = net.linear("stem", net.input("features", rows * 512 * ELEMENT), rows, 512, 512)
     ends = []

@@ -24,7 +24,7 @@ from models import LLAMA_70B
 from report import table, write
 from transformers import LlamaForCausalLM
 
-from graphplan.capture.model_copy import Twin
+from graphplan.capture.model_copy import ModelCopy
 from graphplan.compiler.options import Options
 from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.devices.max_memory import read_max_memory
@@ -57,8 +57,8 @@ def stages(layers: int, devices: int = MODEL_DEVICES) -> dict[str, Any]:
         seconds[stage] = time.process_time() - start
         return result
 
-    compiler = Compiler(timed("copy", lambda: Twin(model)), topology, Options())
-    call = compiler.twin.bind((), {"input_ids": ids})
+    compiler = Compiler(timed("copy", lambda: ModelCopy(model)), topology, Options())
+    call = compiler.model_copy.bind((), {"input_ids": ids})
     timed("capture", lambda: compiler.trace(call))
     timed("annotate", lambda: compiler.pose(EntryCall(call)))
     planned = timed("place", lambda: compiler.plan(call))

@@ -61,7 +61,7 @@ def _unet(random: Random, operations: int) -> Graph:
 
 
 def _parts(random: Random, total: int, count: int) -> list[int]:
-    """``count`` unlike lengths that sum to about ``total``."""
+    """``count`` different lengths that sum to about ``total``."""
     parts = [random.uniform(0.3, 1.7) for _ in range(count)]
     return [max(1, round(total * part / sum(parts))) for part in parts]
 
@@ -115,7 +115,7 @@ class _Writer:
         return made[-1]
 
     def branches(self, x: str, operations: int) -> str:
-        """Two to six chains of unlike length that are joined."""
+        """Two to six chains of different length that are joined."""
         lengths = _parts(self.random, operations - 1, self.random.randint(2, 6))
         return self.operation([self.chain(x, length) for length in lengths])
 

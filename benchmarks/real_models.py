@@ -7,8 +7,8 @@ when one card runs all of it. The CPU takes what does not fit. The same budgets 
 and transformers, whose maps are judged by the same evaluator.
 
 Use is what weights that live on accelerators take there, as a share of what an exact packing allows. That is
-given twice: of the whole room beside activations; and beside the ring that weights are streamed through as
-well, which no plan can do without that offloads some to be streamed.
+given twice: of the whole room beside activations; and beside the prefetch buffer as well, which no plan can
+do without that streams weights.
 
 Results are written after each model, in place of those that were there of the same model and budgets.
 """
@@ -33,7 +33,7 @@ from report import RESULTS, table, write
 from torch import nn
 
 from graphplan.analysis.plan import Plan
-from graphplan.capture.model_copy import Twin
+from graphplan.capture.model_copy import ModelCopy
 from graphplan.compiler.options import Options
 from graphplan.compiler.pipeline import Compiler
 from graphplan.devices.topology import CPU, DeviceKey, Topology
@@ -55,7 +55,7 @@ CASES: dict[str, tuple[tuple[Speed, float], ...]] = {
     "1x0.7": ((A, 0.7),),
     "2x0.55": ((A, 0.55),) * 2,
     "4x0.275": ((A, 0.275),) * 4,
-    "unlike": ((A, 0.6), (B, 0.3), (C, 0.25)),
+    "mixed": ((A, 0.6), (B, 0.3), (C, 0.25)),
 }
 
 
@@ -67,9 +67,9 @@ class Row:
         packing: what the budgets allow of whole weights, less activations of one card that runs everything.
         offloaded: weights that live on no accelerator, of those that are read.
         used: what those that do take there.
-        ring: what accelerators keep for weights that are streamed.
+        buffer: what accelerators keep for weights that are streamed.
         allowed: as ``packing.most``, of the weights of the plan, of which some may be parts of whole ones.
-        most: weights of the plan that no packing passes in what its rings and activations leave.
+        most: weights of the plan that no packing passes in what its prefetch buffers and activations leave.
         within: whether every peak is within its budget.
         planning: seconds of planning, without the capture.
         others: accelerate's and transformers' maps.
@@ -83,7 +83,7 @@ class Row:
     packing: Packing
     offloaded: int = 0
     used: int = 0
-    ring: int = 0
+    buffer: int = 0
     allowed: int = 0
     most: int = 0
     within: bool = False
@@ -104,8 +104,8 @@ class Row:
         return other.used / self.packing.most if self.packing.most else 1.0
 
     @property
-    def use_beside_ring(self) -> float:
-        """The plan's use of what its ring leaves."""
+    def use_beside_buffers(self) -> float:
+        """The plan's use of what its prefetch buffer leaves."""
         return self.used / self.most if self.most else 1.0
 
     @property
@@ -113,7 +113,7 @@ class Row:
         """Within the budgets; nothing offloaded that fits, and the accelerators full where not all does."""
         if self.error or not self.within:
             return False
-        return self.offloaded == 0 or (not self.packing.everything and self.use_beside_ring >= USE)
+        return self.offloaded == 0 or (not self.packing.everything and self.use_beside_buffers >= USE)
 
     def beaten_by(self) -> list[str]:
         """Names of those whose map keeps the budgets and is faster."""
@@ -131,10 +131,10 @@ class Measured:
         self.name = name
         start = time.perf_counter()
         self.model: nn.Module = MODELS[name].build()
-        twin = Twin(self.model)
-        self.call = twin.bind((), MODELS[name].example())
+        model_copy = ModelCopy(self.model)
+        self.call = model_copy.bind((), MODELS[name].example())
         roomy = devices([Card(A, _ROOMY)], cpu_gib=_ROOMY)
-        self.compiler = Compiler(twin, roomy, Options())
+        self.compiler = Compiler(model_copy, roomy, Options())
         self.graph = self.plan(roomy).graph
         self.capture = time.perf_counter() - start
         self.activations = peak_activation(Problem(self.graph, roomy, CPU))
@@ -176,9 +176,9 @@ def _fill(row: Row, found: Plan, problem: Problem) -> None:
     assignment = found.schedule.assignment
     row.used = allocated_weights(problem, assignment)
     row.offloaded = offloaded_weights(problem, assignment)
-    rings = {ring.device: ring.nbytes for ring in found.schedule.rings}
-    row.ring = sum(rings.values())
-    row.allowed, row.most = _allowed(row, found, {}), _allowed(row, found, rings)
+    prefetch_buffers = {buffer.device: buffer.nbytes for buffer in found.schedule.prefetch_buffers}
+    row.buffer = sum(prefetch_buffers.values())
+    row.allowed, row.most = _allowed(row, found, {}), _allowed(row, found, prefetch_buffers)
     row.within = all(found.peak_bytes[spec.key] <= spec.room for spec in found.topology.devices)
     row.makespan, row.gap, row.proof = found.makespan, found.gap, found.proof
 
@@ -189,13 +189,13 @@ def most_kept(graph: Graph, topology: Topology, capacities: Sequence[int]) -> in
     return pack(sorted(sizes.values(), reverse=True), capacities).most
 
 
-def _allowed(row: Row, found: Plan, rings: Mapping[DeviceKey, int]) -> int:
+def _allowed(row: Row, found: Plan, prefetch_buffers: Mapping[DeviceKey, int]) -> int:
     """A card that runs a part only may need less for activations than one that runs everything."""
     capacities = []
     for spec in accelerators(found.topology):
         peak = found.peaks[spec.key]
         activations = min(row.activations, peak.nbytes - peak.weights)
-        capacities.append(spec.room - activations - rings.get(spec.key, 0))
+        capacities.append(spec.room - activations - prefetch_buffers.get(spec.key, 0))
     return most_kept(found.graph, found.topology, capacities)
 
 
@@ -205,7 +205,16 @@ def _allowed(row: Row, found: Plan, rings: Mapping[DeviceKey, int]) -> int:
 def header(rows: Sequence[Row]) -> list[str]:
     """Column names."""
     names = ["model", "weights GB", "activations GB", "fits"]
-    names += ["offloaded GB", "ring GB", "use", "beside ring", "within", "ms", "gap", "planning s"]
+    names += [
+        "offloaded GB",
+        "prefetch buffer GB",
+        "use",
+        "beside prefetch buffer",
+        "within",
+        "ms",
+        "gap",
+        "planning s",
+    ]
     for other in rows[0].others:
         names += [f"{other.name}: offloaded GB", "use", "ms", "first over MB"]
     return [*names, "met"]
@@ -218,8 +227,8 @@ def cells(row: Row) -> list[str]:
     if row.error:
         line += ["-"] * 7 + [row.error.partition(":")[0]]
     else:
-        line += [f"{row.offloaded / 1e9:.3f}", f"{row.ring / 1e9:.3f}"]
-        line += [f"{100 * row.use:.1f} %", f"{100 * row.use_beside_ring:.1f} %"]
+        line += [f"{row.offloaded / 1e9:.3f}", f"{row.buffer / 1e9:.3f}"]
+        line += [f"{100 * row.use:.1f} %", f"{100 * row.use_beside_buffers:.1f} %"]
         line += ["yes" if row.within else "NO", f"{1e3 * row.makespan:.2f}", f"{100 * row.gap:.1f} %"]
         line.append(f"{row.planning:.1f}")
     for other in row.others:
@@ -243,7 +252,7 @@ def as_data(row: Row) -> dict[str, Any]:
         {**asdict(other), "excess": None, "feasible": other.feasible, "use": row.use_of(other)}
         for other in row.others
     ]
-    shares = {"use": row.use, "use_beside_ring": row.use_beside_ring}
+    shares = {"use": row.use, "use_beside_buffers": row.use_beside_buffers}
     return {**asdict(row), **shares, "met": row.met, "beaten_by": row.beaten_by(), "others": others}
 
 

@@ -357,9 +357,9 @@ def test_a_real_model_is_captured_once_and_planned_on_two_budgets() -> None:
     assert forced.packing.everything is False
     assert forced.met
     assert forced.within
-    assert forced.use <= forced.use_beside_ring <= 1.001
+    assert forced.use <= forced.use_beside_buffers <= 1.001
     largest = max(weight.nbytes for weight in measured.graph.weights.values())
-    assert 0 < forced.ring <= 2 * largest
+    assert 0 < forced.buffer <= 2 * largest
     text = table(header(rows), [cells(row) for row in rows])
     assert "resnet-152 2x0.55" in text
 
@@ -370,12 +370,12 @@ def test_results_of_a_model_take_the_place_of_older_ones(tmp_path: Path) -> None
         return RealRow(model, case, 100, 10, fits, offloaded, 100, within=True, makespan=seconds)
 
     keep([row("detr", "2x0.55", 1.0), row("clip-l", "1x0.7", 1.0)], {"qwen-moe": "lacks"}, tmp_path)
-    keep([row("detr", "2x0.55", 2.0, 5), row("detr", "unlike", 3.0)], {}, tmp_path)
+    keep([row("detr", "2x0.55", 2.0, 5), row("detr", "mixed", 3.0)], {}, tmp_path)
     data = json.loads((tmp_path / "real_models.json").read_text())
     found = [(row["model"], row["case"], row["makespan"], row["met"]) for row in data["rows"]]
     assert found == [
         ("clip-l", "1x0.7", 1.0, True),
         ("detr", "2x0.55", 2.0, False),  # offloads what fits
-        ("detr", "unlike", 3.0, True),
+        ("detr", "mixed", 3.0, True),
     ]
     assert (data["met"], data["of"], data["failed"]) == (2, 3, {"qwen-moe": "lacks"})

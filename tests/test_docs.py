@@ -165,16 +165,16 @@ def test_a_table_of_real_models_counts_what_was_promised(tmp_path: Path) -> None
         "gap": 0.25,
         "offloaded": 0,
         "use": 1.0,
-        "use_beside_ring": 1.0,
+        "use_beside_buffers": 1.0,
         "within": True,
         "packing": {"most": 50, "everything": True},
         "beaten_by": [],
         "error": "",
         "others": [other],
     }
-    full = {**fits, "case": "1x0.7", "offloaded": 3e8, "use": 0.97, "use_beside_ring": 0.985}
+    full = {**fits, "case": "1x0.7", "offloaded": 3e8, "use": 0.97, "use_beside_buffers": 0.985}
     full["packing"] = {"most": 50, "everything": False}
-    wasteful = {**full, "model": "b", "use_beside_ring": 0.9, "within": False, "beaten_by": ["accelerate"]}
+    wasteful = {**full, "model": "b", "use_beside_buffers": 0.9, "within": False, "beaten_by": ["accelerate"]}
     failed = {**full, "model": "c", "error": "nothing fits", "offloaded": 0, "within": False}
     data = {"machine": {"date": "d", "processor": "p", "cores": 1, "gpus": [], "versions": {}}}
     data |= {"rows": [fits, full, wasteful, failed]}

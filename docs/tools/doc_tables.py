@@ -75,7 +75,15 @@ def _cpu(seconds: float | None) -> str:
 
 def _real_models(data: Data) -> str:
     names = [other["name"] for other in data["rows"][0]["others"]]
-    header = ["model and cards", "weights GB", "our ms", "gap", "offloaded GB", "use", "beside ring"]
+    header = [
+        "model and cards",
+        "weights GB",
+        "our ms",
+        "gap",
+        "offloaded GB",
+        "use",
+        "beside prefetch buffer",
+    ]
     for name in names:
         header += [f"{name} ms", "offloaded GB", "use"]
     rows = [_real_model(row) for row in data["rows"]]
@@ -88,7 +96,7 @@ def _real_model(row: Data) -> list[str]:
         line += ["-"] * 5
     else:
         line += [_ms(row["makespan"]), f"{100 * row['gap']:.1f} %", _gb(row["offloaded"])]
-        line += [f"{100 * row['use']:.1f} %", f"{100 * row['use_beside_ring']:.1f} %"]
+        line += [f"{100 * row['use']:.1f} %", f"{100 * row['use_beside_buffers']:.1f} %"]
     for other in row["others"]:
         over = f" (over by {other['over'] / 1e6:.0f} MB)" if other["over"] else ""
         use = other["used"] / row["packing"]["most"]
@@ -103,13 +111,13 @@ def _said_of(data: Data) -> str:
     fit = [row for row in rows if row["packing"]["everything"]]
     kept = sum(1 for row in fit if not row["offloaded"])
     forced = [row for row in rows if row["offloaded"] and not row["packing"]["everything"]]
-    full = sum(1 for row in forced if row["use_beside_ring"] >= 0.98)
+    full = sum(1 for row in forced if row["use_beside_buffers"] >= 0.98)
     beaten = [f"{row['model']} {row['case']}" for row in rows if row["beaten_by"]]
     return (
         f"Every peak is within its budget in {within} of {len(rows)} plans. Of {len(fit)} models that fit "
         f"whole, {kept} offload nothing. Of {len(forced)} plans that offload, {full} use 98 % or more of "
-        "what an exact packing of the weights allows beside the ring. A map that keeps the budgets is faster "
-        f"than ours on: {', '.join(beaten) or 'none'}."
+        "what an exact packing of the weights allows beside the prefetch buffer. A map that keeps the "
+        f"budgets is faster than ours on: {', '.join(beaten) or 'none'}."
     )
 
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 # model, budgets of benchmarks/real_models.py, and how the README names both
 _SHOWN = (
     ("llama-3-70b", "2x0.55", "Llama 3 70B, two identical GPUs"),
-    ("qwen-moe", "unlike", "Qwen MoE, three mixed GPUs"),
+    ("qwen-moe", "mixed", "Qwen MoE, three mixed GPUs"),
     ("mixtral-8x7b", "1x0.7", "Mixtral 8x7B, one GPU and the CPU"),
 )
 
@@ -35,7 +35,7 @@ _CASES = {
     "1x0.7": "one GPU",
     "2x0.55": "two identical GPUs",
     "4x0.275": "four identical GPUs",
-    "unlike": "mixed GPUs",
+    "mixed": "mixed GPUs",
 }
 
 

@@ -38,7 +38,7 @@ _TWICE = 2.0
 
 def find_bottleneck(plan: PlanData, *, progress: bool = True) -> Bottleneck:
     """Plan again with more of each thing; the result depends on the plan only."""
-    search = _Search(plan)
+    search = _BottleneckSearch(plan)
     trials: list[Callable[[], Growth]] = [*search.memory(), *search.links(), *search.speeds()]
     growths = []
     # a bar that waits a second before it shows
@@ -61,13 +61,13 @@ def _with_parts(
     plan: PlanData, answer: Growth | None, binds: bool, growths: tuple[Growth, ...]
 ) -> Bottleneck:
     """What was found, and where the seconds of the plan go."""
-    compute = transfers = fetches = through = hidden = 0.0
+    compute = transfers = streams = through = hidden = 0.0
     for one in plan.calls:
         weight, topology, timeline = one.call_weight, one.topology, one.timeline
         compute += weight * timeline.busy("run")
         transfers += weight * sum(move_seconds(move, topology) for move in one.transfers)
         moved = sum(move_seconds(move, topology) for move in one.schedule.moves("weight"))
-        fetches += weight * (moved + timeline.busy("wait"))
+        streams += weight * (moved + timeline.busy("wait"))
         through += weight * sum(move_seconds(move, topology) for move in one.io_transfers)
         hidden += weight * timeline.hidden_seconds
     return Bottleneck(
@@ -77,7 +77,7 @@ def _with_parts(
         plan.weighted_makespan,
         compute_seconds=compute,
         transfer_seconds=transfers,
-        fetch_seconds=fetches,
+        streaming_seconds=streams,
         io_seconds=through,
         hidden_seconds=hidden,
     )
@@ -98,10 +98,10 @@ class _Found:
         return [found.schedule.assignment for found in self.calls]
 
 
-class _Search:
+class _BottleneckSearch:
     def __init__(self, plan: PlanData) -> None:
         self.plan, self.topology = plan, plan.topology
-        self.calls = [Call(plain_problem(one), one.wishes, one.call_weight) for one in plan.calls]
+        self.calls = [Call(plain_problem(one), one.constraints, one.call_weight) for one in plan.calls]
         self.now = plan.weighted_makespan
         self.near = [one.schedule.assignment for one in plan.calls]
         self.tried: dict[tuple[str, tuple[DeviceKey, ...]], Topology] = {}
@@ -114,7 +114,7 @@ class _Search:
         limits = Limits(effort=1.0 if exhaustive else 0.3, proves=False)
         try:
             if len(calls) == 1:
-                solutions = [place(calls[0].settled({}), limits, near=start[0])]
+                solutions = [place(calls[0].with_homes({}), limits, near=start[0])]
             else:
                 solutions = list(place_jointly(calls, limits, near=start))
         except InfeasibleError:
@@ -153,7 +153,7 @@ class _Search:
     def memory(self) -> Iterator[Callable[[], Growth]]:
         """For each kind of device, what more memory on it saves."""
         kinds: dict[object, list[DeviceSpec]] = {}
-        named = {*self.plan.wishes.pin.values(), *self.plan.fixed_weights.values()}
+        named = {*self.plan.constraints.pin.values(), *self.plan.fixed_weights.values()}
         for spec in self.topology.devices:
             special = spec.key if self.topology.links or spec.key in named else None
             speeds = (spec.flops, spec.bandwidth, spec.overhead)
@@ -201,7 +201,7 @@ class _Search:
         """Bytes that the device lacks to hold everything that may run on it."""
         most = 0
         for call in self.calls:
-            problem = call.settled({})
+            problem = call.with_homes({})
             everywhere = problem.obey(dict.fromkeys(problem.graph.operations, spec.key))
             most = max(most, evaluate(problem, reside(problem, everywhere)).peak(spec.key).nbytes)
         return most - spec.room

@@ -17,12 +17,12 @@ def plain_problem(plan: PlanData) -> Problem:
         plan.schedule.host,
         plan.schedule.returns_to_host,
         plan.fixed_weights,
-        rings=plan.shared_rings,
-        growth=plan.ring_limits,
-        streams=plan.streams,
+        prefetch_bytes=plan.shared_prefetch_bytes,
+        prefetch_limits=plan.prefetch_limits,
+        streaming=plan.streaming,
     )
 
 
 def constrained_problem(plan: PlanData) -> Problem:
     """What was solved: :func:`plain_problem` with the caller's rules."""
-    return constrain(plain_problem(plan), plan.wishes)
+    return constrain(plain_problem(plan), plan.constraints)

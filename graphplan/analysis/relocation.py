@@ -1,9 +1,8 @@
 """What it would cost to have one thing on another device, all else staying where it is.
 
 Every way is judged by the evaluator, in every call of the plan: the operations with their weights
-beside them, or fetched from where the weights are, or from the CPU. Rings lose slots where that is what
-it takes. A rule that forbids it is an
-obstacle to be named, not a reason to know no price.
+beside them, or streamed from where the weights are, or from the CPU. Prefetch buffers lose slots where that
+is what it takes. A rule that forbids it is an obstacle to be named, not a reason to know no price.
 """
 
 from __future__ import annotations
@@ -152,12 +151,12 @@ class Mover:
 
     def _ways(self, key: DeviceKey) -> Iterator[tuple[DeviceKey, bool, DeviceKey | None]]:
         """(device, whether operations move, home of the weights or None for where they are)."""
-        fetchable = all(self.plan.graph.weights[name].fetchable for name in self.owned)
+        streamable = all(self.plan.graph.weights[name].streamable for name in self.owned)
         if self.kind != "weight" and self._settled(key):
             yield key, True, None
             return
         yield key, True, key
-        if not fetchable:
+        if not streamable:
             return
         if self.kind == "weight":
             yield key, False, key
@@ -171,7 +170,7 @@ class Mover:
     def _settled(self, key: DeviceKey) -> list[str]:
         """Those of its weights that an earlier plan, or a pin of their own, keeps elsewhere."""
         graph = self.plan.graph
-        pinned = {w.name: k for n, k in self.plan.wishes.pin.items() if (w := graph.weight_named(n))}
+        pinned = {w.name: k for n, k in self.plan.constraints.pin.items() if (w := graph.weight_named(n))}
         fixed = {**self.plan.fixed_weights, **pinned}
         return [name for name in self.owned if fixed.get(name, key) != key]
 
@@ -186,7 +185,7 @@ class Mover:
                     name
                     for op in group
                     for name in one.graph.operations[op].inputs
-                    if name in one.graph.weights and not one.graph.weights[name].fetchable
+                    if name in one.graph.weights and not one.graph.weights[name].streamable
                 }
                 homes.update(dict.fromkeys(bound, key))
             if home is not None:
@@ -197,7 +196,7 @@ class Mover:
     def _rule(self, key: DeviceKey) -> str:
         """The rule of the caller, or of an earlier plan, that forbids it."""
         plan = self.plan
-        pins = {n: k for n, k in plan.wishes.pin.items() if k != key and self._touched_by(n)}
+        pins = {n: k for n, k in plan.constraints.pin.items() if k != key and self._touched_by(n)}
         if pins:
             name, where = next(iter(pins.items()))
             return f"pin={{{name!r}: {where!r}}}"
@@ -205,9 +204,9 @@ class Mover:
         if settled and self.kind == "weight":
             return f"an earlier plan has put {settled[0]!r} on {plan.fixed_weights[settled[0]]!r}"
         if plan.topology[key].device == CPU and any(s.is_accelerator for s in plan.topology.devices):
-            if not plan.wishes.offload:
+            if not plan.constraints.offload:
                 return "offload=False"
-            if not plan.wishes.cpu_compute and self.kind != "weight":
+            if not plan.constraints.cpu_compute and self.kind != "weight":
                 return "cpu_compute=False"
         for one, problem, group in zip(plan.calls, self.ruled, self.closed, strict=True):
             stuck = [op for op in group if key not in problem.allowed.get(op, one.topology.keys)]
@@ -218,8 +217,8 @@ class Mover:
     def _touched_by(self, pinned: str) -> bool:
         graph = self.plan.graph
         weight = graph.weight_named(pinned)
-        if weight is not None:  # the operations that read it may go, and fetch it
-            bound = self.kind == "weight" or not weight.fetchable
+        if weight is not None:  # the operations that read it may go, and stream it
+            bound = self.kind == "weight" or not weight.streamable
             return bound and weight.name in self.owned
         names = {op.name for one in self.plan.calls for op in one.operations_of(pinned)}
         inside = any(name in names for group in self.closed for name in group)
@@ -233,9 +232,9 @@ class Mover:
         return f"it must stay together with {shown}, which would come along"
 
     def _offloads(self, key: DeviceKey, best: _Outcome) -> bool:
-        """Whether the CPU would compute, or keep weights to be fetched where none are now."""
-        streams = any(one.schedule.rings for one in best.found)
-        return self.plan.topology[key].device == CPU or (streams and not self.plan.schedule.rings)
+        """Whether the CPU would compute, or keep weights to be streamed where none are now."""
+        streams = any(one.schedule.prefetch_buffers for one in best.found)
+        return self.plan.topology[key].device == CPU or (streams and not self.plan.schedule.prefetch_buffers)
 
 
 def _outcome(plan: PlanData, found: Sequence[Evaluation]) -> _Outcome:
@@ -259,7 +258,7 @@ def _closure(graph: Graph, names: Sequence[str]) -> list[str]:
                 found |= group
         inputs = {name for op in found for name in graph.operations[op].inputs}
         for name in inputs:
-            if name in graph.weights and not graph.weights[name].fetchable:
+            if name in graph.weights and not graph.weights[name].streamable:
                 found |= set(graph.readers[name])
         if len(found) == before:
             return [name for name in graph.operations if name in found]

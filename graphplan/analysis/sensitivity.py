@@ -65,7 +65,7 @@ class Bottleneck:
         makespan: modelled seconds of the plan; of several calls the weighted sum, as all below.
         compute_seconds: of all operations.
         transfer_seconds: of activations between devices.
-        fetch_seconds: in which a call does nothing but copy weights, or wait for those that are streamed.
+        streaming_seconds: in which a call does nothing but copy weights, or wait for those that are streamed.
         io_seconds: of inputs and outputs. These four are the makespan.
         hidden_seconds: in which weights are streamed while a call does something else; they cost nothing.
     """
@@ -76,7 +76,7 @@ class Bottleneck:
     makespan: float
     compute_seconds: float
     transfer_seconds: float
-    fetch_seconds: float
+    streaming_seconds: float
     io_seconds: float
     hidden_seconds: float
 
@@ -99,7 +99,8 @@ class Bottleneck:
                 head = f"no budget binds; {head}"
         parts = (
             f"a call takes {time_text(self.makespan)}: {time_text(self.compute_seconds)} compute, "
-            f"{time_text(self.transfer_seconds)} transfers, {time_text(self.fetch_seconds)} fetched weights, "
+            f"{time_text(self.transfer_seconds)} transfers, "
+            f"{time_text(self.streaming_seconds)} weight streaming, "
             f"{time_text(self.io_seconds)} inputs and outputs"
         )
         if self.hidden_seconds:

@@ -1,4 +1,4 @@
-"""What a caller gives beside examples, read: the model, wishes, what is to be compiled."""
+"""What a caller gives beside examples, read: the model, constraints, what is to be compiled."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import nn
 
 from graphplan.devices.topology import SIMULATED, DeviceKey, Topology
 from graphplan.errors import DeviceError, InputError
-from graphplan.ir.constraints import Wishes
+from graphplan.ir.constraints import Constraints
 
-__all__ = ["read_compile", "read_model", "read_wishes"]
+__all__ = ["read_compile", "read_constraints", "read_model"]
 
 
 def read_model(model: Any) -> nn.Module:
@@ -39,7 +39,7 @@ def read_model(model: Any) -> nn.Module:
     return model
 
 
-def read_wishes(
+def read_constraints(
     pin: Mapping[str, DeviceKey | torch.device] | None,
     together: Sequence[str | Sequence[str]],
     topology: Topology,
@@ -47,7 +47,7 @@ def read_wishes(
     offload: bool,
     cpu_compute: bool,
     balance: bool,
-) -> Wishes:
+) -> Constraints:
     """The caller's rules; whether their names are in the graph is seen later.
 
     A pin may name a device as torch does, ``"cuda:0"`` or ``torch.device("cuda", 0)``, for its key.
@@ -67,7 +67,7 @@ def read_wishes(
         if not isinstance(name, str):
             raise InputError(f"pin must map names to device keys, as {{'lm_head': 0}}: {name!r} is no name")
     pins = {name: _key_of(topology, device) for name, device in (pin or {}).items()}
-    return Wishes(pins, groups, offload, cpu_compute, balance)
+    return Constraints(pins, groups, offload, cpu_compute, balance)
 
 
 def _key_of(topology: Topology, device: DeviceKey | torch.device) -> DeviceKey:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from graphplan.capture.model_copy import Twin
+from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.signature import BoundCall
 from graphplan.errors import InputError
 
@@ -28,7 +28,7 @@ class Examples:
 
 
 def read_examples(
-    twin: Twin,
+    model_copy: ModelCopy,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
     calls: Sequence[ExampleCall] | None,
@@ -50,16 +50,16 @@ def read_examples(
         number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
         if not number or not (0 < weight < math.inf):
             raise InputError(f"weights must be positive numbers, not {weight!r}")
-    return Examples(tuple(_bound(twin, call) for call in calls), tuple(map(float, counts)))
+    return Examples(tuple(_bound(model_copy, call) for call in calls), tuple(map(float, counts)))
 
 
-def _bound(twin: Twin, call: ExampleCall) -> BoundCall:
+def _bound(model_copy: ModelCopy, call: ExampleCall) -> BoundCall:
     if isinstance(call, Mapping):
-        return twin.bind((), call)
+        return model_copy.bind((), call)
     if isinstance(call, tuple | list) and len(call) == 2:
         args, kwargs = call
         if isinstance(args, tuple | list) and isinstance(kwargs, Mapping):
-            return twin.bind(tuple(args), kwargs)
+            return model_copy.bind(tuple(args), kwargs)
     kind = type(call).__name__
     raise InputError(
         f"each of calls must be named inputs or a pair (args, kwargs), as ((x,), {{}}), not a {kind}"
@@ -67,7 +67,7 @@ def _bound(twin: Twin, call: ExampleCall) -> BoundCall:
 
 
 def read_example(
-    model: nn.Module, twin: Twin, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    model: nn.Module, model_copy: ModelCopy, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> BoundCall | None:
     """The example inputs, or the model's own, or None.
 
@@ -78,9 +78,9 @@ def read_example(
         raise InputError("args must be a tuple of inputs, as in torch.export: write args=(x,)")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise InputError("kwargs must map argument names to inputs: write kwargs={'x': x}")
-    if args or kwargs or not twin.signature.parameters:
-        return twin.bind(tuple(args), kwargs or {})
+    if args or kwargs or not model_copy.signature.parameters:
+        return model_copy.bind(tuple(args), kwargs or {})
     dummies = getattr(model, "dummy_inputs", None)
     if isinstance(dummies, Mapping) and dummies:
-        return twin.bind((), dummies)
+        return model_copy.bind((), dummies)
     return None

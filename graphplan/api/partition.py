@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from graphplan.analysis.plan import Plan
-from graphplan.api.arguments import read_compile, read_model, read_wishes
+from graphplan.api.arguments import read_compile, read_constraints, read_model
 from graphplan.api.eager_check import compare, eager_result
 from graphplan.api.example_calls import ExampleCall, Examples, read_example, read_examples
-from graphplan.capture.model_copy import Twin
+from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.model_weights import tensor_bytes
 from graphplan.capture.signature import BoundCall
-from graphplan.capture.size_limits import Extents
+from graphplan.capture.size_limits import SizeLimits
 from graphplan.compiler.options import Options
 from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.devices.max_memory import MaxMemory, Reserve, read_max_memory, require_present
@@ -117,16 +117,18 @@ def plan(
         InfeasibleError: no placement fits; the smallest budgets that would do are in the error.
     """
     topology = with_speeds(read_max_memory(max_memory, links, reserve), devices)
-    wishes = read_wishes(pin, together, topology, offload=offload, cpu_compute=cpu_compute, balance=balance)
-    extents = Extents(max_batch, max_length)
-    options = Options(dynamic_shapes, False, return_outputs, wishes, extents, time_limit=time_limit)
+    constraints = read_constraints(
+        pin, together, topology, offload=offload, cpu_compute=cpu_compute, balance=balance
+    )
+    size_limits = SizeLimits(max_batch, max_length)
+    options = Options(dynamic_shapes, False, return_outputs, constraints, size_limits, time_limit=time_limit)
     model = read_model(model)
-    twin = Twin(model)
-    compiler = Compiler(twin, topology, options)
+    model_copy = ModelCopy(model)
+    compiler = Compiler(model_copy, topology, options)
     if calls is not None or weights is not None:
-        examples = read_examples(twin, args, kwargs, calls, weights)
+        examples = read_examples(model_copy, args, kwargs, calls, weights)
         return compiler.plan_together(_entry_calls(examples), examples.weights)[0].plan
-    return plan_first(compiler, read_example(model, twin, args, kwargs))[0].plan
+    return plan_first(compiler, read_example(model, model_copy, args, kwargs))[0].plan
 
 
 def partition(
@@ -206,18 +208,22 @@ def partition(
     """
     topology = with_speeds(read_max_memory(max_memory, links, reserve), devices)
     require_present(topology)
-    wishes = read_wishes(pin, together, topology, offload=offload, cpu_compute=cpu_compute, balance=balance)
-    extents = Extents(max_batch, max_length)
+    constraints = read_constraints(
+        pin, together, topology, offload=offload, cpu_compute=cpu_compute, balance=balance
+    )
+    size_limits = SizeLimits(max_batch, max_length)
     compiled = read_compile(compile, topology)
-    options = Options(dynamic_shapes, grad, return_outputs, wishes, extents, compiled, time_limit)
+    options = Options(dynamic_shapes, grad, return_outputs, constraints, size_limits, compiled, time_limit)
     model = read_model(model)
-    twin = Twin(model)
-    source = _source(model, twin, checkpoint, strict=strict is not False)
+    model_copy = ModelCopy(model)
+    source = _source(model, model_copy, checkpoint, strict=strict is not False)
     start = _Start(topology, options, source, strict=strict is True, check=check, warm=warm)
     if calls is not None or weights is not None:
-        return start.place_together(model, twin, read_examples(twin, args, kwargs, calls, weights))
+        return start.place_together(
+            model, model_copy, read_examples(model_copy, args, kwargs, calls, weights)
+        )
     try:
-        return start.place(model, twin, read_example(model, twin, args, kwargs))
+        return start.place(model, model_copy, read_example(model, model_copy, args, kwargs))
     except (CaptureError, InputError) as error:  # a model's own dummy inputs need not be what it takes
         if not isinstance(args, Sequence) or len(args) or kwargs:
             raise
@@ -251,20 +257,24 @@ class _Start:
     check: bool = False
     warm: bool = False
 
-    def place(self, model: nn.Module, twin: Twin, call: BoundCall | None, entry: str = "") -> nn.Module:
+    def place(
+        self, model: nn.Module, model_copy: ModelCopy, call: BoundCall | None, entry: str = ""
+    ) -> nn.Module:
         """A placed copy of ``model``; ``entry`` is the path of the submodule that is called, if it is one."""
-        compiler = self._compiler(twin)
+        compiler = self._compiler(model_copy)
         try:
             planned = plan_first(compiler, call, entry)
-            placed = self._attached(model, twin, compiler, [compiler.lower(one) for one in planned])
+            placed = self._attached(model, model_copy, compiler, [compiler.lower(one) for one in planned])
             if self.check and call is not None:
                 self._compare(model, placed, call, entry)
         except NoGraphError as error:
             if self.strict or call is None:
                 raise
             if self.homes is not None:  # its modules run this call where their weights are
-                return self._attached(model, twin, compiler, [])
-            placed = fall_back(model, twin, call, self.topology, self.options, self.source, error, entry)
+                return self._attached(model, model_copy, compiler, [])
+            placed = fall_back(
+                model, model_copy, call, self.topology, self.options, self.source, error, entry
+            )
             if self.check:
                 self._compare(model, placed, call, entry)
         return placed
@@ -284,20 +294,20 @@ class _Start:
             what = "graph" if isinstance(placed, PlacedModule) else "model that hooks run"
             raise NoGraphError(f"the {what} of {type(model).__name__} differs on the example inputs: {apart}")
 
-    def place_together(self, model: nn.Module, twin: Twin, examples: Examples) -> nn.Module:
+    def place_together(self, model: nn.Module, model_copy: ModelCopy, examples: Examples) -> nn.Module:
         """A placed copy of ``model``, for several calls; hooks keep room for that with the largest inputs."""
         try:
-            compiler = self._compiler(twin)
+            compiler = self._compiler(model_copy)
             planned = compiler.plan_together(_entry_calls(examples), examples.weights)
             for one in planned:
                 compiler.commit(one)
-            placed = self._attached(model, twin, compiler, [compiler.lower(one) for one in planned])
+            placed = self._attached(model, model_copy, compiler, [compiler.lower(one) for one in planned])
             self._compare_all(model, placed, examples)
         except NoGraphError as error:
             if self.strict:
                 raise
             call = max(examples.calls, key=lambda call: sum(map(tensor_bytes, call.tensors)))
-            placed = fall_back(model, twin, call, self.topology, self.options, self.source, error)
+            placed = fall_back(model, model_copy, call, self.topology, self.options, self.source, error)
             self._compare_all(model, placed, examples)
         return placed
 
@@ -305,18 +315,20 @@ class _Start:
         for call in examples.calls if self.check else ():
             self._compare(model, placed, call, "")
 
-    def _compiler(self, twin: Twin) -> Compiler:
+    def _compiler(self, model_copy: ModelCopy) -> Compiler:
         mappable = frozenset[str]() if self.source is None else self.source.mappable()
         known = None if self.known_plan is None else self.known_plan.schedule.assignment
-        return Compiler(twin, self.topology, self.options, self.homes, mappable, known)
+        return Compiler(model_copy, self.topology, self.options, self.homes, mappable, known)
 
     def _attached(
-        self, model: nn.Module, twin: Twin, compiler: Compiler, programs: list[Program]
+        self, model: nn.Module, model_copy: ModelCopy, compiler: Compiler, programs: list[Program]
     ) -> nn.Module:
         if self.source is None and DISK in (self.homes or {}).values():
             warn(_IN_MEMORY)
         owned = self.homes is not None
-        made = place_model(model, twin.weights, compiler.layout(), placed_class, self.source, owned=owned)
+        made = place_model(
+            model, model_copy.weights, compiler.layout(), placed_class, self.source, owned=owned
+        )
         placed = made.module
         first = programs[0].plan if programs else self.known_plan
         again = _Start(self.topology, self.options, None, compiler.homes, first, self.strict)
@@ -324,7 +336,7 @@ class _Start:
             placed,
             programs,
             compiler.further,
-            twin.signature,
+            model_copy.signature,
             again,
             keep_grad=self.options.grad,
             return_outputs=self.options.return_outputs,
@@ -340,8 +352,8 @@ class _Start:
     ) -> nn.Module:
         """Place a module that was waiting for its first call, as it is now."""
         model = unplaced(module)
-        twin = Twin(model)
-        return self.place(model, twin, twin.part(entry).bind(args, kwargs), entry)
+        model_copy = ModelCopy(model)
+        return self.place(model, model_copy, model_copy.part(entry).bind(args, kwargs), entry)
 
 
 def _entry_calls(examples: Examples) -> list[EntryCall]:
@@ -349,12 +361,12 @@ def _entry_calls(examples: Examples) -> list[EntryCall]:
 
 
 def _source(
-    model: nn.Module, twin: Twin, checkpoint: str | Path | Checkpoint | None, *, strict: bool
+    model: nn.Module, model_copy: ModelCopy, checkpoint: str | Path | Checkpoint | None, *, strict: bool
 ) -> Checkpoint | None:
     """Where weights are read from; None where the model has them."""
     if checkpoint is None:
-        require_data(model, twin.weights)
+        require_data(model, model_copy.weights)
         return None
     if isinstance(checkpoint, Checkpoint):
         return checkpoint
-    return read_checkpoint(model, twin.weights, checkpoint, strict=strict)
+    return read_checkpoint(model, model_copy.weights, checkpoint, strict=strict)

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan.capture.captured_graph import Capture, Prepare, bound_call
 from graphplan.capture.dynamic_sizes import UNBOUNDED, finite_bound, largest_sizes, with_splits
-from graphplan.capture.model_copy import Twin
+from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.model_weights import identity
 from graphplan.capture.signature import (
     BoundCall,
@@ -33,7 +33,7 @@ __all__ = ["from_program"]
 def from_program(
     program: torch.export.ExportedProgram,
     call: BoundCall,
-    twin: Twin,
+    model_copy: ModelCopy,
     method: str,
     *,
     prepare: Prepare | None = None,
@@ -47,7 +47,7 @@ def from_program(
     Args:
         program: from ``torch.export``; its graph becomes the capture's own.
         call: the call that was traced, in the caller's arguments.
-        twin: the copy that was traced.
+        model_copy: the copy that was traced.
         method: for people.
         prepare: what was done to the arguments before the trace, if anything.
         traced: the arguments after that.
@@ -59,7 +59,7 @@ def from_program(
         CaptureError: the program has inputs or outputs that are neither tensors nor constants.
     """
     _refuse_vmap(program.graph)
-    taken = _read_inputs(program, twin)
+    taken = _read_inputs(program, model_copy)
     inputs = taken.of_call
     _flatten_outputs(program)
     bound = call if traced is None else bound_call(traced)
@@ -91,7 +91,7 @@ def from_program(
         states=_states(program.graph, inputs, bound.spec, order),
         caches=caches,
         kept=frozenset(_cache_leaves(out_spec)),
-        entry=twin.entry,
+        entry=model_copy.entry,
     )
 
 
@@ -118,7 +118,7 @@ class _Inputs:
     constants: dict[str, torch.Tensor]
 
 
-def _read_inputs(program: torch.export.ExportedProgram, twin: Twin) -> _Inputs:
+def _read_inputs(program: torch.export.ExportedProgram, model_copy: ModelCopy) -> _Inputs:
     kinds = torch.export.graph_signature.InputKind
     found = _Inputs([], {}, {})
     for spec in program.graph_signature.input_specs:
@@ -127,12 +127,12 @@ def _read_inputs(program: torch.export.ExportedProgram, twin: Twin) -> _Inputs:
             found.of_call.append(node)
         elif spec.kind in (kinds.PARAMETER, kinds.BUFFER):
             assert spec.target is not None
-            found.weights[node] = twin.weights.first[twin.full_name(spec.target)]
+            found.weights[node] = model_copy.weights.first[model_copy.full_name(spec.target)]
         elif spec.kind is kinds.CONSTANT_TENSOR:
             assert spec.target is not None
             tensor = program.constants[spec.target]
-            # a patched forward may reach the caller's own weights past the twin
-            known = twin.weights.identities.get(identity(tensor))
+            # a patched forward may reach the caller's own weights past the copy
+            known = model_copy.weights.identities.get(identity(tensor))
             found.weights[node] = spec.target if known is None else known
             if known is None:
                 found.constants[spec.target] = tensor

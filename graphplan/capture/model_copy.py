@@ -1,6 +1,6 @@
 """The copy of a model that is traced instead of it.
 
-The caller's model is never traced itself. A *twin* is: a deep copy whose parameters and buffers are
+The caller's model is never traced itself. A *copy* is: a deep copy whose parameters and buffers are
 CPU tensors in untouched virtual memory, wherever the caller's are (a meta model, a model on an
 accelerator), so that every capture happens on the CPU, costs no memory, and leaves the caller's model
 as it was.
@@ -23,7 +23,7 @@ from graphplan.capture.signature import BoundCall, bind_call
 from graphplan.capture.transformers.caches import know_caches
 from graphplan.errors import CaptureError
 
-__all__ = ["Twin"]
+__all__ = ["ModelCopy"]
 
 
 _ROOT_HOOKS = (
@@ -37,7 +37,7 @@ _ROOT_HOOKS = (
 )
 
 
-class Twin:
+class ModelCopy:
     """A copy of a model to trace, with stand-ins for its weights.
 
     Attributes:
@@ -67,7 +67,7 @@ class Twin:
         for name in _ROOT_HOOKS:  # the placed module's own, which run around the graph
             vars(self.module).get(name, {}).clear()
 
-    def part(self, entry: str) -> Twin:
+    def part(self, entry: str) -> ModelCopy:
         """The copy of a submodule, with the weights of the whole model; itself for the empty entry."""
         if not entry:
             return self
@@ -116,9 +116,9 @@ def _stand_ins(model: nn.Module) -> dict[int, torch.Tensor]:
     memory = mmap.mmap(-1, max(largest, 1))
     found = {}
     for key, tensor in plain.items():
-        twin = _virtual(tensor, memory)
+        model_copy = _virtual(tensor, memory)
         is_parameter = isinstance(tensor, nn.Parameter)
-        found[key] = nn.Parameter(twin, tensor.requires_grad) if is_parameter else twin
+        found[key] = nn.Parameter(model_copy, tensor.requires_grad) if is_parameter else model_copy
     return found
 
 

@@ -17,14 +17,14 @@ from graphplan.capture.dynamic_sizes import UNBOUNDED, largest_sizes, with_split
 from graphplan.capture.signature import BoundCall, CounterLeaf, TensorLeaf
 from graphplan.errors import InputError, LimitError
 
-__all__ = ["Extents", "bounded"]
+__all__ = ["SizeLimits", "bounded"]
 
 _STEP = 8  # tokens by which such a plan reaches ahead at least where room is short
 _LEAST = 64  # tokens that a plan is for which is made while a text grows
 
 
 @dataclass(frozen=True, slots=True)
-class Extents:
+class SizeLimits:
     """The caller's limits.
 
     Attributes:
@@ -75,29 +75,29 @@ class Extents:
         return max(_LEAST, 1 << (here - 1).bit_length())
 
 
-def bounded(capture: Capture, call: BoundCall, extents: Extents, ahead: float) -> Capture:
+def bounded(capture: Capture, call: BoundCall, size_limits: SizeLimits, ahead: float) -> Capture:
     """The capture for sizes up to what a plan is to be for.
 
     Args:
         capture: as traced, for all sizes.
         call: one that it serves.
-        extents: the caller's limits.
-        ahead: as in :meth:`Extents.largest`.
+        size_limits: the caller's limits.
+        ahead: as in :meth:`SizeLimits.largest`.
 
     Raises:
-        LimitError: as in :meth:`Extents.largest`.
+        LimitError: as in :meth:`SizeLimits.largest`.
     """
     if not any(capture.roles):
         return capture
     sizes = _sizes(capture, call)
-    longest = extents.largest("length", sizes.longest, ahead)
-    most = extents.largest("batch", sizes.batch, ahead)
+    longest = size_limits.largest("length", sizes.longest, ahead)
+    most = size_limits.largest("batch", sizes.batch, ahead)
     leaves = []
     for index, (leaf, roles) in enumerate(zip(capture.signature.leaves, capture.roles, strict=True)):
         limits = {"batch": most, "length": longest}
         if index in sizes.states:
             limits["length"] = max(longest - sizes.new, 1)
-        elif extents.max_length is None and not ahead:  # each as long as it is: a decoder's text, say
+        elif size_limits.max_length is None and not ahead:  # each as long as it is: a decoder's text, say
             limits["length"] = max(
                 (_size(call.leaves[index], axis) for axis in _axes(roles, "length")), default=1
             )

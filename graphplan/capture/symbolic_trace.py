@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.model_copy import Twin
+from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.signature import InputSignature
 from graphplan.capture.structure import flatten, know_dataclasses
 from graphplan.errors import CaptureError
@@ -46,31 +46,31 @@ class _OpenTracer(fx.Tracer):
         return super().is_leaf_module(m, module_qualified_name) and not isinstance(m, self.OPEN)
 
 
-def trace_symbolically(twin: Twin) -> Capture:
+def trace_symbolically(model_copy: ModelCopy) -> Capture:
     """The graph of ``forward`` with its optional arguments left out.
 
     Raises:
         CaptureError: control flow depends on the inputs, or arguments are variadic.
     """
-    parameters = twin.signature.parameters.values()
+    parameters = model_copy.signature.parameters.values()
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         raise CaptureError(
-            f"{type(twin.module).__name__}.forward{twin.signature} takes any number of arguments: "
-            "give example inputs (args=..., kwargs=...)"
+            f"{type(model_copy.module).__name__}.forward{model_copy.signature} takes any number of "
+            "arguments: give example inputs (args=..., kwargs=...)"
         )
     concrete = {p.name: p.default for p in parameters if p.default is not p.empty}
     required = [p.name for p in parameters if p.default is p.empty]
     try:
-        graph = _OpenTracer().trace(twin.module, concrete_args=concrete)
+        graph = _OpenTracer().trace(model_copy.module, concrete_args=concrete)
     except Exception as error:  # tracing runs the model's own code, which may raise anything
         raise CaptureError(
-            f"{type(twin.module).__name__} cannot be traced without example inputs "
+            f"{type(model_copy.module).__name__} cannot be traced without example inputs "
             f"({type(error).__name__}: {error}): give args=... or kwargs=..."
         ) from error
-    return _from_symbolic(twin, graph, required)
+    return _from_symbolic(model_copy, graph, required)
 
 
-def _from_symbolic(twin: Twin, graph: fx.Graph, required: Sequence[str]) -> Capture:
+def _from_symbolic(model_copy: ModelCopy, graph: fx.Graph, required: Sequence[str]) -> Capture:
     weights: dict[str, str] = {}
     constants: dict[str, torch.Tensor] = {}
     inputs = []
@@ -81,9 +81,9 @@ def _from_symbolic(twin: Twin, graph: fx.Graph, required: Sequence[str]) -> Capt
             elif not node.users:
                 graph.erase_node(node)
         elif node.op == "get_attr":
-            first = twin.weights.first.get(node.target)
+            first = model_copy.weights.first.get(node.target)
             if first is None:
-                value = _attribute(twin.module, node.target)
+                value = _attribute(model_copy.module, node.target)
                 if not isinstance(value, torch.Tensor):
                     continue
                 constants[node.target] = value
@@ -96,7 +96,7 @@ def _from_symbolic(twin: Twin, graph: fx.Graph, required: Sequence[str]) -> Capt
     output.args = (tuple(flat),)
     spec = flatten(((), dict.fromkeys(required, 0)))[1]
     signature = InputSignature(spec, (None,) * len(required), tuple(required), symbolic=True)
-    module = fx.GraphModule(twin.module, graph)
+    module = fx.GraphModule(model_copy.module, graph)
     return Capture(module, weights, constants, tuple(inputs), out_spec, signature, "symbolic_trace")
 
 

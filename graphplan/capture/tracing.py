@@ -23,7 +23,7 @@ from graphplan.capture.captured_graph import Capture, Prepare, Without, bound_ca
 from graphplan.capture.dynamic_sizes import sizes_of_example, with_splits
 from graphplan.capture.export_here import exporting
 from graphplan.capture.exported_program import from_program
-from graphplan.capture.model_copy import Twin
+from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.model_methods import with_forward
 from graphplan.capture.quiet import quiet
 from graphplan.capture.signature import BoundCall, leaf_names
@@ -48,7 +48,7 @@ def is_transformers_model(model: nn.Module) -> bool:
 
 @one_at_a_time
 def capture(
-    twin: Twin,
+    model_copy: ModelCopy,
     call: BoundCall | None,
     dynamic_shapes: Any = None,
     *,
@@ -57,7 +57,7 @@ def capture(
     """Trace one call.
 
     Args:
-        twin: the copy to trace.
+        model_copy: the copy to trace.
         call: the example inputs; None traces without (``symbolic_trace``).
         dynamic_shapes: as in ``torch.export``.
         keep_grad: trace with gradients enabled, so that ``detach`` and ``no_grad`` blocks stay.
@@ -68,14 +68,14 @@ def capture(
     """
     if call is None:
         with quiet():
-            return _named_apart(trace_symbolically(twin))
+            return _named_apart(trace_symbolically(model_copy))
     host = on_cpu(call)
     read_functions()
-    with suspended(), _untouched_attributes(twin.module):
-        found = _named_apart(_with_examples(twin, host, dynamic_shapes, keep_grad))
+    with suspended(), _untouched_attributes(model_copy.module):
+        found = _named_apart(_with_examples(model_copy, host, dynamic_shapes, keep_grad))
         if any(tensor.device.type == "meta" for tensor in call.tensors):
             return found  # what they decide is not known
-        return _sized_as(found, twin, host)
+        return _sized_as(found, model_copy, host)
 
 
 def _named_apart(found: Capture) -> Capture:
@@ -96,35 +96,35 @@ def _named_apart(found: Capture) -> Capture:
     return replace(found, inputs=inputs, states=states) if renamed else found
 
 
-def _sized_as(found: Capture, twin: Twin, call: BoundCall) -> Capture:
+def _sized_as(found: Capture, model_copy: ModelCopy, call: BoundCall) -> Capture:
     """The capture, with sizes that the data decides as in the example."""
     traced = call if found.prepare is None else found.prepare(call)
     values = dict(zip(found.inputs, traced.leaves, strict=True))
     for node, name in found.weights.items():
-        tensor = found.constants.get(name, twin.weights.tensors.get(name))
-        if tensor is not None and tensor.device.type != "meta" and name not in twin.weights.parameters:
+        tensor = found.constants.get(name, model_copy.weights.tensors.get(name))
+        if tensor is not None and tensor.device.type != "meta" and name not in model_copy.weights.parameters:
             values[node] = tensor.detach().cpu()
     sizes = sizes_of_example(found.graph, values, found.inputs)
     return replace(found, sizes=with_splits(found.graph, {**found.sizes, **sizes})) if sizes else found
 
 
-def _with_examples(twin: Twin, host: BoundCall, dynamic_shapes: Any, keep_grad: bool) -> Capture:
+def _with_examples(model_copy: ModelCopy, host: BoundCall, dynamic_shapes: Any, keep_grad: bool) -> Capture:
     reasons = []
-    if is_transformers_model(twin.module) and not host.args and dynamic_shapes is None:
+    if is_transformers_model(model_copy.module) and not host.args and dynamic_shapes is None:
         try:
-            return _through_transformers(twin, host, keep_grad)
+            return _through_transformers(model_copy, host, keep_grad)
         except ImportError as error:
             reasons.append(f"transformers.exporters: {error}")
         except Exception as error:  # the exporter runs the model's own code, which may raise anything
             reasons.append(f"transformers.exporters: {_first_line(error)}")
     try:
-        return _through_export(twin, host, dynamic_shapes, keep_grad)
+        return _through_export(model_copy, host, dynamic_shapes, keep_grad)
     except GraphplanError:
         raise
     except Exception as error:  # torch.export runs the model's own code, which may raise anything
-        _reject_bad_inputs(twin, host)
+        _reject_bad_inputs(model_copy, host)
         reasons.append(f"torch.export: {_first_line(error)}")
-        name = type(twin.module).__name__
+        name = type(model_copy.module).__name__
         raise NoGraphError(f"{name} could not be captured:\n  " + "\n  ".join(reasons)) from error
 
 
@@ -133,16 +133,16 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0] if text else ''}"
 
 
-def _reject_bad_inputs(twin: Twin, call: BoundCall) -> None:
+def _reject_bad_inputs(model_copy: ModelCopy, call: BoundCall) -> None:
     """Tell a model that rejects its inputs from one that cannot be traced: run it on fake tensors."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     leaves = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in call.leaves]
     args, kwargs = unflatten(leaves, call.spec)
     try:
         with quiet(), torch.no_grad(), mode:
-            twin.module(*args, **kwargs)
+            model_copy.module(*args, **kwargs)
     except Exception as error:  # the model's own code may raise anything
-        if type(error).__module__.startswith("torch.") or _runs(twin, call):
+        if type(error).__module__.startswith("torch.") or _runs(model_copy, call):
             return  # a limit of fake tensors, which says nothing about the inputs
         given = ", ".join(
             f"{name}: {list(leaf.shape)} {leaf.dtype}"
@@ -151,18 +151,18 @@ def _reject_bad_inputs(twin: Twin, call: BoundCall) -> None:
             for name, leaf in zip(leaf_names(call), call.leaves, strict=True)
         )
         raise InputError(
-            f"{type(twin.module).__name__} rejects the example inputs ({given}): {_first_line(error)}"
+            f"{type(model_copy.module).__name__} rejects the example inputs ({given}): {_first_line(error)}"
         ) from error
 
 
-def _runs(twin: Twin, call: BoundCall) -> bool:
-    """Whether the twin takes the inputs with real kernels; its weights are all zero, and small enough."""
-    if sum(tensor.numel() for tensor in twin.weights.tensors.values()) > _TRIABLE:
+def _runs(model_copy: ModelCopy, call: BoundCall) -> bool:
+    """Whether the copy takes the inputs with real kernels; its weights are all zero, and small enough."""
+    if sum(tensor.numel() for tensor in model_copy.weights.tensors.values()) > _TRIABLE:
         return False
     args, kwargs = unflatten(list(call.leaves), call.spec)
     try:
         with quiet(), torch.no_grad():
-            twin.module(*args, **kwargs)
+            model_copy.module(*args, **kwargs)
     except Exception:  # the model's own code may raise anything
         return False
     return True
@@ -210,9 +210,9 @@ def _grad(keep_grad: bool) -> torch.set_grad_enabled:
     return torch.set_grad_enabled(keep_grad)
 
 
-def _through_export(twin: Twin, call: BoundCall, dynamic_shapes: Any, keep_grad: bool) -> Capture:
-    module = twin.module
-    original = getattr(module, twin.method)
+def _through_export(model_copy: ModelCopy, call: BoundCall, dynamic_shapes: Any, keep_grad: bool) -> Capture:
+    module = model_copy.module
+    original = getattr(module, model_copy.method)
     changed: list[bool] = []
 
     @wraps(original)
@@ -231,7 +231,7 @@ def _through_export(twin: Twin, call: BoundCall, dynamic_shapes: Any, keep_grad:
             module,
             call.args,
             dict(call.kwargs),
-            dynamic_shapes=_by_name(twin, call, dynamic_shapes),
+            dynamic_shapes=_by_name(model_copy, call, dynamic_shapes),
             strict=False,
         )
     if any(changed):
@@ -239,15 +239,15 @@ def _through_export(twin: Twin, call: BoundCall, dynamic_shapes: Any, keep_grad:
             f"{type(module).__name__} puts something into a list or dict that it is given: a placed model "
             "does not, it only returns results"
         )
-    return from_program(program, call, twin, "export")
+    return from_program(program, call, model_copy, "export")
 
 
-def _by_name(twin: Twin, call: BoundCall, dynamic_shapes: Any) -> Any:
+def _by_name(model_copy: ModelCopy, call: BoundCall, dynamic_shapes: Any) -> Any:
     """``dynamic_shapes`` for the canonical call: named arguments became keyword arguments."""
     if dynamic_shapes is None or isinstance(dynamic_shapes, Mapping):
         if isinstance(dynamic_shapes, Mapping):
-            unknown = set(dynamic_shapes) - set(twin.signature.parameters)
-            if unknown and not any(p.kind is p.VAR_KEYWORD for p in twin.signature.parameters.values()):
+            unknown = set(dynamic_shapes) - set(model_copy.signature.parameters)
+            if unknown and not any(p.kind is p.VAR_KEYWORD for p in model_copy.signature.parameters.values()):
                 raise InputError(f"dynamic_shapes names {sorted(unknown)}, which forward does not take")
             if not call.args:
                 return {name: dynamic_shapes.get(name) for name in call.kwargs}
@@ -259,19 +259,19 @@ def _by_name(twin: Twin, call: BoundCall, dynamic_shapes: Any) -> Any:
     return {name: given[i] if i < len(given) else None for i, name in enumerate(names)}
 
 
-def _through_transformers(twin: Twin, call: BoundCall, keep_grad: bool) -> Capture:
+def _through_transformers(model_copy: ModelCopy, call: BoundCall, keep_grad: bool) -> Capture:
     with quiet():
-        exported = export_transformers(twin.module, twin.method, call, keep_grad=keep_grad)
+        exported = export_transformers(model_copy.module, model_copy.method, call, keep_grad=keep_grad)
     traced = exported.traced
     dropped = [name for name in call.kwargs if name not in traced]
     if any(isinstance(call.kwargs[name], torch.Tensor) for name in dropped):
         raise CaptureError(f"the exporter drops {dropped}")
     made = {name for name, value in traced.items() if type(value) is not type(call.kwargs.get(name))}
-    prepare = _preparation(twin, made, dropped)
+    prepare = _preparation(model_copy, made, dropped)
     return from_program(
         exported.program,
         call,
-        twin,
+        model_copy,
         "transformers",
         prepare=prepare,
         traced=traced,
@@ -281,10 +281,10 @@ def _through_transformers(twin: Twin, call: BoundCall, keep_grad: bool) -> Captu
     )
 
 
-def _preparation(twin: Twin, made: set[str], dropped: Sequence[str]) -> Prepare | None:
+def _preparation(model_copy: ModelCopy, made: set[str], dropped: Sequence[str]) -> Prepare | None:
     """What the exporter does to a call's arguments before it traces: to be done to later calls too."""
     if made:
-        return partial(_prepare_for_export, twin.module)
+        return partial(_prepare_for_export, model_copy.module)
     if dropped:
         return Without(tuple(dropped))
     return None

@@ -45,7 +45,7 @@ def plan_named(
     balance: bool = False,
     time_limit: float | None = None,
 ) -> Plan:
-    """A plan for devices that have been described; the wishes are those of :func:`graphplan.plan`."""
+    """A plan for devices that have been described; the constraints are those of :func:`graphplan.plan`."""
     return graphplan.plan(
         named.model,
         {spec.key: spec.memory for spec in topology.devices},

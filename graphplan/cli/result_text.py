@@ -38,7 +38,7 @@ def plan_digest(plan: Plan) -> dict[str, Any]:
         "stages": [{"device": s.device, "operations": len(s.operations)} for s in plan.stages],
         "transfers": len(plan.transfers),
         "transfer_bytes": plan.transfer_bytes,
-        "fetches": len(plan.fetches),
+        "streams": len(plan.streams),
         "streamed_bytes": plan.streamed_bytes,
         "makespan": plan.makespan,
         "lower_bound": plan.lower_bound,

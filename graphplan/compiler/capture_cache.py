@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.lifted_constants import name_apart
-from graphplan.capture.model_copy import Twin
+from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.modes import Modes
 from graphplan.capture.signature import BoundCall, leaf_names
 from graphplan.capture.size_limits import bounded
@@ -35,13 +35,13 @@ class Captures:
     """Traces calls of one model, each structure once.
 
     Attributes:
-        twin: the copy that is traced.
+        model_copy: the copy that is traced.
         options: of the caller.
         known: what has been traced so far.
     """
 
-    def __init__(self, twin: Twin, options: Options) -> None:
-        self.twin, self.options = twin, options
+    def __init__(self, model_copy: ModelCopy, options: Options) -> None:
+        self.model_copy, self.options = model_copy, options
         self.known: list[Captured] = []
 
     def annotated(
@@ -53,23 +53,23 @@ class Captures:
             call: the example; None for a trace without.
             device_types: as in :class:`~graphplan.passes.frontend.annotate.Annotator`.
             entry: path of the submodule that is called; empty for the model itself.
-            ahead: as in :meth:`graphplan.capture.size_limits.Extents.largest`.
+            ahead: as in :meth:`graphplan.capture.size_limits.SizeLimits.largest`.
         """
         known = self.traced(call, entry)
         capture = known.capture
-        bound = capture if call is None else bounded(capture, call, self.options.extents, ahead=ahead)
+        bound = capture if call is None else bounded(capture, call, self.options.size_limits, ahead=ahead)
         for annotator in known.annotators:
             if annotator.capture.signature == bound.signature:
                 return annotator
         if known.annotators and call is not None:
             outgrown = known.annotators[-1].capture.signature.mismatch(call)
             logger.info("planning for larger sizes: %s", outgrown)
-        known.annotators.append(Annotator(bound, self.twin.weights, device_types))
+        known.annotators.append(Annotator(bound, self.model_copy.weights, device_types))
         return known.annotators[-1]
 
     def traced(self, call: BoundCall | None, entry: str = "") -> Captured:
         """A call, traced unless one of its structure was traced before."""
-        modes, reason = self.twin.modes, None
+        modes, reason = self.model_copy.modes, None
         for known in self.known:
             if call is not None and known.modes == modes and known.capture.entry == entry:
                 mismatch = known.capture.signature.mismatch(call)
@@ -78,7 +78,7 @@ class Captures:
                 alike = known.capture.signature.spec == call.spec
                 reason = mismatch if alike or reason is None else reason
         if call is not None and self.known:
-            what = entry or type(self.twin.module).__name__
+            what = entry or type(self.model_copy.module).__name__
             logger.info(
                 "capturing another graph of %s for (%s): %s",
                 what,
@@ -90,7 +90,7 @@ class Captures:
 
     def _trace(self, call: BoundCall | None, entry: str) -> Capture:
         options = self.options
-        found = capture(self.twin.part(entry), call, options.dynamic_shapes, keep_grad=options.grad)
+        found = capture(self.model_copy.part(entry), call, options.dynamic_shapes, keep_grad=options.grad)
         simplify(found, keep_grad=options.grad)
         name_apart(found, [other.capture for other in self.known])
         return found

@@ -1,4 +1,4 @@
-"""What the plans of a model settle for those that come later: homes of weights, constants, rings."""
+"""What the plans of a model settle for those that come later: homes of weights, constants, buffers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from graphplan.capture.captured_graph import Part
 from graphplan.capture.lifted_constants import PlacedConstants
 from graphplan.devices.topology import DISK, DeviceKey, Topology
 from graphplan.ir.graph import Graph
-from graphplan.ir.schedule import Assignment, ring_bytes
+from graphplan.ir.schedule import Assignment, prefetch_bytes
 from graphplan.runtime.weights.storage import Layout
 
 __all__ = ["Commitments"]
 
-_RING_SLACK = 2 << 20  # bytes by which CUDA's allocator may count a larger ring differently
+_ALLOCATOR_SLACK = 2 << 20  # bytes by which CUDA's allocator may count a larger prefetch buffer differently
 
 
 class Commitments:
@@ -60,18 +60,20 @@ class Commitments:
         named = ((Part.named(name), key) for name, key in (self.homes or {}).items())
         return {part: key for part, key in named if part is not None}
 
-    def ring_bytes(self) -> dict[DeviceKey, int]:
-        """Bytes of the rings that earlier plans have made."""
-        return ring_bytes(ring for plan in self.plans for ring in plan.schedule.rings)
+    def prefetch_bytes(self) -> dict[DeviceKey, int]:
+        """Bytes of the prefetch buffers that earlier plans have made."""
+        return prefetch_bytes(buffer for plan in self.plans for buffer in plan.schedule.prefetch_buffers)
 
-    def ring_limits(self, topology: Topology) -> dict[DeviceKey, int]:
-        """Bytes that the rings may have so that earlier plans keep their budgets."""
-        here = self.ring_bytes()
+    def prefetch_limits(self, topology: Topology) -> dict[DeviceKey, int]:
+        """Bytes that the prefetch buffers may have so that earlier plans keep their budgets."""
+        here = self.prefetch_bytes()
         limits: dict[DeviceKey, int] = {}
         for plan in self.plans:
             for spec in topology.devices:
-                own = sum(ring.nbytes for ring in plan.schedule.rings if ring.device == spec.key)
-                slack = _RING_SLACK if spec.type == "cuda" else 0
+                own = sum(
+                    buffer.nbytes for buffer in plan.schedule.prefetch_buffers if buffer.device == spec.key
+                )
+                slack = _ALLOCATOR_SLACK if spec.type == "cuda" else 0
                 limit = max(own + spec.room - plan.peak_bytes[spec.key] - slack, here.get(spec.key, 0))
                 limits[spec.key] = min(limit, limits.get(spec.key, limit))
         return limits
@@ -79,12 +81,17 @@ class Commitments:
     def layout(self, topology: Topology) -> Layout:
         """Where the first plans have put the weights, and which of them they stream."""
         assert self.homes is not None
-        rings = [ring for plan in self.plans for ring in plan.schedule.rings]
+        prefetch_buffers = [buffer for plan in self.plans for buffer in plan.schedule.prefetch_buffers]
         of = {part.name: part.part_of for plan in self.plans for part in plan.graph.parts}
-        streamed = (of.get(n, n) for ring in rings for segment in ring.segments for n in segment.weights)
+        streamed = (
+            of.get(n, n)
+            for buffer in prefetch_buffers
+            for segment in buffer.segments
+            for n in segment.weights
+        )
         return Layout(
             {name: topology[key].torch_device for name, key in self.homes.items()},
             [name for name in dict.fromkeys(streamed) if self.homes.get(name) != DISK],
-            any(topology[ring.device].type == "cuda" for ring in rings),
+            any(topology[buffer.device].type == "cuda" for buffer in prefetch_buffers),
             frozenset(name for name, key in self.homes.items() if key == DISK),
         )

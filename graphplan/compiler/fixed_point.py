@@ -10,9 +10,9 @@ import torch
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.formulation import Company, Formulation
 from graphplan.devices.topology import DISK
-from graphplan.ir.constraints import Wishes
+from graphplan.ir.constraints import Constraints
 from graphplan.passes.frontend.annotate import Annotator
-from graphplan.passes.frontend.upper_bound_graph import costlier
+from graphplan.passes.frontend.upper_bound_graph import upper_bound_graph
 from graphplan.passes.placement.certificate import Bound, Solution, certify
 from graphplan.passes.placement.constrain import constrain
 from graphplan.passes.placement.disk import place_or_map
@@ -23,7 +23,7 @@ from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.shared_buffers import fit_together
 from graphplan.warnings import warn
 
-__all__ = ["Choice", "Member", "settle", "settle_together"]
+__all__ = ["Choice", "Member", "solve", "solve_together"]
 
 _ROUNDS = 4  # times that a placement is made again because its own moves made operations take more
 _NOT_ON_DISK = (
@@ -37,7 +37,7 @@ class Choice:
 
     Attributes:
         annotator: of the capture.
-        asked: the problem and the caller's wishes apart.
+        asked: the problem and the caller's constraints apart.
         problem: with them.
         solution: of the problem.
     """
@@ -68,7 +68,7 @@ class Member:
     call: BoundCall
 
 
-def settle(formulation: Formulation, annotator: Annotator, call: BoundCall | None, limits: Limits) -> Choice:
+def solve(formulation: Formulation, annotator: Annotator, call: BoundCall | None, limits: Limits) -> Choice:
     """Place a call.
 
     The graph that is returned is that of the returned placement: its bytes are exact.
@@ -77,8 +77,8 @@ def settle(formulation: Formulation, annotator: Annotator, call: BoundCall | Non
         InfeasibleError: no placement fits.
     """
     plain = formulation.plain(annotator, call)
-    wishes = formulation.wishes(plain.graph)
-    asked, problem = Call(plain, wishes, 1.0), constrain(plain, wishes)
+    constraints = formulation.constraints(plain.graph)
+    asked, problem = Call(plain, constraints, 1.0), constrain(plain, constraints)
     near = formulation.committed.known_for(problem.graph)
     bound: Bound | None = None  # of the plain graph, whose operations take least
     for _ in range(_ROUNDS):
@@ -86,21 +86,21 @@ def settle(formulation: Formulation, annotator: Annotator, call: BoundCall | Non
         bound = bound or Bound(solution.lower_bound, solution.proof)
         near = solution.evaluation.schedule.assignment
         moved = formulation.graph(annotator, solution.evaluation.schedule)
-        exact = constrain(replace(plain, graph=moved), wishes)
+        exact = constrain(replace(plain, graph=moved), constraints)
         if exact.graph == problem.graph:
             return Choice(annotator, asked, problem, certify(solution.evaluation, bound))
         again = evaluate(exact, solution.evaluation.schedule.assignment)
         if again.feasible:
             return Choice(annotator, asked, exact, certify(again, bound))
-        problem = replace(exact, graph=costlier(problem.graph, exact.graph))
+        problem = replace(exact, graph=upper_bound_graph(problem.graph, exact.graph))
     solution = place_or_map(problem, formulation.mappable, limits, near=near)
     return Choice(annotator, asked, problem, certify(solution.evaluation, bound or Bound()))
 
 
-def settle_together(
+def solve_together(
     formulation: Formulation, members: Sequence[Member], *, advise: bool = True
 ) -> list[Choice]:
-    """As :func:`settle`, for several calls over one placement of weights.
+    """As :func:`solve`, for several calls over one placement of weights.
 
     ``advise`` as in :func:`graphplan.passes.placement.joint.place_jointly`.
     """
@@ -110,8 +110,8 @@ def settle_together(
     calls = []
     for member in members:
         plain = formulation.plain(member.annotator, member.call, company)
-        calls.append(Call(plain, formulation.options.wishes.within(plain.graph), member.weight))
-    _check_named(formulation.options.wishes, calls)
+        calls.append(Call(plain, formulation.options.constraints.within(plain.graph), member.weight))
+    _check_named(formulation.options.constraints, calls)
     limits = Limits.within(formulation.options.time_limit)
     bounds: list[Bound] = []  # of the plain graphs, whose operations take least
     for _ in range(_ROUNDS):
@@ -122,12 +122,12 @@ def settle_together(
             for member, call, found in zip(members, calls, solutions, strict=True)
         ]
         again = fit_together(
-            [call.settled({}) for call in exact],
+            [call.with_homes({}) for call in exact],
             [found.evaluation.schedule.assignment for found in solutions],
         )
         if all(found.feasible for found in again):
             return _choices(members, exact, again, bounds)
-        calls = [_costlier(old, new) for old, new in zip(calls, exact, strict=True)]
+        calls = [_upper_bound_call(old, new) for old, new in zip(calls, exact, strict=True)]
     last = place_jointly(calls, limits, advise=advise)
     return _choices(members, calls, [one.evaluation for one in last], bounds)
 
@@ -136,7 +136,7 @@ def _choices(
     members: Sequence[Member], calls: Sequence[Call], found: Sequence[Evaluation], bounds: Sequence[Bound]
 ) -> list[Choice]:
     return [
-        Choice(member.annotator, call, call.settled({}), certify(one, bound))
+        Choice(member.annotator, call, call.with_homes({}), certify(one, bound))
         for member, call, one, bound in zip(members, calls, found, bounds, strict=True)
     ]
 
@@ -154,15 +154,15 @@ def _moved(formulation: Formulation, member: Member, company: Company, call: Cal
     return replace(call, problem=replace(call.problem, graph=graph))
 
 
-def _costlier(old: Call, new: Call) -> Call:
-    graph = costlier(old.problem.graph, new.problem.graph)
+def _upper_bound_call(old: Call, new: Call) -> Call:
+    graph = upper_bound_graph(old.problem.graph, new.problem.graph)
     return replace(new, problem=replace(new.problem, graph=graph))
 
 
-def _check_named(wishes: Wishes, calls: Sequence[Call]) -> None:
+def _check_named(constraints: Constraints, calls: Sequence[Call]) -> None:
     """Raise PlanError for a name that the caller gives and that runs in none of the calls."""
-    pinned = {name for call in calls for name in call.wishes.pin}
-    grouped = {name for call in calls for group in call.wishes.groups for name in group}
-    lost = [name for group in wishes.groups for name in group if name not in grouped]
-    pin = {name: key for name, key in wishes.pin.items() if name not in pinned}
-    constrain(calls[0].problem, replace(wishes, pin=pin, together=lost))
+    pinned = {name for call in calls for name in call.constraints.pin}
+    grouped = {name for call in calls for group in call.constraints.groups for name in group}
+    lost = [name for group in constraints.groups for name in group if name not in grouped]
+    pin = {name: key for name, key in constraints.pin.items() if name not in pinned}
+    constrain(calls[0].problem, replace(constraints, pin=pin, together=lost))

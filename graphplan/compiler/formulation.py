@@ -13,7 +13,7 @@ from graphplan.capture.signature import BoundCall
 from graphplan.compiler.earlier_plans import Commitments
 from graphplan.compiler.options import Options
 from graphplan.devices.topology import CPU, DeviceKey, Topology
-from graphplan.ir.constraints import Wishes
+from graphplan.ir.constraints import Constraints
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Weight
 from graphplan.ir.schedule import Schedule
@@ -60,7 +60,7 @@ class Formulation:
     def constrained(self, annotator: Annotator, call: BoundCall | None) -> Problem:
         """What is to be placed, with the caller's rules."""
         plain = self.plain(annotator, call)
-        return constrain(plain, self.wishes(plain.graph))
+        return constrain(plain, self.constraints(plain.graph))
 
     def plain(self, annotator: Annotator, call: BoundCall | None, company: Company = _ALONE) -> Problem:
         """What is to be placed, without the caller's rules."""
@@ -72,15 +72,15 @@ class Formulation:
             host_key(self.topology, call),
             self.options.return_outputs,
             {**(self.committed.homes or {}), **constants, **states},
-            rings=self.committed.ring_bytes(),
-            growth=self.committed.ring_limits(self.topology),
-            streams=not self.options.grad,
+            prefetch_bytes=self.committed.prefetch_bytes(),
+            prefetch_limits=self.committed.prefetch_limits(self.topology),
+            streaming=not self.options.grad,
         )
 
-    def wishes(self, graph: Graph) -> Wishes:
+    def constraints(self, graph: Graph) -> Constraints:
         """What the caller asks for; a further call may not run everything that is named there."""
-        wishes = self.options.wishes
-        return wishes if self.committed.homes is None else wishes.within(graph)
+        constraints = self.options.constraints
+        return constraints if self.committed.homes is None else constraints.within(graph)
 
     def graph(
         self, annotator: Annotator, schedule: Schedule | None = None, company: Company = _ALONE

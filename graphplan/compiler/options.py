@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from graphplan.capture.size_limits import Extents
+from graphplan.capture.size_limits import SizeLimits
 from graphplan.errors import InputError
-from graphplan.ir.constraints import Wishes
+from graphplan.ir.constraints import Constraints
 
 __all__ = ["Options"]
 
@@ -20,8 +20,8 @@ class Options:
     dynamic_shapes: Any = None
     grad: bool = False
     return_outputs: bool = True
-    wishes: Wishes = field(default_factory=Wishes)
-    extents: Extents = field(default_factory=Extents)
+    constraints: Constraints = field(default_factory=Constraints)
+    size_limits: SizeLimits = field(default_factory=SizeLimits)
     compile: Mapping[str, Any] | None = None
     time_limit: float | None = None
 

@@ -1,8 +1,8 @@
 """Which weights no accelerator holds beside what their operations make, and how to cut them.
 
-A part must fit a slot of the ring. With more parts than that takes, less memory goes to slots and more to
-parts that stay; with too many, latencies and overheads add up. So several counts are offered. A table of
-which few rows are read is left whole where the CPU may read them.
+A part must fit a slot of the prefetch buffer. With more parts than that takes, less memory goes to
+slots and more to parts that stay; with too many, latencies and overheads add up. So several counts are
+offered. An embedding table is left whole where the CPU may read it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def find_oversized(problem: Problem, named: Collection[str] = (), *, share: floa
     """
     found = []
     accelerators = [spec for spec in problem.topology.devices if spec.is_accelerator]
-    if not accelerators or cpu_key(problem.topology) is None or not problem.offload or not problem.streams:
+    if not accelerators or cpu_key(problem.topology) is None or not problem.offload or not problem.streaming:
         return []
     for weight in problem.graph.weights.values():
         if not weight.nbytes or weight.kind not in ("parameter", "buffer") or len(weight.shape) < 2:

@@ -2,7 +2,7 @@
 
 ::
 
-    capture_cache     Twin            a copy to trace, without weights of its own
+    capture_cache     ModelCopy            a copy to trace, without weights of its own
                       capture         -> fx graph
                       simplify        checks and no-ops go
                       Annotator       -> Graph: bytes, FLOPs, aliases
@@ -25,13 +25,13 @@ from dataclasses import dataclass, replace
 from graphplan.analysis.plan import Plan
 from graphplan.capture.capture_lock import one_at_a_time
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.model_copy import Twin
+from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.modes import Modes
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.capture_cache import Captured, Captures
 from graphplan.compiler.code_generation import Planned, lower_planned
 from graphplan.compiler.earlier_plans import Commitments
-from graphplan.compiler.fixed_point import Choice, Member, settle_together
+from graphplan.compiler.fixed_point import Choice, Member, solve_together
 from graphplan.compiler.formulation import Formulation, host_key
 from graphplan.compiler.options import Options
 from graphplan.compiler.slicing_choice import choose
@@ -74,7 +74,7 @@ class Compiler:
     A placed module and its copies share it, in any threads: it works under the capture lock.
 
     Args:
-        twin: the copy of the model that is traced.
+        model_copy: the copy of the model that is traced.
         topology: the devices.
         options: of the caller.
         homes: where weights are already, if that is settled.
@@ -84,15 +84,15 @@ class Compiler:
 
     def __init__(
         self,
-        twin: Twin,
+        model_copy: ModelCopy,
         topology: Topology,
         options: Options,
         homes: dict[str, DeviceKey] | None = None,
         mappable: Set[str] | None = None,
         known: Assignment | None = None,
     ) -> None:
-        self.twin, self.topology, self.options, self.mappable = twin, topology, options, mappable
-        self._captures = Captures(twin, options)
+        self.model_copy, self.topology, self.options, self.mappable = model_copy, topology, options, mappable
+        self._captures = Captures(model_copy, options)
         self._committed = Commitments(homes, known)
 
     @property
@@ -145,7 +145,7 @@ class Compiler:
         """Capture several calls, and place them over the same homes of weights.
 
         Calls of one structure are one call with the sum of their weights. ``advise`` as in
-        :func:`graphplan.compiler.fixed_point.settle_together`.
+        :func:`graphplan.compiler.fixed_point.solve_together`.
         """
         members: dict[tuple[int, DeviceKey], Member] = {}
         for one, weight in zip(calls, weights, strict=True):
@@ -154,7 +154,7 @@ class Compiler:
             before = members[key].weight if key in members else 0.0
             members[key] = Member(annotator, before + weight, one.call)
         found = list(members.values())
-        choices = settle_together(self._formulation, found, advise=advise)
+        choices = solve_together(self._formulation, found, advise=advise)
         made = [self._planned(one, member.call) for member, one in zip(found, choices, strict=True)]
         first = replace(made[0].plan, others=tuple(planned.plan for planned in made[1:]))
         return replace(made[0], plan=first), *made[1:]
@@ -180,13 +180,13 @@ class Compiler:
     @one_at_a_time
     def lower(self, planned: Planned) -> Program:
         """The program of a plan that was committed."""
-        constants, modes = self._committed.constants, self.twin.modes
+        constants, modes = self._committed.constants, self.model_copy.modes
         return lower_planned(planned, self.topology, self.options, constants, modes)
 
     @one_at_a_time
     def further(self, call: BoundCall, modes: Modes, entry: str = "") -> Program:
         """Plan, commit and lower a call of another structure, with the weights where they are."""
-        self.twin.set_modes(modes)
+        self.model_copy.set_modes(modes)
         planned = self.plan(call, entry)
         self.commit(planned)
         return self.lower(planned)
@@ -205,7 +205,7 @@ class Compiler:
     def _planned(self, choice: Choice, call: BoundCall | None) -> Planned:
         graph, evaluation, asked = choice.problem.graph, choice.solution.evaluation, choice.asked
         check_schedule(graph, self.topology, evaluation.schedule)
-        _refuse_shared(graph, self.twin)
+        _refuse_shared(graph, self.model_copy)
         made = Plan(
             graph,
             self.topology,
@@ -214,20 +214,20 @@ class Compiler:
             choice.solution.lower_bound,
             choice.solution.proof,
             choice.annotator.capture.method,
-            asked.wishes,
+            asked.constraints,
             asked.problem.fixed_weights,
             asked.weight,
-            shared_rings=asked.problem.rings,
-            ring_limits=asked.problem.growth,
-            streams=asked.problem.streams,
+            shared_prefetch_bytes=asked.problem.prefetch_bytes,
+            prefetch_limits=asked.problem.prefetch_limits,
+            streaming=asked.problem.streaming,
         )
         return Planned(choice.annotator.capture, made, call)
 
 
-def _refuse_shared(graph: Graph, twin: Twin) -> None:
+def _refuse_shared(graph: Graph, model_copy: ModelCopy) -> None:
     """Weights that are views of one memory are placed apart, which a call that writes would show."""
     for weight in graph.weights.values():
-        if weight.mutated and weight.is_own and (others := twin.weights.sharing(weight.name)):
+        if weight.mutated and weight.is_own and (others := model_copy.weights.sharing(weight.name)):
             raise CaptureError(
                 f"a call writes to {weight.name!r}, which shares memory with {others[0]!r}: make one of them "
                 "a view that forward takes, so that the write can be seen in both"

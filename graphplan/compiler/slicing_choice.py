@@ -5,24 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from graphplan.capture.signature import BoundCall
-from graphplan.compiler.fixed_point import Choice, settle
+from graphplan.compiler.fixed_point import Choice, solve
 from graphplan.compiler.formulation import Formulation
 from graphplan.compiler.oversized_weights import find_oversized, offered_parts
 from graphplan.errors import InfeasibleError, readable_bytes
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.frontend.slicing import is_sliceable, slice_weights
-from graphplan.passes.placement.driver import sketch
+from graphplan.passes.placement.driver import probe
 from graphplan.passes.placement.limits import Limits
 from graphplan.passes.placement.problem import cpu_key
 
 __all__ = ["choose"]
 
 _CROWDED = 0.4  # of what an accelerator has for a weight: larger ones are sliced where nothing fits whole
-_HOPE = 1.1  # a sketch of more than so many times the seconds of another plan is not worth refining
+_HOPE = 1.1  # a probe of more than so many times the seconds of another plan is not worth refining
 
 
 @dataclass(frozen=True, slots=True)
-class _Sketch:
+class _Probed:
     """A capture, annotated, and the seconds of a placement of it that was found without much work."""
 
     annotator: Annotator
@@ -41,22 +41,22 @@ def choose(formulation: Formulation, annotator: Annotator, call: BoundCall | Non
     sliced = _best_slicing(formulation, annotator, call) if first else None
     if sliced is None:
         try:
-            return settle(formulation, annotator, call, limits)
+            return solve(formulation, annotator, call, limits)
         except InfeasibleError as error:
             # a weight may fit by itself, and leave nothing for the rest
             sliced = _best_slicing(formulation, annotator, call, share=_CROWDED) if first else None
             if sliced is None:
                 raise _with_hint(formulation, annotator, call, error) from None
-        return settle(formulation, sliced.annotator, call, limits)
+        return solve(formulation, sliced.annotator, call, limits)
     whole = None
-    if sketch(formulation.constrained(annotator, call)) is not None:
-        whole = settle(formulation, annotator, call, limits.until(0.5))
+    if probe(formulation.constrained(annotator, call)) is not None:
+        whole = solve(formulation, annotator, call, limits.until(0.5))
         if whole.seconds * _HOPE < sliced.seconds:
             return whole
     try:
-        found = settle(formulation, sliced.annotator, call, limits)
+        found = solve(formulation, sliced.annotator, call, limits)
     except InfeasibleError:  # the moves that slicing brings made operations take more
-        return whole or settle(formulation, annotator, call, limits)
+        return whole or solve(formulation, annotator, call, limits)
     return found if whole is None else _faster(whole, found)
 
 
@@ -69,7 +69,7 @@ def _sliced_as_before(formulation: Formulation, annotator: Annotator) -> Annotat
 
 def _best_slicing(
     formulation: Formulation, annotator: Annotator, call: BoundCall | None, *, share: float = 1.0
-) -> _Sketch | None:
+) -> _Probed | None:
     """Oversized weights in as many parts as seem best; None where no number of parts would do."""
     capture, weights = annotator.capture, annotator.weights
     oversized = [
@@ -77,14 +77,14 @@ def _best_slicing(
         for one in find_oversized(formulation.constrained(annotator, call), _named(formulation), share=share)
         if is_sliceable(capture, one.weight.name) and weights.has_rows(one.weight.name)
     ]
-    best: _Sketch | None = None
+    best: _Probed | None = None
     for parts in offered_parts(oversized):
         sliced = annotator.of(slice_weights(capture, parts))
-        found = sketch(formulation.constrained(sliced, call))
+        found = probe(formulation.constrained(sliced, call))
         if found is not None and best is not None and found.seconds >= best.seconds:
             break
         if found is not None:
-            best = _Sketch(sliced, found.seconds)
+            best = _Probed(sliced, found.seconds)
     return best
 
 
@@ -112,8 +112,8 @@ def _with_hint(
 
 
 def _named(formulation: Formulation) -> set[str]:
-    wishes = formulation.options.wishes
-    return {*wishes.pin, *(name for group in wishes.groups for name in group)}
+    constraints = formulation.options.constraints
+    return {*constraints.pin, *(name for group in constraints.groups for name in group)}
 
 
 def _faster(whole: Choice, sliced: Choice) -> Choice:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from graphplan.devices.topology import DeviceKey
 from graphplan.ir.graph import Graph
 
-__all__ = ["Wishes", "names_in", "operations_named"]
+__all__ = ["Constraints", "names_in", "operations_named"]
 
 Group = str | Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class Constraints:
     """Constraints on a placement, in the caller's words.
 
     Attributes:
@@ -37,8 +37,8 @@ class Wishes:
         """The names of each of ``together``."""
         return [(group,) if isinstance(group, str) else tuple(group) for group in self.together]
 
-    def within(self, graph: Graph) -> Wishes:
-        """The wishes as far as they name what runs in this graph, which may be one of several."""
+    def within(self, graph: Graph) -> Constraints:
+        """The constraints as far as they name what runs in this graph, which may be one of several."""
         pin = {name: key for name, key in self.pin.items() if _runs(graph, name)}
         running = [tuple(name for name in group if _runs(graph, name)) for group in self.groups]
         return replace(self, pin=pin, together=tuple(group for group in running if group))

@@ -143,7 +143,7 @@ class Graph:
         kept = {self.root(name) for name in self.outputs}
         kept |= {self.root(value.name) for value in self.values.values() if value.stays}
         kept |= {self.root(name) for op in self.operations.values() for name in op.mutates}
-        return frozenset(w.name for w in self.weights.values() if w.fetchable and w.name not in kept)
+        return frozenset(w.name for w in self.weights.values() if w.streamable and w.name not in kept)
 
     @cached_property
     def not_tensors(self) -> frozenset[str]:

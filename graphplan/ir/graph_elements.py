@@ -47,8 +47,8 @@ class Weight:
         kind: ``"parameter"``, ``"buffer"``, ``"constant"``, ``"part"``, or ``"cache"`` for a tensor
             of a cache that the caller passes in: it lives where it is used, before and after the call.
         persistent: whether it is in the ``state_dict``.
-        mutated: whether a call writes to it (BatchNorm statistics): it is then never fetched.
-        movable: False where the graph holds it inside an opaque module: never fetched either.
+        mutated: whether a call writes to it (BatchNorm statistics): it is then never streamed.
+        movable: False where the graph holds it inside an opaque module: never streamed either.
         shape: of its elements; empty where unknown.
         dtype: as of a :class:`Value`.
         part_of: for a part, the weight of which it is some rows. That one stays whole on the CPU and has
@@ -69,7 +69,7 @@ class Weight:
     start: int = 0
 
     @property
-    def fetchable(self) -> bool:
+    def streamable(self) -> bool:
         """Whether it may live elsewhere than where it is used."""
         return self.movable and not self.mutated
 

@@ -1,11 +1,11 @@
 """Bytes on each device at each step of a schedule: the one place where memory is counted.
 
-A device holds, at a step: the weights that live there, in one allocation, and the ring that weights are
-streamed into, both for the whole call, every storage whose last reader has not run yet, and the workspace
+A device holds, at a step: the weights that live there, in one allocation, and the prefetch buffer of streamed
+weights, both for the whole call, every storage whose last reader has not run yet, and the workspace
 of the operation that runs. A view holds its base's storage and brings none. What the caller passed in
 stays on the caller's device throughout. Weights on disk take the system's page cache and no memory of
-the CPU's budget, but for the buffers that they pass on their way to a ring. A part of a sliced weight
-takes bytes where the whole lives, and where it is kept beside that.
+the CPU's budget, but for the buffers that they pass on their way to an accelerator. A part of a sliced
+weight takes bytes where the whole lives, and where it is kept beside that.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Peak:
 
     Attributes:
         nbytes: weights, activations, copies and workspace, allocator rounding included.
-        weights: the part that is weights living there, and the ring for those that are streamed.
+        weights: the part that is weights living there, and the prefetch buffer for those that are streamed.
         step: index of the step of the schedule at which it is reached, or -1 before the first.
         operation: the operation that runs or waits for its input at that step.
     """
@@ -116,12 +116,12 @@ class _Sweep:
                 sizes[spec.key] += self._buffers()
         for key, nbytes in arenas.items():
             sizes[key].append(nbytes)
-        for ring in self.schedule.rings:
-            sizes[ring.device].append(ring.nbytes)
+        for buffer in self.schedule.prefetch_buffers:
+            sizes[buffer.device].append(buffer.nbytes)
         return {key: self.specs[key].resident(listed) for key, listed in sizes.items()}
 
     def _buffers(self) -> list[int]:
-        """Bytes of the two buffers that each ring's weights on disk pass."""
+        """Bytes of the two buffers that each prefetch buffer's weights on disk pass."""
         largest: dict[DeviceKey, int] = {}
         for load in self.schedule.loads():
             if load.source == DISK:
@@ -168,8 +168,8 @@ class _Sweep:
         self._bear(index, (step.value, step.destination), step.nbytes)
 
     def _arrive(self, step: Wait) -> None:
-        ring = next(ring for ring in self.schedule.rings if ring.device == step.device)
-        for name in ring.segments[step.segment].weights:
+        buffer = next(buffer for buffer in self.schedule.prefetch_buffers if buffer.device == step.device)
+        for name in buffer.segments[step.segment].weights:
             # it takes no more than its slot, which is there for the whole call
             self.storage[name, step.device] = _LASTING
 

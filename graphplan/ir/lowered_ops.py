@@ -72,7 +72,7 @@ def constant_attribute(name: str) -> str:
 
 
 def stream_attribute(index: int) -> str:
-    """The attribute of the graph module that holds the stream of the schedule's ring ``index``."""
+    """The attribute of the graph module that holds the stream of the schedule's prefetch buffer ``index``."""
     return f"_stream_{index}"
 
 

@@ -12,7 +12,7 @@ import torch
 
 from graphplan.devices.topology import DeviceKey, Topology
 from graphplan.errors import PlanError, VerificationError
-from graphplan.ir.constraints import Wishes
+from graphplan.ir.constraints import Constraints
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation
 from graphplan.ir.liveness import Memory, Peak, measure_memory
@@ -54,13 +54,13 @@ class PlanData:
             nothing where the accelerators hold the model (``proof`` ends in "on the accelerators").
         proof: what proved the bound.
         method: how the model was captured.
-        wishes: what the caller asked for.
+        constraints: what the caller asked for.
         fixed_weights: weight -> where an earlier plan of the same model, or constant of it, has put it.
         call_weight: how much this call counts among those that were planned together.
         others: the plans of the other calls, where several were planned over one placement of weights.
-        shared_rings: device -> bytes of the ring that calls planned apart from this one have there.
-        ring_limits: device -> bytes that this ring may have, where earlier plans leave no more room.
-        streams: False where weights are copied one by one, for autograd.
+        shared_prefetch_bytes: device -> bytes of the prefetch buffer of calls that were planned apart.
+        prefetch_limits: device -> bytes that its prefetch buffer may have, where earlier plans limit them.
+        streaming: False where weights are copied one by one, for autograd.
     """
 
     graph: Graph
@@ -70,13 +70,13 @@ class PlanData:
     lower_bound: float
     proof: str
     method: str = "export"
-    wishes: Wishes = field(default_factory=Wishes)
+    constraints: Constraints = field(default_factory=Constraints)
     fixed_weights: Mapping[str, DeviceKey] = field(default_factory=dict)
     call_weight: float = 1.0
     others: tuple[Self, ...] = ()
-    shared_rings: Mapping[DeviceKey, int] = field(default_factory=dict)
-    ring_limits: Mapping[DeviceKey, int] = field(default_factory=dict)
-    streams: bool = True
+    shared_prefetch_bytes: Mapping[DeviceKey, int] = field(default_factory=dict)
+    prefetch_limits: Mapping[DeviceKey, int] = field(default_factory=dict)
+    streaming: bool = True
 
     @cached_property
     def placement(self) -> dict[str, DeviceKey]:
@@ -190,7 +190,7 @@ class PlanData:
         return tuple(self.schedule.moves("activation"))
 
     @cached_property
-    def fetches(self) -> tuple[Transfer | Load, ...]:
+    def streams(self) -> tuple[Transfer | Load, ...]:
         """Copies of weights to where they are used, made at every call.
 
         A :class:`~graphplan.ir.schedule.Load` copies the weights of one segment, ahead of their use.
@@ -200,7 +200,7 @@ class PlanData:
 
     @cached_property
     def io_transfers(self) -> tuple[Transfer, ...]:
-        """Inputs brought from the caller's device and outputs brought back."""
+        """Inputs copied from the caller's device and outputs copied back."""
         return tuple(self.schedule.moves("input", "output", "writeback"))
 
     @property
@@ -211,7 +211,7 @@ class PlanData:
     @property
     def streamed_bytes(self) -> int:
         """Bytes of weights copied in one call, the gaps between them included."""
-        return sum(copy.nbytes for copy in self.fetches)
+        return sum(copy.nbytes for copy in self.streams)
 
     # -- what it costs ----------------------------------------------------------------------------
 
@@ -262,17 +262,17 @@ class PlanData:
         """False without example inputs: then ``peak_bytes`` counts weights only."""
         return self.graph.shapes_known
 
-    def with_rings(self, sizes: Mapping[DeviceKey, int]) -> Self:
-        """The same plan, with rings of at least so many bytes: other calls of the model share them."""
-        known = {ring.device: ring.nbytes for ring in self.schedule.rings}
-        others = tuple(other.with_rings(sizes) for other in self.others)
+    def with_prefetch_buffers(self, sizes: Mapping[DeviceKey, int]) -> Self:
+        """The same plan, with prefetch buffers of at least so many bytes: other calls share them."""
+        known = {buffer.device: buffer.nbytes for buffer in self.schedule.prefetch_buffers}
+        others = tuple(other.with_prefetch_buffers(sizes) for other in self.others)
         larger = {key: nbytes for key, nbytes in sizes.items() if known.get(key, -1) < nbytes}
         if not larger:
             return self if others == self.others else replace(self, others=others)
         return replace(
             self,
-            schedule=self.schedule.with_rings(larger, self.topology),
-            shared_rings={**self.shared_rings, **larger},
+            schedule=self.schedule.with_prefetch_buffers(larger, self.topology),
+            shared_prefetch_bytes={**self.shared_prefetch_bytes, **larger},
             others=others,
         )
 

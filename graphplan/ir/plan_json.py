@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from graphplan.devices.topology import DeviceSpec, Link, Topology
 from graphplan.errors import GraphplanError, PlanError
-from graphplan.ir.constraints import Wishes
+from graphplan.ir.constraints import Constraints
 from graphplan.ir.graph import Graph
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule_json import decode_schedule, encode_schedule
@@ -19,7 +19,7 @@ __all__ = ["read_plan", "write_plan"]
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 
-_FORMAT = Format("graphplan.plan", 2, "plan")
+_FORMAT = Format("graphplan.plan", 3, "plan")
 
 
 def write_plan(plan: PlanData) -> str:
@@ -65,13 +65,13 @@ def _encode(plan: PlanData) -> dict[str, Any]:
         "default_link": asdict(topology.default_link),
         **encode_schedule(schedule),
         "graph": plan.graph.to_dict(),
-        "wishes": asdict(plan.wishes),
+        "constraints": asdict(plan.constraints),
         "fixed_weights": dict(plan.fixed_weights),
         "call_weight": plan.call_weight,
         "others": [_encode(other) for other in plan.others],
-        "shared_rings": [[key, nbytes] for key, nbytes in plan.shared_rings.items()],
-        "ring_limits": [[key, nbytes] for key, nbytes in plan.ring_limits.items()],
-        "streams": plan.streams,
+        "shared_prefetch_bytes": [[key, nbytes] for key, nbytes in plan.shared_prefetch_bytes.items()],
+        "prefetch_limits": [[key, nbytes] for key, nbytes in plan.prefetch_limits.items()],
+        "streaming": plan.streaming,
     }
 
 
@@ -89,16 +89,16 @@ def _decode(cls: type[AnyPlan], data: Mapping[str, Any]) -> AnyPlan:
         data["lower_bound"],
         data["proof"],
         data["method"],
-        _decode_wishes(data["wishes"]),
+        _decode_constraints(data["constraints"]),
         data["fixed_weights"],
         data["call_weight"],
         tuple(_from_data(cls, _FORMAT.checked(other)) for other in data["others"]),
-        dict(map(tuple, data["shared_rings"])),
-        dict(map(tuple, data["ring_limits"])),
-        data["streams"],
+        dict(map(tuple, data["shared_prefetch_bytes"])),
+        dict(map(tuple, data["prefetch_limits"])),
+        data["streaming"],
     )
 
 
-def _decode_wishes(data: Mapping[str, Any]) -> Wishes:
+def _decode_constraints(data: Mapping[str, Any]) -> Constraints:
     together = tuple(group if isinstance(group, str) else tuple(group) for group in data["together"])
-    return Wishes(**{**data, "together": together})
+    return Constraints(**{**data, "together": together})

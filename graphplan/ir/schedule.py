@@ -15,7 +15,7 @@ inputs come and to which outputs return, is ``host``.
 
 Weights that live on the CPU, or on disk, and are read on an accelerator are *streamed*: a *segment* (the
 weights of an operation, or of a few small ones) is copied in one go into a slot of the accelerator's
-*ring*, on a queue of its own, ahead of its first reader. For two segments in a ring of one slot::
+*prefetch buffer*, on a queue of its own, ahead of its first reader. For two segments and one slot::
 
     load 0: w0 -> slot 0 of 0, 4096 bytes
     wait 0 on 0
@@ -40,18 +40,20 @@ __all__ = [
     "Load",
     "Move",
     "MoveKind",
+    "PrefetchBuffer",
     "Release",
-    "Ring",
     "Run",
     "Schedule",
     "Segment",
     "Step",
     "Wait",
+    "prefetch_bytes",
     "read_in_place",
-    "ring_bytes",
 ]
 
-STAGED_BYTES = 16 << 20  # the largest of the two buffers that weights on disk pass on their way to a ring
+STAGED_BYTES = (
+    16 << 20
+)  # the largest of the two buffers that weights on disk pass on their way to a prefetch buffer
 
 MoveKind = Literal["activation", "weight", "input", "output", "writeback"]
 
@@ -63,10 +65,10 @@ class Assignment:
     Attributes:
         operations: operation name -> device key.
         weights: weight name -> device key.
-        slots: device key -> slots of its ring, as far as there are segments for them; more where more
-            segments are in use at once. 0, which is for calls of which autograd keeps the weights: no
-            ring, each weight is copied right before its first reader. A device that is not named has
-            two, or one where two do not fit.
+        slots: device key -> slots of its prefetch buffer, as far as there are segments for them; more where
+            more segments are in use at once. 0, which is for calls of which autograd keeps the weights: no
+            prefetch buffer, each weight is copied right before its first reader. A device that is not named
+            has two, or one where two do not fit.
     """
 
     operations: Mapping[str, DeviceKey]
@@ -109,8 +111,8 @@ class Load:
     """Enqueue the copy of a segment into its slot: it starts when the slot's last readers are done.
 
     Attributes:
-        segment: its index in the ring.
-        device: the accelerator whose ring it is.
+        segment: its index in the prefetch buffer.
+        device: the accelerator whose prefetch buffer it is.
         source: where the weights live.
         weights: their names.
         nbytes: bytes of the copy, the gaps between its weights included.
@@ -168,7 +170,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class PrefetchBuffer:
     """The slots of an accelerator into which weights are streamed. It lives as long as the module.
 
     Attributes:
@@ -191,11 +193,11 @@ class Ring:
         return tuple(accumulate(self.slots, initial=0))[:-1]
 
 
-def ring_bytes(rings: Iterable[Ring]) -> dict[DeviceKey, int]:
-    """Device -> bytes of the largest of these rings there."""
+def prefetch_bytes(prefetch_buffers: Iterable[PrefetchBuffer]) -> dict[DeviceKey, int]:
+    """Device -> bytes of the largest of these prefetch buffers there."""
     sizes: dict[DeviceKey, int] = {}
-    for ring in rings:
-        sizes[ring.device] = max(ring.nbytes, sizes.get(ring.device, 0))
+    for buffer in prefetch_buffers:
+        sizes[buffer.device] = max(buffer.nbytes, sizes.get(buffer.device, 0))
     return sizes
 
 
@@ -208,14 +210,14 @@ class Schedule:
         assignment: the placement that they carry out.
         host: the key (or device name) of the caller's own device.
         returns_to_host: whether outputs are moved back to ``host``.
-        rings: one for each accelerator that weights are streamed to.
+        prefetch_buffers: one for each accelerator that weights are streamed to.
     """
 
     steps: tuple[Step, ...]
     assignment: Assignment
     host: DeviceKey
     returns_to_host: bool = True
-    rings: tuple[Ring, ...] = ()
+    prefetch_buffers: tuple[PrefetchBuffer, ...] = ()
 
     def moves(self, *kinds: MoveKind) -> Iterator[Move]:
         """The moves of these kinds, or all, in order."""
@@ -241,20 +243,24 @@ class Schedule:
             if isinstance(step, Move | Load):
                 yield step
 
-    def with_rings(self, sizes: Mapping[DeviceKey, int], topology: Topology) -> Schedule:
-        """The same schedule, with a ring of at least so many bytes on each device that ``sizes`` names."""
-        known = {ring.device: ring for ring in self.rings}
+    def with_prefetch_buffers(self, sizes: Mapping[DeviceKey, int], topology: Topology) -> Schedule:
+        """The same schedule, with a prefetch buffer of at least so many bytes on each of these devices."""
+        known = {buffer.device: buffer for buffer in self.prefetch_buffers}
         cpu = next((spec.key for spec in topology.devices if spec.type == CPU), CPU)
-        rings = [
-            replace(ring, nbytes=max(ring.nbytes, sizes.get(spec.key, 0)))
+        prefetch_buffers = [
+            replace(buffer, nbytes=max(buffer.nbytes, sizes.get(spec.key, 0)))
             for spec in topology.devices
             if spec.key in known or spec.key in sizes
-            for ring in (known.get(spec.key, Ring(spec.key, cpu, (), (), 0)),)
+            for buffer in (known.get(spec.key, PrefetchBuffer(spec.key, cpu, (), (), 0)),)
         ]
-        return replace(self, rings=tuple(rings))
+        return replace(self, prefetch_buffers=tuple(prefetch_buffers))
 
     def __str__(self) -> str:
-        slots = {(ring.device, i): s.slot for ring in self.rings for i, s in enumerate(ring.segments)}
+        slots = {
+            (buffer.device, i): s.slot
+            for buffer in self.prefetch_buffers
+            for i, s in enumerate(buffer.segments)
+        }
         return "\n".join(_line(step, slots) for step in self.steps)
 
 

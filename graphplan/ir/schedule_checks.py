@@ -17,7 +17,7 @@ def check_schedule(graph: Graph, topology: Topology, schedule: Schedule) -> Memo
 
     Every operation runs once, in the graph's order, on its device, with all its tensors there; no
     value reaches a device twice; operations that share written memory share a device; written
-    weights live where they are written; no slot of a ring is loaded before its last reader has run,
+    weights live where they are written; no slot is loaded before its last reader has run,
     nor read before it is loaded; no budget is passed.
 
     Raises:
@@ -103,11 +103,11 @@ def _check_ties(graph: Graph, schedule: Schedule) -> None:
     for operation in graph.operations.values():
         for name in operation.inputs:
             weight = graph.weights.get(name)
-            if weight is None or weight.fetchable or operation.host_only:
+            if weight is None or weight.streamable or operation.host_only:
                 continue
             home = schedule.assignment.weights[name]
             if home != device[operation.name]:
                 raise VerificationError(
                     f"{operation.name!r} runs on {device[operation.name]!r}, but its weight {name!r}, "
-                    f"which cannot be fetched, lives on {home!r}"
+                    f"which cannot be streamed, lives on {home!r}"
                 )

@@ -6,7 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from graphplan.ir.schedule import Assignment, Load, Move, Release, Ring, Run, Schedule, Segment, Step, Wait
+from graphplan.ir.schedule import (
+    Assignment,
+    Load,
+    Move,
+    PrefetchBuffer,
+    Release,
+    Run,
+    Schedule,
+    Segment,
+    Step,
+    Wait,
+)
 
 __all__ = ["decode_schedule", "encode_schedule"]
 
@@ -28,7 +39,7 @@ def encode_schedule(schedule: Schedule) -> dict[str, Any]:
         "operations": [[name, key] for name, key in assignment.operations.items()],
         "weights": [[name, key] for name, key in assignment.weights.items()],
         "slots": [[key, count] for key, count in assignment.slots.items()],
-        "rings": [asdict(ring) for ring in schedule.rings],
+        "prefetch_buffers": [asdict(buffer) for buffer in schedule.prefetch_buffers],
         "steps": [{"step": type(step).__name__.lower(), **asdict(step)} for step in schedule.steps],
     }
 
@@ -36,8 +47,10 @@ def encode_schedule(schedule: Schedule) -> dict[str, Any]:
 def decode_schedule(data: Mapping[str, Any]) -> Schedule:
     """The inverse; KeyError, TypeError or ValueError where it is damaged."""
     parts = (dict(map(tuple, data[name])) for name in ("operations", "weights", "slots"))
-    steps, rings = map(_decode_step, data["steps"]), map(_decode_ring, data["rings"])
-    return Schedule(tuple(steps), Assignment(*parts), data["host"], data["returns_to_host"], tuple(rings))
+    steps, prefetch_buffers = map(_decode_step, data["steps"]), map(_decode_buffer, data["prefetch_buffers"])
+    return Schedule(
+        tuple(steps), Assignment(*parts), data["host"], data["returns_to_host"], tuple(prefetch_buffers)
+    )
 
 
 def _decode_step(data: Mapping[str, Any]) -> Step:
@@ -45,9 +58,11 @@ def _decode_step(data: Mapping[str, Any]) -> Step:
     return _STEPS[str(fields.pop("step"))](**fields)
 
 
-def _decode_ring(data: Mapping[str, Any]) -> Ring:
+def _decode_buffer(data: Mapping[str, Any]) -> PrefetchBuffer:
     segments = (
         Segment(tuple(s["weights"]), tuple(s["offsets"]), s["nbytes"], s["slot"], s["previous"])
         for s in data["segments"]
     )
-    return Ring(data["device"], data["source"], tuple(data["slots"]), tuple(segments), data["nbytes"])
+    return PrefetchBuffer(
+        data["device"], data["source"], tuple(data["slots"]), tuple(segments), data["nbytes"]
+    )

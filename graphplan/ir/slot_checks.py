@@ -1,4 +1,4 @@
-"""Proof that the slots of a schedule's rings are loaded before they are read, and not while they are.
+"""Proof that the slots of prefetch buffers are loaded before they are read, and not while they are.
 
 Follows the steps of one call. The next call begins as this one did, since each segment names the one
 that is in its slot before it, across calls too.
@@ -11,23 +11,23 @@ from dataclasses import dataclass, field
 from graphplan.devices.topology import DISK, DeviceKey
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation
-from graphplan.ir.schedule import Load, Release, Ring, Schedule, Wait
+from graphplan.ir.schedule import Load, PrefetchBuffer, Release, Schedule, Wait
 
 __all__ = ["SlotCheck"]
 
 
 @dataclass(slots=True)
-class _RingState:
-    """What is known of a ring at a step.
+class _BufferState:
+    """What is known of a prefetch buffer at a step.
 
     Attributes:
-        ring: whose.
+        buffer: whose.
         loaded: how many segments have been loaded; they come in order.
         tenant: slot -> the segment in it that is not released yet.
         waited: segments that may be read.
     """
 
-    ring: Ring
+    buffer: PrefetchBuffer
     loaded: int = 0
     tenant: dict[int, int] = field(default_factory=dict)
     waited: set[int] = field(default_factory=set)
@@ -39,30 +39,30 @@ class SlotCheck:
     def __init__(self, graph: Graph, schedule: Schedule) -> None:
         self.graph = graph
         self.home = schedule.assignment.weights
-        self.rings = {ring.device: _RingState(ring) for ring in schedule.rings}
+        self.prefetch_buffers = {buffer.device: _BufferState(buffer) for buffer in schedule.prefetch_buffers}
         # instances whose bytes are in a slot: streamed weights and views of them
         self.inside: dict[tuple[str, DeviceKey], int] = {}
 
     def visit(self, step: Load | Wait | Release, present: set[tuple[str, DeviceKey]]) -> str | None:
         """Take one step; returns what is wrong with it."""
-        state = self.rings.get(step.device)
-        if state is None or not 0 <= step.segment < len(state.ring.segments):
-            return f"segment {step.segment} of {step.device!r} is in no ring"
+        state = self.prefetch_buffers.get(step.device)
+        if state is None or not 0 <= step.segment < len(state.buffer.segments):
+            return f"segment {step.segment} of {step.device!r} is in no prefetch buffer"
         if isinstance(step, Load):
             return self._load(step, state)
         if isinstance(step, Wait):
             return self._wait(step, state, present)
         return self._release(step, state, present)
 
-    def _load(self, step: Load, state: _RingState) -> str | None:
-        ring, segment = state.ring, state.ring.segments[step.segment]
+    def _load(self, step: Load, state: _BufferState) -> str | None:
+        buffer, segment = state.buffer, state.buffer.segments[step.segment]
         if step.segment != state.loaded:
             return f"segment {step.segment} is loaded out of order"
-        if not 0 <= segment.slot < len(ring.slots) or segment.nbytes > ring.slots[segment.slot]:
+        if not 0 <= segment.slot < len(buffer.slots) or segment.nbytes > buffer.slots[segment.slot]:
             return f"segment {step.segment} of {segment.nbytes} bytes does not fit slot {segment.slot}"
         if segment.slot in state.tenant:
             return f"slot {segment.slot} is loaded while segment {state.tenant[segment.slot]} is read"
-        sources = (ring.source, DISK)
+        sources = (buffer.source, DISK)
         if (step.weights, step.nbytes) != (segment.weights, segment.nbytes) or step.source not in sources:
             return f"segment {step.segment} is not what is loaded"
         if problem := self._contents(step, state):
@@ -71,8 +71,8 @@ class SlotCheck:
         state.tenant[segment.slot] = step.segment
         return None
 
-    def _contents(self, step: Load, state: _RingState) -> str | None:
-        segment, end = state.ring.segments[step.segment], 0
+    def _contents(self, step: Load, state: _BufferState) -> str | None:
+        segment, end = state.buffer.segments[step.segment], 0
         for name, offset in zip(segment.weights, segment.offsets, strict=True):
             if name not in self.graph.streamable:
                 return f"{name!r} is streamed, though a call writes to it or returns it"
@@ -85,8 +85,8 @@ class SlotCheck:
             return f"segment {step.segment} has {end} bytes, its load says {segment.nbytes}"
         return None
 
-    def _wait(self, step: Wait, state: _RingState, present: set[tuple[str, DeviceKey]]) -> str | None:
-        segment = state.ring.segments[step.segment]
+    def _wait(self, step: Wait, state: _BufferState, present: set[tuple[str, DeviceKey]]) -> str | None:
+        segment = state.buffer.segments[step.segment]
         if state.tenant.get(segment.slot) != step.segment:
             return f"segment {step.segment} is waited for before it is loaded"
         if step.segment in state.waited:
@@ -99,8 +99,8 @@ class SlotCheck:
         state.waited.add(step.segment)
         return None
 
-    def _release(self, step: Release, state: _RingState, present: set[tuple[str, DeviceKey]]) -> str | None:
-        segment = state.ring.segments[step.segment]
+    def _release(self, step: Release, state: _BufferState, present: set[tuple[str, DeviceKey]]) -> str | None:
+        segment = state.buffer.segments[step.segment]
         if step.segment not in state.waited or state.tenant.get(segment.slot) != step.segment:
             return f"segment {step.segment} is released before it is read"
         del state.tenant[segment.slot]
@@ -126,12 +126,13 @@ class SlotCheck:
 
     def finish(self) -> str | None:
         """What is wrong at the end of the call."""
-        for key, state in self.rings.items():
-            segments = state.ring.segments
+        for key, state in self.prefetch_buffers.items():
+            segments = state.buffer.segments
             if state.loaded != len(segments) or state.tenant or len(state.waited) != len(segments):
-                return f"not every segment of the ring of {key!r} is loaded and released"
-            if sum(state.ring.slots) > state.ring.nbytes:
-                return f"the ring of {key!r} has {state.ring.nbytes} bytes, its slots {sum(state.ring.slots)}"
+                return f"not every segment of the prefetch buffer of {key!r} is loaded and released"
+            if sum(state.buffer.slots) > state.buffer.nbytes:
+                slots = sum(state.buffer.slots)
+                return f"the prefetch buffer of {key!r} has {state.buffer.nbytes} bytes, its slots {slots}"
             last = {segment.slot: index for index, segment in enumerate(segments)}
             for index, segment in enumerate(segments):
                 if segment.previous != last[segment.slot]:

@@ -98,7 +98,11 @@ def _run(
     graph: Graph, topology: Topology, schedule: Schedule, seconds: Seconds, events: list[Event] | None
 ) -> float:
     specs = {spec.key: spec for spec in topology.devices}
-    slot_of = {(ring.device, i): s.slot for ring in schedule.rings for i, s in enumerate(ring.segments)}
+    slot_of = {
+        (buffer.device, i): s.slot
+        for buffer in schedule.prefetch_buffers
+        for i, s in enumerate(buffer.segments)
+    }
     on_disk = {name for name, key in schedule.assignment.weights.items() if key == DISK}
     now = 0.0
     queue: dict[DeviceKey, float] = {}  # when each copy queue is done

@@ -19,7 +19,7 @@ def to_notebook(plan: PlanData) -> str:
     figures = {
         "time": f"{time_text(plan.makespan)} modelled; {gap_text(plan)}",
         "transfers": f"{count_text(len(plan.transfers), 'value')}, {size_text(plan.transfer_bytes)} per call",
-        "streamed": f"{count_text(len(plan.fetches), 'copy', 'copies')} of weights, "
+        "streamed": f"{count_text(len(plan.streams), 'copy', 'copies')} of weights, "
         f"{size_text(plan.streamed_bytes)} per call",
         "model": f"{count_text(len(plan.graph.operations), 'operation')} "
         f"in {count_text(len(plan.stages), 'stage')}, "

@@ -29,7 +29,7 @@ def page_data(plan: PlanData, measured: Measured | None = None) -> dict[str, Any
         plan: what is shown.
         measured: one measured call, to be shown beside the modelled one.
     """
-    return _Writer(plan, measured).data()
+    return _PageWriter(plan, measured).data()
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class _Table:
         return self.known[text]
 
 
-class _Writer:
+class _PageWriter:
     def __init__(self, plan: PlanData, measured: Measured | None) -> None:
         self.plan, self.graph, self.measured = plan, plan.graph, measured
         specs = [spec.key for spec in plan.topology.devices]
@@ -90,7 +90,7 @@ class _Writer:
             "transferBytes": plan.transfer_bytes,
             "transfers": len(plan.transfers),
             "streamedBytes": plan.streamed_bytes,
-            "fetches": len(plan.fetches),
+            "streams": len(plan.streams),
             "hiddenSeconds": plan.timeline.hidden_seconds,
             "weightBytes": self.graph.weight_bytes,
             "flops": self.graph.flops,
@@ -106,7 +106,7 @@ class _Writer:
         # the caller's own device may be none of the plan's
         spec = next((spec for spec in plan.topology.devices if spec.key == key), None)
         peak = plan.peaks[key]
-        ring = sum(ring.nbytes for ring in plan.schedule.rings if ring.device == key)
+        buffer = sum(buffer.nbytes for buffer in plan.schedule.prefetch_buffers if buffer.device == key)
         return {
             "key": str(key),
             "device": CPU if spec is None else spec.device,
@@ -114,8 +114,8 @@ class _Writer:
             "reserve": 0 if spec is None else spec.reserve,
             "peak": peak.nbytes,
             "peakAt": self._peak_position(peak.step),
-            "weights": peak.weights - ring,
-            "ring": ring,
+            "weights": peak.weights - buffer,
+            "buffer": buffer,
             "memory": self._memory(key),
             "busy": plan.timeline.busy("run", key),
             "measuredPeak": None if self.measured is None else self.measured.peak_bytes.get(key),

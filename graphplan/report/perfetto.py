@@ -32,7 +32,7 @@ def to_trace(plan: PlanData, measured: Measured | None = None) -> str:
         plan: whose modelled call is written.
         measured: a measured call, to be written beside it.
     """
-    writer = _Writer(plan)
+    writer = _TraceWriter(plan)
     events = [*writer.process(_MODELLED, "modelled", plan.timeline), *writer.memory(), *writer.arrows()]
     if measured is not None:
         events += writer.process(_MEASURED, "measured", measured.timeline)
@@ -40,7 +40,7 @@ def to_trace(plan: PlanData, measured: Measured | None = None) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-class _Writer:
+class _TraceWriter:
     def __init__(self, plan: PlanData) -> None:
         self.plan = plan
         keys: list[DeviceKey] = [*plan.topology.keys, plan.schedule.host]

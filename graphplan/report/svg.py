@@ -1,6 +1,6 @@
 """A plan as one still picture: stages over time in the lane of their device, and memory below.
 
-Stages and fetches are as wide as their modelled time. The memory of each device is drawn over the order
+Stages and streams are as wide as their modelled time. The memory of each device is drawn over the order
 of operations, with its budget.
 """
 
@@ -20,7 +20,7 @@ from graphplan.report.text import COLOURS, count_text, gap_text, size_text, time
 __all__ = ["to_svg"]
 
 _WIDTH, _LEFT, _RIGHT = 1180, 150, 24
-_LANE, _BOX, _FETCH, _CHART, _HEAD = 92, 40, 10, 84, 66
+_LANE, _BOX, _STREAM, _CHART, _HEAD = 92, 40, 10, 84, 66
 _INK, _MUTED, _LINE, _TRANSFER, _ACTIVATION, _BUDGET, _MEASURED = (
     "#1b2330", "#5f6b7c", "#e1e5eb", "#c75d1c", "#e3a94a", "#c4372c", "#7a3fc0",
 )  # fmt: skip
@@ -75,7 +75,7 @@ class _Picture:
         for index, spec in enumerate(self.specs):
             yield from self._lane(index, spec)
         yield from self._stages()
-        yield from self._fetches()
+        yield from self._streams()
         for arrow in self._arrows():
             yield from self._arrow(arrow)
         yield _text(20, self.memory_top - 14, "Memory over the order of operations", _INK, weight=600)
@@ -125,7 +125,7 @@ class _Picture:
                     yield _text(start + width / 2, top + 17 + 15 * row, text, _INK, anchor="middle", size=11)
             yield "</g>"
 
-    def _fetches(self) -> Iterator[str]:
+    def _streams(self) -> Iterator[str]:
         for flow in self.flows:
             if flow.kind == "weight":
                 index = self.lane[flow.destination]
@@ -133,7 +133,7 @@ class _Picture:
                 width = max(0.75, self._x(flow.end) - self._x(flow.start) - 0.5)
                 note = f"{', '.join(flow.names)}: {size_text(flow.nbytes)} from {flow.source}"
                 yield f"<g><title>{escape(note)}</title>"
-                yield _rect(self._x(flow.start), top, width, _FETCH, _colour(index), opacity=0.5) + "</g>"
+                yield _rect(self._x(flow.start), top, width, _STREAM, _colour(index), opacity=0.5) + "</g>"
 
     def _arrows(self) -> Iterable[_Arrow]:
         found: list[_Arrow] = []

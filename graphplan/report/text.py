@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from graphplan.ir.plan_data import PlanData
-from graphplan.ir.schedule import Ring
+from graphplan.ir.schedule import PrefetchBuffer
 
 __all__ = ["COLOURS", "count_text", "gap_text", "size_text", "summary_text", "table_lines", "time_text"]
 
@@ -59,8 +59,9 @@ def summary_text(plan: PlanData) -> str:
         *_stages(plan),
         "",
         f"transfers  {count_text(len(plan.transfers), 'value')}, {size_text(plan.transfer_bytes)} per call",
-        f"fetches    {count_text(len(plan.fetches), 'copy', 'copies')} of weights, "
-        f"{size_text(plan.streamed_bytes)} per call" + "".join(_ring(ring) for ring in plan.schedule.rings),
+        f"streams    {count_text(len(plan.streams), 'copy', 'copies')} of weights, "
+        f"{size_text(plan.streamed_bytes)} per call"
+        + "".join(_buffer_text(buffer) for buffer in plan.schedule.prefetch_buffers),
         f"time       {time}, {bound}{gap_text(plan, 2)}",
     ]
     if plan.others:
@@ -100,9 +101,9 @@ def _sliced(plan: PlanData) -> list[str]:
     return lines
 
 
-def _ring(ring: Ring) -> str:
-    count = len(ring.slots)
-    return f", {size_text(ring.nbytes)} in {count} slot{'' if count == 1 else 's'} on {ring.device}"
+def _buffer_text(buffer: PrefetchBuffer) -> str:
+    count = len(buffer.slots)
+    return f", {size_text(buffer.nbytes)} in {count} slot{'' if count == 1 else 's'} on {buffer.device}"
 
 
 def _devices(plan: PlanData) -> list[str]:

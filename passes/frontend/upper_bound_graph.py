@@ -7,15 +7,15 @@ from dataclasses import replace
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Value
 
-__all__ = ["costlier"]
+__all__ = ["upper_bound_graph"]
 
 
-def costlier(a: Graph, b: Graph) -> Graph:
+def upper_bound_graph(a: Graph, b: Graph) -> Graph:
     """Of two readings of one capture, each value's and operation's larger bytes.
 
     A value that is a view in one and not in the other is none, so both readings are covered.
     """
-    values = [_costlier_value(value, b.values[name]) for name, value in a.values.items()]
+    values = [_upper_bound_value(value, b.values[name]) for name, value in a.values.items()]
     operations = []
     for name, operation in a.operations.items():
         other = b.operations[name]
@@ -27,7 +27,7 @@ def costlier(a: Graph, b: Graph) -> Graph:
     return Graph(*parts, together, shapes_known=a.shapes_known)
 
 
-def _costlier_value(a: Value, b: Value) -> Value:
+def _upper_bound_value(a: Value, b: Value) -> Value:
     if a.alias_of == b.alias_of:
         return replace(a, nbytes=max(a.nbytes, b.nbytes), copy_bytes=max(a.copy_bytes, b.copy_bytes))
     return a if a.alias_of is None else b

@@ -394,8 +394,8 @@ class Arrays:
         stored += np.bincount(where[~self._apart], self.weight_bytes[~self._apart], len(self.keys))
         for d, spec in enumerate(self.specs):
             alone = np.flatnonzero(self._apart & (where == d)).tolist()
-            ring = self.problem.rings.get(spec.key)
-            sizes = [self.weights[w].nbytes for w in alone] + ([ring] if ring else [])
+            buffer = self.problem.prefetch_bytes.get(spec.key)
+            sizes = [self.weights[w].nbytes for w in alone] + ([buffer] if buffer else [])
             found[d] += spec.resident([int(stored[d]), *sizes])
         return found
 
@@ -408,8 +408,10 @@ class Arrays:
         where = self.fixed[self.values :].copy()
         where[[v - self.values for v in self.loose]] = -1
         counted = np.bincount(where[where >= 0], self.weight_bytes[where >= 0], len(self.keys))
-        rings = np.array([float(self.problem.rings.get(spec.key, 0)) for spec in self.specs])
-        found: Floats = counted[: self.computing] + rings + self._input_bytes
+        prefetch_bytes = np.array(
+            [float(self.problem.prefetch_bytes.get(spec.key, 0)) for spec in self.specs]
+        )
+        found: Floats = counted[: self.computing] + prefetch_bytes + self._input_bytes
         return found
 
     def fits(self, devices: Ints, chosen: Ints | None = None) -> bool:

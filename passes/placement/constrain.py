@@ -14,48 +14,50 @@ from dataclasses import replace
 
 from graphplan.devices.topology import DISK, DeviceKey, Topology
 from graphplan.errors import PlanError
-from graphplan.ir.constraints import Wishes, names_in, operations_named
+from graphplan.ir.constraints import Constraints, names_in, operations_named
 from graphplan.ir.graph import Graph
 from graphplan.passes.placement.problem import Problem
 
 __all__ = ["constrain"]
 
 
-def constrain(problem: Problem, wishes: Wishes) -> Problem:
+def constrain(problem: Problem, constraints: Constraints) -> Problem:
     """The same problem with the caller's rules.
 
     Raises:
-        PlanError: a name that is not in the graph, a device that is not in the plan, or wishes that
+        PlanError: a name that is not in the graph, a device that is not in the plan, or constraints that
             contradict each other.
     """
-    graph = _tied(problem.graph, wishes.groups)
+    graph = _tied(problem.graph, constraints.groups)
     allowed: dict[str, frozenset[DeviceKey]] = {}
     fixed: dict[str, DeviceKey] = dict(problem.fixed_weights)
     accelerators = frozenset(s.key for s in problem.topology.devices if s.is_accelerator)
-    if not wishes.offload:
-        _check_no_offload(wishes, problem.topology, accelerators)
-    if not (wishes.cpu_compute and wishes.offload) and accelerators:
+    if not constraints.offload:
+        _check_no_offload(constraints, problem.topology, accelerators)
+    if not (constraints.cpu_compute and constraints.offload) and accelerators:
         allowed.update(dict.fromkeys(graph.operations, accelerators))
     for name, key in fixed.items():  # what is written stays where an earlier plan has put it
-        if name in graph.weights and not graph.weights[name].fetchable:
+        if name in graph.weights and not graph.weights[name].streamable:
             allowed.update(dict.fromkeys(graph.readers.get(name, ()), frozenset({key})))
-    for name, key in wishes.pin.items():
+    for name, key in constraints.pin.items():
         _pin(graph, problem.topology, name, key, allowed, fixed)
-    _agree(graph, allowed, wishes)
+    _agree(graph, allowed, constraints)
     return replace(
         problem,
         graph=graph,
         fixed_weights=fixed,
         allowed=allowed,
-        offload=wishes.offload,
-        balance=wishes.balance,
+        offload=constraints.offload,
+        balance=constraints.balance,
     )
 
 
-def _check_no_offload(wishes: Wishes, topology: Topology, accelerators: frozenset[DeviceKey]) -> None:
+def _check_no_offload(
+    constraints: Constraints, topology: Topology, accelerators: frozenset[DeviceKey]
+) -> None:
     if not accelerators:
         raise PlanError("offload=False asks for accelerators only, and max_memory names none: add one")
-    for name, key in wishes.pin.items():
+    for name, key in constraints.pin.items():
         if key in topology and key not in accelerators:
             raise PlanError(f"pin={{{name!r}: {key!r}}} contradicts offload=False: leave one of them out")
 
@@ -76,7 +78,7 @@ def _pin(
     weight = graph.weight_named(name)
     if weight is not None:
         fixed[weight.name] = key
-        readers = [] if weight.fetchable else list(graph.consumers.get(weight.name, ()))
+        readers = [] if weight.streamable else list(graph.consumers.get(weight.name, ()))
     else:
         readers = _operations(graph, name, f"pin={{{name!r}: {key!r}}}")
         for owned in _owned(graph, name):
@@ -117,7 +119,7 @@ def _tied(graph: Graph, groups: Sequence[Sequence[str]]) -> Graph:
     return graph.tied(members)
 
 
-def _agree(graph: Graph, allowed: dict[str, frozenset[DeviceKey]], wishes: Wishes) -> None:
+def _agree(graph: Graph, allowed: dict[str, frozenset[DeviceKey]], constraints: Constraints) -> None:
     """Let every member of a group be allowed what all are."""
     for group in graph.together:
         rules = [allowed[name] for name in group if name in allowed]
@@ -125,17 +127,17 @@ def _agree(graph: Graph, allowed: dict[str, frozenset[DeviceKey]], wishes: Wishe
             continue
         common = frozenset.intersection(*rules)
         if not common:
-            raise PlanError(_contradiction(graph, group, wishes))
+            raise PlanError(_contradiction(graph, group, constraints))
         allowed.update(dict.fromkeys(group, common))
 
 
-def _contradiction(graph: Graph, group: frozenset[str], wishes: Wishes) -> str:
+def _contradiction(graph: Graph, group: frozenset[str], constraints: Constraints) -> str:
     """Which of the caller's names send the members of a group to different devices."""
-    asked = [list(names) for names in wishes.groups if any(_meets(graph, name, group) for name in names)]
-    pins = {name: key for name, key in wishes.pin.items() if _meets(graph, name, group)}
+    asked = [list(names) for names in constraints.groups if any(_meets(graph, name, group) for name in names)]
+    pins = {name: key for name, key in constraints.pin.items() if _meets(graph, name, group)}
     said = [f"together={names!r}" for names in asked]
     said += [f"pin={pins!r}"] if pins else []
-    said += ["cpu_compute=False"] if not wishes.cpu_compute else []
+    said += ["cpu_compute=False"] if not constraints.cpu_compute else []
     if len(set(pins.values())) < 2:  # weights that are written stay where an earlier plan has put them
         said.append("where weights that they write live")
     listed = ", ".join(sorted(group)[:4]) + (", ..." if len(group) > 4 else "")
@@ -144,5 +146,5 @@ def _contradiction(graph: Graph, group: frozenset[str], wishes: Wishes) -> str:
 
 def _meets(graph: Graph, name: str, group: frozenset[str]) -> bool:
     weight = graph.weight_named(name)
-    readers = graph.consumers.get(weight.name, ()) if weight is not None and not weight.fetchable else ()
+    readers = graph.consumers.get(weight.name, ()) if weight is not None and not weight.streamable else ()
     return not group.isdisjoint([*operations_named(graph, name), *readers])

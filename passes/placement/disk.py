@@ -50,11 +50,11 @@ def place_or_map(
     """
     if DISK not in problem.topology:
         return place(problem, limits, near=near)
-    return _Mapping(problem, mappable, limits).run()
+    return _DiskPlacement(problem, mappable, limits).run()
 
 
 @dataclass(slots=True)
-class _Mapping:
+class _DiskPlacement:
     problem: Problem
     mappable: Set[str] | None
     limits: Limits
@@ -95,7 +95,7 @@ class _Mapping:
         return (
             mappable
             and weight.kind == "parameter"
-            and weight.fetchable
+            and weight.streamable
             and weight.nbytes > 0
             and name not in self.problem.fixed_weights
         )

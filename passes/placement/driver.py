@@ -23,7 +23,7 @@ from graphplan.passes.placement.streamed import StreamedSearch
 from graphplan.passes.placement.streamed_local_search import climb_streamed
 from graphplan.warnings import warn
 
-__all__ = ["ON_ACCELERATORS", "attempt", "bound_with_offload", "holds_for", "place", "sketch"]
+__all__ = ["ON_ACCELERATORS", "attempt", "bound_with_offload", "holds_for", "place", "probe"]
 
 _MILP = "integer program over operation classes"
 _NOT_EVEN = (
@@ -53,7 +53,7 @@ def place(
     if found is not None:
         return found
     # the search is no proof: what fits larger budgets may fit the given ones
-    nearest = smallest_budgets(problem, limits, lambda one: sketch(one, limits))
+    nearest = smallest_budgets(problem, limits, lambda one: probe(one, limits))
     if nearest is not None:
         again = evaluate(problem, nearest.assignment)
         if again.feasible:
@@ -61,7 +61,7 @@ def place(
     raise explain_infeasible(problem, nearest)
 
 
-def sketch(problem: Problem, limits: Limits = Limits()) -> Evaluation | None:  # noqa: B008  # frozen
+def probe(problem: Problem, limits: Limits = Limits()) -> Evaluation | None:  # noqa: B008  # frozen
     """A placement that fits, found with a tenth of the default work; None where that finds none."""
     visits = Effort.default(len(problem.graph.operations)).visits / 10
     for candidate, streaming in _attempts(problem, accelerators_alone(problem)):

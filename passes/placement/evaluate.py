@@ -48,15 +48,15 @@ def evaluate(problem: Problem, assignment: Assignment) -> Evaluation:
 
     Prefetch buffers of which it says nothing get one slot where two do not fit.
     """
-    if not problem.streams:
+    if not problem.streaming:
         assignment = replace(assignment, slots=dict.fromkeys(problem.topology.keys, 0))
     elif not all(assignment.slots.values()):
         assignment = replace(assignment, slots={key: max(1, n) for key, n in assignment.slots.items()})
     found = _judge(problem, assignment)
     tight = {
-        ring.device: 1
-        for ring in found.schedule.rings
-        if ring.device in found.excess and ring.device not in assignment.slots and len(ring.slots) > 1
+        buffer.device: 1
+        for buffer in found.schedule.prefetch_buffers
+        if buffer.device in found.excess and buffer.device not in assignment.slots and len(buffer.slots) > 1
     }
     if not tight:
         return found
@@ -72,15 +72,15 @@ def _judge(problem: Problem, assignment: Assignment) -> Evaluation:
         assignment,
         problem.host,
         returns_to_host=problem.returns_to_host,
-        rings=problem.rings,
+        prefetch_bytes=problem.prefetch_bytes,
     )
     memory = measure_memory(graph, topology, schedule)
     seconds = call_seconds(graph, topology, schedule, problem.seconds)
     excess = {
         spec.key: over for spec in topology.devices if (over := memory.peaks[spec.key].nbytes - spec.room) > 0
     }
-    for ring in schedule.rings:
-        over = ring.nbytes - problem.growth.get(ring.device, ring.nbytes)
+    for buffer in schedule.prefetch_buffers:
+        over = buffer.nbytes - problem.prefetch_limits.get(buffer.device, buffer.nbytes)
         if over > 0:
-            excess[ring.device] = max(over, excess.get(ring.device, 0))
+            excess[buffer.device] = max(over, excess.get(buffer.device, 0))
     return Evaluation(schedule, memory, seconds, excess)

@@ -1,7 +1,7 @@
 """Local search over several calls at once: move weights, and what reads them, between devices.
 
 A *unit* is the weights of one layer. It moves to another device, alone or in exchange for one that
-lives there; in each call the operations that read it go along, or stay and fetch it, whichever is
+lives there; in each call the operations that read it go along, or stay and stream it, whichever is
 faster. What lowers the weighted sum of seconds and keeps every call's budgets is kept.
 """
 
@@ -35,10 +35,10 @@ def exchange(
     Args:
         problems: one for each call; weights of one name are one weight.
         weights: how much each call's seconds count.
-        start: a feasible placement of each call, over the same homes of weights and the same rings.
+        start: a feasible placement of each call, over the same homes of weights and the same buffers.
         limits: when to stop.
     """
-    search = _Search(problems, weights, start, limits)
+    search = _ExchangeSearch(problems, weights, start, limits)
     while not search.effort.over and search.sweep():
         pass
     return search.best
@@ -49,7 +49,7 @@ def weighted_seconds(weights: Sequence[float], found: Sequence[Evaluation]) -> f
     return sum(weight * one.seconds for weight, one in zip(weights, found, strict=True))
 
 
-class _Search:
+class _ExchangeSearch:
     def __init__(
         self,
         problems: Sequence[Problem],
@@ -146,7 +146,7 @@ def _units(graphs: Sequence[Graph], fixed: set[str]) -> dict[str, list[str]]:
     """Layer -> its weights, as far as the caller has not settled where they are."""
     found: dict[str, list[str]] = {}
     for weight in graphs[0].weights.values():
-        if weight.name not in fixed and weight.nbytes and weight.fetchable:
+        if weight.name not in fixed and weight.nbytes and weight.streamable:
             found.setdefault(_layer(weight.name), []).append(weight.name)
     return found
 
@@ -154,7 +154,7 @@ def _units(graphs: Sequence[Graph], fixed: set[str]) -> dict[str, list[str]]:
 def _writes(graph: Graph, operations: Sequence[str]) -> bool:
     """Whether any of these reads a weight that must be where it is read."""
     inputs = {name for operation in operations for name in graph.operations[operation].inputs}
-    return any(name in graph.weights and not graph.weights[name].fetchable for name in inputs)
+    return any(name in graph.weights and not graph.weights[name].streamable for name in inputs)
 
 
 def _layer(name: str) -> str:

@@ -222,7 +222,7 @@ class Frontier:
         """(devices, devices) seconds of a copy; 0 where it goes through prefetch buffers."""
         arrays = self.arrays
         seconds = arrays.copy_seconds(item)
-        if item >= arrays.values and self.is_streamable(item) and arrays.problem.streams:
+        if item >= arrays.values and self.is_streamable(item) and arrays.problem.streaming:
             readers, cpu_fixed = self.readers.get(item, ()), arrays.fixed[item] == self.cpu
             if cpu_fixed and len(readers) == 1:
                 queue = arrays.nbytes[item] * arrays.per_byte[self.cpu, self.accelerators]
@@ -478,7 +478,7 @@ class Stage:
 
     Attributes:
         states: (words, states) in lexicographic order.
-        onward: (devices, states before) index of the state after.
+        next_state: (devices, states before) index of the state after.
         seconds: (devices, states before) infinite where it may not be.
         relaxed: slots of values that are not followed after the step.
         dropped: slots that were not followed before it.
@@ -486,7 +486,7 @@ class Stage:
     """
 
     states: Ints
-    onward: npt.NDArray[np.int32]
+    next_state: npt.NDArray[np.int32]
     seconds: Floats
     relaxed: frozenset[int]
     dropped: frozenset[int]
@@ -537,8 +537,8 @@ def _make_stage(
         known = _unique(frontier.without(known, {slot}))
     after = frontier.without(after, relaxed)
     flat = after.transpose(1, 0, 2).reshape(frontier.words, -1)
-    onward = _search(known, flat).reshape(frontier.devices, -1)
-    return Stage(known, onward.astype(np.int32), seconds, relaxed, frozenset(dropped), alike)
+    next_state = _search(known, flat).reshape(frontier.devices, -1)
+    return Stage(known, next_state.astype(np.int32), seconds, relaxed, frozenset(dropped), alike)
 
 
 def _unique(states: Ints) -> Ints:

@@ -16,10 +16,10 @@ from graphplan.passes.placement.residence import reside
 
 __all__ = ["explain_infeasible", "smallest_budgets"]
 
-Sketch = Callable[[Problem], Evaluation | None]
+Probe = Callable[[Problem], Evaluation | None]
 
 
-def smallest_budgets(problem: Problem, limits: Limits, sketch: Sketch) -> Evaluation | None:
+def smallest_budgets(problem: Problem, limits: Limits, probe: Probe) -> Evaluation | None:
     """A placement within the smallest growth of all budgets in proportion that is found in time.
 
     Growth begins where the weights fit at all, and doubles its steps until a placement is found; between
@@ -28,7 +28,7 @@ def smallest_budgets(problem: Problem, limits: Limits, sketch: Sketch) -> Evalua
     Args:
         problem: what does not fit.
         limits: when to stop; the best by then is returned.
-        sketch: finds a placement with little work.
+        probe: finds a placement with little work.
     """
     topology, step = _growable(problem.topology), 2 * SearchParams().negligible
     room = sum(spec.room for spec in topology.devices)
@@ -37,17 +37,17 @@ def smallest_budgets(problem: Problem, limits: Limits, sketch: Sketch) -> Evalua
     while found is None and high < low * (1 << 20) and not limits.over:
         low, high = high, high * (1 + step)
         step *= 2
-        found = sketch(replace(problem, topology=topology.scaled(high)))
+        found = probe(replace(problem, topology=topology.scaled(high)))
     while found is not None and high / low > 1 + 2 * SearchParams().negligible and not limits.over:
         middle = (low + high) / 2.0
-        closer = sketch(replace(problem, topology=topology.scaled(middle)))
+        closer = probe(replace(problem, topology=topology.scaled(middle)))
         if closer is None:
             low = middle
         else:
             high, found = middle, closer
     if found is None:
         return _everything_on_one(problem)
-    return _sufficient(problem, found, topology.scaled(high), sketch)
+    return _sufficient(problem, found, topology.scaled(high), probe)
 
 
 def _everything_on_one(problem: Problem) -> Evaluation | None:
@@ -66,10 +66,10 @@ def _growable(topology: Topology) -> Topology:
     return topology.with_memory({s.key: 512 for s in topology.devices if s.memory == 0 and s.computes})
 
 
-def _sufficient(problem: Problem, found: Evaluation, limit: Topology, sketch: Sketch) -> Evaluation:
+def _sufficient(problem: Problem, found: Evaluation, limit: Topology, probe: Probe) -> Evaluation:
     """Ask for the peaks themselves if that succeeds; else for the grown budgets."""
     peaks = {spec.key: found.peak(spec.key).nbytes + spec.reserve for spec in problem.topology.devices}
-    if sketch(replace(problem, topology=problem.topology.with_memory(peaks))) is not None:
+    if probe(replace(problem, topology=problem.topology.with_memory(peaks))) is not None:
         return found
     raised = {
         spec.key: replace(found.peak(spec.key), nbytes=limit[spec.key].room)

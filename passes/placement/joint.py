@@ -4,8 +4,8 @@ A prefill and a decode, say, run over the same weights, and each must keep every
 minimised is the sum of their seconds, each times its weight. Each call in turn is placed first, and
 settles where its weights live; the others follow. What is found is improved by exchanging weights between
 devices; in the best, each call is placed once more over the weights as they are. Every call is judged by
-the evaluator, with all weights where they are, and with the rings that all calls share. The bound is the
-weighted sum of each call's own: alone, none is slower.
+the evaluator, with all weights where they are, and with the prefetch buffers that all calls share. The bound
+is the weighted sum of each call's own: alone, none is slower.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 
 from graphplan.devices.topology import DeviceKey, Topology
 from graphplan.errors import InfeasibleError
-from graphplan.ir.constraints import Wishes
+from graphplan.ir.constraints import Constraints
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.certificate import Bound, Solution, certify
 from graphplan.passes.placement.constrain import constrain
-from graphplan.passes.placement.driver import attempt, bound_with_offload, holds_for, place, sketch
+from graphplan.passes.placement.driver import attempt, bound_with_offload, holds_for, place, probe
 from graphplan.passes.placement.evaluate import Evaluation
 from graphplan.passes.placement.exchange import exchange, weighted_seconds
 from graphplan.passes.placement.infeasible import smallest_budgets
@@ -38,27 +38,28 @@ class Call:
 
     Attributes:
         problem: what to place, without the caller's rules.
-        wishes: those rules, as far as they name what this call runs.
+        constraints: those rules, as far as they name what this call runs.
         weight: how much its seconds count.
     """
 
     problem: Problem
-    wishes: Wishes
+    constraints: Constraints
     weight: float
 
-    def settled(self, homes: Mapping[str, DeviceKey]) -> Problem:
+    def with_homes(self, homes: Mapping[str, DeviceKey]) -> Problem:
         """The problem with the caller's rules, and with weights that have a home already."""
         known = {name: key for name, key in homes.items() if name in self.problem.graph.weights}
         fixed = {**known, **self.problem.fixed_weights}
-        return constrain(replace(self.problem, fixed_weights=fixed), self.wishes)
+        return constrain(replace(self.problem, fixed_weights=fixed), self.constraints)
 
     def on(self, topology: Topology) -> Call:
-        """The same call on other devices; where one has more room, rings may grow by as much."""
+        """The same call on other devices; where one has more room, prefetch buffers may grow by as much."""
         before = self.problem.topology
         growth = {
-            key: limit + topology[key].room - before[key].room for key, limit in self.problem.growth.items()
+            key: limit + topology[key].room - before[key].room
+            for key, limit in self.problem.prefetch_limits.items()
         }
-        return replace(self, problem=replace(self.problem, topology=topology, growth=growth))
+        return replace(self, problem=replace(self.problem, topology=topology, prefetch_limits=growth))
 
     def read(self) -> set[str]:
         """The weights whose data it reads."""
@@ -87,13 +88,13 @@ def place_jointly(
     Raises:
         InfeasibleError: a call fits in no way, or no way was found in which all of them do.
     """
-    problems, weights = [call.settled(_pinned(calls)) for call in calls], [call.weight for call in calls]
+    problems, weights = [call.with_homes(_pinned(calls)) for call in calls], [call.weight for call in calls]
     known: Sequence[Assignment | None] = near or [None] * len(calls)
     part = limits.one_of(4 * len(calls))
     alone = [place(problem, part, near=one) for problem, one in zip(problems, known, strict=True)]
 
     def find(problem: Problem) -> Evaluation | None:
-        if (found := sketch(problem)) is not None:
+        if (found := probe(problem)) is not None:
             return found
         solution = attempt(problem, replace(part, proves=False), None)
         return None if solution is None else solution.evaluation
@@ -125,7 +126,7 @@ def _bound(problem: Problem, found: Evaluation, solo: Solution, limits: Limits) 
 
 def _pinned(calls: Sequence[Call]) -> dict[str, DeviceKey]:
     """Homes that the caller, or an earlier plan, has given."""
-    return {name: key for call in calls for name, key in call.settled({}).fixed_weights.items()}
+    return {name: key for call in calls for name, key in call.with_homes({}).fixed_weights.items()}
 
 
 def _feasible(found: Sequence[Evaluation]) -> bool:
@@ -141,7 +142,7 @@ def _starts(
     for first in heaviest:
         order = [first, *(index for index in heaviest if index != first)]
         yield _in_turn(calls, order, pinned, alone[first], find)
-    problem = calls[0].settled(pinned)
+    problem = calls[0].with_homes(pinned)
     cpu = cpu_key(problem.topology)
     if cpu is not None and problem.offload:
         streamable = frozenset.intersection(*(call.problem.graph.streamable for call in calls))
@@ -164,27 +165,27 @@ def _in_turn(
         first: a placement of the first in order.
         find: places one call.
     """
-    settled, placed = dict(homes), dict[int, Evaluation]()
+    with_homes, placed = dict(homes), dict[int, Evaluation]()
     for index in order:
         found = first if index == order[0] else None
-        found = found or find(beside(calls[index].settled(settled), list(placed.values())))
+        found = found or find(beside(calls[index].with_homes(with_homes), list(placed.values())))
         if found is None:
             return None
         placed[index] = found
-        settled |= {name: found.assignment.weights[name] for name in calls[index].read()}
+        with_homes |= {name: found.assignment.weights[name] for name in calls[index].read()}
     for found in placed.values():  # what none of them reads
-        settled = {**found.assignment.weights, **settled}
+        with_homes = {**found.assignment.weights, **with_homes}
     assignments = [placed[index].assignment for index in range(len(calls))]
     return fit_together(
-        [call.settled(settled) for call in calls],
-        [replace(one, weights={name: settled[name] for name in one.weights}) for one in assignments],
+        [call.with_homes(with_homes) for call in calls],
+        [replace(one, weights={name: with_homes[name] for name in one.weights}) for one in assignments],
     )
 
 
 def _placed_again(calls: Sequence[Call], found: Sequence[Evaluation], limits: Limits) -> list[Evaluation]:
     """Each call's own search once more, with all weights where they are."""
     best = list(found)
-    problems = [call.settled(found[0].assignment.weights) for call in calls]
+    problems = [call.with_homes(found[0].assignment.weights) for call in calls]
     for index, problem in enumerate(problems):
         others = [one for one in best if one is not best[index]]
         near = best[index].assignment  # which is feasible, so something is found
@@ -204,7 +205,7 @@ def _infeasible(calls: Sequence[Call], limits: Limits, *, advise: bool) -> Infea
         "each of them fits alone"
     )
     problem = calls[0].problem
-    nearest = smallest_budgets(problem, limits, lambda one: _sketched(calls, one)) if advise else None
+    nearest = smallest_budgets(problem, limits, lambda one: _probed(calls, one)) if advise else None
     if nearest is None:
         return InfeasibleError(said)
     available = {spec.key: spec.memory for spec in problem.topology.devices}
@@ -216,14 +217,14 @@ def _infeasible(calls: Sequence[Call], limits: Limits, *, advise: bool) -> Infea
     )
 
 
-def _sketched(calls: Sequence[Call], problem: Problem) -> Evaluation | None:
+def _probed(calls: Sequence[Call], problem: Problem) -> Evaluation | None:
     """The first call's placement on the problem's devices, with the highest peaks of all calls."""
     grown = [call.on(problem.topology) for call in calls]
-    alone = [sketch(call.settled(_pinned(grown))) for call in grown]
+    alone = [probe(call.with_homes(_pinned(grown))) for call in grown]
     possible = [found for found in alone if found is not None]
     if len(possible) < len(calls):
         return None
-    found = next((start for start in _starts(grown, possible, sketch) if start and _feasible(start)), None)
+    found = next((start for start in _starts(grown, possible, probe) if start and _feasible(start)), None)
     if found is None:
         return None
     peaks = {

@@ -118,10 +118,10 @@ def search_labels(
         estimates: whether live values count as well, by an estimate, so that the bound says nothing either.
         every: whether dominated labels go on too, and all completions are returned: peaks tell them apart.
     """
-    return _Search(relaxation, width, below, effort, margin, estimates=estimates, every=every).run()
+    return _LabelSearch(relaxation, width, below, effort, margin, estimates=estimates, every=every).run()
 
 
-class _Search:
+class _LabelSearch:
     def __init__(
         self,
         relaxation: Relaxation,

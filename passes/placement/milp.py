@@ -68,10 +68,10 @@ class _Program:
         self.classes = self._classify()
         self.windows = 1 + max(0, *(c.window for c in self.classes)) if self.classes else 1
         self.places = self._places()
-        rings = arrays.problem.rings
+        prefetch_bytes = arrays.problem.prefetch_bytes
         # existing buffers are counted in rows of their own
         self.room = arrays.room - arrays.fixed_bytes
-        self.room += np.array([float(rings.get(spec.key, 0)) for spec in arrays.specs])
+        self.room += np.array([float(prefetch_bytes.get(spec.key, 0)) for spec in arrays.specs])
         rooms = [room for room, spec in zip(self.room, arrays.specs, strict=True) if spec.is_accelerator]
         self.byte_scale = max(
             1.0, float(arrays.weight_bytes.max(initial=1.0)), 0.01 * max(rooms, default=0.0)
@@ -193,7 +193,7 @@ class _Program:
                     seconds = self._copy_seconds(d, size, each.read)
                     memory.append((streamed, -size / self.byte_scale))
                     self.on_cpu.append((streamed, size / self.byte_scale))
-                    if arrays.problem.streams:
+                    if arrays.problem.streaming:
                         queue[each.window].append((streamed, seconds / self.scale))
                         self._needs_slot(slots, size, streamed, float(units * times))
                     else:  # copied one by one, hidden by nothing, into memory that is free again after
@@ -226,9 +226,9 @@ class _Program:
     def _buffers(self, place: list[int], slots: list[int]) -> int:
         """Bytes of prefetch buffers: one slot at least as large as what is streamed."""
         problem, keys = self.arrays.problem, self.arrays.keys
-        there = sum(problem.rings.get(keys[d], 0) for d in place)
+        there = sum(problem.prefetch_bytes.get(keys[d], 0) for d in place)
         room = float(max(self.room[place[0]], 0.0))
-        most = len(place) * min(room, max(problem.growth.get(keys[d], room) for d in place))
+        most = len(place) * min(room, max(problem.prefetch_limits.get(keys[d], room) for d in place))
         variable = self.program.variable(max(most, there) / self.byte_scale, low=there / self.byte_scale)
         steps = np.diff([0.0, *self.sizes]) / self.byte_scale
         terms = [(slot, -float(step)) for slot, step in zip(slots, steps, strict=True)]
@@ -280,7 +280,7 @@ class _Program:
                 at_cpu = next(n for n, other in enumerate(self.places) if self.cpu in other)
                 program.at_most([(streamed, 1.0), (homes[at_cpu], -1.0)], 0.0)
                 copying = float(arrays.nbytes[item] * arrays.per_byte[self.cpu, d])
-                if arrays.problem.streams:
+                if arrays.problem.streaming:
                     queue[-1].append((streamed, copying / self.scale))
                     self._needs_slot(slots, size, streamed, 1.0)
                 else:

@@ -34,9 +34,9 @@ class Problem:
         offload: whether the CPU may compute, and hold weights that accelerators read, where the
             accelerators do not hold the model.
         balance: minimise the longest stage instead of the sum.
-        rings: device -> bytes of the prefetch buffers that plans of other calls have there already.
-        growth: device -> bytes that these may have at most, where those calls leave no more room.
-        streams: False where autograd keeps weights after the call: they are then copied one by one.
+        prefetch_bytes: device -> bytes of the prefetch buffer that plans of other calls have there already.
+        prefetch_limits: device -> bytes that these may have at most, where those calls leave no more room.
+        streaming: False where autograd keeps weights after the call: they are then copied one by one.
     """
 
     graph: Graph
@@ -47,9 +47,9 @@ class Problem:
     allowed: Mapping[str, frozenset[DeviceKey]] = field(default_factory=dict)
     offload: bool = True
     balance: bool = False
-    rings: Mapping[DeviceKey, int] = field(default_factory=dict)
-    growth: Mapping[DeviceKey, int] = field(default_factory=dict)
-    streams: bool = True
+    prefetch_bytes: Mapping[DeviceKey, int] = field(default_factory=dict)
+    prefetch_limits: Mapping[DeviceKey, int] = field(default_factory=dict)
+    streaming: bool = True
     # seconds of each operation by device: asked for at every evaluation
     _clocks: dict[DeviceKey, tuple[DeviceSpec, dict[str, float]]] = field(
         init=False, default_factory=dict, repr=False, compare=False

@@ -122,7 +122,7 @@ class Relaxation:
         arrays = self.frontier.arrays
         self.copy = np.full(self.seconds.shape, np.inf)
         self.ahead = np.full(self.frontier.devices, np.inf)
-        self.on_clock = not arrays.problem.streams  # weights are copied one by one, and hidden by nothing
+        self.on_clock = not arrays.problem.streaming  # weights are copied one by one, and hidden by nothing
         if self.cpu is None:
             return
         per_byte = arrays.per_byte[self.cpu, : self.frontier.devices]
@@ -269,7 +269,7 @@ class Relaxation:
                 if id(stage) not in clocks:
                     clocks[id(stage)] = self._clock(stage, prices)
                 clock = clocks[id(stage)]
-            each = rest[-1][stage.onward]
+            each = rest[-1][stage.next_state]
             each += clock
             each += extra[:, i : i + 1]
             rest.append(each.min(axis=0))
@@ -277,9 +277,9 @@ class Relaxation:
         nbytes, queue, clock_sum = np.zeros((3, len(self.room)))
         state = 0
         for i, stage in enumerate(self.stages):
-            onward = stage.onward[:, state]
+            next_state = stage.next_state[:, state]
             clock = clocks[id(stage)][:, state] if weighed else stage.seconds[:, state]
-            d = int((clock + extra[:, i] + rest[i + 1][onward]).argmin())
+            d = int((clock + extra[:, i] + rest[i + 1][next_state]).argmin())
             seconds = stage.seconds[d, state]
             if not np.isfinite(seconds):
                 break
@@ -289,7 +289,7 @@ class Relaxation:
                 nbytes[self.cpu] += self.movable[i]
             queue[d] += self.fixed_queue[d, i] + (self.copy[d, i] if streamed and not self.on_clock else 0.0)
             clock_sum += np.minimum(seconds, self.ahead)
-            state = int(onward[d])
+            state = int(next_state[d])
         slope = np.concatenate([(nbytes - self.room) / self._scale, queue - clock_sum])
         constant = (1.0 - float(prices.queue.sum())) * self.frontier.constant
         return float(rest[0][0] - prices.per_byte @ self.room) + constant, rest, slope

@@ -52,7 +52,7 @@ def reside(
     for weight in graph.weights.values():
         readers = graph.readers.get(weight.name, ())
         home: DeviceKey | None = decided.get(weight.name)
-        if home is None and weight.name in streamed and weight.fetchable:
+        if home is None and weight.name in streamed and weight.streamable:
             home = cpu
         if home is None and readers:
             home = operations[readers[0]]

@@ -1,8 +1,8 @@
-"""Judge calls of one model together: they stream weights through one ring per device.
+"""Judge calls of one model together: they stream weights through one prefetch buffer per device.
 
-The ring has the bytes that the call with the largest needs, in every call. A call that fits with a ring
-of its own may not fit with that one; the ring then loses slots until all do. For two calls of which the
-first has large activations::
+It has the bytes that the call with the largest needs, in every call. A call that fits with a buffer of its
+own may not fit with that one; the buffer then loses slots until all do. For two calls of which the first has
+large activations::
 
     alone      call 0: 1 slot,  16 KiB        call 1: 4 slots, 64 KiB
     together   call 0: 1 slot of 32 KiB       call 1: 2 slots, 32 KiB
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from graphplan.devices.topology import DeviceKey
-from graphplan.ir.schedule import Assignment, Ring
+from graphplan.ir.schedule import Assignment, PrefetchBuffer
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.problem import Problem
 
@@ -22,11 +22,11 @@ __all__ = ["beside", "evaluate_together", "fit_together", "within"]
 
 
 def evaluate_together(problems: Sequence[Problem], assignments: Sequence[Assignment]) -> list[Evaluation]:
-    """Judge an assignment of each call, each with the largest ring of all."""
+    """Judge an assignment of each call, each with the largest prefetch buffer of all."""
     found = [evaluate(problem, one) for problem, one in zip(problems, assignments, strict=True)]
     sizes = _largest(found)
     return [
-        one if _has(one, sizes) else evaluate(_with_rings(problem, sizes), one.assignment)
+        one if _has(one, sizes) else evaluate(_with_prefetch_buffers(problem, sizes), one.assignment)
         for problem, one in zip(problems, found, strict=True)
     ]
 
@@ -35,63 +35,63 @@ def fit_together(problems: Sequence[Problem], assignments: Sequence[Assignment])
     """As :func:`evaluate_together`, with as many slots as are asked for and all budgets allow."""
     found = evaluate_together(problems, assignments)
     while (deepest := _deepest(found)) is not None:
-        call, ring = deepest
+        call, buffer = deepest
         fewer = [one.assignment for one in found]
-        fewer[call] = replace(fewer[call], slots={**fewer[call].slots, ring.device: len(ring.slots) - 1})
+        fewer[call] = replace(fewer[call], slots={**fewer[call].slots, buffer.device: len(buffer.slots) - 1})
         found = evaluate_together(problems, fewer)
     return found
 
 
 def beside(problem: Problem, others: Sequence[Evaluation]) -> Problem:
-    """The problem of one call where these others have made their rings already."""
-    return _with_rings(problem, _largest(others))
+    """The problem of one call where these others have made their prefetch buffers already."""
+    return _with_prefetch_buffers(problem, _largest(others))
 
 
 def within(problem: Problem, others: Sequence[Evaluation]) -> Problem:
-    """As :func:`beside`, with rings that grow no further than the others' budgets allow."""
-    limits = dict(problem.growth)
+    """As :func:`beside`, with prefetch buffers that grow no further than the others' budgets allow."""
+    limits = dict(problem.prefetch_limits)
     for other in others:
-        sizes = {ring.device: ring.nbytes for ring in other.schedule.rings}
+        sizes = {buffer.device: buffer.nbytes for buffer in other.schedule.prefetch_buffers}
         for spec in problem.topology.devices:
             limit = sizes.get(spec.key, 0) + spec.room - other.peak(spec.key).nbytes
             limits[spec.key] = min(limit, limits.get(spec.key, limit))
-    return replace(beside(problem, others), growth=limits)
+    return replace(beside(problem, others), prefetch_limits=limits)
 
 
-def _deepest(found: Sequence[Evaluation]) -> tuple[int, Ring] | None:
+def _deepest(found: Sequence[Evaluation]) -> tuple[int, PrefetchBuffer] | None:
     """Of the devices over their budgets, the call whose slots take most, if it can do with fewer."""
     over = {key for one in found for key in one.excess}
-    rings = [
-        (call, ring)
+    prefetch_buffers = [
+        (call, buffer)
         for call, one in enumerate(found)
-        for ring in one.schedule.rings
-        if ring.device in over and len(ring.slots) > _least(one, ring)
+        for buffer in one.schedule.prefetch_buffers
+        if buffer.device in over and len(buffer.slots) > _least(one, buffer)
     ]
-    return max(rings, key=lambda pair: sum(pair[1].slots), default=None)
+    return max(prefetch_buffers, key=lambda pair: sum(pair[1].slots), default=None)
 
 
-def _least(found: Evaluation, ring: Ring) -> int:
+def _least(found: Evaluation, buffer: PrefetchBuffer) -> int:
     """The fewest slots that can do: where segments are read at once, asking for fewer gives no fewer."""
-    actual = len(ring.slots)
-    return actual if found.assignment.slots.get(ring.device, actual) < actual else 1
+    actual = len(buffer.slots)
+    return actual if found.assignment.slots.get(buffer.device, actual) < actual else 1
 
 
 def _largest(found: Sequence[Evaluation]) -> dict[DeviceKey, int]:
     """Device -> bytes of the slots of the call that has most there."""
     sizes: dict[DeviceKey, int] = {}
-    for ring in (ring for one in found for ring in one.schedule.rings if ring.slots):
-        sizes[ring.device] = max(sum(ring.slots), sizes.get(ring.device, 0))
+    for buffer in (buffer for one in found for buffer in one.schedule.prefetch_buffers if buffer.slots):
+        sizes[buffer.device] = max(sum(buffer.slots), sizes.get(buffer.device, 0))
     return sizes
 
 
 def _has(found: Evaluation, sizes: Mapping[DeviceKey, int]) -> bool:
-    """Whether it counts rings that are as large already."""
-    here = {ring.device: ring.nbytes for ring in found.schedule.rings}
+    """Whether it counts prefetch buffers that are as large already."""
+    here = {buffer.device: buffer.nbytes for buffer in found.schedule.prefetch_buffers}
     return all(here.get(key, 0) >= nbytes for key, nbytes in sizes.items())
 
 
-def _with_rings(problem: Problem, sizes: Mapping[DeviceKey, int]) -> Problem:
-    rings = dict(problem.rings)
+def _with_prefetch_buffers(problem: Problem, sizes: Mapping[DeviceKey, int]) -> Problem:
+    prefetch_bytes = dict(problem.prefetch_bytes)
     for key, nbytes in sizes.items():
-        rings[key] = max(nbytes, rings.get(key, 0))
-    return replace(problem, rings=rings)
+        prefetch_bytes[key] = max(nbytes, prefetch_bytes.get(key, 0))
+    return replace(problem, prefetch_bytes=prefetch_bytes)

@@ -265,7 +265,7 @@ class StreamedSearch:
         needs = np.array([step.needs for step in frontier.steps]).max(axis=0)
         total = np.where(accelerates, slots * nbytes, 0.0)
         fits = self.arrays.room - self.arrays.fixed_bytes - total >= needs
-        limits = np.array([self.problem.growth.get(keys[d], np.inf) for d in range(count)])
+        limits = np.array([self.problem.prefetch_limits.get(keys[d], np.inf) for d in range(count)])
         if (total > limits).any():
             return None
         beside = np.where(accelerates & fits, needs, 0.0)
@@ -347,7 +347,7 @@ class StreamedSearch:
         buffers = best.relaxation.buffers
         assert buffers is not None
         for d in np.flatnonzero(buffers.slots).tolist():
-            limit = self.problem.growth.get(self.arrays.keys[d], np.inf)
+            limit = self.problem.prefetch_limits.get(self.arrays.keys[d], np.inf)
             for slots in (1, 2, 3):
                 for size in sizes:
                     if (slots, size) != (buffers.slots[d], buffers.nbytes[d]) and slots * size <= limit:

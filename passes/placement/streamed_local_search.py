@@ -36,8 +36,10 @@ def _is_better(one: Evaluation, other: Evaluation) -> bool:
 
 def _streamed_bytes(found: Evaluation) -> tuple[int, int]:
     """Bytes that are copied, and bytes of the prefetch buffers."""
-    rings = found.schedule.rings
-    return sum(s.nbytes for ring in rings for s in ring.segments), sum(ring.nbytes for ring in rings)
+    prefetch_buffers = found.schedule.prefetch_buffers
+    return sum(s.nbytes for buffer in prefetch_buffers for s in buffer.segments), sum(
+        buffer.nbytes for buffer in prefetch_buffers
+    )
 
 
 def climb_streamed(arrays: Arrays, start: Evaluation, effort: Effort) -> Evaluation:
@@ -132,11 +134,11 @@ class _Climb:
         return Assignment(operations, {name: key for unit in units for name in self.own[unit]})
 
     def _slots(self) -> Iterator[Assignment]:
-        for ring in self.now.schedule.rings:
-            count = len(ring.slots)
+        for buffer in self.now.schedule.prefetch_buffers:
+            count = len(buffer.slots)
             for other in (count + 1, count - 1):
-                if 0 < other <= len(ring.segments):
-                    yield Assignment({}, {}, {ring.device: other})
+                if 0 < other <= len(buffer.segments):
+                    yield Assignment({}, {}, {buffer.device: other})
 
     def _residences(self) -> Iterator[Assignment]:
         """Streamed weights come to reside where they are read, the largest first."""

@@ -42,8 +42,8 @@ def _exchangeable(arrays: Arrays, one: int, other: int, spec: DeviceSpec) -> boo
 
 def _own(problem: Problem, spec: DeviceSpec) -> object:
     """What is known of a device by itself; seconds of operations are compared apart."""
-    rings, growth = problem.rings.get(spec.key), problem.growth.get(spec.key)
-    return spec.type, spec.room, rings, growth
+    buffers, limits = problem.prefetch_bytes.get(spec.key), problem.prefetch_limits.get(spec.key)
+    return spec.type, spec.room, buffers, limits
 
 
 def _named(problem: Problem) -> set[object]:

@@ -1,4 +1,4 @@
-"""Which weights are copied together, when, and into which slot of the ring: decided before any call.
+"""Which weights are copied together, when, and into which slot: decided before any call.
 
 From where a weight is read, and where views of it are, follows how long its copy is needed. Readers far
 apart have a copy each rather than hold a slot between them; the weights of one operation, and of
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Topology, round_up
 from graphplan.ir.graph import Graph
-from graphplan.ir.schedule import Assignment, Load, Move, Release, Ring, Run, Segment, Step, Wait
+from graphplan.ir.schedule import Assignment, Load, Move, PrefetchBuffer, Release, Run, Segment, Step, Wait
 
 __all__ = ["SMALL", "Streamed", "add_streams"]
 
@@ -34,7 +34,7 @@ SMALL = 4  # a copy is small while it takes less than so many times its latency
 
 
 class Streamed:
-    """Tells which weights a device reads from its ring."""
+    """Tells which weights a device reads from its prefetch buffer."""
 
     def __init__(self, graph: Graph, topology: Topology, assignment: Assignment) -> None:
         memory = {spec.key for spec in topology.devices if spec.type in (CPU, DISK)}
@@ -47,7 +47,7 @@ class Streamed:
         self.devices = {key for key in accelerators if assignment.slots.get(key) != 0}
 
     def __call__(self, name: str, device: DeviceKey) -> bool:
-        """Whether operations on ``device`` read ``name`` from its ring."""
+        """Whether operations on ``device`` read ``name`` from its prefetch buffer."""
         return name in self.weights and device in self.devices
 
 
@@ -71,19 +71,19 @@ def add_streams(
     assignment: Assignment,
     steps: Sequence[Run | Move],
     least: Mapping[DeviceKey, int],
-) -> tuple[tuple[Step, ...], tuple[Ring, ...]]:
-    """The steps with loads, waits and releases, and the rings that they use.
+) -> tuple[tuple[Step, ...], tuple[PrefetchBuffer, ...]]:
+    """The steps with loads, waits and releases, and the prefetch buffers that they use.
 
     Args:
         graph: what is scheduled.
         topology: its devices and links.
-        assignment: where weights live, and how many slots a ring has.
+        assignment: where weights live, and how many slots a prefetch buffer has.
         steps: without the copies of streamed weights.
-        least: device -> bytes of the ring that is there already.
+        least: device -> bytes of the prefetch buffer that is there already.
     """
     uses = _find_uses(graph, Streamed(graph, topology, assignment), steps)
     extra: dict[int, list[Step]] = defaultdict(list)
-    rings = []
+    prefetch_buffers = []
     for spec in topology.devices:
         grouped = _group(_cluster(uses.get(spec.key, [])), assignment)
         spans = _merge_small(graph, topology, assignment, spec, grouped)
@@ -91,10 +91,10 @@ def add_streams(
             continue
         source = _source(topology, assignment, spans)
         slot_of = _choose_slots(spans, assignment.slots.get(spec.key, _SLOTS))
-        ring = _ring(graph, spec, source, spans, slot_of, least.get(spec.key, 0))
-        _place_steps(ring, spans, assignment, _leading_moves(steps), extra)
-        rings.append(ring)
-    return _interleave(steps, extra), tuple(rings)
+        buffer = _buffer_text(graph, spec, source, spans, slot_of, least.get(spec.key, 0))
+        _place_steps(buffer, spans, assignment, _leading_moves(steps), extra)
+        prefetch_buffers.append(buffer)
+    return _interleave(steps, extra), tuple(prefetch_buffers)
 
 
 def _source(topology: Topology, assignment: Assignment, spans: Sequence[_Span]) -> DeviceKey:
@@ -222,14 +222,14 @@ def _choose_slots(spans: Sequence[_Span], wanted: int) -> list[int]:
     return slots
 
 
-def _ring(
+def _buffer_text(
     graph: Graph,
     spec: DeviceSpec,
     source: DeviceKey,
     spans: Sequence[_Span],
     slot_of: Sequence[int],
     least: int,
-) -> Ring:
+) -> PrefetchBuffer:
     sizes = [0] * (max(slot_of, default=-1) + 1)
     last: dict[int, int] = {slot: index for index, slot in enumerate(slot_of)}
     segments = []
@@ -238,7 +238,7 @@ def _ring(
         segments.append(Segment(tuple(span.weights), tuple(offsets), nbytes, slot, last[slot]))
         sizes[slot] = max(sizes[slot], spec.rounded(nbytes))
         last[slot] = index
-    return Ring(spec.key, source, tuple(sizes), tuple(segments), max(sum(sizes), least))
+    return PrefetchBuffer(spec.key, source, tuple(sizes), tuple(segments), max(sum(sizes), least))
 
 
 def _leading_moves(steps: Sequence[Run | Move]) -> int:
@@ -247,7 +247,7 @@ def _leading_moves(steps: Sequence[Run | Move]) -> int:
 
 
 def _place_steps(
-    ring: Ring,
+    buffer: PrefetchBuffer,
     spans: Sequence[_Span],
     assignment: Assignment,
     first: int,
@@ -259,13 +259,13 @@ def _place_steps(
     """
     load_at = first
     for index, span in enumerate(spans):
-        extra[span.end + 1].append(Release(index, ring.device))
-    for index, (span, segment) in enumerate(zip(spans, ring.segments, strict=True)):
+        extra[span.end + 1].append(Release(index, buffer.device))
+    for index, (span, segment) in enumerate(zip(spans, buffer.segments, strict=True)):
         if segment.previous < index:
             load_at = max(load_at, spans[segment.previous].end + 1)
-        load = Load(index, ring.device, _home(assignment, span), segment.weights, segment.nbytes)
+        load = Load(index, buffer.device, _home(assignment, span), segment.weights, segment.nbytes)
         extra[load_at].append(load)
-        extra[span.start].append(Wait(index, ring.device))
+        extra[span.start].append(Wait(index, buffer.device))
 
 
 def _interleave(steps: Sequence[Step], extra: Mapping[int, Sequence[Step]]) -> tuple[Step, ...]:

@@ -34,19 +34,19 @@ def build_schedule(
     host: DeviceKey,
     *,
     returns_to_host: bool = True,
-    rings: Mapping[DeviceKey, int] | None = None,
+    prefetch_bytes: Mapping[DeviceKey, int] | None = None,
 ) -> Schedule:
     """The schedule that carries out ``assignment`` in the graph's order.
 
     Args:
         graph: what is scheduled.
-        topology: the devices, of which the accelerators may have rings.
+        topology: the devices, of which the accelerators may have prefetch buffers.
         assignment: where operations run and weights live.
         host: key or name of the caller's device.
         returns_to_host: whether outputs go back there.
-        rings: device -> bytes of the ring that is there already.
+        prefetch_bytes: device -> bytes of the prefetch buffer that is there already.
     """
-    writer = _Writer(graph, topology, assignment, host)
+    writer = _ScheduleWriter(graph, topology, assignment, host)
     for operation in graph.operations.values():
         writer.run(operation)
     for name in graph.changed_inputs:
@@ -55,11 +55,11 @@ def build_schedule(
         for name in graph.outputs:
             if name in writer.home and writer.is_tensor(name):
                 writer.bring(name, host, "output")
-    steps, made = add_streams(graph, topology, assignment, writer.steps, rings or {})
+    steps, made = add_streams(graph, topology, assignment, writer.steps, prefetch_bytes or {})
     return Schedule(steps, assignment, host, returns_to_host, made)
 
 
-class _Writer:
+class _ScheduleWriter:
     def __init__(self, graph: Graph, topology: Topology, assignment: Assignment, host: DeviceKey) -> None:
         self.graph, self.assignment = graph, assignment
         self.streamed = Streamed(graph, topology, assignment)

@@ -123,7 +123,7 @@ class ConvertedCheckpoint(Checkpoint):
 
 
 def equal_in_files(a: FileTensor, b: FileTensor, chunk: int = 1 << 20) -> bool:
-    """Whether two tensors of files have the same bytes; neither is brought into memory."""
+    """Whether two tensors of files have the same bytes; neither is copied into memory."""
     if (a.entry.dtype, a.entry.shape) != (b.entry.dtype, b.entry.shape):
         return False
     left, right = (_bytes(MappedFile(one.header).tensor(one.entry)) for one in (a, b))

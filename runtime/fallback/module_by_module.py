@@ -42,7 +42,7 @@ class _Way:
 
     Attributes:
         name: for people.
-        gathered: whether all run on the caller's device, and weights are brought there.
+        gathered: whether all run on the caller's device, and weights are copied there.
         returns: whether a module's results go to where its caller computes.
     """
 
@@ -53,13 +53,13 @@ class _Way:
 
 _WAYS = (
     _Way("where their weights are", returns=False),
-    _Way("where their weights are, results brought back"),
+    _Way("where their weights are, results copied back"),
     _Way("on the device of the call", gathered=True),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _CallForm:
     """A call structure that no capture takes, of any sizes."""
 
     entry: str
@@ -71,7 +71,7 @@ class _Form:
 class Modulewise:
     """The calls of one placed module that run module by module."""
 
-    forms: list[_Form] = field(default_factory=list)
+    forms: list[_CallForm] = field(default_factory=list)
     ways: dict[int, _Way] = field(default_factory=dict)
     tree: nn.Module | None = None
 
@@ -82,7 +82,7 @@ class Modulewise:
     def note(self, entry: str, call: BoundCall, modes: Modes) -> int:
         """Run calls of this structure module by module from now on; the index of their form."""
         leaves = tuple(_any_size(leaf) for leaf in call.leaves)
-        form = _Form(entry, modes, InputSignature(call.spec, leaves, leaf_names(call)))
+        form = _CallForm(entry, modes, InputSignature(call.spec, leaves, leaf_names(call)))
         self.forms.append(form)
         return next(i for i, one in enumerate(self.forms) if one is form)  # other threads append too
 
@@ -127,7 +127,7 @@ class Modulewise:
         _take_back(self.tree, whole)
         return _sent(result, device) if home else result
 
-    def _first_way(self, form: _Form, call: BoundCall, places: _Places) -> _Way:
+    def _first_way(self, form: _CallForm, call: BoundCall, places: _Places) -> _Way:
         assert self.tree is not None
         failures = []
         for way in _WAYS:
@@ -232,7 +232,7 @@ class _Places:
 
 
 @dataclass
-class _Call:
+class _HookedRun:
     """One run.
 
     Attributes:
@@ -262,7 +262,7 @@ class _Call:
         return _sent(args, device), _sent(kwargs, device)
 
     def after(self, module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> Any:
-        """Put back what was brought."""
+        """Put back what was copied."""
         self.callers.pop()
         self.swapped.pop().put_back(module)
         return _sent(result, self._device_of_caller()) if self.way.returns else result
@@ -316,7 +316,7 @@ def _run(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    call = _Call(way, places)
+    call = _HookedRun(way, places)
     hooks: list[Any] = []
     for part in tree.modules():
         hooks.append(part.register_forward_pre_hook(call.before, with_kwargs=True, prepend=True))

@@ -52,21 +52,23 @@ def _graph_module(module: nn.Module, state: ModuleState, program: Program) -> fx
 def _bind_streams(module: nn.Module, state: ModuleState, program: Program, code: fx.GraphModule) -> None:
     """Give the code what copies its segments."""
     plan = program.plan
-    rings = {plan.devices[ring.device]: ring for ring in plan.schedule.rings}
-    if not rings:
+    prefetch_buffers = {plan.devices[buffer.device]: buffer for buffer in plan.schedule.prefetch_buffers}
+    if not prefetch_buffers:
         return
     weights = dict(named_tensors(module))
     for weight in plan.graph.weights.values():
         if weight.kind == "constant" and constant_attribute(weight.name) in program.constants:
             weights[weight.name] = program.constants[constant_attribute(weight.name)]
-    if state.streams.must_grow(rings):
-        state.codes.clear()  # they hold on to the smaller ring
+    if state.streams.must_grow(prefetch_buffers):
+        state.codes.clear()  # they hold on to the smaller prefetch buffer
     parts = plan.graph.parts
-    state.streams.prepare(rings, {**weights, **{part.name: weights[part.part_of] for part in parts}})
+    state.streams.prepare(
+        prefetch_buffers, {**weights, **{part.name: weights[part.part_of] for part in parts}}
+    )
     weights.update({part.name: rows_of(weights[part.part_of], part) for part in parts})
-    for index, (device, ring) in enumerate(rings.items()):
-        if ring.segments:
-            code.__dict__[stream_attribute(index)] = state.streams.bind(device, ring, weights)
+    for index, (device, buffer) in enumerate(prefetch_buffers.items()):
+        if buffer.segments:
+            code.__dict__[stream_attribute(index)] = state.streams.bind(device, buffer, weights)
 
 
 def _bind_parts(module: nn.Module, state: ModuleState, program: Program, code: fx.GraphModule) -> None:

@@ -13,13 +13,13 @@ from graphplan.capture.capture_lock import CAPTURE_LOCK
 from graphplan.capture.modes import ModeReader, Modes
 from graphplan.capture.signature import BoundCall, bind_call
 from graphplan.errors import NoGraphError
-from graphplan.ir.schedule import ring_bytes
+from graphplan.ir.schedule import prefetch_bytes
 from graphplan.runtime.module.dispatch_cache import find_route
 from graphplan.runtime.module.module_state import KnownForm, ModuleState
 from graphplan.runtime.module.program import Program
 from graphplan.warnings import warn
 
-__all__ = ["Served", "ServedByModules", "serve", "share_rings"]
+__all__ = ["Served", "ServedByModules", "serve", "share_prefetch_buffers"]
 
 _MANY = 32
 _MANY_PROGRAMS = (
@@ -136,7 +136,7 @@ def _captured(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> 
             raise
         state.refused(error)
         return ServedByModules(state.modulewise.note(entry, call, modes), call)
-    share_rings(state.programs)
+    share_prefetch_buffers(state.programs)
     if len(state.programs) == _MANY:
         warn(_MANY_PROGRAMS)
     return len(state.programs) - 1
@@ -150,8 +150,12 @@ def _places(
     return tuple((name, name if name in kwargs else order.index(name)) for name in names)
 
 
-def share_rings(programs: list[Program]) -> None:
-    """Let every plan count the rings as large as any call structure needs them."""
-    sizes = ring_bytes(ring for program in programs for ring in program.plan.schedule.rings)
+def share_prefetch_buffers(programs: list[Program]) -> None:
+    """Let every plan count the prefetch buffers as large as any call structure needs them."""
+    sizes = prefetch_bytes(
+        buffer for program in programs for buffer in program.plan.schedule.prefetch_buffers
+    )
     if sizes:
-        programs[:] = [replace(program, plan=program.plan.with_rings(sizes)) for program in programs]
+        programs[:] = [
+            replace(program, plan=program.plan.with_prefetch_buffers(sizes)) for program in programs
+        ]

@@ -105,7 +105,7 @@ def find_route(
         return None
     values = (*args, *kwargs.values())
     try:
-        form = _Form()
+        form = _FormReader()
         matches = tuple(form.match(value) for value in values)
         marked = [form.marked(value) for value in values]
     except _Unknown:
@@ -133,7 +133,7 @@ def find_route(
 _CONSTANTS = (bool, int, float, str, torch.dtype, torch.device)
 
 
-class _Form:
+class _FormReader:
     """Reads the form of arguments, and puts marks, which are tensors too, in place of their tensors."""
 
     def __init__(self) -> None:

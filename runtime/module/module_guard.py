@@ -26,7 +26,7 @@ from torch import nn
 from graphplan.capture.model_weights import identity, is_dense
 from graphplan.capture.modes import is_plain
 
-__all__ = ["Guard"]
+__all__ = ["ModuleGuard"]
 
 # `training` and the adapters of PEFT are modes, of which every graph has its own; the rest is torch's or ours
 _ADAPTERS = {
@@ -41,7 +41,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _LONGEST = 60  # characters of a value in a message
 
 
-class Guard:
+class ModuleGuard:
     """Notices changes of one module.
 
     Args:
@@ -205,9 +205,9 @@ def _equal(before: Any, now: Any) -> bool:
 
 def _kind(tensor: torch.Tensor | None) -> type | None:
     """The class of a weight, one for torch's own."""
-    return (
-        torch.Tensor if tensor is not None and is_dense(tensor) else None if tensor is None else type(tensor)
-    )
+    if tensor is None:
+        return None
+    return torch.Tensor if is_dense(tensor) else type(tensor)
 
 
 def _shown(value: Any) -> str:

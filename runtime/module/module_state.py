@@ -16,7 +16,7 @@ from graphplan.capture.signature import BoundCall
 from graphplan.errors import NoGraphError
 from graphplan.runtime.fallback.module_by_module import Modulewise
 from graphplan.runtime.module.dispatch_cache import Route
-from graphplan.runtime.module.module_guard import Guard
+from graphplan.runtime.module.module_guard import ModuleGuard
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.result_structure import Rebuild
 from graphplan.runtime.module.weight_binding import BoundCode
@@ -77,7 +77,7 @@ class ModuleState:
     codes: dict[int, Code] = field(default_factory=dict)
     routes: list[KnownForm] = field(default_factory=list)
     reader: ModeReader | None = None
-    guard: Guard | None = None
+    guard: ModuleGuard | None = None
     streams: ModuleStreams = field(default_factory=ModuleStreams)
     parts: ModuleParts = field(default_factory=ModuleParts)
     modulewise: Modulewise = field(default_factory=Modulewise)

@@ -30,8 +30,8 @@ from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.checkpoint.mapped_files import MappedFile
 from graphplan.runtime.memory.host_pages import HostPages
 from graphplan.runtime.module.code_assembly import code_of
-from graphplan.runtime.module.dispatch import ServedByModules, serve, share_rings
-from graphplan.runtime.module.module_guard import Guard
+from graphplan.runtime.module.dispatch import ServedByModules, serve, share_prefetch_buffers
+from graphplan.runtime.module.module_guard import ModuleGuard
 from graphplan.runtime.module.module_state import Compile, ModuleState, Refused, Start
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.program_run import run
@@ -195,7 +195,7 @@ class PlacedModule(nn.Module):
     def _computes_instead(self) -> torch.device | None:
         """The accelerator on which modules on the CPU compute, where the CPU may not."""
         accelerators = [spec.torch_device for spec in self.plan.topology.devices if spec.is_accelerator]
-        return accelerators[0] if accelerators and not self.plan.wishes.cpu_compute else None
+        return accelerators[0] if accelerators and not self.plan.constraints.cpu_compute else None
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """What a parent's ``.to`` calls: to the CPU, where calls may come from, it moves nothing."""
@@ -205,7 +205,7 @@ class PlacedModule(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # of torch
         if self._graphplan.start is None:
-            self._graphplan.reader, self._graphplan.guard = ModeReader(self), Guard(self)
+            self._graphplan.reader, self._graphplan.guard = ModeReader(self), ModuleGuard(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._notice_changes()
@@ -272,13 +272,13 @@ def attach(
 ) -> None:
     """Give a placed copy its programs, the way to make more, and the memory of its weights."""
     _refuse_names(module)
-    share_rings(programs)
+    share_prefetch_buffers(programs)
     state = ModuleState(programs, compile, signature, restart, keep_grad, return_outputs, refused)
     state.streams.pages.extend(memory)
-    state.reader, state.guard = ModeReader(module), Guard(module)
+    state.reader, state.guard = ModeReader(module), ModuleGuard(module)
     module.__dict__["_graphplan"] = state
     for index in range(len(programs)):
-        code_of(module, state, index)  # takes the ring's memory now, while it is there
+        code_of(module, state, index)  # takes the prefetch buffer's memory now, while it is there
 
 
 def attach_start(module: nn.Module, start: Start) -> None:

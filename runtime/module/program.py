@@ -25,7 +25,7 @@ class State:
         position: of its placeholder in the code.
         leaf: its index among the leaves of the caller's call.
         home: the device on which it is used, and stays.
-        found: the device on which it was when the call was planned: from there it is brought home.
+        found: the device on which it was when the call was planned: from there it is copied home.
     """
 
     position: int
@@ -90,5 +90,5 @@ class Program:
 
     @property
     def streams(self) -> bool:
-        """Whether it copies weights through a ring, so that its calls must follow one another."""
-        return any(ring.segments for ring in self.plan.schedule.rings)
+        """Whether it copies weights through a prefetch buffer, so that its calls must follow one another."""
+        return any(buffer.segments for buffer in self.plan.schedule.prefetch_buffers)

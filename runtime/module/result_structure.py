@@ -41,7 +41,7 @@ def rebuilder(spec: pytree.TreeSpec, given: Mapping[str, LayoutPart] | None = No
         spec: of the result; of a pair of it and the caches, where some are given.
         given: the layout of each cache that the caller passes in.
     """
-    return _Writer().function(spec, given or {})
+    return _StructureWriter().function(spec, given or {})
 
 
 def given_layouts(spec: pytree.TreeSpec, names: Iterable[str]) -> dict[str, LayoutPart]:
@@ -56,7 +56,7 @@ def given_layouts(spec: pytree.TreeSpec, names: Iterable[str]) -> dict[str, Layo
     return {name: layout_of(specs[name]) for name in names}
 
 
-class _Writer:
+class _StructureWriter:
     def __init__(self) -> None:
         self.names: dict[str, Any] = {"make": make}
         self.leaves = itertools.count()

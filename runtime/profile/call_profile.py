@@ -106,7 +106,7 @@ class _Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
+class _Measured:
     kind: Kind
     name: str
     device: DeviceKey
@@ -126,7 +126,7 @@ class Recorder(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, plan: PlanData) -> None:
         super().__init__(module)
         self.plan = plan
-        self.spans: list[_Span] = []
+        self.spans: list[_Measured] = []
         self.bases: dict[torch.device, torch.cuda.Event] = {}
         self.measured: Measured | None = None
 
@@ -158,8 +158,10 @@ class Recorder(fx.Interpreter):
         if isinstance(step, Load):
             return self._load(n, step)
         if isinstance(step, Wait):
-            ring = next(ring for ring in self.plan.schedule.rings if ring.device == step.device)
-            weights = ring.segments[step.segment].weights
+            buffer = next(
+                buffer for buffer in self.plan.schedule.prefetch_buffers if buffer.device == step.device
+            )
+            weights = buffer.segments[step.segment].weights
             place = devices[step.device]
             return self._span("wait", ", ".join(weights), step.device, n, (place, place), weights)
         inside = self._first_of_stage(n)
@@ -190,7 +192,7 @@ class Recorder(fx.Interpreter):
     ) -> Any:
         start = self._mark(places[0])
         result = super().run_node(node)
-        self.spans.append(_Span(kind, name, key, start, self._mark(places[1]), weights))
+        self.spans.append(_Measured(kind, name, key, start, self._mark(places[1]), weights))
         return result
 
     def _load(self, node: fx.Node, step: Load) -> Any:
@@ -202,7 +204,7 @@ class Recorder(fx.Interpreter):
         start = self._mark(place, copies)
         result = super().run_node(node)
         end = self._mark(place, copies)
-        self.spans.append(_Span("load", ", ".join(step.weights), step.device, start, end, step.weights))
+        self.spans.append(_Measured("load", ", ".join(step.weights), step.device, start, end, step.weights))
         return result
 
     def _mark(self, device: torch.device | None, stream: torch.cuda.Stream | None = None) -> _Mark:

@@ -2,7 +2,7 @@
 
 Each accelerator has one allocation for all weights that live there, as large as they are. On the CPU
 parameters share the caller's memory; what a checkpoint fills is one mapping, those that are streamed
-next to each other, so that they need not be brought together later.
+next to each other, so that they need not be copied together later.
 """
 
 from __future__ import annotations

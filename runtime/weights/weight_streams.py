@@ -1,10 +1,10 @@
-"""Weights streamed from host memory into the ring of each accelerator: copies, slots, events.
+"""Weights streamed from host memory into the prefetch buffer of each accelerator: copies, slots, events.
 
 Each accelerator of a module has one storage, cut into slots as the plan says, and a queue for copies
 beside the one for the call's own work. A slot has two events: ``ready`` is recorded behind the copy of a
 segment, and the work that reads it is enqueued behind that; ``free`` is recorded behind the last reader,
 and the next copy into the slot, of this call or the next one, is enqueued behind that. The host waits
-for nothing. Calls of one module are serialised by a lock, since they share the ring.
+for nothing. Calls of one module are serialised by a lock, since they share the prefetch buffer.
 
 What a CPU parameter holds when the copy runs is what the call reads. Results that are back on the CPU are
 proof that all copies are done; with results left on the accelerator, synchronise before writing to a
@@ -23,7 +23,7 @@ import torch
 from graphplan.capture.model_weights import tensor_bytes
 from graphplan.devices.topology import CPU, round_up
 from graphplan.errors import readable_bytes
-from graphplan.ir.schedule import STAGED_BYTES, Ring, Segment
+from graphplan.ir.schedule import STAGED_BYTES, PrefetchBuffer, Segment
 from graphplan.runtime.checkpoint.mapped_files import MappedFile
 from graphplan.runtime.memory.allocation import allocating
 from graphplan.runtime.memory.arena import shaped
@@ -32,7 +32,7 @@ from graphplan.runtime.memory.host_pages import HostPages
 from graphplan.runtime.memory.pinned_buffers import StagedPart, Staging, flat_bytes
 from graphplan.runtime.weights.weight_changes import require_planned
 
-__all__ = ["ModuleStreams", "RingStream"]
+__all__ = ["ModuleStreams", "WeightStream"]
 
 Find = Callable[[Segment, Sequence[int]], torch.Tensor | None]
 
@@ -40,7 +40,7 @@ _BUFFERS = 2
 
 
 class _Storage:
-    """The ring of one accelerator, shared by the calls of all structures of a module."""
+    """The prefetch buffer of one accelerator, shared by the calls of all structures of a module."""
 
     def __init__(self, device: torch.device, queues: Queues) -> None:
         self.device, self.queues = device, queues
@@ -78,7 +78,7 @@ class _Storage:
             self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
 
-class _Call:
+class _CallProgress:
     """How far the call under way has come. It knows no segment: cycles would keep device memory."""
 
     def __init__(self, storage: _Storage) -> None:
@@ -107,7 +107,7 @@ class _Slot:
 
 
 class _LoadedSegment:
-    """A segment's place in host memory and in the ring; what a lowered graph passes on.
+    """A segment's place in host memory and in the prefetch buffer; what a lowered graph passes on.
 
     Args:
         segment: as planned.
@@ -122,7 +122,7 @@ class _LoadedSegment:
         self,
         segment: Segment,
         slot: _Slot,
-        call: _Call,
+        call: _CallProgress,
         weights: Sequence[torch.Tensor],
         source: torch.Tensor | None,
         parts: Sequence[StagedPart] = (),
@@ -164,13 +164,13 @@ class _LoadedSegment:
         self.call.released()
 
 
-class RingStream:
-    """The ring as one call structure uses it: what its generated code loads segments with.
+class WeightStream:
+    """The prefetch buffer as one call structure uses it: what its generated code loads segments with.
 
     Args:
         storage: of the accelerator.
-        ring: slots and segments, as planned.
-        weights: name -> tensor on the host, of every weight in ``ring``.
+        buffer: slots and segments, as planned.
+        weights: name -> tensor on the host, of every weight in ``buffer``.
         find: where a segment's bytes lie in one piece in host memory, or None.
         in_file: whether a weight is in a file.
     """
@@ -178,19 +178,19 @@ class RingStream:
     def __init__(
         self,
         storage: _Storage,
-        ring: Ring,
+        buffer: PrefetchBuffer,
         weights: Mapping[str, torch.Tensor],
         find: Find,
         in_file: Callable[[torch.Tensor], bool] = lambda _: False,
     ) -> None:
-        self.call = _Call(storage)
+        self.call = _CallProgress(storage)
         new = storage.queues.event
         slots = [
             _Slot(storage.bytes[start : start + nbytes], new(), new())
-            for start, nbytes in zip(ring.starts, ring.slots, strict=True)
+            for start, nbytes in zip(buffer.starts, buffer.slots, strict=True)
         ]
         self.segments = []
-        for segment in ring.segments:
+        for segment in buffer.segments:
             here = [weights[name] for name in segment.weights]
             slot, parts = slots[segment.slot], []
             if all(in_file(weight) for weight in here):
@@ -200,8 +200,10 @@ class RingStream:
             source = None if parts else find(segment, [weight.data_ptr() for weight in here])
             self.segments.append(_LoadedSegment(segment, slot, self.call, here, source, parts))
 
-    def __deepcopy__(self, memo: dict[int, object]) -> RingStream:
-        return self  # a copy of generated code uses the same ring; a copy of the module makes its own
+    def __deepcopy__(self, memo: dict[int, object]) -> WeightStream:
+        return (
+            self  # a copy of generated code uses the same prefetch buffer; a copy of the module makes its own
+        )
 
     def load(self, index: int, weights: tuple[torch.Tensor, ...]) -> _LoadedSegment:
         """Enqueue the copy of a segment; that of the first begins a call."""
@@ -213,7 +215,7 @@ class RingStream:
 
 
 class ModuleStreams:
-    """The rings of a module, and the host memory of the weights that are streamed into them."""
+    """The prefetch buffers of a module, and the host memory of the weights that are streamed into them."""
 
     def __init__(self, make_queues: Callable[[torch.device], Queues] = queues_of) -> None:
         self.make_queues = make_queues
@@ -226,41 +228,45 @@ class ModuleStreams:
             if isinstance(pages, MappedFile):
                 pages.check()
 
-    def must_grow(self, rings: Mapping[torch.device, Ring]) -> bool:
-        """Whether :meth:`prepare` would replace a ring to which something may be bound."""
+    def must_grow(self, prefetch_buffers: Mapping[torch.device, PrefetchBuffer]) -> bool:
+        """Whether :meth:`prepare` would replace a prefetch buffer to which something may be bound."""
         return any(
-            0 < self.storages[device].bytes.numel() < ring.nbytes
-            for device, ring in rings.items()
+            0 < self.storages[device].bytes.numel() < buffer.nbytes
+            for device, buffer in prefetch_buffers.items()
             if device in self.storages
         )
 
-    def prepare(self, rings: Mapping[torch.device, Ring], weights: Mapping[str, torch.Tensor]) -> None:
-        """Make room for these rings, and bring their weights together in host memory.
+    def prepare(
+        self, prefetch_buffers: Mapping[torch.device, PrefetchBuffer], weights: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Make room for these prefetch buffers, and bring their weights together in host memory.
 
         Args:
-            rings: by the accelerator that they are on.
+            prefetch_buffers: by the accelerator that they are on.
             weights: name -> tensor on the host; of a part, the whole. The data of each that is streamed
                 is replaced by its copy in the pages.
         """
         with torch.inference_mode(False), torch.no_grad():
-            self._gather(rings, weights)
-            for device, ring in rings.items():
-                self._storage(device).grow(ring.nbytes)
+            self._gather(prefetch_buffers, weights)
+            for device, buffer in prefetch_buffers.items():
+                self._storage(device).grow(buffer.nbytes)
 
     def _storage(self, device: torch.device) -> _Storage:
         if device not in self.storages:
             self.storages[device] = _Storage(device, self.make_queues(device))
         return self.storages[device]
 
-    def _gather(self, rings: Mapping[torch.device, Ring], weights: Mapping[str, torch.Tensor]) -> None:
-        streamed = [n for ring in rings.values() for s in ring.segments for n in s.weights]
-        # by object: parts of one weight are brought together with it, once
+    def _gather(
+        self, prefetch_buffers: Mapping[torch.device, PrefetchBuffer], weights: Mapping[str, torch.Tensor]
+    ) -> None:
+        streamed = [n for buffer in prefetch_buffers.values() for s in buffer.segments for n in s.weights]
+        # by object: parts of one weight are copied together with it, once
         found = {id(tensor): tensor for name in streamed if (tensor := weights.get(name)) is not None}
         wanted = [t for t in found.values() if _is_plain(t) and not self._pages_of(t)]
         if not wanted:
             return
         total = sum(round_up(t.numel() * t.element_size()) for t in wanted)
-        pages = HostPages(total, pinned=any(device.type == "cuda" for device in rings))
+        pages = HostPages(total, pinned=any(device.type == "cuda" for device in prefetch_buffers))
         for tensor in wanted:
             tensor.data = pages.adopt(tensor.data)
         self.pages.append(pages)
@@ -268,10 +274,12 @@ class ModuleStreams:
     def _pages_of(self, tensor: torch.Tensor) -> HostPages | MappedFile | None:
         return next((pages for pages in self.pages if pages.holds(tensor.data_ptr())), None)
 
-    def bind(self, device: torch.device, ring: Ring, weights: Mapping[str, torch.Tensor]) -> RingStream:
+    def bind(
+        self, device: torch.device, buffer: PrefetchBuffer, weights: Mapping[str, torch.Tensor]
+    ) -> WeightStream:
         """The stream that one call structure's code uses."""
         with torch.inference_mode(False), torch.no_grad():
-            return RingStream(self._storage(device), ring, weights, self._find, self._in_file)
+            return WeightStream(self._storage(device), buffer, weights, self._find, self._in_file)
 
     def _in_file(self, weight: torch.Tensor) -> bool:
         return isinstance(self._pages_of(weight), MappedFile)

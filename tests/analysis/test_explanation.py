@@ -17,7 +17,7 @@ import graphplan
 from graphplan import Graph, Link, Operation, Plan, Speed, Value, Weight
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.devices.speeds import with_speeds
-from graphplan.ir.constraints import Wishes
+from graphplan.ir.constraints import Constraints
 from graphplan.ir.cost_model import move_seconds
 from graphplan.ir.schedule_checks import check_schedule
 from graphplan.passes.placement.constrain import constrain
@@ -30,10 +30,10 @@ KIB = 1024
 
 
 def planned(
-    graph: Graph, budgets: dict[Any, Any], links: Any = None, speeds: Any = None, **wishes: Any
+    graph: Graph, budgets: dict[Any, Any], links: Any = None, speeds: Any = None, **constraints: Any
 ) -> Plan:
     topology = with_speeds(read_max_memory(budgets, links), speeds)
-    problem = constrain(Problem(graph, topology, "cpu"), Wishes(**wishes))
+    problem = constrain(Problem(graph, topology, "cpu"), Constraints(**constraints))
     found = place(problem)
     judged = found.evaluation
     return Plan(
@@ -43,7 +43,7 @@ def planned(
         judged.seconds,
         found.lower_bound,
         found.proof,
-        wishes=Wishes(**wishes),
+        constraints=Constraints(**constraints),
     )
 
 
@@ -77,7 +77,7 @@ def test_costs_elsewhere_are_the_evaluators(plan: Plan, name: str) -> None:
         assert other.here == (other.obstacle == "it is there")
         if other.possible and not other.here:
             # a plan that has it there keeps all budgets, and takes at most as long when planned freely
-            pinned = constrain(replace(plan.problem, allowed={}), Wishes(pin={name: other.device}))
+            pinned = constrain(replace(plan.problem, allowed={}), Constraints(pin={name: other.device}))
             assert not evaluate_moved(plan, pinned, other.makespan)
         if other.makespan is not None:
             assert other.slower == pytest.approx(other.makespan - plan.makespan)
@@ -212,8 +212,8 @@ def test_a_placement_elsewhere_makes_do_with_fewer_slots() -> None:
     assignment = replace(plan.schedule.assignment, slots={0: 3})
     deep = evaluate(plan.problem, assignment)
     assert deep.feasible
-    assert [len(ring.slots) for ring in deep.schedule.rings] == [3]
-    plan = replace(plan, schedule=deep.schedule, makespan=deep.seconds, wishes=Wishes())
+    assert [len(buffer.slots) for buffer in deep.schedule.prefetch_buffers] == [3]
+    plan = replace(plan, schedule=deep.schedule, makespan=deep.seconds, constraints=Constraints())
     homes = {**assignment.weights, "w0": 0}
     assert set(evaluate(plan.problem, replace(assignment, weights=homes)).excess) == {0}
     assert plan.explain("w0").to(0).possible
@@ -254,7 +254,7 @@ def test_where_no_budget_binds_speed_is_the_answer() -> None:
 def test_the_parts_add_up() -> None:
     plan = planned(chain(6), {0: 12 * KIB, 1: 12 * KIB, "cpu": 1 << 20}, cpu_compute=False)
     found = plan.bottleneck(progress=False)
-    parts = (found.compute_seconds, found.transfer_seconds, found.fetch_seconds, found.io_seconds)
+    parts = (found.compute_seconds, found.transfer_seconds, found.streaming_seconds, found.io_seconds)
     assert sum(parts) == pytest.approx(plan.makespan)
     assert all(growth.gain >= 0 for growth in found.growths)
     assert json.loads(found.to_json())["binds"] == found.binds
@@ -265,15 +265,15 @@ def test_the_parts_add_up_where_weights_are_streamed(flops: int, waits: bool) ->
     graph, pin = chain(6, weight=1 << 20, flops=flops), {f"w{i}": "cpu" for i in range(6)}
     plan = planned(graph, {0: 1 << 30, "cpu": 1 << 30}, pin=pin, cpu_compute=False)
     copying = sum(move_seconds(load, plan.topology) for load in plan.schedule.loads())
-    assert len(plan.fetches) == len(list(plan.schedule.loads())) == 6
+    assert len(plan.streams) == len(list(plan.schedule.loads())) == 6
     found = plan.bottleneck(progress=False)
-    parts = (found.compute_seconds, found.transfer_seconds, found.fetch_seconds, found.io_seconds)
+    parts = (found.compute_seconds, found.transfer_seconds, found.streaming_seconds, found.io_seconds)
     assert sum(parts) == pytest.approx(plan.makespan)
-    assert found.fetch_seconds + found.hidden_seconds == pytest.approx(copying)
+    assert found.streaming_seconds + found.hidden_seconds == pytest.approx(copying)
     assert found.hidden_seconds > 0
     assert f"{time_text(found.hidden_seconds)} of streaming are hidden" in str(found)
     # where operations take longer than copies, the call waits for the first copy at most
-    assert waits == (found.fetch_seconds > copying / 6)
+    assert waits == (found.streaming_seconds > copying / 6)
     module = plan.explain("layer3")
     assert module.compute_seconds == pytest.approx(found.compute_seconds / 6)
     assert (module.transfer_seconds > 0) == waits

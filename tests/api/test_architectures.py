@@ -127,8 +127,8 @@ def test_an_offloaded_model_saves_copies_and_runs(tmp_path: Any) -> None:
         with torch.no_grad():
             expected = model(**inputs)
             assert largest_difference(again(**inputs), expected) < 1e-5
-        twin = copy.deepcopy(placed)
-        assert largest_difference(twin(**inputs), expected) < 1e-5
+        model_copy = copy.deepcopy(placed)
+        assert largest_difference(model_copy(**inputs), expected) < 1e-5
 
 
 def test_inputs_that_the_exporter_adds_have_the_sizes_of_the_call() -> None:

@@ -17,7 +17,7 @@ from torch import nn
 import graphplan
 from graphplan import Graph, Link, Operation, Plan, Value, Weight
 from graphplan.devices.max_memory import read_max_memory
-from graphplan.ir.constraints import Wishes
+from graphplan.ir.constraints import Constraints
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.joint import Call, place_jointly
 from graphplan.passes.placement.problem import Problem
@@ -103,24 +103,24 @@ def test_weights_decide_what_stays_on_the_accelerator() -> None:
     assert joint.weighted_makespan < alone.makespan + 200 * kept.seconds
 
 
-def test_calls_that_stream_share_their_rings_within_the_budget() -> None:
+def test_calls_that_stream_share_their_prefetch_buffers_within_the_budget() -> None:
     torch.manual_seed(0)
     model = Steps(depth=4).eval()
     calls = {"x": torch.randn(256, 64)}, DECODE
     expected = [model(**call) for call in calls]
     pin = {name: "cpu" for name, _ in model.named_parameters() if name.endswith(".weight")}
     options: dict[str, Any] = {"pin": pin, "cpu_compute": False}
-    # a decode alone takes a ring for which a prefill, with its large activations, has no room
+    # a decode alone takes a prefetch buffer for which a prefill, with its large activations, has no room
     prefill, decode = (graphplan.plan(model, ROOMY, kwargs=call, **options) for call in calls)
-    assert prefill.schedule.rings[0].nbytes < decode.schedule.rings[0].nbytes
+    assert prefill.schedule.prefetch_buffers[0].nbytes < decode.schedule.prefetch_buffers[0].nbytes
     budgets = {0: prefill.peak_bytes[0], "cpu": 1 << 30}
     assert graphplan.plan(model, budgets, kwargs=calls[1], **options).schedule == decode.schedule
     with graphplan.simulate(budgets) as machine:
         placed = graphplan.partition(model, budgets, calls=list(calls), weights=[1, 200], **options)
         first, second = placed.plans
         assert all(len(list(plan.schedule.loads())) >= 4 for plan in placed.plans)
-        (size,) = {ring.nbytes for plan in placed.plans for ring in plan.schedule.rings}
-        assert size == prefill.schedule.rings[0].nbytes
+        (size,) = {buffer.nbytes for plan in placed.plans for buffer in plan.schedule.prefetch_buffers}
+        assert size == prefill.schedule.prefetch_buffers[0].nbytes
         for _ in range(2):
             for result, want in zip(run_all(machine, placed, list(calls)), expected, strict=True):
                 assert largest_difference(result, want) < 1e-5
@@ -129,10 +129,10 @@ def test_calls_that_stream_share_their_rings_within_the_budget() -> None:
         assert first.others == (second,)
         first.verify()
         assert Plan.from_json(first.to_json()) == first
-        # a third structure finds the ring that is there, and leaves the others their budgets
+        # a third structure finds the prefetch buffer that is there, and leaves the others their budgets
         third = {"x": X[:3], "memory": MEMORY}
         assert largest_difference(placed(**third), model(**third)) < 1e-5
-        assert {ring.nbytes for plan in placed.plans for ring in plan.schedule.rings} == {
+        assert {buffer.nbytes for plan in placed.plans for buffer in plan.schedule.prefetch_buffers} == {
             storage.bytes.numel()
         }
         run_all(machine, placed, [*calls, third])
@@ -147,8 +147,8 @@ def test_further_structures_are_planned_when_they_come() -> None:
         assert largest_difference(placed(**third), model(**third)) < 1e-5
         assert len(placed.plans) == 3
         assert placed.plans[2].placement == placed.plan.placement
-        twin = copy.deepcopy(placed)
-        assert largest_difference(twin(**DECODE), model(**DECODE)) < 1e-5
+        model_copy = copy.deepcopy(placed)
+        assert largest_difference(model_copy(**DECODE), model(**DECODE)) < 1e-5
         again = pickle.loads(pickle.dumps(placed))
         assert again.plan == placed.plan
         assert largest_difference(again(**DECODE), model(**DECODE)) < 1e-5
@@ -219,7 +219,7 @@ def readers(weights: dict[str, int], reads: list[str], activation: int = KIB, fl
 
 def joint(graphs: list[Graph], counts: list[float], budgets: dict[Any, int]) -> Any:
     topology = read_max_memory(budgets)
-    calls = [Call(Problem(g, topology, "cpu"), Wishes(), w) for g, w in zip(graphs, counts, strict=True)]
+    calls = [Call(Problem(g, topology, "cpu"), Constraints(), w) for g, w in zip(graphs, counts, strict=True)]
     return place_jointly(calls)
 
 
@@ -294,7 +294,7 @@ def test_calls_that_fit_alone_and_not_together() -> None:
 def test_one_call_is_placed_as_alone() -> None:
     topology = read_max_memory({0: 16 * KIB, 1: 16 * KIB})
     problem = Problem(chain(6), topology, "cpu")
-    (solution,) = place_jointly([Call(problem, Wishes(), 3.0)])
+    (solution,) = place_jointly([Call(problem, Constraints(), 3.0)])
     assert solution.evaluation.seconds == place(problem).evaluation.seconds
 
 

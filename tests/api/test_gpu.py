@@ -96,7 +96,7 @@ def test_a_model_that_fits_is_on_the_gpu() -> None:
     model = Blocks().eval()
     placed = place_and_run(model, budgets_of(model, {0: 1.2, "cpu": 4.0}), torch.randn(16, 2048))
     assert {p.device.type for p in placed.parameters()} == {"cuda"}
-    assert placed.plan.transfers == placed.plan.fetches == ()
+    assert placed.plan.transfers == placed.plan.streams == ()
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6])
@@ -129,9 +129,9 @@ def test_deepcopy_and_state_dict() -> None:
     model = Blocks(2).eval()
     x = torch.randn(16, 2048)
     placed = graphplan.partition(model, budgets_of(model, {0: 0.7, "cpu": 4.0}), args=(x,))
-    twin = copy.deepcopy(placed)
+    model_copy = copy.deepcopy(placed)
     with torch.no_grad():
-        for parameter in twin.parameters():
+        for parameter in model_copy.parameters():
             parameter.zero_()
     assert largest_difference(placed(x), model(x)) < 1e-3
     saved = {name: tensor.cpu() for name, tensor in placed.state_dict().items()}
@@ -144,7 +144,7 @@ def place_streamed(depth: int = 8, **options: Any) -> tuple[Any, nn.Module, torc
     x = torch.randn(16, 2048)
     budgets = budgets_of(model, {0: 0.6, "cpu": 4.0})
     placed = graphplan.partition(model, budgets, args=(x,), cpu_compute=False, **options)
-    assert placed.plan.schedule.rings
+    assert placed.plan.schedule.prefetch_buffers
     return placed, model, x
 
 
@@ -243,9 +243,9 @@ def test_changes_of_streamed_parameters_are_seen() -> None:
     other = Blocks(4).eval()
     placed.load_state_dict(other.state_dict())
     assert largest_difference(placed(x), other(x)) < 1e-3
-    twin = copy.deepcopy(placed)
+    model_copy = copy.deepcopy(placed)
     placed.load_state_dict(model.state_dict())
-    assert largest_difference(twin(x), other(x)) < 1e-3
+    assert largest_difference(model_copy(x), other(x)) < 1e-3
     assert largest_difference(placed(x), model(x)) < 1e-3
 
 

@@ -75,7 +75,7 @@ def test_a_model_that_fits_one_device_stays_on_it() -> None:
         placed = graphplan.partition(model, machine.max_memory, args=(IDS,))
         plan = placed.plan
         assert [stage.device for stage in plan.stages] == [1]
-        assert (plan.transfers, plan.transfer_bytes, plan.fetches) == ((), 0, ())
+        assert (plan.transfers, plan.transfer_bytes, plan.streams) == ((), 0, ())
         read = {n: k for n, k in plan.placement.items() if not n.startswith("unused")}
         assert set(read.values()) == {1}
 
@@ -136,14 +136,14 @@ def test_deepcopy_is_independent() -> None:
     with graphplan.simulate({0: 2 * bytes_of(model), 1: bytes_of(model), "cpu": 10**9}) as machine:
         placed = graphplan.partition(model, budgets_of(model, {0: 0.3, "cpu": 3.0}), args=(IDS,))
         placed(IDS)
-        twin = copy.deepcopy(placed)
+        model_copy = copy.deepcopy(placed)
         with torch.no_grad():
-            for parameter in twin.parameters():
+            for parameter in model_copy.parameters():
                 parameter.zero_()
-        assert float(twin(IDS)["logits"].abs().max()) == 0
+        assert float(model_copy(IDS)["logits"].abs().max()) == 0
         assert largest_difference(placed(IDS), model(IDS)) < 1e-5
-        assert twin.head.weight is twin.embed.weight
-        assert twin.plan == placed.plan
+        assert model_copy.head.weight is model_copy.embed.weight
+        assert model_copy.plan == placed.plan
         assert machine.live_bytes(0) > 0
 
 

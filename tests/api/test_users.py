@@ -223,10 +223,10 @@ def test_a_tensor_attribute_that_is_written_is_each_copys_own() -> None:
             return super().forward(x) + self.scratch
 
     placed = graphplan.partition(Scratch(), {"cpu": "1GiB"}, (X,))
-    twin = copy.deepcopy(placed)
+    model_copy = copy.deepcopy(placed)
     placed(X)
     second = placed(X)
-    assert largest_difference(twin(X) + 1, second) < 1e-5
+    assert largest_difference(model_copy(X) + 1, second) < 1e-5
 
 
 def test_buffers_that_share_memory_and_are_written_are_refused() -> None:

@@ -180,7 +180,7 @@ def test_a_known_call_does_not_wait_for_a_capture(budgets: Any) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     with graphplan.simulate(budgets):
         placed = graphplan.partition(model, budgets, (x,))
-        assert bool(placed.plan.schedule.rings) == (budgets is not ROOMY)
+        assert bool(placed.plan.schedule.prefetch_buffers) == (budgets is not ROOMY)
         placed(x)
         with held_capture(partition_held):
             assert largest_difference(in_thread(placed, x).get(), model(x)) <= 1e-5

@@ -9,7 +9,7 @@ from torch import nn
 
 import graphplan
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.model_copy import Twin
+from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.model_weights import ModelWeights
 from graphplan.capture.tracing import capture
 
@@ -33,9 +33,9 @@ class Owner(nn.Module):
         return {"y": y, "scale": scale, "flag": flag, "parts": y.chunk(2, -1)}
 
 
-def captured(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Twin, Capture]:
-    twin = Twin(model)
-    return twin, capture(twin, twin.bind(args, kwargs))
+def captured(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[ModelCopy, Capture]:
+    model_copy = ModelCopy(model)
+    return model_copy, capture(model_copy, model_copy.bind(args, kwargs))
 
 
 def test_weights_have_their_original_names_and_ties() -> None:
@@ -88,10 +88,10 @@ def test_a_large_meta_model_takes_no_memory() -> None:
 
 
 def test_positional_and_named_arguments_are_one_call() -> None:
-    twin = Twin(Owner())
+    model_copy = ModelCopy(Owner())
     x = torch.randn(3, 4)
-    assert twin.bind((x,), {}).spec == twin.bind((), {"x": x, "scale": 3}).spec
-    assert twin.bind((x, 4), {}).spec != twin.bind((x,), {}).spec
+    assert model_copy.bind((x,), {}).spec == model_copy.bind((), {"x": x, "scale": 3}).spec
+    assert model_copy.bind((x, 4), {}).spec != model_copy.bind((x,), {}).spec
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_positional_and_named_arguments_are_one_call() -> None:
 )
 def test_arguments_that_do_not_fit_the_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     with pytest.raises(graphplan.InputError, match="do not fit forward"):
-        Twin(Owner()).bind(args, kwargs)
+        ModelCopy(Owner()).bind(args, kwargs)
 
 
 def test_inputs_that_the_model_rejects_are_told_from_capture_failures() -> None:
@@ -129,17 +129,17 @@ class Paired(nn.Module):
 
 
 def test_dataclasses_pass_through() -> None:
-    twin, found = captured(Paired(), Pair(torch.ones(2), torch.ones(3)))
+    model_copy, found = captured(Paired(), Pair(torch.ones(2), torch.ones(3)))
     assert len(found.inputs) == 2
-    assert twin.bind((Pair(torch.ones(2), torch.ones(3)),), {}).spec == found.signature.spec
+    assert model_copy.bind((Pair(torch.ones(2), torch.ones(3)),), {}).spec == found.signature.spec
 
 
 def test_signature_says_why_a_call_does_not_fit() -> None:
-    twin, found = captured(Owner().eval(), torch.randn(3, 4))
+    model_copy, found = captured(Owner().eval(), torch.randn(3, 4))
     signature = found.signature
 
     def reason(*args: Any) -> str | None:
-        return signature.mismatch(twin.bind(args, {}))
+        return signature.mismatch(model_copy.bind(args, {}))
 
     assert reason(torch.randn(3, 4)) is None
     assert reason(torch.randn(2, 4)) == "x has size 2 along dimension 0, not 3"
@@ -149,23 +149,25 @@ def test_signature_says_why_a_call_does_not_fit() -> None:
 
 
 def test_dynamic_sizes_fit_within_their_range() -> None:
-    twin = Twin(nn.Linear(4, 4))
-    call = twin.bind((torch.randn(3, 4),), {})
+    model_copy = ModelCopy(nn.Linear(4, 4))
+    call = model_copy.bind((torch.randn(3, 4),), {})
     batch = torch.export.Dim("batch", min=2, max=16)
-    found = capture(twin, call, {"input": {0: batch}})
-    assert found.signature.mismatch(twin.bind((torch.randn(16, 4),), {})) is None
-    assert "outside (2, 16)" in str(found.signature.mismatch(twin.bind((torch.randn(17, 4),), {})))
+    found = capture(model_copy, call, {"input": {0: batch}})
+    assert found.signature.mismatch(model_copy.bind((torch.randn(16, 4),), {})) is None
+    assert "outside (2, 16)" in str(found.signature.mismatch(model_copy.bind((torch.randn(17, 4),), {})))
 
 
 def test_dynamic_shapes_that_name_nothing() -> None:
-    twin = Twin(nn.Linear(4, 4))
+    model_copy = ModelCopy(nn.Linear(4, 4))
     with pytest.raises(graphplan.InputError, match="nonsense"):
-        capture(twin, twin.bind((torch.randn(3, 4),), {}), {"nonsense": {0: torch.export.Dim.AUTO}})
+        capture(
+            model_copy, model_copy.bind((torch.randn(3, 4),), {}), {"nonsense": {0: torch.export.Dim.AUTO}}
+        )
 
 
 def test_symbolic_trace_needs_no_inputs() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.BatchNorm1d(4))
-    found = capture(Twin(model), None)
+    found = capture(ModelCopy(model), None)
     assert found.method == "symbolic_trace"
     assert set(found.weights.values()) == {"0.weight", "0.bias"}
     assert [node.target for node in found.graph.nodes if node.op == "call_module"] == ["1", "2"]
@@ -173,7 +175,7 @@ def test_symbolic_trace_needs_no_inputs() -> None:
 
 def test_symbolic_trace_of_control_flow_asks_for_inputs() -> None:
     with pytest.raises(graphplan.CaptureError, match="give args"):
-        capture(Twin(Undecided()), None)
+        capture(ModelCopy(Undecided()), None)
 
 
 def test_weights_and_inputs_may_be_named_as_operations() -> None:

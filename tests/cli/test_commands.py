@@ -249,7 +249,7 @@ def test_factories_give_models_and_inputs(made: Made, run: Run) -> None:
     assert {stage["device"] for stage in huge["stages"]} == {0, 1}
 
 
-def test_wishes_are_kept(made: Made, run: Run) -> None:
+def test_constraints_are_kept(made: Made, run: Run) -> None:
     budgets = ["--max-memory", "0=1MiB,1=1MiB", "--reserve", "4KiB"]
     words = ["plan", "factories:pair", *budgets, "--pin", "2=1", "--pin", "0=0", "--json"]
     data = json.loads(run(*words, cwd=made.folder).out)

@@ -10,7 +10,7 @@ only where no placement that begins like it is below ``upper`` seconds and withi
 - weights that live on a device take more than its room, alone or with what one operation reads and makes.
 
 What is left is judged by the evaluator, in the order of these clocks, until they reach the best that it has
-found. A ring may have any number of slots.
+found. A prefetch buffer may have any number of slots.
 """
 
 from __future__ import annotations
@@ -74,17 +74,17 @@ class Brute:
     Args:
         problem: every weight of its graph is read, no operation makes views or changes what it reads.
         keys: devices that operations may run on.
-        fetch: whether weights may live on the CPU where no reader runs.
+        stream: whether weights may live on the CPU where no reader runs.
         anywhere: whether those with several readers may live on any device, else where one of them runs.
     """
 
     def __init__(
-        self, problem: Problem, keys: Sequence[DeviceKey], *, fetch: bool, anywhere: bool = True
+        self, problem: Problem, keys: Sequence[DeviceKey], *, stream: bool, anywhere: bool = True
     ) -> None:
         graph = problem.graph
         assert set(graph.weights) <= set(graph.consumers)
         assert not any(value.alias_of for value in graph.values.values())
-        self.problem, self.keys, self.fetch, self.anywhere = problem, list(keys), fetch, anywhere
+        self.problem, self.keys, self.stream, self.anywhere = problem, list(keys), stream, anywhere
         self.specs = [problem.topology[key] for key in keys]
         self.order = list(graph.operations.values())
         self.step = {name: i for i, name in enumerate(graph.operations)}
@@ -149,7 +149,7 @@ class Brute:
         return [
             home
             for home, key in enumerate(self.keys)
-            if home == device or shared or (self.fetch and key == CPU)
+            if home == device or shared or (self.stream and key == CPU)
         ]
 
     def _settle(self, rows: Rows, name: str, home: int) -> None:
@@ -218,7 +218,7 @@ class Brute:
         for i, name in enumerate([] if self.anywhere else self.weights):
             readers = [self.step[reader] for reader in self.problem.graph.consumers[name]]
             with_reader = (rows.device[:, readers] == rows.home[:, i : i + 1]).any(axis=1)
-            away = self.keys.index(CPU) if self.fetch and CPU in self.keys else -1
+            away = self.keys.index(CPU) if self.stream and CPU in self.keys else -1
             sound &= with_reader | (rows.home[:, i] == away)
         return rows.take(sound)
 
@@ -231,13 +231,13 @@ class Brute:
 
 
 def with_all_depths(problem: Problem, assignment: Assignment) -> Iterator[Evaluation]:
-    """The placement with rings of any number of slots."""
+    """The placement with prefetch buffers of any number of slots."""
     found = evaluate(problem, assignment)
     yield found
-    rings = {ring.device: len(ring.segments) for ring in found.schedule.rings}
-    for counts in itertools.product(*(range(1, most + 1) for most in rings.values())):
+    prefetch_buffers = {buffer.device: len(buffer.segments) for buffer in found.schedule.prefetch_buffers}
+    for counts in itertools.product(*(range(1, most + 1) for most in prefetch_buffers.values())):
         if any(count > 2 for count in counts) or found.excess:
-            slots = dict(zip(rings, counts, strict=True))
+            slots = dict(zip(prefetch_buffers, counts, strict=True))
             yield evaluate(problem, replace(assignment, slots=slots))
 
 
@@ -310,7 +310,7 @@ class Space:
 
     @cached_property
     def count(self) -> int:
-        """Placements at most, rings of other depths not counted."""
+        """Placements at most, prefetch buffers of other depths not counted."""
         graph = self.problem.graph
         placements = math.prod(len(devices) for devices in self.groups.values())
         for name in graph.weights.keys() - self.problem.fixed_weights.keys():
@@ -395,16 +395,18 @@ class Space:
 
 
 def with_slots(problem: Problem, found: Evaluation, best: Evaluation | None) -> Iterator[Evaluation]:
-    """A placement, and the same with rings of one, two, three and as many slots as there are segments."""
+    """A placement, and the same with one, two, three slots and as many as there are segments."""
     yield found
-    rings = {ring.device: len(ring.segments) for ring in found.schedule.rings}
-    if not rings or not problem.streams:
+    prefetch_buffers = {buffer.device: len(buffer.segments) for buffer in found.schedule.prefetch_buffers}
+    if not prefetch_buffers or not problem.streaming:
         return
     copied = sum(move_seconds(move, problem.topology) for move in found.schedule.moves())
     computed = sum(problem.clock(problem.topology[r.device])[r.operation] for r in found.schedule.runs())
     if best is not None and (copied + computed) * (1 - SLACK) >= best.seconds:
         return
-    depths = [sorted({count for count in (1, 2, 3) if count < most} | {most}) for most in rings.values()]
+    depths = [
+        sorted({count for count in (1, 2, 3) if count < most} | {most}) for most in prefetch_buffers.values()
+    ]
     for counts in itertools.product(*depths):
-        slots = dict(zip(rings, counts, strict=True))
+        slots = dict(zip(prefetch_buffers, counts, strict=True))
         yield evaluate(problem, replace(found.schedule.assignment, slots=slots))

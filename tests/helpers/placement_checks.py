@@ -302,7 +302,7 @@ def sound(problem: Problem, space: Space, solution: Solution) -> list[str]:
 
 
 def changed(space: Space, assignment: Assignment, draw: random.Random) -> Assignment:
-    """A few operations in a row, one operation or one weight elsewhere; the slots of rings as by default."""
+    """A few operations in a row, one operation or one weight elsewhere; the slots as by default."""
     groups = list(space.groups)
     operations, weights = dict(assignment.operations), dict(assignment.weights)
     slots = assignment.slots

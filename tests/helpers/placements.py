@@ -57,7 +57,7 @@ def random_homes(arrays: Arrays, devices: Ints, draw: random.Random) -> Ints:
 
 
 # no CPU beside the accelerators, so that nothing can be streamed
-RESIDENT: Mapping[str, float] = {"equal cards": 2, "unlike cards": 2, "one card": 0.3}
+RESIDENT: Mapping[str, float] = {"equal cards": 2, "mixed cards": 2, "one card": 0.3}
 
 
 def resident_problems(

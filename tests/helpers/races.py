@@ -1,4 +1,4 @@
-"""Vector clocks over the two queues of an accelerator: do accesses to its ring follow one another?
+"""Vector clocks over the two queues of an accelerator: do accesses to its prefetch buffer follow one another?
 
 Each queue counts its own accesses. An event holds what its queue had seen when it was recorded; a queue
 that waits for it has then seen that too. Two accesses to the same bytes, one of them a write, race unless
@@ -24,7 +24,7 @@ Clock = dict[str, int]
 
 @dataclass(frozen=True)
 class Access:
-    """One access to the bytes ``start .. end-1`` of a ring."""
+    """One access to the bytes ``start .. end-1`` of a prefetch buffer."""
 
     queue: str
     tick: int
@@ -36,7 +36,7 @@ class Access:
 
 @dataclass
 class RaceLog:
-    """The clocks of one ring's two queues, and every access so far.
+    """The clocks of one prefetch buffer's two queues, and every access so far.
 
     Attributes:
         races: what went wrong, for people.
@@ -116,16 +116,16 @@ class ClockedQueues:
         pass
 
     def watch(
-        self, ring: torch.Tensor, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
+        self, buffer: torch.Tensor, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
     ) -> None:
-        """Note what an operation does to the bytes of ``ring``."""
-        base, size = _address(ring), ring.numel()
+        """Note what an operation does to the bytes of ``buffer``."""
+        base, size = _address(buffer), buffer.numel()
         queue = COPIES if self.copying else WORK
         for tensors, writes in ((read, False), (written, True)):
             for tensor in tensors:
                 if (
                     not isinstance(tensor, SimulatedTensor)
-                    or tensor.device != ring.device
+                    or tensor.device != buffer.device
                     or not tensor.numel()
                 ):
                     continue
@@ -146,8 +146,8 @@ def _address(tensor: torch.Tensor) -> int:
 def races_of(graph: Graph, schedule: Schedule, calls: int = 3) -> list[str]:
     """Races in successive calls of a schedule, by its steps and its segments' predecessors alone."""
     found: list[str] = []
-    for ring in schedule.rings:
-        log, starts = RaceLog(), ring.starts
+    for buffer in schedule.prefetch_buffers:
+        log, starts = RaceLog(), buffer.starts
         ready: dict[int, Clock] = {}
         free: dict[int, Clock] = {}
         for call in range(calls):
@@ -155,23 +155,23 @@ def races_of(graph: Graph, schedule: Schedule, calls: int = 3) -> list[str]:
             copied: set[str] = set()
             for step in schedule.steps:
                 if isinstance(step, Run):
-                    _operate(graph, step, ring.device, views, copied, log, call)
+                    _operate(graph, step, buffer.device, views, copied, log, call)
                 elif isinstance(step, Move):
-                    if step.destination == ring.device:
+                    if step.destination == buffer.device:
                         copied.add(step.value)
-                    elif step.source == ring.device and step.value in views:
+                    elif step.source == buffer.device and step.value in views:
                         log.access(WORK, *views[step.value], writes=False, what=f"move of {step.value}")
-                elif step.device != ring.device:
+                elif step.device != buffer.device:
                     continue
                 elif isinstance(step, Load):
-                    segment = ring.segments[step.segment]
+                    segment = buffer.segments[step.segment]
                     log.wait(COPIES, free.get(segment.previous, {}))
                     start = starts[segment.slot]
                     what = f"load {step.segment} of call {call}"
                     log.access(COPIES, start, start + segment.nbytes, writes=True, what=what)
                     ready[step.segment] = log.snapshot(COPIES)
                 elif isinstance(step, Wait):
-                    segment = ring.segments[step.segment]
+                    segment = buffer.segments[step.segment]
                     log.wait(WORK, ready.get(step.segment, {}))
                     for name, offset in zip(segment.weights, segment.offsets, strict=True):
                         start = starts[segment.slot] + offset

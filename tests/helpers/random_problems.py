@@ -2,7 +2,7 @@
 
 The graphs are chains, branches that meet again, stacks with skips, and any others, with operations of several
 outputs, views, sizes, written weights, weights that several operations read, and operations that must share a
-device. They are put on one to four devices: cards that are equal but for their links, unlike cards, with and
+device. They are put on one to four devices: cards that are equal but for their links, mixed cards, with and
 without the CPU; budgets reach from loose ones to those that nothing keeps.
 """
 
@@ -33,8 +33,8 @@ DEVICES: Mapping[str, tuple[int, int, bool]] = {
     "one card and the CPU": (1, 1, True),
     "equal cards": (2, 4, False),
     "equal cards and the CPU": (2, 3, True),
-    "unlike cards": (2, 4, False),
-    "unlike cards and the CPU": (2, 3, True),
+    "mixed cards": (2, 4, False),
+    "mixed cards and the CPU": (2, 3, True),
     "the CPU": (0, 0, True),
 }
 # least and most of all accelerators' memory, in what the whole graph takes on one device
@@ -61,7 +61,7 @@ class Parameters:
         repeated: that sizes and times are of a few levels, as in layers that are repeated.
         grouped: that operations beside these must share a device.
         pinned: that operations or weights are pinned.
-        kept: that autograd keeps weights, so that none is streamed through a ring.
+        kept: that autograd keeps weights, so that none is streamed through a prefetch buffer.
         devices: kind of ``DEVICES`` -> its share of the problems.
         budgets: kind of ``BUDGETS`` -> its share of the problems.
     """
@@ -83,8 +83,8 @@ class Parameters:
             "one card and the CPU": 5,
             "equal cards": 5,
             "equal cards and the CPU": 4,
-            "unlike cards": 3,
-            "unlike cards and the CPU": 3,
+            "mixed cards": 3,
+            "mixed cards and the CPU": 3,
             "the CPU": 0.5,
         }
     )
@@ -137,7 +137,7 @@ def random_instance(seed: int, parameters: Parameters) -> Instance:
         host,
         returns_to_host=draw.random() < 0.8,
         offload=offload,
-        streams=draw.random() >= parameters.kept,
+        streaming=draw.random() >= parameters.kept,
     )
     problem = replace(problem, topology=_with_budgets(draw, problem, BUDGETS[budget]))
     return Instance(seed, devices, budget, _with_rules(draw, problem, parameters))
@@ -149,7 +149,7 @@ def restrict(problem: Problem, rules: Rules, homes: Mapping[str, DeviceKey] | No
     Args:
         problem: any.
         rules: operation -> devices that it may run on.
-        homes: weight -> where it lives, and its readers run where it is not fetchable.
+        homes: weight -> where it lives, and its readers run where it is not streamable.
     """
     graph, fixed = problem.graph, dict(problem.fixed_weights)
     asked: dict[str, list[frozenset[DeviceKey]]] = defaultdict(list)
@@ -158,7 +158,7 @@ def restrict(problem: Problem, rules: Rules, homes: Mapping[str, DeviceKey] | No
     for name, key in (homes or {}).items():
         if fixed.setdefault(name, key) != key:
             return None
-        if not graph.weights[name].fetchable:
+        if not graph.weights[name].streamable:
             for reader in graph.readers.get(name, ()):
                 asked[reader].append(frozenset({key}))
     for group in graph.together:
@@ -258,10 +258,10 @@ class _Growing:
 
     def _weights(self) -> list[str]:
         found: list[str] = []
-        fetchable = [name for name, weight in self.weights.items() if weight.fetchable]
+        streamable = [name for name, weight in self.weights.items() if weight.streamable]
         for _ in range(self.draw.randint(0, self.most_weights)):
-            if fetchable and self.draw.random() < self.shared:
-                found.append(self.draw.choice(fetchable))
+            if streamable and self.draw.random() < self.shared:
+                found.append(self.draw.choice(streamable))
             else:
                 found.append(self._weight(movable=self.draw.random() >= 0.02))
         return list(dict.fromkeys(found))
@@ -310,7 +310,7 @@ class _Growing:
 
     def _head(self, name: str) -> None:
         """A last operation that reads the largest of the first weights again, as a tied embedding is."""
-        first = [self.weights[name] for name in [*self.weights][:4] if self.weights[name].fetchable]
+        first = [self.weights[name] for name in [*self.weights][:4] if self.weights[name].streamable]
         tied = [max(first, key=lambda weight: weight.nbytes).name] if first else []
         flops, nbytes = self._work()
         self._add(
@@ -388,8 +388,8 @@ def _random_devices(draw: random.Random, kind: str, most: int) -> Topology:
     overhead = draw.choice((0.0, 4e-6))
     specs = []
     for index in range(count):
-        unlike = kind.startswith("unlike")
-        flops, bandwidth = (draw.uniform(0.3, 3.0) if unlike else 1.0 for _ in range(2))
+        mixed = kind.startswith("mixed")
+        flops, bandwidth = (draw.uniform(0.3, 3.0) if mixed else 1.0 for _ in range(2))
         specs.append(
             DeviceSpec(index, f"{device}:{index}", 0, flops * FLOPS, bandwidth * BANDWIDTH, overhead)
         )

@@ -302,7 +302,7 @@ def test_the_main_accelerator_is_the_one_that_hooks_choose() -> None:
 def test_packings_keep_their_limits(sizes: list[int], capacities: list[int]) -> None:
     blocks = [Block((str(i),), size, size) for i, size in enumerate(sizes)]
     packing = pack(blocks, capacities)
-    left = [b.fetched for b, place in zip(blocks, packing.places, strict=True) if place is None]
+    left = [b.loaded for b, place in zip(blocks, packing.places, strict=True) if place is None]
     for device, capacity in enumerate(capacities):
         taken = sum(s for s, p in zip(sizes, packing.places, strict=True) if p == device)
         reserve = max(left, default=0) if device == 0 and taken else 0

@@ -234,11 +234,11 @@ def test_it_answers_as_the_model_did(tmp_path: Path) -> None:
         placed.save_pretrained(tmp_path)
         again = type(model).from_pretrained(tmp_path)
         assert largest_difference(dict(again.state_dict()), dict(model.state_dict())) == 0
-        twin = copy.deepcopy(placed)
+        model_copy = copy.deepcopy(placed)
         with torch.no_grad():
-            twin.lm_head.weight.zero_()
+            model_copy.lm_head.weight.zero_()
         same_tokens(model, placed, inputs_of("llama"), max_new_tokens=4)
-        assert int(twin.generate(**inputs_of("llama"), max_new_tokens=1)[0, -1]) == 0
+        assert int(model_copy.generate(**inputs_of("llama"), max_new_tokens=1)[0, -1]) == 0
 
 
 def test_to_leaves_weights_where_they_are() -> None:
@@ -292,7 +292,7 @@ def test_a_pipeline_takes_it(tmp_path: Path) -> None:
 FRESH = """
 import torch, transformers
 from graphplan.capture.transformers.caches import is_cache
-from graphplan.capture.model_copy import Twin
+from graphplan.capture.model_copy import ModelCopy
 
 config = transformers.LlamaConfig(
     vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
@@ -301,12 +301,12 @@ model = transformers.LlamaForCausalLM(config).eval()
 ids = torch.ones(1, 5, dtype=torch.long)
 cache = model(input_ids=ids, use_cache=True).past_key_values
 assert not is_cache(cache)
-call = Twin(model).bind((), {"input_ids": ids[:, :1], "past_key_values": cache})
+call = ModelCopy(model).bind((), {"input_ids": ids[:, :1], "past_key_values": cache})
 print(len(call.tensors), all(isinstance(leaf, (torch.Tensor, int)) for leaf in call.leaves))
 """
 
 
-def test_a_twin_knows_the_caches_of_its_model_in_a_process_that_has_seen_none() -> None:
+def test_a_copy_knows_the_caches_of_its_model_in_a_process_that_has_seen_none() -> None:
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1"}
     said = subprocess.run([sys.executable, "-c", FRESH], env=env, capture_output=True, text=True, check=False)
     assert said.returncode == 0, said.stderr

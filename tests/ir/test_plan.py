@@ -33,7 +33,7 @@ def test_json_round_trip(plan: Plan) -> None:
         ("[]", "no plan"),
         ("{}", "no plan"),
         ('{"format": "graphplan.plan", "version": 99}', "version 99"),
-        ('{"format": "graphplan.plan", "version": 2}', "damaged"),
+        ('{"format": "graphplan.plan", "version": 3}', "damaged"),
     ],
 )
 def test_json_that_is_no_plan(text: str, message: str) -> None:
@@ -85,7 +85,7 @@ def test_questions_by_name(plan: Plan) -> None:
 
 def test_sums_are_the_moves(plan: Plan) -> None:
     assert plan.transfer_bytes == sum(t.nbytes for t in plan.transfers)
-    assert plan.streamed_bytes == sum(t.nbytes for t in plan.fetches)
+    assert plan.streamed_bytes == sum(t.nbytes for t in plan.streams)
     assert {t.kind for t in plan.transfers} <= {"activation"}
     assert 0 <= plan.gap < 1
     assert plan.lower_bound <= plan.makespan

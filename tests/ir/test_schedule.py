@@ -70,7 +70,7 @@ def test_a_weight_away_from_its_reader_is_streamed() -> None:
         "move v0: 0 -> cpu, 1024 bytes (output)"
     )
     memory = measure_memory(graph, BIG, schedule)
-    assert memory.peaks[0].nbytes == 4096 + 2 * 1024  # the ring, the input and the result
+    assert memory.peaks[0].nbytes == 4096 + 2 * 1024  # the prefetch buffer, the input and the result
     assert memory.peaks[0].weights == 4096
     assert memory.peaks["cpu"].weights == 4096
 
@@ -201,11 +201,11 @@ def test_checks_refuse_a_parted_group() -> None:
         check_schedule(tied, BIG, scheduled(tied, v0=0, v1=1))
 
 
-def test_checks_refuse_to_fetch_what_is_written() -> None:
+def test_checks_refuse_to_stream_what_is_written() -> None:
     weight = Weight("w", KIB, ("w",), "buffer", mutated=True)
     graph = Graph(
         [Operation("a", "add_", ("w",), ("a",), ("w",))], [Value("a", 0, KIB, "w")], [weight], [], []
     )
     schedule = build_schedule(graph, BIG, Assignment({"a": 0}, {"w": "cpu"}), "cpu")
-    with pytest.raises(VerificationError, match="cannot be fetched"):
+    with pytest.raises(VerificationError, match="cannot be streamed"):
         check_schedule(graph, BIG, schedule)

@@ -327,7 +327,7 @@ def test_the_page_has_the_plans_bytes_and_seconds(plan: Plan) -> None:
         levels = device["memory"][1::2]
         assert max(levels, default=0) == max(plan.memory.profile[key])
         assert device["memory"][::2] == sorted(set(device["memory"][::2]))
-        assert device["weights"] + device["ring"] == plan.peaks[key].weights
+        assert device["weights"] + device["buffer"] == plan.peaks[key].weights
     stages = [data["groups"][stage["group"]] for stage in data["stages"]]
     assert sum(stage["seconds"] for stage in stages) == pytest.approx(plan.timeline.busy("run"))
 

@@ -101,7 +101,7 @@ def test_opens_with_stages_lanes_and_summary(show: Open) -> None:
     assert not {i for i in opened.ids() if i.startswith("o") and i != "out"}
     figures = page.inner_text("#figures")
     assert plan.proof in figures
-    assert f"{len(plan.fetches)} copies a call" in figures
+    assert f"{len(plan.streams)} copies a call" in figures
     opened.shoot("light", whole=True)
 
 
@@ -109,7 +109,7 @@ def test_transfers_are_arrows_with_their_bytes(show: Open) -> None:
     plan = llama_plan()
     edges = show(plan).js("() => GraphView.edges()")
     moved = [edge for edge in edges if "transfer" in edge["classes"]]
-    fetched = [edge for edge in edges if "fetch" in edge["classes"]]
+    fetched = [edge for edge in edges if "stream" in edge["classes"]]
     flows = [(flow["kind"], flow["bytes"]) for flow in page_flows(plan)]
     assert sum(flows[i][1] for edge in moved for i in edge["flows"]) == plan.transfer_bytes > 0
     assert sum(flows[i][1] for edge in fetched for i in edge["flows"]) == plan.streamed_bytes > 0
@@ -199,7 +199,9 @@ def test_memory_shows_weights_activations_budget_and_peak(show: Open) -> None:
         assert plan.peaks[key].operation in chart.locator(".peak text").text_content()
         assert chart.locator("path.activations").count() == 1
         assert chart.locator("rect.weights").count() == 1
-        assert chart.locator("rect.ring").count() == any(ring.device == key for ring in plan.schedule.rings)
+        assert chart.locator("rect.prefetch buffer").count() == any(
+            buffer.device == key for buffer in plan.schedule.prefetch_buffers
+        )
         assert budget_is_above(chart)
     opened.page.locator("#memory").screenshot(path=shot("memory"))
 
@@ -224,10 +226,10 @@ def test_the_memory_cursor_follows_the_arrow_keys(show: Open) -> None:
     assert list(plan.graph.operations)[2] in page.inner_text("#tip")
 
 
-def test_the_timeline_has_compute_transfers_and_fetches(show: Open) -> None:
+def test_the_timeline_has_compute_transfers_and_streams(show: Open) -> None:
     opened = show(llama_plan(), scheme="dark")
     chart = opened.page.locator("svg.timeline")
-    for kind in ("compute", "transfers", "fetches"):
+    for kind in ("compute", "transfers", "streams"):
         assert chart.locator(f"rect.bar.{kind}").count() > 0
     bars = chart.locator("rect.bar").count()
     opened.page.click("#time-in")
@@ -284,7 +286,7 @@ def test_characters_that_hide_or_turn_text_are_shown_by_their_numbers(show: Open
     assert page.inner_text("h1") == page.title()
 
 
-def test_nothing_can_be_fetched(show: Open) -> None:
+def test_nothing_can_be_streamed(show: Open) -> None:
     opened = show(hostile_plan())
     blocked = opened.js("() => fetch('https://example.org/').then(() => false, () => true)")
     assert blocked

@@ -157,10 +157,10 @@ def test_copies_have_it_too() -> None:
         warnings.simplefilter("ignore")
         made(X, STOP)
         warnings.simplefilter("error")
-        twin = copy.deepcopy(made)
+        model_copy = copy.deepcopy(made)
         with torch.no_grad():
-            twin.gain.zero_()
-        assert float(twin(X, STOP)["logits"].abs().max()) == 0
+            model_copy.gain.zero_()
+        assert float(model_copy(X, STOP)["logits"].abs().max()) == 0
         assert float(made(X, STOP)["logits"].abs().max()) > 0
 
 

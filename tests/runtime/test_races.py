@@ -68,14 +68,16 @@ def release_too_early(schedule: Schedule) -> Schedule:
 
 
 def wrong_predecessor(schedule: Schedule) -> Schedule:
-    ring = schedule.rings[0]
-    segments = tuple(replace(s, previous=i) for i, s in enumerate(ring.segments))
-    return replace(schedule, rings=(replace(ring, segments=segments),))
+    buffer = schedule.prefetch_buffers[0]
+    segments = tuple(replace(s, previous=i) for i, s in enumerate(buffer.segments))
+    return replace(schedule, prefetch_buffers=(replace(buffer, segments=segments),))
 
 
 def slots_overlap(schedule: Schedule) -> Schedule:
-    ring = schedule.rings[0]
-    return replace(schedule, rings=(replace(ring, slots=(ring.slots[0] // 2, *ring.slots[1:])),))
+    buffer = schedule.prefetch_buffers[0]
+    return replace(
+        schedule, prefetch_buffers=(replace(buffer, slots=(buffer.slots[0] // 2, *buffer.slots[1:])),)
+    )
 
 
 DAMAGES = {
@@ -133,7 +135,7 @@ def test_random_modules_have_no_races(steps: list[tuple[str, int]], slots: int, 
     budgets = {0: bytes_of(model) + 65536, "cpu": 1 << 30}
     with torch.no_grad(), graphplan.simulate(budgets) as machine:
         placed = graphplan.partition(model, budgets, args=(x,), pin=parameters)
-        # the plan's own rings have two slots at most: rebuild it with more or fewer
+        # the plan's own prefetch buffers have two slots at most: rebuild it with more or fewer
         rebuild_with_slots(placed, slots)
         races, accesses, results = run_with_clocks(machine, placed, [(x,)] * calls)
         assert races == []
@@ -143,7 +145,7 @@ def test_random_modules_have_no_races(steps: list[tuple[str, int]], slots: int, 
 
 
 def rebuild_with_slots(placed: Any, slots: int) -> None:
-    """Lower a placed module's first call again, with rings of so many slots."""
+    """Lower a placed module's first call again, with prefetch buffers of so many slots."""
     state = placed._graphplan
     compiler = state.compile.__self__
     planned = state.programs[0].plan

@@ -84,13 +84,13 @@ def test_integer_keys_mean_simulated_devices_inside_only() -> None:
 def test_modules_copies_and_gradients() -> None:
     with simulate({0: "1MiB", 1: "1MiB"}):
         layer = nn.Linear(4, 4).to("sim:0")
-        twin = copy.deepcopy(layer)
+        model_copy = copy.deepcopy(layer)
         x = torch.randn(2, 4)
-        y = twin(x.to("sim:0"))
+        y = model_copy(x.to("sim:0"))
         y.to("sim:1").sum().backward()
         assert layer.weight.grad is None
-        assert twin.weight.grad is not None
-        assert twin.weight.grad.device == torch.device("sim:0")
+        assert model_copy.weight.grad is not None
+        assert model_copy.weight.grad.device == torch.device("sim:0")
         assert torch.equal(layer(x.to("sim:0")).cpu(), layer.cpu()(x))
 
 

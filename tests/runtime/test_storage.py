@@ -167,7 +167,7 @@ def test_loading_never_takes_more_than_the_plan(share: float, dtype: torch.dtype
         for options in ({"model": model}, {"model": empty, "checkpoint": str(tmp_path)}):
             placed, peak = loading_peak(machine, budgets, cpu_compute=False, **options)
             assert 0 < peak <= placed.plan.peak_bytes[0] <= budgets[0]
-            assert bool(placed.plan.schedule.rings) == (share < 1)
+            assert bool(placed.plan.schedule.prefetch_buffers) == (share < 1)
             assert largest_difference(placed(X), model(X)) < 1e-5
             del placed
             gc.collect()
@@ -216,15 +216,15 @@ def test_saving_one_weight_writes_that_weight() -> None:
 def test_copies_are_apart() -> None:
     with placed_model() as (placed, model, machine):
         live = machine.live_bytes(0)
-        twin = copy.deepcopy(placed)
+        model_copy = copy.deepcopy(placed)
         with torch.no_grad():
-            for parameter in twin.parameters():
+            for parameter in model_copy.parameters():
                 parameter.zero_()
         assert_same(placed, model)
         assert largest_difference(placed(X), model(X)) < 1e-5
-        assert twin.tied.weight is twin.first.weight
-        assert not twin(X).abs().sum()
-        del twin
+        assert model_copy.tied.weight is model_copy.first.weight
+        assert not model_copy(X).abs().sum()
+        del model_copy
         gc.collect()
         assert machine.live_bytes(0) == live
 

@@ -61,7 +61,7 @@ def test_values_bytes_and_copies() -> None:
     with streamed() as (placed, model, machine):
         plan = placed.plan
         assert len(list(plan.schedule.loads())) == DEPTH
-        assert len(plan.schedule.rings[0].slots) == 2
+        assert len(plan.schedule.prefetch_buffers[0].slots) == 2
         for _ in range(3):
             assert largest_difference(run_placed(machine, placed, (X,)), model(X)) < 1e-5
         loads = [t for t in machine.transfers if t.nbytes == WIDTH * WIDTH * 4]
@@ -71,7 +71,7 @@ def test_values_bytes_and_copies() -> None:
 
 def test_nothing_is_kept_where_nothing_is_streamed() -> None:
     with streamed(pin={}) as (placed, _, machine):
-        assert placed.plan.schedule.rings == ()
+        assert placed.plan.schedule.prefetch_buffers == ()
         assert placed._graphplan.streams.storages == {}
         placed(X)
         gc.collect()
@@ -145,21 +145,21 @@ def test_converted_parameters_are_refused() -> None:
         placed(X)
 
 
-def test_a_copy_has_a_ring_of_its_own() -> None:
+def test_a_copy_has_a_prefetch_buffer_of_its_own() -> None:
     with streamed() as (placed, model, machine):
         placed(X)
         gc.collect()
         before = machine.live_bytes(0)
-        twin = copy.deepcopy(placed)
+        model_copy = copy.deepcopy(placed)
         with torch.no_grad():
-            for parameter in twin.parameters():
+            for parameter in model_copy.parameters():
                 parameter.zero_()
-        assert float(twin(X).abs().max()) == 0
+        assert float(model_copy(X).abs().max()) == 0
         gc.collect()
-        assert machine.live_bytes(0) - before >= placed.plan.schedule.rings[0].nbytes
+        assert machine.live_bytes(0) - before >= placed.plan.schedule.prefetch_buffers[0].nbytes
         assert largest_difference(placed(X), model(X)) < 1e-5
-        assert twin._graphplan.turns is not placed._graphplan.turns
-        del twin
+        assert model_copy._graphplan.turns is not placed._graphplan.turns
+        del model_copy
         gc.collect()
         assert machine.live_bytes(0) == before
 
@@ -231,7 +231,7 @@ def test_after_an_interrupt_the_next_call_is_right() -> None:
             assert largest_difference(run_placed(machine, placed, (X,)), model(X)) < 1e-5
 
 
-def test_structures_alternate_and_share_one_ring() -> None:
+def test_structures_alternate_and_share_one_prefetch_buffer() -> None:
     with streamed() as (placed, model, machine):
         calls: list[dict[str, Any]] = [{"x": X}, {"x": X, "deep": True}, {"x": X[:1]}]
         for _ in range(3):
@@ -239,7 +239,7 @@ def test_structures_alternate_and_share_one_ring() -> None:
                 assert largest_difference(placed(**kwargs), model(**kwargs)) < 1e-5
         assert len(placed.plans) == 3
         assert len(placed._graphplan.streams.storages) == 1
-        sizes = {ring.nbytes for plan in placed.plans for ring in plan.schedule.rings}
+        sizes = {buffer.nbytes for plan in placed.plans for buffer in plan.schedule.prefetch_buffers}
         storage = next(iter(placed._graphplan.streams.storages.values()))
         assert sizes == {storage.bytes.numel()}
         assert [len(list(plan.schedule.loads())) for plan in placed.plans] == [DEPTH, 2 * DEPTH, DEPTH]
@@ -251,7 +251,7 @@ def test_structures_alternate_and_share_one_ring() -> None:
 
 
 class Two(nn.Module):
-    """One of two parts of unlike size, by an argument."""
+    """One of two parts of different size, by an argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,15 +262,18 @@ class Two(nn.Module):
         return (self.large if large else self.small)(x)
 
 
-def test_a_further_structure_may_need_a_larger_ring() -> None:
+def test_a_further_structure_may_need_a_larger_prefetch_buffer() -> None:
     model = Two().eval()
     pin = {"small.weight": "cpu", "large.weight": "cpu"}
     with streamed(model, pin=pin) as (placed, _, machine):
-        before = placed.plan.schedule.rings[0].nbytes
+        before = placed.plan.schedule.prefetch_buffers[0].nbytes
         for large in (False, True, False, True):
             assert largest_difference(placed(X, large=large), model(X, large=large)) < 1e-5
-        assert before < placed.plan.schedule.rings[0].nbytes
-        assert placed.plan.schedule.rings[0].nbytes == placed.plans[1].schedule.rings[0].nbytes
+        assert before < placed.plan.schedule.prefetch_buffers[0].nbytes
+        assert (
+            placed.plan.schedule.prefetch_buffers[0].nbytes
+            == placed.plans[1].schedule.prefetch_buffers[0].nbytes
+        )
         for large, plan in zip((False, True), placed.plans, strict=True):
             gc.collect()
             machine.reset_peaks()
@@ -323,8 +326,8 @@ def test_threads_take_turns() -> None:
 
 def test_with_gradients_weights_are_copied_one_by_one() -> None:
     with streamed(grad=True) as (placed, model, _):
-        assert placed.plan.schedule.rings == ()
-        assert len(placed.plan.fetches) == DEPTH
+        assert placed.plan.schedule.prefetch_buffers == ()
+        assert len(placed.plan.streams) == DEPTH
         placed(X).sum().backward()
         model(X).sum().backward()
         for ours, theirs in zip(placed.parameters(), model.parameters(), strict=True):
@@ -344,7 +347,7 @@ def test_a_weight_that_is_returned_is_not_streamed() -> None:
 
     model = Returning().eval()
     with streamed(model, pin={"weight": "cpu"}) as (placed, _, machine):
-        assert placed.plan.schedule.rings == ()
+        assert placed.plan.schedule.prefetch_buffers == ()
         assert largest_difference(run_placed(machine, placed, (X,)), model(X)) < 1e-5
 
 
@@ -373,14 +376,14 @@ def test_memory_is_free_with_the_module() -> None:
         gc.collect()
         kept = machine.live_bytes(0)
         storage = next(iter(placed._graphplan.streams.storages.values()))
-        ring = -(-storage.bytes.numel() // 512) * 512
+        buffer = -(-storage.bytes.numel() // 512) * 512
         placed(X)
         del storage
         gc.collect()
-        gc.disable()  # no cycle keeps the ring until the next collection
+        gc.disable()  # no cycle keeps the prefetch buffer until the next collection
         try:
             placed._graphplan.codes.clear()
             placed._graphplan.streams = None
-            assert machine.live_bytes(0) == kept - ring
+            assert machine.live_bytes(0) == kept - buffer
         finally:
             gc.enable()

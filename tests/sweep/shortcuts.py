@@ -31,11 +31,13 @@ def one_trace() -> Iterator[None]:
     known: dict[Any, Capture | CaptureError] = {}
     trace = capture_cache.capture
 
-    def remembered(twin: Any, call: Any, dynamic_shapes: Any = None, *, keep_grad: bool = False) -> Capture:
-        key = (twin.entry, twin.modes, keep_grad, None if call is None else str(call.spec))
+    def remembered(
+        model_copy: Any, call: Any, dynamic_shapes: Any = None, *, keep_grad: bool = False
+    ) -> Capture:
+        key = (model_copy.entry, model_copy.modes, keep_grad, None if call is None else str(call.spec))
         if key not in known:
             try:
-                known[key] = trace(twin, call, dynamic_shapes, keep_grad=keep_grad)
+                known[key] = trace(model_copy, call, dynamic_shapes, keep_grad=keep_grad)
             except CaptureError as error:
                 known[key] = error
         found = known[key]

@@ -215,7 +215,7 @@ def _tensors_by_atom(model: nn.Module, atoms: Sequence[str]) -> _Tensors:
 
 
 def _block(atoms: Sequence[str], tensors: _Tensors, sizes: ModuleSizes, offload_buffers: bool) -> Block:
-    """What must be together: its bytes, and those that are brought to the main device at once."""
+    """What must be together: its bytes, and those that are copied to the main device at once."""
     seen: dict[object, int] = {}
     own: dict[str, int] = {}  # hooks bring a module's own tensors, when it runs
     kept = 0
@@ -229,11 +229,11 @@ def _block(atoms: Sequence[str], tensors: _Tensors, sizes: ModuleSizes, offload_
                 own[module] = own.get(module, 0) + nbytes
             elif first:
                 kept += nbytes
-    return Block(tuple(atoms), sum(seen.values()), max(map(_Brought(own), own), default=0), kept)
+    return Block(tuple(atoms), sum(seen.values()), max(map(_LoadedBytes(own), own), default=0), kept)
 
 
 @dataclass(frozen=True, slots=True)
-class _Brought:
+class _LoadedBytes:
     """Bytes that are on the main device while a module runs: its own, and those of the modules around it."""
 
     own: Mapping[str, int]

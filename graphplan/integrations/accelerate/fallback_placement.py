@@ -22,7 +22,7 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from graphplan.analysis.plan import Plan
-from graphplan.capture.model_copy import Twin
+from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.model_weights import tensor_bytes
 from graphplan.capture.signature import BoundCall
@@ -49,7 +49,7 @@ _SIZES = ModuleSizes(step=ALIGNMENT)
 
 def fall_back(
     model: nn.Module,
-    twin: Twin,
+    model_copy: ModelCopy,
     call: BoundCall,
     topology: Topology,
     options: Options,
@@ -65,9 +65,9 @@ def fall_back(
         CaptureError: the caller asks for what hooks cannot do, or no way of splitting runs.
         InfeasibleError: the weights fit in no way.
     """
-    _refuse_wishes(options, error)
+    _refuse_constraints(options, error)
     reason = f"{error}{where_it_failed(error)}"
-    fallback = _Fallback(model, twin, call, topology, options, source, entry)
+    fallback = _Fallback(model, model_copy, call, topology, options, source, entry)
     placed = fallback.place(reason)
     warnings.warn(
         f"{reason}\naccelerate's hooks run the model instead, module by module: its operations are not "
@@ -111,12 +111,12 @@ def where_it_failed(error: BaseException) -> str:
     return ""
 
 
-def _refuse_wishes(options: Options, error: CaptureError) -> None:
+def _refuse_constraints(options: Options, error: CaptureError) -> None:
     asked = {
-        "pin": options.wishes.pin,
-        "together": options.wishes.together,
+        "pin": options.constraints.pin,
+        "together": options.constraints.together,
         "compile": options.compile is not None,
-        "balance": options.wishes.balance,
+        "balance": options.constraints.balance,
     }
     named = [name for name, value in asked.items() if value]
     if named:
@@ -143,7 +143,7 @@ class _Fallback:
     """Tries ways of splitting."""
 
     model: nn.Module
-    twin: Twin
+    model_copy: ModelCopy
     call: BoundCall
     topology: Topology
     options: Options
@@ -185,16 +185,16 @@ class _Fallback:
         """The model with its weights: its own, or read to where they go."""
         if self.source is None:
             return self.model
-        weights = self.twin.weights
+        weights = self.model_copy.weights
         layout = Layout({name: _device_of(devices, name) for name in weights.tensors})
         return place_model(self.model, weights, layout, source=self.source).module
 
     def _profile(self) -> CallProfile | None:
         """The call, run once: on the model's own weights where they are on the CPU, else on zeros."""
-        tensors = self.twin.weights.tensors.values()
+        tensors = self.model_copy.weights.tensors.values()
         memo: dict[int, Any] = {id(parameter): parameter for parameter in self.model.parameters()}
         has_data = all(tensor.device.type == CPU for tensor in tensors)
-        module = copy.deepcopy(self.model, memo) if has_data else self.twin.module
+        module = copy.deepcopy(self.model, memo) if has_data else self.model_copy.module
         try:
             args, kwargs = map_leaves(_on_cpu, copy.deepcopy(self._arguments))
             return profile_call(module, method_of(module, self.entry), args, kwargs)
@@ -256,16 +256,16 @@ class _Fallback:
     def _fits(self, split: _Split, budgets: Mapping[DeviceKey, int]) -> bool:
         if any(key not in budgets for key in split.entries.values()):
             return False
-        if not self.options.wishes.offload and CPU in split.entries.values():
+        if not self.options.constraints.offload and CPU in split.entries.values():
             return False
         taken: dict[DeviceKey, int] = {}
-        for name, tensor in self.twin.weights.tensors.items():
+        for name, tensor in self.model_copy.weights.tensors.items():
             key = _device_of(split.entries, name)
             taken[key] = taken.get(key, 0) + tensor_bytes(tensor)
         return all(nbytes <= budgets[key] for key, nbytes in taken.items())
 
     def _infeasible(self, budgets: Mapping[DeviceKey, int], peak: int) -> InfeasibleError:
-        total = sum(map(tensor_bytes, self.twin.weights.tensors.values()))
+        total = sum(map(tensor_bytes, self.model_copy.weights.tensors.values()))
         spread = max(1, len(budgets))
         return InfeasibleError(
             f"the modules of {type(self.model).__name__} ({total} bytes, and {peak} for activations on each "
@@ -283,7 +283,7 @@ class _Fallback:
         }
         homes = {name: _device_of(split.entries, name) for name in graph.weights}
         host = next((spec.key for spec in self.topology.devices if spec.type == CPU), CPU)
-        problem = Problem(graph, self.topology, host, self.options.return_outputs, streams=False)
+        problem = Problem(graph, self.topology, host, self.options.return_outputs, streaming=False)
         judged = evaluate(problem, Assignment(runs, homes))
         return Plan(
             graph,
@@ -293,13 +293,13 @@ class _Fallback:
             0.0,
             "hooks run the model: its operations are not planned",
             "hooks",
-            self.options.wishes,
-            streams=False,
+            self.options.constraints,
+            streaming=False,
         )
 
     def _graph(self, profile: CallProfile | None) -> Graph:
         """Modules with tensors of their own, in the order in which they ran."""
-        weights = self.twin.weights
+        weights = self.model_copy.weights
         members: dict[str, list[str]] = {}
         for name, first in weights.first.items():
             members.setdefault(name.rpartition(".")[0], []).append(first)
@@ -325,7 +325,7 @@ class _Fallback:
         )
 
     def _weight(self, name: str) -> Weight:
-        weights, tensor = self.twin.weights, self.twin.weights.tensors[name]
+        weights, tensor = self.model_copy.weights, self.model_copy.weights.tensors[name]
         names = tuple(weights.names[name])
         persistent = any(one in weights.persistent for one in names)
         found = Weight(name, tensor_bytes(tensor), names, persistent=persistent, shape=tuple(tensor.shape))

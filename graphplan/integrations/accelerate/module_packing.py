@@ -30,13 +30,13 @@ class Block:
     Attributes:
         names: of the modules or tensors.
         nbytes: of all their tensors, each once.
-        fetched: bytes that are brought to the main device at once when it is offloaded.
+        loaded: bytes that are copied to the main device at once when it is offloaded.
         kept: bytes that stay on the main device even then (buffers that are not offloaded).
     """
 
     names: tuple[str, ...]
     nbytes: int
-    fetched: int
+    loaded: int
     kept: int = 0
 
 
@@ -59,7 +59,7 @@ def pack(blocks: Sequence[Block], capacities: Sequence[int], main: int = 0) -> P
     Args:
         blocks: in order.
         capacities: bytes of each accelerator, in the order of preference.
-        main: the accelerator that offloaded blocks are brought to.
+        main: the accelerator that offloaded blocks are copied to.
     """
     sizes = [block.nbytes for block in blocks]
     whole = _fit_all(sizes, capacities)
@@ -71,7 +71,7 @@ def pack(blocks: Sequence[Block], capacities: Sequence[int], main: int = 0) -> P
         else [
             packing
             for largest_first in (False, True)
-            for limit in sorted({block.fetched for block in blocks}, reverse=True)
+            for limit in sorted({block.loaded for block in blocks}, reverse=True)
             if (packing := _with_offload(blocks, capacities, main, limit, largest_first)) is not None
         ]
     )
@@ -147,12 +147,12 @@ def _search(sizes: Sequence[int], capacities: Sequence[int]) -> list[int] | None
 def _with_offload(
     blocks: Sequence[Block], capacities: Sequence[int], main: int, limit: int, largest_first: bool
 ) -> Packing | None:
-    """Some are offloaded, none that takes more than ``limit`` bytes when it is brought back."""
+    """Some are offloaded, none that takes more than ``limit`` bytes when it is copied back."""
     free = list(capacities)
     free[main] -= limit
     places: dict[int, int] = {}
-    must = [index for index, block in enumerate(blocks) if block.fetched > limit]
-    optional = [index for index, block in enumerate(blocks) if block.fetched <= limit]
+    must = [index for index, block in enumerate(blocks) if block.loaded > limit]
+    optional = [index for index, block in enumerate(blocks) if block.loaded <= limit]
     kept = sum(blocks[index].kept for index in optional)  # given back as blocks are placed
     free[main] -= kept
     for index in sorted(must, key=lambda index: -blocks[index].nbytes):
@@ -178,7 +178,7 @@ def spill(blocks: Mapping[int, Block], capacity: int) -> set[int]:
     """Which offloaded blocks the CPU holds; the others go to disk, and pass through the CPU one by one."""
     if sum(block.nbytes for block in blocks.values()) <= capacity:
         return set(blocks)
-    room = capacity - max(block.fetched for block in blocks.values())
+    room = capacity - max(block.loaded for block in blocks.values())
     held: set[int] = set()
     for index, block in blocks.items():
         if block.nbytes <= room:

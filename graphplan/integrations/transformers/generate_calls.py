@@ -68,13 +68,13 @@ def rehearse(compiler: Compiler, call: BoundCall) -> list[Rehearsed]:
         nothing for a model that does not generate. Where generation cannot be followed, the calls until
         then, with a warning.
     """
-    module = compiler.twin.module
+    module = compiler.model_copy.module
     can_generate = getattr(module, "can_generate", None)
     if not (callable(can_generate) and can_generate()) or call.args:
         return []
     stage = _Stage(compiler, call)
     try:
-        for prompt in _prompts(on_cpu(call), compiler.options.extents.max_length):
+        for prompt in _prompts(on_cpu(call), compiler.options.size_limits.max_length):
             _generate(stage, prompt)
     except NoGraphError as error:
         logger.info("no room is kept for a call of generate() that has no graph: %s", error)
@@ -197,20 +197,20 @@ class _OnStage:
 
 def _shell_of(stage: _Stage) -> Any:
     """The model, with its own methods, whose calls go to the stage."""
-    module = stage.compiler.twin.module
+    module = stage.compiler.model_copy.module
     original = type(module)
     names = ("__module__", "__qualname__", "__doc__")
     body = {name: getattr(original, name) for name in names} | answers(_OnStage, original)
     shell: Any = object.__new__(type(original.__name__, (_OnStage, original), body))
     shell.__dict__.update(module.__dict__)
-    shell.__dict__.update(_graphplan_stage=stage, _graphplan_signature=stage.compiler.twin.signature)
+    shell.__dict__.update(_graphplan_stage=stage, _graphplan_signature=stage.compiler.model_copy.signature)
     return shell
 
 
 @contextmanager
 def _refusing_to_compute(stage: _Stage) -> Iterator[None]:
     """Inside, modules of the model run only to be traced: their weights are as large as they are."""
-    parts = {id(part): name for name, part in stage.compiler.twin.module.named_modules()}
+    parts = {id(part): name for name, part in stage.compiler.model_copy.module.named_modules()}
 
     def refuse(part: nn.Module, _inputs: Any) -> None:
         if id(part) in parts and not stage.busy:

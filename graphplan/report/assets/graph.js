@@ -111,7 +111,7 @@ const GraphView = (() => {
     for (const chip of placed.special) {
       if (chip.stage === undefined) continue;
       const data = { width: Math.min(3, thickness(chip.bytes)), flows: chip.flows, device: chip.device };
-      made.push(edgeElement(`w:${chip.id}`, chip.id, idOf(Model.stages[chip.stage]), "fetch", data));
+      made.push(edgeElement(`w:${chip.id}`, chip.id, idOf(Model.stages[chip.stage]), "stream", data));
     }
     placed.pairs.forEach(([a, b]) => {
       const key = `${idOf(a)}>${idOf(b)}`;
@@ -156,7 +156,7 @@ const GraphView = (() => {
       } },
       { selector: "edge.dependency", style: { "line-opacity": 0.42, "arrow-scale": 0.7, "z-index": 18 } },
       { selector: "edge.transfer", style: { "line-color": transfer, "target-arrow-color": transfer, color: transfer, "font-weight": 600, "z-index": 25 } },
-      { selector: "edge.fetch", style: { "line-style": "dashed", "line-color": device, "target-arrow-color": device } },
+      { selector: "edge.stream", style: { "line-style": "dashed", "line-color": device, "target-arrow-color": device } },
       { selector: "edge.end", style: { "line-style": "dashed", "line-dash-pattern": [2, 5], "line-color": muted, "target-arrow-color": muted, color: muted } },
       { selector: "edge.far", style: { "line-opacity": 0.28, "text-opacity": 0.75 } },
       { selector: "edge.dependency.far", style: { "line-opacity": 0.2 } },

@@ -93,8 +93,8 @@ const Layout = (() => {
     }
   }
 
-  // Bytes of weights that each stage fetches, by the device that they come from.
-  function fetches() {
+  // Bytes of weights that each stage streams, by the device that they come from.
+  function streams() {
     const found = new Map();
     Plan.flows.forEach((flow, index) => {
       if (flow.kind !== "weight" || flow.reader === null || !Model.hasPlace(flow.reader)) return;
@@ -107,7 +107,7 @@ const Layout = (() => {
     });
     return [...found.values()];
   }
-  const chips = fetches();
+  const chips = streams();
 
   function ends() {
     const found = [];

@@ -20,7 +20,7 @@
       figure("Time of a call", Format.seconds(summary.makespan), `${hooked ? "copies alone: what hooks run has no model" : "modelled"}${measured}`),
       figure("Gap to the lower bound", bounded ? Format.percent(summary.gap) : "unknown", bounded ? `bound ${Format.seconds(summary.lowerBound)}: ${summary.proof}` : summary.proof),
       figure("Transferred", Format.bytes(summary.transferBytes), `${Format.count(summary.transfers, "value")} between devices`),
-      figure("Weights streamed", Format.bytes(summary.streamedBytes), `${Format.count(summary.fetches, "copy", "copies")} a call`),
+      figure("Weights streamed", Format.bytes(summary.streamedBytes), `${Format.count(summary.streams, "copy", "copies")} a call`),
       figure("Work", summary.flops || !hooked ? Format.flops(summary.flops) : "unknown", `${Format.count(Model.stages.length, "stage")}${summary.calls > 1 ? `, one of ${summary.calls} calls` : ""}`),
     );
     if (!summary.activationsKnown) byId("summary").append(el("p", { class: "warning" }, "Planned without example inputs: activations are unknown, and memory counts weights only."));
@@ -30,12 +30,12 @@
     byId("usage").append(...devices.map((device, index) => {
       const whole = Math.max(device.budget || 0, device.peak, 1);
       const part = (bytes, name) => el("i", { class: name, style: `width:${100 * bytes / whole}%` });
-      const fixed = device.weights + device.ring;
+      const fixed = device.weights + device.buffer;
       const budget = device.budget === null ? ", no budget" : ` of ${Format.bytes(device.budget)}`;
       return el("div", { class: "device", style: `--device: var(--device-${index})` },
         el("span", { class: "who" }, el("b", {}, device.key), device.device === device.key ? "" : ` ${device.device}`),
         el("span", { class: device.budget === null ? "meter unbounded" : "meter", role: "img", "aria-label": `${Format.bytes(device.peak)}${budget}` },
-          part(device.weights, "weights"), part(device.ring, "ring"), part(Math.max(0, device.peak - fixed), "activations")),
+          part(device.weights, "weights"), part(device.buffer, "buffer"), part(Math.max(0, device.peak - fixed), "activations")),
         el("span", { class: "amount" }, `${Format.bytes(device.peak)}${budget}`));
     }));
   }
@@ -44,7 +44,7 @@
     const item = (name, text) => el("li", {}, el("i", { class: `line ${name}` }), text);
     byId("edge-legend").append(
       item("transfer", "transfer between devices, with its bytes"),
-      ...(summary.fetches ? [item("fetch", "weights streamed to a stage")] : []),
+      ...(summary.streams ? [item("stream", "weights streamed to a stage")] : []),
       item("end", "inputs and outputs"),
       item("dependency", "reads, without a copy"));
   }

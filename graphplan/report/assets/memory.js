@@ -29,12 +29,12 @@ const MemoryCharts = (() => {
   function chart(device, index) {
     const width = Math.max(320, box.clientWidth), inner = width - LEFT - RIGHT;
     const values = levels(device);
-    const highest = Math.max(device.peak, device.measuredPeak || 0, device.weights + device.ring, 1);
+    const highest = Math.max(device.peak, device.measuredPeak || 0, device.weights + device.buffer, 1);
     const far = device.budget !== null && device.budget > 4 * highest;
     const scale = far || device.budget === null ? highest * 1.25 : Math.max(device.budget, highest) * 1.08;
     const x = (position) => LEFT + inner * position / (total + 1);
     const y = (bytes) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - bytes / scale);
-    const fixed = device.weights + device.ring;
+    const fixed = device.weights + device.buffer;
     const colour = `var(--device-${index})`;
     const band = (low, high, name, fill, opacity) => (high > low
       ? Dom.svg("rect", { class: name, x: LEFT, width: inner, y: y(high), height: Math.max(0.5, y(low) - y(high)), fill, opacity })
@@ -49,7 +49,7 @@ const MemoryCharts = (() => {
       Dom.svg("text", { class: "tick", x: LEFT - 8, y: y(bytes) + 4, "text-anchor": "end" }, Format.bytes(Math.round(bytes))),
     ]),
     Dom.svg("path", { class: "activations", d: outline(values, fixed, x, y, inner), fill: "var(--activation)", opacity: 0.85 }),
-    band(device.weights, fixed, "ring", colour, 0.45),
+    band(device.weights, fixed, "buffer", colour, 0.45),
     band(0, device.weights, "weights", colour, 0.85),
     budget(device, far, width, y),
     peak(device, far, width, x, y),
@@ -115,11 +115,11 @@ const MemoryCharts = (() => {
       cursor.setAttribute("visibility", "visible");
       const box = root.getBoundingClientRect();
       const name = position < Model.operations ? Plan.operations.name[position] : "end of the call";
-      const fixed = device.weights + device.ring;
+      const fixed = device.weights + device.buffer;
       const rows = [
         ["total", Format.bytes(values[position])],
         ["weights", Format.bytes(device.weights)],
-        ...(device.ring ? [["streamed", Format.bytes(device.ring)]] : []),
+        ...(device.buffer ? [["streamed", Format.bytes(device.buffer)]] : []),
         ["activations", Format.bytes(Math.max(0, values[position] - fixed))],
         ...(position < Model.operations ? [["module", Model.module(position) || "(root)"], ["runs on", Model.deviceName(Plan.operations.device[position])]] : []),
       ];
@@ -154,7 +154,7 @@ const MemoryCharts = (() => {
   function start() {
     const item = (name, text) => Dom.el("li", {}, Dom.el("i", { class: `key ${name}` }), text);
     Dom.byId("memory-legend").append(item("weights", "weights that live there"), item("activations", "activations, copies and workspace"),
-      ...(Plan.devices.some((device) => device.ring) ? [item("ring", "slots for streamed weights")] : []), item("budget", "budget"), item("peak", "peak"),
+      ...(Plan.devices.some((device) => device.buffer) ? [item("buffer", "slots for streamed weights")] : []), item("budget", "budget"), item("peak", "peak"),
       ...(Plan.measured ? [item("measured", "measured peak")] : []));
     draw();
   }

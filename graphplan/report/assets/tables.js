@@ -44,7 +44,7 @@ const Tables = (() => {
 
   function transfers() {
     const names = (flow) => flow.names.join(", ");
-    const words = { activation: "transfer", weight: "fetch", input: "input", output: "output", writeback: "written back" };
+    const words = { activation: "transfer", weight: "stream", input: "input", output: "output", writeback: "written back" };
     make(Dom.byId("transfers"), Plan.flows.map((flow, index) => ({ flow, index })), [
       { title: "What", value: ({ flow }) => names(flow), text: ({ flow }) => names(flow), wide: true },
       { title: "Kind", value: ({ flow }) => words[flow.kind], text: ({ flow }) => words[flow.kind] },
@@ -57,12 +57,12 @@ const Tables = (() => {
   }
 
   function weights() {
-    const fetched = new Set(Plan.flows.filter((flow) => flow.kind === "weight").flatMap((flow) => flow.names));
+    const streamed = new Set(Plan.flows.filter((flow) => flow.kind === "weight").flatMap((flow) => flow.names));
     make(Dom.byId("weights"), Plan.weights.map((weight, index) => ({ weight, index })), [
       { title: "Weight", value: ({ weight }) => weight.name, text: ({ weight }) => weight.name, wide: true },
       { title: "Lives on", value: ({ weight }) => weight.home, text: ({ weight }) => Model.deviceName(weight.home) },
       { title: "Form", value: ({ weight }) => weight.form, text: ({ weight }) => weight.form, optional: true },
-      { title: "Streamed", value: ({ weight }) => (fetched.has(weight.name) ? 1 : 0), text: ({ weight }) => (fetched.has(weight.name) ? "yes" : ""), optional: true },
+      { title: "Streamed", value: ({ weight }) => (streamed.has(weight.name) ? 1 : 0), text: ({ weight }) => (streamed.has(weight.name) ? "yes" : ""), optional: true },
       { title: "Bytes", value: ({ weight }) => weight.bytes, text: ({ weight }) => Format.bytes(weight.bytes), number: true },
     ], 4, ({ index }) => View.choose({ weight: index }, { centre: true }));
   }

@@ -1,14 +1,14 @@
 "use strict";
-// When each device computes, receives and fetches; the measured call, if there is one, below the modelled.
+// When each device computes, receives and streams; the measured call, if there is one, below the modelled.
 
 const Timeline = (() => {
   const box = Dom.byId("timeline-charts");
   const ROW = 20, LEFT = 132, RIGHT = 14, AXIS = 24, SPLIT = 10;
-  const KINDS = { r: "compute", m: "transfers in", l: "fetches", w: "waits" };
+  const KINDS = { r: "compute", m: "transfers in", l: "streams", w: "waits" };
   // What is shown, as parts of each call's own length: a measured call may be far longer than the modelled.
   let from = 0, to = 1;
 
-  // One row for each device and kind that has events; waits are in the row of fetches.
+  // One row for each device and kind that has events; waits are in the row of streamed weights.
   function rowsOf(events, name) {
     const length = Math.max(events.seconds, 1e-12), measured = name === "measured";
     const rows = new Map();
@@ -161,11 +161,11 @@ const Timeline = (() => {
     Dom.byId("time-legend").append(...[
       item("compute", "compute"),
       has("m") ? item("moved", "transfers in") : null,
-      has("l") ? item("fetched", "fetches of streamed weights") : null,
-      has("w") ? item("waiting", "waits for a fetch") : null,
+      has("l") ? item("streamed", "streamed weights") : null,
+      has("w") ? item("waiting", "waits for a weight") : null,
     ].filter(Boolean));
     const hidden = Plan.summary.hiddenSeconds;
-    Dom.byId("timeline-hint").textContent = hidden > 0 ? `${Format.seconds(hidden)} of the fetches run behind other work.` : "When each device computes and receives.";
+    Dom.byId("timeline-hint").textContent = hidden > 0 ? `${Format.seconds(hidden)} of the weight streaming is hidden behind other work.` : "When each device computes and receives.";
     Dom.byId("time-all").addEventListener("click", () => show(0, 1));
     Dom.byId("time-in").addEventListener("click", () => zoom(0.6));
     Dom.byId("time-out").addEventListener("click", () => zoom(1 / 0.6));

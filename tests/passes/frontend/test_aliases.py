@@ -125,7 +125,7 @@ def test_placed_models_see_every_write(model: type[nn.Module], budgets: dict[Any
     size = bytes_of(original)
     with graphplan.simulate({k: int(v * size) + 8192 for k, v in budgets.items()}) as machine:
         placed = graphplan.partition(original, machine.max_memory, args=inputs)
-        assert len({stage.device for stage in placed.plan.stages}) > 1 or placed.plan.fetches
+        assert len({stage.device for stage in placed.plan.stages}) > 1 or placed.plan.streams
         for _ in range(3):
             result = run_placed(machine, placed, ours)
             assert largest_difference(result, original(*theirs)) < 1e-5

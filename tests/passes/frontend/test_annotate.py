@@ -7,22 +7,22 @@ import torch
 from torch import nn
 
 from graphplan import Graph, simulate
-from graphplan.capture.model_copy import Twin
+from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.tracing import capture
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.frontend.annotate import Annotator, annotate
 from graphplan.passes.frontend.simplify import simplify
 from graphplan.passes.frontend.tensor_meta import TensorMeta
-from graphplan.passes.frontend.upper_bound_graph import costlier
+from graphplan.passes.frontend.upper_bound_graph import upper_bound_graph
 from graphplan.passes.schedule.transfers import build_schedule
 
 
 def graph_of(model: nn.Module, *args: Any, types: tuple[str, ...] = ("cpu",), **kwargs: Any) -> Graph:
-    twin = Twin(model)
-    found = capture(twin, twin.bind(args, kwargs))
+    model_copy = ModelCopy(model)
+    found = capture(model_copy, model_copy.bind(args, kwargs))
     simplify(found)
-    return annotate(found, twin.weights, types)
+    return annotate(found, model_copy.weights, types)
 
 
 class Views(nn.Module):
@@ -117,11 +117,11 @@ def test_sizes_are_host_scalars() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.reshape(x.shape[0] * 2, -1) / x.shape[0]
 
-    twin = Twin(Sizes())
-    call = twin.bind((torch.randn(6, 4),), {})
-    found = capture(twin, call, {"x": {0: torch.export.Dim("n", min=2, max=64)}})
+    model_copy = ModelCopy(Sizes())
+    call = model_copy.bind((torch.randn(6, 4),), {})
+    found = capture(model_copy, call, {"x": {0: torch.export.Dim("n", min=2, max=64)}})
     simplify(found)
-    graph = annotate(found, twin.weights)
+    graph = annotate(found, model_copy.weights)
     hosts = [op.name for op in graph.operations.values() if op.host_only]
     assert hosts
     assert graph.values["div"].shape == (128, 2)  # a dynamic size counts at its bound
@@ -165,17 +165,17 @@ def test_a_moved_slice_arrives_dense() -> None:
             part = (x * 2)[:, :4]
             return part.reshape(-1) + 1
 
-    twin = Twin(Sliced())
-    found = capture(twin, twin.bind((torch.randn(8, 8),), {}))
+    model_copy = ModelCopy(Sliced())
+    found = capture(model_copy, model_copy.bind((torch.randn(8, 8),), {}))
     simplify(found)
-    annotator = Annotator(found, twin.weights)
+    annotator = Annotator(found, model_copy.weights)
     stays = annotator.graph()
     assert stays.values["reshape"].alias_of is None  # a strided slice is copied
     devices = dict.fromkeys(stays.operations, 0) | {"reshape": 1, "add": 1}
     topology = read_max_memory({0: "1MiB", 1: "1MiB", "cpu": "1MiB"})
     moved = annotator.graph(build_schedule(stays, topology, Assignment(devices, {}), "cpu"))
     assert moved.values["reshape"].alias_of == moved.operations["reshape"].inputs[0]
-    both = costlier(stays, moved)
+    both = upper_bound_graph(stays, moved)
     assert both.values["reshape"].nbytes == 128
 
 
@@ -188,10 +188,10 @@ def test_strides_are_those_of_the_kernels_of_the_device_it_runs_on() -> None:
             return mixed.transpose(1, 2).reshape(2, 9, 32) + 1
 
     with simulate({0: 1 << 30, 1: 1 << 30}) as machine:
-        twin = Twin(Attends())
-        found = capture(twin, twin.bind((torch.randn(2, 9, 4, 8),), {}))
+        model_copy = ModelCopy(Attends())
+        found = capture(model_copy, model_copy.bind((torch.randn(2, 9, 4, 8),), {}))
         simplify(found)
-        annotator = Annotator(found, twin.weights, ["sim", "cpu"])
+        annotator = Annotator(found, model_copy.weights, ["sim", "cpu"])
         usual = annotator.graph()
         topology = read_max_memory(machine.max_memory | {"cpu": 1 << 30})
         kinds = {spec.key: spec.type for spec in topology.devices}

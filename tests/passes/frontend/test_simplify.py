@@ -7,14 +7,14 @@ from builders import run_placed
 from torch import nn
 
 from graphplan import partition, simulate
-from graphplan.capture.model_copy import Twin
+from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.tracing import capture
 from graphplan.passes.frontend.simplify import simplify
 
 
 def calls(model: nn.Module, *args: Any, keep_grad: bool = False) -> list[str]:
-    twin = Twin(model.eval())
-    found = capture(twin, twin.bind(args, {}), keep_grad=keep_grad)
+    model_copy = ModelCopy(model.eval())
+    found = capture(model_copy, model_copy.bind(args, {}), keep_grad=keep_grad)
     simplify(found, keep_grad=keep_grad)
     names = {}
     lines = []

@@ -16,7 +16,7 @@ from torch import nn
 
 import graphplan
 from graphplan.capture.captured_graph import Capture, Part
-from graphplan.capture.model_copy import Twin
+from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.tracing import capture
 from graphplan.passes.frontend.simplify import simplify
 from graphplan.passes.frontend.slicing import is_sliceable, slice_weights
@@ -95,8 +95,8 @@ def check(
 
 
 def captured(model: nn.Module, *args: Any) -> Capture:
-    twin = Twin(model)
-    made = capture(twin, twin.bind(args, {}))
+    model_copy = ModelCopy(model)
+    made = capture(model_copy, model_copy.bind(args, {}))
     simplify(made)
     return made
 
@@ -232,7 +232,7 @@ def test_two_accelerators_hold_the_parts_between_them() -> None:
     options = {"cpu_compute": False, "links": NARROW}
     placed = check(Head(bias=False), (numbers(4, WIDTH),), memory, {"head.weight"}, **options)
     assert set(placed.plan.parts.values()) == {0, 1}
-    assert placed.plan.fetches == ()
+    assert placed.plan.streams == ()
 
 
 def test_a_batch_of_any_size() -> None:
@@ -477,7 +477,10 @@ def test_a_further_structure_that_needs_the_whole() -> None:
         plan = placed.plans[1]
         assert plan.graph.parts == ()
         assert machine.peak_bytes(0) <= plan.peak_bytes[0] <= memory[0]
-        assert plan.peaks[0].weights >= placed.plan.peaks[0].weights - placed.plan.schedule.rings[0].nbytes
+        assert (
+            plan.peaks[0].weights
+            >= placed.plan.peaks[0].weights - placed.plan.schedule.prefetch_buffers[0].nbytes
+        )
         again = pickle.loads(pickle.dumps(placed))
         assert relative(again(x, twice=True), model(x, twice=True)) <= 1e-6
         assert relative(again(x), model(x)) <= 1e-6

@@ -99,11 +99,11 @@ def test_copies_and_changed_weights_of_compiled_stages() -> None:
     model = Net().eval()
     placed = graphplan.partition(model, {"cpu": "1GiB"}, (X,), compile=EAGER)
     placed(X)
-    twin = copy.deepcopy(placed)
+    model_copy = copy.deepcopy(placed)
     with torch.no_grad():
-        twin.a.weight.zero_()
+        model_copy.a.weight.zero_()
         assert largest_difference(placed(X), model(X)) < 1e-5
-        assert largest_difference(twin(X), Net.forward(twin, X)) < 1e-5
+        assert largest_difference(model_copy(X), Net.forward(model_copy, X)) < 1e-5
 
 
 def test_a_branch_beside_compiled_stages() -> None:

@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 def is_streamed(found: Evaluation) -> bool:
     """Whether a prefetch buffer is used; arrays do not say anything of that."""
-    return any(ring.segments for ring in found.schedule.rings)
+    return any(buffer.segments for buffer in found.schedule.prefetch_buffers)
 
 
 def assert_equal(arrays: Arrays, devices: Ints, chosen: Ints | None = None) -> Evaluation:
@@ -62,7 +62,7 @@ def test_random_placements_are_judged_as_by_the_evaluator() -> None:
         kinds["fixed"] += bool(problem.fixed_weights)
         kinds["unread"] += bool(arrays.unread)
         kinds["chosen"] += bool((chosen >= 0).any())
-        kinds["kept"] += not problem.streams
+        kinds["kept"] += not problem.streaming
     assert kinds["placed"] >= 200
     assert min(kinds.values()) >= 3, kinds
 

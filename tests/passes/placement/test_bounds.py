@@ -31,10 +31,10 @@ SPEEDS = {0: Speed(1e12, 5e11), 1: Speed(4e11, 2e11), "cpu": Speed(5e10, 2e10)}
 def best_of(problem: Problem) -> Evaluation | None:
     """The best placement: on the accelerators alone if one fits, else on all devices."""
     accelerators = [key for key in problem.topology.keys if key != CPU]
-    best = Brute(problem, accelerators, fetch=False).best_below(math.inf)
+    best = Brute(problem, accelerators, stream=False).best_below(math.inf)
     if best is not None or not problem.offload or CPU not in problem.topology:
         return best
-    return Brute(problem, list(problem.topology.keys), fetch=True).best_below(math.inf)
+    return Brute(problem, list(problem.topology.keys), stream=True).best_below(math.inf)
 
 
 def problem_of(seed: int, kind: str, most: int) -> tuple[Problem, Evaluation]:
@@ -43,7 +43,7 @@ def problem_of(seed: int, kind: str, most: int) -> tuple[Problem, Evaluation]:
 
 
 def draw_problem(seed: int, kind: str, most: int) -> tuple[Problem, Evaluation] | None:
-    """On unlike devices every second time; None where nothing fits."""
+    """On mixed devices every second time; None where nothing fits."""
     drawn = random_graph(seed, most)
     read = [weight for name, weight in drawn.weights.items() if drawn.consumers.get(name)]
     graph = Graph(drawn.operations.values(), drawn.values.values(), read, drawn.inputs, drawn.outputs)
@@ -79,7 +79,7 @@ def test_the_best_placement_on_accelerators_is_found(seed: int, accelerators: in
 
 
 def accelerated(seed: int, accelerators: int) -> tuple[Problem, Evaluation]:
-    """A small problem on accelerators alone, unlike ones every second time, and its best placement."""
+    """A small problem on accelerators alone, mixed ones every second time, and its best placement."""
     for number in itertools.count(seed, 1000):
         drawn = random_graph(number, 8 if accelerators == 2 else 6)
         read = [weight for name, weight in drawn.weights.items() if drawn.consumers.get(name)]
@@ -115,7 +115,7 @@ def layers(count: int, nbytes: int = 1 << 20, *, kinds: int = 3) -> Graph:
     return Graph(operations, values, weights, ["x"], [f"v{count - 1}"])
 
 
-def unlike(graph: Graph, share: float) -> Problem:
+def mixed(graph: Graph, share: float) -> Problem:
     """Two accelerators, of which the second is half as fast, with so much of the weights between them."""
     size = int(graph.weight_bytes * share / 2) + 65536
     topology = read_max_memory({0: size, 1: size, "cpu": 1 << 34})
@@ -124,7 +124,7 @@ def unlike(graph: Graph, share: float) -> Problem:
 
 
 def test_a_stack_is_proven_nearly_optimal() -> None:
-    solution = place(unlike(layers(60), 1.3))
+    solution = place(mixed(layers(60), 1.3))
     assert solution.lower_bound <= solution.evaluation.seconds <= 1.002 * solution.lower_bound
 
 
@@ -157,13 +157,13 @@ def waiting_layers(count: int) -> Graph:
 
 
 def test_the_same_input_gives_the_same_plan() -> None:
-    first, second = (place(unlike(layers(60), 1.3)) for _ in range(2))
+    first, second = (place(mixed(layers(60), 1.3)) for _ in range(2))
     assert first == second
 
 
 @pytest.mark.parametrize("share", [1.3, 0.7])
 def test_a_time_limit_cuts_the_search_and_not_the_truth(share: float) -> None:
-    problem = unlike(layers(40), share)
+    problem = mixed(layers(40), share)
     whole = place(problem)
     for seconds in (0.01, 0.5):
         hasty = place(problem, Limits.within(seconds))
@@ -187,20 +187,20 @@ def test_a_search_ends_in_time(seconds: float) -> None:
 def test_a_search_without_a_choice_ends() -> None:
     graph = layers(20)
     fixed = {name: frozenset([i % 2]) for i, name in enumerate(graph.operations)}
-    problem = Problem(graph, unlike(graph, 3.0).topology, "cpu", allowed=fixed)
+    problem = Problem(graph, mixed(graph, 3.0).topology, "cpu", allowed=fixed)
     placed = place(problem).evaluation.schedule.assignment.operations
     assert placed == {name: i % 2 for i, name in enumerate(graph.operations)}
 
 
-def test_devices_take_turns_where_fetches_are_what_takes_time() -> None:
-    """Each accelerator computes while the other fetches, which no contiguous placement lets them do."""
+def test_devices_take_turns_where_streams_are_what_takes_time() -> None:
+    """Each accelerator computes while the other streams, which no contiguous placement lets them do."""
     graph = layers(24, 8 << 20, kinds=1)
     topology = read_max_memory({0: 60 << 20, 1: 60 << 20, "cpu": 1 << 34})
     problem = Problem(graph, with_speeds(topology, {"cpu": Speed(1e9, 1e9)}), "cpu")
     found = place(problem).evaluation
     half = {name: int(i >= 12) for i, name in enumerate(graph.operations)}
     contiguous = evaluate(problem, reside(problem, half, frozenset(graph.weights)))
-    streamed = {s.device for s in found.schedule.rings}
+    streamed = {s.device for s in found.schedule.prefetch_buffers}
     assert streamed == {0, 1}
     assert found.seconds < contiguous.seconds
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import graphplan
 from graphplan.devices.max_memory import read_max_memory
-from graphplan.ir.constraints import Wishes
+from graphplan.ir.constraints import Constraints
 from graphplan.passes.placement.constrain import constrain
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.problem import Problem
@@ -20,8 +20,8 @@ from graphplan.passes.placement.problem import Problem
 KIB = 1024
 
 
-def placed_chain(budgets: dict[Any, int], count: int = 6, **wishes: Any) -> dict[str, Any]:
-    problem = constrain(Problem(chain(count), read_max_memory(budgets), "cpu"), Wishes(**wishes))
+def placed_chain(budgets: dict[Any, int], count: int = 6, **constraints: Any) -> dict[str, Any]:
+    problem = constrain(Problem(chain(count), read_max_memory(budgets), "cpu"), Constraints(**constraints))
     return dict(place(problem).evaluation.schedule.assignment.operations)
 
 
@@ -42,17 +42,17 @@ def test_a_pin_may_name_a_device_as_torch_does(name: Any) -> None:
         nn.Linear(8, 8), {0: 1 << 20, 1: 1 << 20}, (torch.randn(2, 8),), pin={"weight": name}
     )
     assert plan.placement["weight"] == 0
-    assert plan.wishes.pin == {"weight": 0}
+    assert plan.constraints.pin == {"weight": 0}
 
 
-def test_a_pinned_parameter_lives_there_and_is_fetched() -> None:
+def test_a_pinned_parameter_lives_there_and_is_streamed() -> None:
     plan = graphplan.plan(
         Tied().eval(), {0: "64KiB", "cpu": "1MiB"}, (IDS,), pin={"blocks.1.0.weight": "cpu"}
     )
     assert plan.placement["blocks.1.0.weight"] == "cpu"
     assert plan.device_of("blocks.1.0") == 0
     assert [load.weights for load in plan.schedule.loads()] == [("blocks.1.0.weight",)]
-    assert plan.fetches == tuple(plan.schedule.loads())
+    assert plan.streams == tuple(plan.schedule.loads())
 
 
 def test_pinned_models_run() -> None:
@@ -92,9 +92,9 @@ def test_without_offload_there_must_be_an_accelerator() -> None:
         placed_chain({"cpu": 1 << 20}, offload=False)
 
 
-def test_without_cpu_compute_weights_are_fetched() -> None:
+def test_without_cpu_compute_weights_are_streamed() -> None:
     problem = Problem(chain(6), read_max_memory({0: 12 * KIB, "cpu": 1 << 20}), "cpu")
-    found = place(constrain(problem, Wishes(cpu_compute=False))).evaluation
+    found = place(constrain(problem, Constraints(cpu_compute=False))).evaluation
     assert set(found.schedule.assignment.operations.values()) == {0}
     assert "cpu" in found.schedule.assignment.weights.values()
 
@@ -108,7 +108,7 @@ def test_balance_spreads_what_would_fit_one_device() -> None:
 
 def test_a_balance_on_one_accelerator_asks_for_nothing() -> None:
     problem = Problem(chain(6), read_max_memory({0: 1 << 20, "cpu": 1 << 20}), "cpu")
-    plain, balanced = place(problem), place(constrain(problem, Wishes(balance=True)))
+    plain, balanced = place(problem), place(constrain(problem, Constraints(balance=True)))
     assert balanced.lower_bound == plain.lower_bound
     assert balanced.evaluation.seconds == plain.evaluation.seconds
 
@@ -141,7 +141,7 @@ def test_a_reserve_that_leaves_too_little_is_in_the_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "message"),
+    ("constraints", "message"),
     [
         ({"pin": {"nonsense": 0}}, "no module, operation or weight of that name"),
         ({"pin": {"blocks.9": 0}}, "did you mean 'blocks"),
@@ -163,13 +163,13 @@ def test_a_reserve_that_leaves_too_little_is_in_the_error() -> None:
         ({"reserve": -1}, "negative"),
     ],
 )
-def test_wishes_that_cannot_be(wishes: dict[str, Any], message: str) -> None:
+def test_constraints_that_cannot_be(constraints: dict[str, Any], message: str) -> None:
     with pytest.raises(graphplan.GraphplanError, match=message):
-        graphplan.plan(Tied().eval(), {0: "64KiB", "cpu": "1MiB"}, (IDS,), **wishes)
+        graphplan.plan(Tied().eval(), {0: "64KiB", "cpu": "1MiB"}, (IDS,), **constraints)
 
 
 @pytest.mark.parametrize(
-    ("wish", "message"),
+    ("constraint", "message"),
     [
         ({"pin": ["head"]}, "pin must map names to device keys"),
         ({"pin": "head"}, "pin must map names to device keys"),
@@ -182,6 +182,6 @@ def test_wishes_that_cannot_be(wishes: dict[str, Any], message: str) -> None:
         ({"balance": 1}, "balance must be True or False, not 1"),
     ],
 )
-def test_wishes_of_another_form_are_refused(wish: dict[str, Any], message: str) -> None:
+def test_constraints_of_another_form_are_refused(constraint: dict[str, Any], message: str) -> None:
     with pytest.raises(graphplan.InputError, match=message):
-        graphplan.plan(Tied().eval(), {0: "64KiB", "cpu": "1MiB"}, (IDS,), **wish)
+        graphplan.plan(Tied().eval(), {0: "64KiB", "cpu": "1MiB"}, (IDS,), **constraint)

@@ -303,8 +303,8 @@ def test_writing_to_weights_leaves_the_file_alone(saved: Any) -> None:
 def test_copies_and_saved_files_are_whole(saved: Any, tmp_path: Path) -> None:
     model, path = saved
     with mapped(path, BUDGETS["streamed and computed"]) as (placed, _):
-        twin = copy.deepcopy(placed)
-        assert in_file(twin) == set()
+        model_copy = copy.deepcopy(placed)
+        assert in_file(model_copy) == set()
         state = {name: tensor.cpu() for name, tensor in placed.state_dict().items()}
         save_file(state, tmp_path / "again.safetensors")
         again = load_file(tmp_path / "again.safetensors")
@@ -312,7 +312,7 @@ def test_copies_and_saved_files_are_whole(saved: Any, tmp_path: Path) -> None:
         data = pickle.dumps(placed)
         assert len(data) < 2 * bytes_of(model) + 200_000
         path.unlink()
-        assert largest_difference(twin(X), model(X)) < 1e-5
+        assert largest_difference(model_copy(X), model(X)) < 1e-5
         again = pickle.loads(data)
         with pytest.warns(UserWarning, match="in memory"):
             assert largest_difference(again(X), model(X)) < 1e-5

@@ -30,7 +30,7 @@ SHARES = {
     "one and the CPU": {0: (0.3, 0.9), CPU: (99, 99)},
     "two and the CPU": {0: (0.2, 0.45), 1: (0.2, 0.45), CPU: (99, 99)},
 }
-UNLIKE = {0: Speed(1e12, 5e11), 1: Speed(4e11, 2e11), 2: Speed(2e11, 1e11)}
+MIXED = {0: Speed(1e12, 5e11), 1: Speed(4e11, 2e11), 2: Speed(2e11, 1e11)}
 SLOW_CPU, FAST_CPU = Speed(5e10, 2e10), Speed(5e12, 5e11)
 
 
@@ -63,10 +63,10 @@ def draw_problem(seed: int, kind: str, *, ties: bool, **sizes: int) -> Problem:
 
 
 def _with_speeds(topology: Topology, seed: int) -> Topology:
-    """The usual ones, or accelerators unlike each other, beside a slow CPU or one that may well compute."""
+    """The usual ones, or accelerators that differ, beside a slow CPU or one that may well compute."""
     if seed % 4 == 0:
         return topology
-    speeds: dict[Any, Speed] = {**UNLIKE, CPU: FAST_CPU if seed % 4 == 3 else SLOW_CPU}
+    speeds: dict[Any, Speed] = {**MIXED, CPU: FAST_CPU if seed % 4 == 3 else SLOW_CPU}
     return with_speeds(topology, {key: speeds[key] for key in topology.keys})
 
 
@@ -77,7 +77,7 @@ def accelerators(problem: Problem) -> list[Any]:
 def better(problem: Problem, upper: float, *, offload: bool, anywhere: bool = True) -> Evaluation | None:
     """A placement on the accelerators alone, or on all devices, of less than so many seconds."""
     keys = list(problem.topology.keys) if offload else accelerators(problem)
-    return Brute(problem, keys, fetch=offload, anywhere=anywhere).best_below(upper)
+    return Brute(problem, keys, stream=offload, anywhere=anywhere).best_below(upper)
 
 
 def offloads(solution: Solution) -> bool:

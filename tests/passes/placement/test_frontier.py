@@ -23,7 +23,7 @@ def shortest(frontier: Frontier, stages: list[Stage]) -> float:
     """Seconds of the shortest path through all steps, whatever the bytes."""
     rest = np.zeros(stages[-1].states.shape[1])
     for stage in reversed(stages):
-        rest = (stage.seconds + rest[stage.onward]).min(axis=0)
+        rest = (stage.seconds + rest[stage.next_state]).min(axis=0)
     return float(rest[0]) + frontier.constant
 
 
@@ -127,9 +127,9 @@ def test_a_shared_weight_is_a_variable_before_its_first_reader() -> None:
 
 
 def test_a_home_that_is_settled_is_kept() -> None:
-    unlike = equal_cards(2)
-    unlike = replace(unlike, devices=(unlike.devices[0], replace(unlike.devices[1], flops=5e11)))
-    arrays = Arrays(Problem(stack([MIB] * 5 + [0], 10**8, head="w0"), unlike, CPU))
+    mixed = equal_cards(2)
+    mixed = replace(mixed, devices=(mixed.devices[0], replace(mixed.devices[1], flops=5e11)))
+    arrays = Arrays(Problem(stack([MIB] * 5 + [0], 10**8, head="w0"), mixed, CPU))
     frontier = Frontier(arrays, first=0)
     found = []
     for home in (0, 1):

@@ -1,4 +1,4 @@
-"""The integer program over operation classes: no bound above any placement, no two unlike ones in a class."""
+"""The integer program over operation classes: no bound above any placement, no two mixed ones in a class."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def streamed_placements(arrays: Arrays, draw: random.Random, tries: int) -> Iter
             yield found
 
 
-WITH_CPU = {"one card and the CPU": 2.0, "equal cards and the CPU": 1.0, "unlike cards and the CPU": 1.0}
+WITH_CPU = {"one card and the CPU": 2.0, "equal cards and the CPU": 1.0, "mixed cards and the CPU": 1.0}
 
 
 SIZES = {"tiny": (TINY, 60, 150), "medium": (MEDIUM, 12, 40)}

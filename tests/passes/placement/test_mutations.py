@@ -132,14 +132,14 @@ def near_pair() -> Problem:
     return Problem(graph, replace(equal_cards(3, memory=4 * MIB, kind="sim"), links=links), CPU)
 
 
-def unlike_weights() -> Problem:
+def different_weights() -> Problem:
     """Operations that differ by the weights that only they read; the fast card holds some of them."""
     fast, slow = equal_cards(2, kind="sim").devices
     devices = replace(fast, memory=5 * MIB + (64 << 10)), replace(slow, flops=2e11)
     return Problem(stack([4 * MIB, *[MIB] * 5], 10**9), Topology(devices), CPU)
 
 
-def unlike_weights_streamed() -> Problem:
+def different_weights_streamed() -> Problem:
     """The same on one card and the CPU: a stack, so that the order is one window."""
     graph = stack([MIB, 4 * MIB, *[MIB] * 22], 10**7)
     return Problem(graph, equal_cards(1, HOST, memory=12 * MIB, kind="sim"), CPU)
@@ -147,8 +147,8 @@ def unlike_weights_streamed() -> Problem:
 
 CLASSES: dict[str, tuple[Mutate, Problem]] = {
     "links among peers": (ignore_links_among_peers, near_pair()),
-    "own weights": (ignore_own_weights, unlike_weights()),
-    "own weights, streamed": (ignore_own_weights, unlike_weights_streamed()),
+    "own weights": (ignore_own_weights, different_weights()),
+    "own weights, streamed": (ignore_own_weights, different_weights_streamed()),
 }
 
 

@@ -50,11 +50,11 @@ def brute_force(problem: Problem) -> float | None:
     """Seconds of the best placement: on the accelerators alone if one fits, else on all."""
     keys = problem.topology.keys
     accelerators = [key for key in keys if key != "cpu"]
-    best = cheapest(problem, accelerators, fetch=False)
-    return best if best is not None or "cpu" not in keys else cheapest(problem, list(keys), fetch=True)
+    best = cheapest(problem, accelerators, stream=False)
+    return best if best is not None or "cpu" not in keys else cheapest(problem, list(keys), stream=True)
 
 
-def cheapest(problem: Problem, keys: list[Any], *, fetch: bool) -> float | None:
+def cheapest(problem: Problem, keys: list[Any], *, stream: bool) -> float | None:
     graph, best = problem.graph, None
     for devices in itertools.product(keys, repeat=len(graph.operations)):
         placed = dict(zip(graph.operations, devices, strict=True))
@@ -62,7 +62,7 @@ def cheapest(problem: Problem, keys: list[Any], *, fetch: bool) -> float | None:
         for name in graph.weights:
             readers = [placed[reader] for reader in graph.consumers.get(name, ())]
             options = list(dict.fromkeys(readers)) or list(problem.topology.keys)
-            homes.append([*options, "cpu"] if fetch and readers and "cpu" not in options else options)
+            homes.append([*options, "cpu"] if stream and readers and "cpu" not in options else options)
         for chosen in itertools.product(*homes):
             assignment = Assignment(placed, dict(zip(graph.weights, chosen, strict=True)))
             for found in with_all_depths(problem, assignment):

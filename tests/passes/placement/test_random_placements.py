@@ -191,7 +191,7 @@ def test_two_ways_of_trying_everything_agree() -> None:
             keys = [key for key in problem.topology.keys if key != CPU or not alone]
             if not keys or not (problem.offload or alone):
                 continue
-            found, expected = space.best(), Brute(problem, keys, fetch=not alone).best_below(math.inf)
+            found, expected = space.best(), Brute(problem, keys, stream=not alone).best_below(math.inf)
             assert (found is None) == (expected is None)
             if found is not None and expected is not None:
                 assert found.seconds == pytest.approx(expected.seconds, rel=1e-9)
@@ -221,7 +221,7 @@ def test_problems_are_of_all_kinds() -> None:
     assert any(graph.changed_inputs for graph in graphs)
     assert any(len(group) > 1 for graph in graphs for group in graph.together)
     assert any(len(readers) > 1 for graph in graphs for readers in graph.readers.values())
-    for attribute in ("offload", "returns_to_host", "streams"):
+    for attribute in ("offload", "returns_to_host", "streaming"):
         assert {getattr(problem, attribute) for problem in problems} == {True, False}
     assert any(problem.allowed for problem in problems)
     assert any(problem.fixed_weights for problem in problems)

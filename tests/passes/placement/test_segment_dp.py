@@ -58,7 +58,7 @@ def random_links(draw: random.Random, keys: range) -> dict[tuple[DeviceKey, Devi
 
 
 def drawn(seed: int) -> Arrays:
-    """A stack on two or three cards of unlike speeds and budgets, half of them with links of their own."""
+    """A stack on two or three cards of different speeds and budgets, half of them with links of their own."""
     draw = random.Random(seed)
     count = draw.randint(3, 9)
     sizes = [draw.randint(1, 12) * 64 * KIB for _ in range(count)]

@@ -83,10 +83,10 @@ def test_a_stack_takes_as_long_as_its_copies_or_its_work(mib: float) -> None:
 
 def test_where_nothing_is_streamed_the_cpu_computes() -> None:
     graph = stack([MIB] * 8)
-    problem = replace(one_card(graph, 4.2), streams=False)
+    problem = replace(one_card(graph, 4.2), streaming=False)
     found = place(problem).evaluation
     assert found.feasible
-    assert not any(ring.segments for ring in found.schedule.rings)
+    assert not any(buffer.segments for buffer in found.schedule.prefetch_buffers)
     assert found.seconds <= evaluate(problem, everything_on(problem, CPU)).seconds * TIGHT
 
 

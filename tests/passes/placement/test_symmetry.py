@@ -69,8 +69,8 @@ DIFFERENCES = {
     "pinned weight": rules(fixed_weights={"w1": 0}),
     "pinned operation": rules(allowed={"v1": frozenset({0})}),
     "operation that may not": rules(allowed={"v1": frozenset({1, 2, CPU})}),
-    "rings that exist": rules(rings={0: 4096}),
-    "limit of rings": rules(growth={0: 4096}),
+    "prefetch buffers that exist": rules(prefetch_bytes={0: 4096}),
+    "limit of prefetch buffers": rules(prefetch_limits={0: 4096}),
     "the caller's device": rules(host=0),
 }
 
@@ -86,7 +86,7 @@ def test_each_difference_parts_two_cards(difference: str) -> None:
 
 def test_what_holds_for_both_parts_nothing() -> None:
     both = linked((0, 2), (1, 2), (0, CPU), (1, CPU))(problem())
-    both = replace(both, rings={0: 4096, 1: 4096}, allowed={"v1": frozenset({0, 1})})
+    both = replace(both, prefetch_bytes={0: 4096, 1: 4096}, allowed={"v1": frozenset({0, 1})})
     assert classes(both) == [[0, 1], [2], [CPU]]
 
 
@@ -95,5 +95,5 @@ def test_two_near_pairs_are_two_classes() -> None:
     four = Problem(chain(4), replace(equal_cards(4), links=near), CPU)
     assert classes(four) == [[0, 1], [2, 3]]
     assert classes(replace(four, topology=replace(four.topology, links={(0, 1): OTHER}))) == [[0, 1], [2, 3]]
-    ring = {(0, 1): OTHER, (1, 2): OTHER, (2, 3): OTHER, (3, 0): OTHER}
-    assert classes(replace(four, topology=replace(four.topology, links=ring))) == [[0, 2], [1, 3]]
+    buffer = {(0, 1): OTHER, (1, 2): OTHER, (2, 3): OTHER, (3, 0): OTHER}
+    assert classes(replace(four, topology=replace(four.topology, links=buffer))) == [[0, 2], [1, 3]]

@@ -66,10 +66,10 @@ def test_two_slots_let_one_copy_run_ahead() -> None:
 
 
 def test_predecessors_are_those_of_the_call_before_where_a_slot_is_first_loaded() -> None:
-    (ring,) = streamed(chain(5), 2).rings
-    assert [s.slot for s in ring.segments] == [0, 1, 0, 1, 0]
-    assert [s.previous for s in ring.segments] == [4, 3, 0, 1, 2]
-    (single,) = streamed(chain(1)).rings
+    (buffer,) = streamed(chain(5), 2).prefetch_buffers
+    assert [s.slot for s in buffer.segments] == [0, 1, 0, 1, 0]
+    assert [s.previous for s in buffer.segments] == [4, 3, 0, 1, 2]
+    (single,) = streamed(chain(1)).prefetch_buffers
     assert (single.segments[0].previous, single.slots) == (0, (4096,))
 
 
@@ -82,18 +82,18 @@ def sized(*sizes: int) -> Graph:
 
 def test_slots_are_as_large_as_what_comes_into_them() -> None:
     large = 64 * KIB
-    (ring,) = streamed(sized(large, 20 * KIB, large, 20 * KIB), 2).rings
-    assert ring.slots == (large, 20 * KIB)
-    assert ring.nbytes == 84 * KIB
+    (buffer,) = streamed(sized(large, 20 * KIB, large, 20 * KIB), 2).prefetch_buffers
+    assert buffer.slots == (large, 20 * KIB)
+    assert buffer.nbytes == 84 * KIB
 
 
 def test_small_neighbours_are_copied_together_but_no_slot_grows_for_it() -> None:
     slow = topology(Link(1e9, 1e-3), d0=1 << 30, cpu=1 << 30)  # a copy of up to 4 MB is small
-    (ring,) = streamed(sized(1 << 20, 512, 100, 512, 1 << 20), 2, slow).rings
-    assert [s.weights for s in ring.segments] == [("w0",), ("w1", "w2", "w3"), ("w4",)]
-    assert ring.segments[1].offsets == (0, 512, 1024)
-    assert ring.segments[1].nbytes == 1536
-    (equal,) = streamed(sized(4096, 4096, 4096), 2, slow).rings
+    (buffer,) = streamed(sized(1 << 20, 512, 100, 512, 1 << 20), 2, slow).prefetch_buffers
+    assert [s.weights for s in buffer.segments] == [("w0",), ("w1", "w2", "w3"), ("w4",)]
+    assert buffer.segments[1].offsets == (0, 512, 1024)
+    assert buffer.segments[1].nbytes == 1536
+    (equal,) = streamed(sized(4096, 4096, 4096), 2, slow).prefetch_buffers
     assert len(equal.segments) == 3
 
 
@@ -109,22 +109,22 @@ def with_reads(reads: list[tuple[str, ...]], views: tuple[int, ...] = ()) -> Gra
 
 
 def test_weights_of_one_operation_are_one_segment() -> None:
-    (ring,) = streamed(with_reads([("x", "w0", "w1"), ("v0", "w2")])).rings
-    assert [s.weights for s in ring.segments] == [("w0", "w1"), ("w2",)]
+    (buffer,) = streamed(with_reads([("x", "w0", "w1"), ("v0", "w2")])).prefetch_buffers
+    assert [s.weights for s in buffer.segments] == [("w0", "w1"), ("w2",)]
 
 
 def test_readers_far_apart_have_a_copy_each() -> None:
-    (near,) = streamed(with_reads([("x", "w0"), ("v0", "w0"), ("v1", "w1")])).rings
+    (near,) = streamed(with_reads([("x", "w0"), ("v0", "w0"), ("v1", "w1")])).prefetch_buffers
     assert [s.weights for s in near.segments] == [("w0",), ("w1",)]
-    (far,) = streamed(with_reads([("x", "w0"), ("v0", "w1"), ("v1", "w2"), ("v2", "w0")])).rings
+    (far,) = streamed(with_reads([("x", "w0"), ("v0", "w1"), ("v1", "w2"), ("v2", "w0")])).prefetch_buffers
     assert [s.weights for s in far.segments] == [("w0",), ("w1",), ("w2",), ("w0",)]
 
 
 def test_a_view_holds_the_slot() -> None:
     graph = with_reads([("w0",), ("x", "w1"), ("v1", "w2"), ("v2", "v0")], views=(0,))
     schedule = streamed(graph, 1)
-    (ring,) = schedule.rings
-    assert len(ring.slots) == 2  # one is taken from the first to the last operation
+    (buffer,) = schedule.prefetch_buffers
+    assert len(buffer.slots) == 2  # one is taken from the first to the last operation
     lines = steps_of(schedule)
     assert lines.index("release 0 on 0") > lines.index("run v3 on 0")
 
@@ -153,13 +153,13 @@ def test_what_escapes_the_call_is_not_streamed(keep: str) -> None:
         [frozenset({"v0", "v1"})] if mutates else [],
     )
     schedule = build_schedule(graph, BIG, Assignment({"v0": 0, "v1": 0}, {"w0": "cpu"}), "cpu")
-    assert schedule.rings == ()
+    assert schedule.prefetch_buffers == ()
     assert [move.value for move in schedule.moves("weight")] == ["w0"]
 
 
-def test_each_accelerator_has_its_ring() -> None:
+def test_each_accelerator_has_its_prefetch_buffer() -> None:
     schedule = streamed(chain(4), 2, v2=1, v3=1)
-    assert [(ring.device, len(ring.segments)) for ring in schedule.rings] == [(0, 2), (1, 2)]
+    assert [(buffer.device, len(buffer.segments)) for buffer in schedule.prefetch_buffers] == [(0, 2), (1, 2)]
 
 
 def test_a_copy_hides_behind_compute() -> None:
@@ -206,7 +206,7 @@ def test_one_slot_is_taken_where_two_do_not_fit() -> None:
     problem = Problem(graph, topology(d0=4096 + 2 * KIB, cpu=1 << 30), "cpu")
     found = evaluate(problem, reside(problem, dict.fromkeys(graph.operations, 0), graph.weights))
     assert found.feasible
-    assert len(found.schedule.rings[0].slots) == 1
+    assert len(found.schedule.prefetch_buffers[0].slots) == 1
 
 
 def test_streaming_every_second_weight_is_not_faster_than_the_plan() -> None:
@@ -235,7 +235,9 @@ def test_a_table_of_which_few_rows_are_read_is_not_streamed() -> None:
         problem = Problem(graph, topology(d0=(kept << 20) + 4 * KIB, cpu=1 << 30), "cpu")
         found = place(problem).evaluation
         assert found.feasible
-        copied = [name for ring in found.schedule.rings for s in ring.segments for name in s.weights]
+        copied = [
+            name for buffer in found.schedule.prefetch_buffers for s in buffer.segments for name in s.weights
+        ]
         assert "table" not in copied
 
 
@@ -251,27 +253,27 @@ def test_a_plan_with_streams_is_read_back() -> None:
     assert again == plan
     again.verify()
     assert again.timeline == plan.timeline
-    assert plan.streamed_bytes == sum(ring_bytes(plan.schedule))
-    larger = plan.with_rings({0: 1 << 20})
-    assert larger.peak_bytes[0] - plan.peak_bytes[0] == (1 << 20) - plan.schedule.rings[0].nbytes
-    assert larger.with_rings({0: 1 << 20}) is larger
+    assert plan.streamed_bytes == sum(prefetch_bytes(plan.schedule))
+    larger = plan.with_prefetch_buffers({0: 1 << 20})
+    assert larger.peak_bytes[0] - plan.peak_bytes[0] == (1 << 20) - plan.schedule.prefetch_buffers[0].nbytes
+    assert larger.with_prefetch_buffers({0: 1 << 20}) is larger
 
 
-def ring_bytes(schedule: Schedule) -> list[int]:
-    return [segment.nbytes for ring in schedule.rings for segment in ring.segments]
+def prefetch_bytes(schedule: Schedule) -> list[int]:
+    return [segment.nbytes for buffer in schedule.prefetch_buffers for segment in buffer.segments]
 
 
-def test_the_ring_of_other_calls_is_counted_and_not_outgrown() -> None:
+def test_the_prefetch_buffer_of_other_calls_is_counted_and_not_outgrown() -> None:
     graph = chain(3)
-    here = Problem(graph, BIG, "cpu", rings={0: 64 * KIB})
+    here = Problem(graph, BIG, "cpu", prefetch_bytes={0: 64 * KIB})
     found = evaluate(here, reside(here, dict.fromkeys(graph.operations, 0)))
-    assert found.schedule.rings[0].segments == ()
+    assert found.schedule.prefetch_buffers[0].segments == ()
     assert found.peak(0).weights == 3 * 4096 + 64 * KIB
-    limited = Problem(graph, BIG, "cpu", growth={0: 6 * KIB})
+    limited = Problem(graph, BIG, "cpu", prefetch_limits={0: 6 * KIB})
     narrow = evaluate(limited, reside(limited, dict.fromkeys(graph.operations, 0), graph.weights))
     assert narrow.feasible
-    assert narrow.schedule.rings[0].nbytes == 4 * KIB
-    none = Problem(graph, BIG, "cpu", growth={0: 0})
+    assert narrow.schedule.prefetch_buffers[0].nbytes == 4 * KIB
+    none = Problem(graph, BIG, "cpu", prefetch_limits={0: 0})
     assert evaluate(none, reside(none, dict.fromkeys(graph.operations, 0), graph.weights)).excess == {
         0: 4 * KIB
     }

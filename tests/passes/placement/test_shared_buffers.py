@@ -1,4 +1,4 @@
-"""Several calls over one ring per device."""
+"""Several calls over one prefetch buffer per device."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ def streaming(graph: Graph, slots: int) -> Assignment:
     return Assignment(dict.fromkeys(graph.operations, 0), dict.fromkeys(graph.weights, "cpu"), {0: slots})
 
 
-def rings(found: Any) -> list[tuple[int, int]]:
-    return [(len(ring.slots), ring.nbytes) for one in found for ring in one.schedule.rings]
+def prefetch_buffers(found: Any) -> list[tuple[int, int]]:
+    return [(len(buffer.slots), buffer.nbytes) for one in found for buffer in one.schedule.prefetch_buffers]
 
 
-def test_every_call_counts_the_largest_ring() -> None:
+def test_every_call_counts_the_largest_prefetch_buffer() -> None:
     problems = [problem(SMALL, 1 << 20), problem(LARGE, 1 << 20)]
     found = evaluate_together(problems, [streaming(SMALL, 4), streaming(LARGE, 1)])
-    assert rings(found) == [(4, 4 * SLOT), (1, 4 * SLOT)]
+    assert prefetch_buffers(found) == [(4, 4 * SLOT), (1, 4 * SLOT)]
     alone = evaluate(problems[1], streaming(LARGE, 1))
     assert found[1].peak(0).nbytes == alone.peak(0).nbytes + 3 * SLOT
     assert found[1].seconds == alone.seconds
 
 
-def test_a_call_that_streams_nothing_counts_the_ring_too() -> None:
+def test_a_call_that_streams_nothing_counts_the_prefetch_buffer_too() -> None:
     resident = Assignment(dict.fromkeys(LARGE.operations, 0), dict.fromkeys(LARGE.weights, 0))
     problems = [problem(SMALL, 1 << 20), problem(LARGE, 1 << 20)]
     found = evaluate_together(problems, [streaming(SMALL, 2), resident])
-    assert rings(found) == [(2, 2 * SLOT), (0, 2 * SLOT)]
+    assert prefetch_buffers(found) == [(2, 2 * SLOT), (0, 2 * SLOT)]
 
 
 def test_slots_are_given_up_where_another_call_has_no_room_for_them() -> None:
@@ -51,21 +51,21 @@ def test_slots_are_given_up_where_another_call_has_no_room_for_them() -> None:
     assert evaluate(problems[0], streaming(SMALL, 4)).feasible
     found = fit_together(problems, [streaming(SMALL, 4), streaming(LARGE, 1)])
     assert all(one.feasible for one in found)
-    assert rings(found) == [(2, 2 * SLOT), (1, 2 * SLOT)]
+    assert prefetch_buffers(found) == [(2, 2 * SLOT), (1, 2 * SLOT)]
 
 
 def test_what_fits_in_no_way_says_by_how_much() -> None:
     budget = 2 * 40 * KIB + SLOT - 512
     problems = [problem(SMALL, budget), problem(LARGE, budget)]
     found = fit_together(problems, [streaming(SMALL, 4), streaming(LARGE, 3)])
-    assert rings(found) == [(1, SLOT), (1, SLOT)]
+    assert prefetch_buffers(found) == [(1, SLOT), (1, SLOT)]
     assert [one.excess for one in found] == [{}, {0: 512}]
 
 
-def test_a_ring_may_grow_into_what_the_others_leave() -> None:
+def test_a_prefetch_buffer_may_grow_into_what_the_others_leave() -> None:
     budget = 2 * 40 * KIB + 3 * SLOT
     other = evaluate(problem(LARGE, budget), streaming(LARGE, 1))
     limited = within(problem(SMALL, budget), [other])
-    assert (limited.rings, limited.growth[0]) == ({0: SLOT}, 3 * SLOT)
+    assert (limited.prefetch_bytes, limited.prefetch_limits[0]) == ({0: SLOT}, 3 * SLOT)
     assert evaluate(limited, streaming(SMALL, 3)).feasible
     assert evaluate(limited, streaming(SMALL, 4)).excess == {0: SLOT}
