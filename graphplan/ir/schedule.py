@@ -41,10 +41,10 @@ __all__ = [
     "Move",
     "MoveKind",
     "PrefetchBuffer",
+    "PrefetchSegment",
     "Release",
     "Run",
     "Schedule",
-    "Segment",
     "Step",
     "Wait",
     "prefetch_bytes",
@@ -150,7 +150,7 @@ Step = Move | Run | Load | Wait | Release
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class PrefetchSegment:
     """Weights that are copied to an accelerator in one go.
 
     Attributes:
@@ -184,7 +184,7 @@ class PrefetchBuffer:
     device: DeviceKey
     source: DeviceKey
     slots: tuple[int, ...]
-    segments: tuple[Segment, ...]
+    segments: tuple[PrefetchSegment, ...]
     nbytes: int
 
     @property

@@ -11,10 +11,10 @@ from graphplan.ir.schedule import (
     Load,
     Move,
     PrefetchBuffer,
+    PrefetchSegment,
     Release,
     Run,
     Schedule,
-    Segment,
     Step,
     Wait,
 )
@@ -60,7 +60,7 @@ def _decode_step(data: Mapping[str, Any]) -> Step:
 
 def _decode_buffer(data: Mapping[str, Any]) -> PrefetchBuffer:
     segments = (
-        Segment(tuple(s["weights"]), tuple(s["offsets"]), s["nbytes"], s["slot"], s["previous"])
+        PrefetchSegment(tuple(s["weights"]), tuple(s["offsets"]), s["nbytes"], s["slot"], s["previous"])
         for s in data["segments"]
     )
     return PrefetchBuffer(

@@ -26,7 +26,7 @@ from graphplan.passes.placement.arrays import Arrays, Bools, Floats, Ints
 from graphplan.passes.placement.params import Effort
 from graphplan.passes.placement.symmetry import device_classes
 
-__all__ = ["Frontier", "Stage", "Step", "Touch", "make_stages"]
+__all__ = ["DpStage", "Frontier", "Step", "Touch", "make_stages"]
 
 _WORD = 62  # bits of a word that hold a state, the sign apart
 
@@ -473,7 +473,7 @@ class Frontier:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class DpStage:
     """The states after a step, and the transitions to them.
 
     Attributes:
@@ -498,15 +498,15 @@ class Stage:
         return _search(self.states, frontier.without(known, self.relaxed))
 
 
-def make_stages(frontier: Frontier, effort: Effort) -> list[Stage]:
+def make_stages(frontier: Frontier, effort: Effort) -> list[DpStage]:
     """A stage for each step; in a stack, a layer's are mostly those of the layer before.
 
     Args:
         frontier: whose states these are.
         effort: what is charged; its ``relaxed_states`` says how many are followed.
     """
-    stages: list[Stage] = []
-    made: dict[Hashable, Stage] = {}
+    stages: list[DpStage] = []
+    made: dict[Hashable, DpStage] = {}
     states, relaxed = frontier.start(), frozenset[int]()
     for step in frontier.steps:
         key = step.signature, relaxed, states.tobytes(), states.shape
@@ -520,7 +520,7 @@ def make_stages(frontier: Frontier, effort: Effort) -> list[Stage]:
 
 def _make_stage(
     frontier: Frontier, step: Step, states: Ints, relaxed: frozenset[int], effort: Effort
-) -> Stage:
+) -> DpStage:
     after, seconds = frontier.extend(step, states, relaxed)
     effort.charge(2000.0 + after.size * (1.0 + 0.4 * sum(len(slots) for slots in step.alike)))
     dropped = relaxed - set(step.closed)
@@ -538,7 +538,7 @@ def _make_stage(
     after = frontier.without(after, relaxed)
     flat = after.transpose(1, 0, 2).reshape(frontier.words, -1)
     next_state = _search(known, flat).reshape(frontier.devices, -1)
-    return Stage(known, next_state.astype(np.int32), seconds, relaxed, frozenset(dropped), alike)
+    return DpStage(known, next_state.astype(np.int32), seconds, relaxed, frozenset(dropped), alike)
 
 
 def _unique(states: Ints) -> Ints:

@@ -21,7 +21,7 @@ import scipy.sparse as sparse
 from scipy.optimize import linprog
 
 from graphplan.passes.placement.arrays import Bools, Floats, Ints
-from graphplan.passes.placement.frontier import Frontier, Stage
+from graphplan.passes.placement.frontier import DpStage, Frontier
 from graphplan.passes.placement.params import Effort
 
 __all__ = ["Buffers", "Prices", "Relaxation"]
@@ -79,7 +79,7 @@ class Relaxation:
         possible: whether some placement may exist.
     """
 
-    def __init__(self, frontier: Frontier, stages: list[Stage], buffers: Buffers | None) -> None:
+    def __init__(self, frontier: Frontier, stages: list[DpStage], buffers: Buffers | None) -> None:
         self.frontier, self.stages = frontier, stages
         arrays, steps = frontier.arrays, frontier.steps
         count = frontier.devices
@@ -246,7 +246,7 @@ class Relaxation:
             away = away + prices.per_byte[self.cpu] * self.movable
         return stay, np.where(np.isfinite(self.copy), away, np.inf)
 
-    def _clock(self, stage: Stage, prices: Prices) -> Floats:
+    def _clock(self, stage: DpStage, prices: Prices) -> Floats:
         """(devices, states) seconds of a step, less the copying that they hide."""
         possible = np.isfinite(stage.seconds)
         seconds = np.where(possible, stage.seconds, 0.0)

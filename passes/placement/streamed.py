@@ -18,7 +18,7 @@ from graphplan.passes.placement.arrays import Arrays, Ints
 from graphplan.passes.placement.certificate import Bound
 from graphplan.passes.placement.coarsen import coarsen
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
-from graphplan.passes.placement.frontier import Frontier, Stage, make_stages
+from graphplan.passes.placement.frontier import DpStage, Frontier, make_stages
 from graphplan.passes.placement.label_dp import Completion, search_labels
 from graphplan.passes.placement.params import Effort
 from graphplan.passes.placement.problem import Problem
@@ -232,13 +232,13 @@ class StreamedSearch:
                             yield found
 
     def _configuration(
-        self, frontier: Frontier, stages: list[Stage], buffers: Buffers, effort: Effort, rounds: int
+        self, frontier: Frontier, stages: list[DpStage], buffers: Buffers, effort: Effort, rounds: int
     ) -> _Configuration:
         relaxation = Relaxation(frontier, stages, buffers)
         relaxation.improve(np.inf, effort, rounds)
         return _Configuration(relaxation)
 
-    def _frontiers(self, effort: Effort) -> Iterator[tuple[Frontier, list[Stage]]]:
+    def _frontiers(self, effort: Effort) -> Iterator[tuple[Frontier, list[DpStage]]]:
         """One for each home of the largest shared weight, one of each class of devices."""
         yield from _by_home(self.coarse, effort, guide=True)
 
@@ -387,7 +387,7 @@ class StreamedSearch:
             self.bound = self.bound.raised(lowest * (1 - 1e-9), "Lagrangian relaxation")
 
 
-def _by_home(arrays: Arrays, effort: Effort, *, guide: bool) -> Iterator[tuple[Frontier, list[Stage]]]:
+def _by_home(arrays: Arrays, effort: Effort, *, guide: bool) -> Iterator[tuple[Frontier, list[DpStage]]]:
     """A frontier for each home of the largest shared weight, where one is large."""
     frontier = Frontier(arrays, streaming=True, guide=guide)
     sizes = [float(arrays.weight_bytes[item - arrays.values]) for item in frontier.shared]

@@ -24,7 +24,17 @@ from dataclasses import dataclass
 
 from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Topology, round_up
 from graphplan.ir.graph import Graph
-from graphplan.ir.schedule import Assignment, Load, Move, PrefetchBuffer, Release, Run, Segment, Step, Wait
+from graphplan.ir.schedule import (
+    Assignment,
+    Load,
+    Move,
+    PrefetchBuffer,
+    PrefetchSegment,
+    Release,
+    Run,
+    Step,
+    Wait,
+)
 
 __all__ = ["SMALL", "Streamed", "add_streams"]
 
@@ -235,7 +245,7 @@ def _buffer_text(
     segments = []
     for index, (span, slot) in enumerate(zip(spans, slot_of, strict=True)):
         *offsets, nbytes = _offsets(graph, span.weights)
-        segments.append(Segment(tuple(span.weights), tuple(offsets), nbytes, slot, last[slot]))
+        segments.append(PrefetchSegment(tuple(span.weights), tuple(offsets), nbytes, slot, last[slot]))
         sizes[slot] = max(sizes[slot], spec.rounded(nbytes))
         last[slot] = index
     return PrefetchBuffer(spec.key, source, tuple(sizes), tuple(segments), max(sum(sizes), least))

@@ -23,7 +23,7 @@ import torch
 from graphplan.capture.model_weights import tensor_bytes
 from graphplan.devices.topology import CPU, round_up
 from graphplan.errors import readable_bytes
-from graphplan.ir.schedule import STAGED_BYTES, PrefetchBuffer, Segment
+from graphplan.ir.schedule import STAGED_BYTES, PrefetchBuffer, PrefetchSegment
 from graphplan.runtime.checkpoint.mapped_files import MappedFile
 from graphplan.runtime.memory.allocation import allocating
 from graphplan.runtime.memory.arena import shaped
@@ -34,7 +34,7 @@ from graphplan.runtime.weights.weight_changes import require_planned
 
 __all__ = ["ModuleStreams", "WeightStream"]
 
-Find = Callable[[Segment, Sequence[int]], torch.Tensor | None]
+Find = Callable[[PrefetchSegment, Sequence[int]], torch.Tensor | None]
 
 _BUFFERS = 2
 
@@ -120,7 +120,7 @@ class _LoadedSegment:
 
     def __init__(
         self,
-        segment: Segment,
+        segment: PrefetchSegment,
         slot: _Slot,
         call: _CallProgress,
         weights: Sequence[torch.Tensor],
@@ -284,7 +284,7 @@ class ModuleStreams:
     def _in_file(self, weight: torch.Tensor) -> bool:
         return isinstance(self._pages_of(weight), MappedFile)
 
-    def _find(self, segment: Segment, addresses: Sequence[int]) -> torch.Tensor | None:
+    def _find(self, segment: PrefetchSegment, addresses: Sequence[int]) -> torch.Tensor | None:
         first = addresses[0]
         for pages in self.pages:
             if pages.holds(first) and first + segment.nbytes <= pages.end:

@@ -13,13 +13,13 @@ from graphplan.devices.topology import CPU, DeviceKey, Link
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value
 from graphplan.passes.placement.arrays import Arrays
-from graphplan.passes.placement.frontier import Frontier, Stage, make_stages
+from graphplan.passes.placement.frontier import DpStage, Frontier, make_stages
 from graphplan.passes.placement.problem import Problem
 
 MIB = 1 << 20
 
 
-def shortest(frontier: Frontier, stages: list[Stage]) -> float:
+def shortest(frontier: Frontier, stages: list[DpStage]) -> float:
     """Seconds of the shortest path through all steps, whatever the bytes."""
     rest = np.zeros(stages[-1].states.shape[1])
     for stage in reversed(stages):
