@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from graphplan.devices.topology import DeviceKey
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.certificate import Bound, Solution, certify
@@ -53,7 +55,7 @@ def place(
     if found is not None:
         return found
     # the search is no proof: what fits larger budgets may fit the given ones
-    nearest = smallest_budgets(problem, limits, lambda one: probe(one, limits))
+    nearest = smallest_budgets(problem, _effort(problem, limits).share(0.5), probe)
     if nearest is not None:
         again = evaluate(problem, nearest.assignment)
         if again.feasible:
@@ -61,14 +63,21 @@ def place(
     raise explain_infeasible(problem, nearest)
 
 
-def probe(problem: Problem, limits: Limits = Limits()) -> Evaluation | None:  # noqa: B008  # frozen
-    """A placement that fits, found with a tenth of the default work; None where that finds none."""
+def probe(problem: Problem, effort: Effort | None = None) -> Evaluation | None:
+    """A placement that fits, found with a tenth of the default work; None where that finds none.
+
+    Args:
+        problem: what to place.
+        effort: what is charged, if it is limited.
+    """
     visits = Effort.default(len(problem.graph.operations)).visits / 10
+    effort = effort or Effort(2 * visits)
     for candidate, streaming in _attempts(problem, accelerators_alone(problem)):
-        spent = Effort(visits, limits.deadline)
-        search = StreamedSearch(candidate, spent) if streaming else ResidentSearch(candidate, spent)
+        part = replace(effort, visits=max(0.0, min(visits, effort.visits)))
+        search = StreamedSearch(candidate, part) if streaming else ResidentSearch(candidate, part)
         if not search.begin():
             search.improve()
+        effort.spent(part)
         found = search.best if isinstance(search, StreamedSearch) else search.evaluation()
         if found is not None and found.feasible:
             return found
@@ -156,9 +165,7 @@ def _place_resident(
         return _place_evenly(candidate, problem, limits, near)
     effort = _effort(candidate, limits)
     search = ResidentSearch(replace(candidate, balance=False), effort)
-    if not search.begin(near):
-        search.improve()
-    if search.devices is None:
+    if not _begin(search, near):
         return None
     if limits.proves:
         if len(search.arrays.units) * search.arrays.computing <= effort.params.milp_variables:
@@ -172,6 +179,20 @@ def _place_resident(
     if evaluation is None or not evaluation.feasible:
         return None
     return certify(evaluation, _named(search.bound, candidate, problem))
+
+
+def _begin(search: ResidentSearch | StreamedSearch, near: Assignment | None) -> bool:
+    """Find a placement at all, in half of the time and effort; the budgets of an error take the rest."""
+    whole = search.effort
+    search.effort = replace(whole, deadline=whole.share(0.5).deadline)
+    found = search.begin(near)
+    whole.spent(search.effort)
+    if not found:
+        search.effort = replace(search.effort, visits=whole.visits / 2)
+        search.improve()
+        whole.spent(search.effort)
+    search.effort = whole
+    return bool(np.isfinite(search.seconds))
 
 
 def _place_evenly(
@@ -238,9 +259,7 @@ def _place_streamed(
     """Segments, beams over configurations of buffers, the smallest moves, and the bounds."""
     effort = _effort(candidate, limits, streaming=True)
     search = StreamedSearch(candidate, effort)
-    if not search.begin(near):
-        search.improve()
-    if search.best is None:
+    if not _begin(search, near) or search.best is None:
         return None
     if limits.proves:
         _prove(search, search.seconds)

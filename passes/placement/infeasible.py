@@ -9,17 +9,16 @@ from dataclasses import replace
 from graphplan.devices.topology import DeviceKey, Topology
 from graphplan.errors import InfeasibleError, readable_bytes
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
-from graphplan.passes.placement.limits import Limits
-from graphplan.passes.placement.params import SearchParams
+from graphplan.passes.placement.params import Effort
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import reside
 
 __all__ = ["explain_infeasible", "smallest_budgets"]
 
-Probe = Callable[[Problem], Evaluation | None]
+Probe = Callable[[Problem, Effort], Evaluation | None]
 
 
-def smallest_budgets(problem: Problem, limits: Limits, probe: Probe) -> Evaluation | None:
+def smallest_budgets(problem: Problem, effort: Effort, probe: Probe) -> Evaluation | None:
     """A placement within the smallest growth of all budgets in proportion that is found in time.
 
     Growth begins where the weights fit at all, and doubles its steps until a placement is found; between
@@ -27,27 +26,27 @@ def smallest_budgets(problem: Problem, limits: Limits, probe: Probe) -> Evaluati
 
     Args:
         problem: what does not fit.
-        limits: when to stop; the best by then is returned.
-        probe: finds a placement with little work.
+        effort: what the search may cost; the best by then is returned.
+        probe: finds a placement with little work, and charges it.
     """
-    topology, step = _growable(problem.topology), 2 * SearchParams().negligible
+    topology, step = _growable(problem.topology), 0.125
     room = sum(spec.room for spec in topology.devices)
     low = max(1.0, problem.graph.weight_bytes / max(1, room))
     high, found = low, None
-    while found is None and high < low * (1 << 20) and not limits.over:
+    while found is None and high < low * (1 << 20) and not effort.over:
         low, high = high, high * (1 + step)
         step *= 2
-        found = probe(replace(problem, topology=topology.scaled(high)))
-    while found is not None and high / low > 1 + 2 * SearchParams().negligible and not limits.over:
+        found = probe(replace(problem, topology=topology.scaled(high)), effort)
+    while found is not None and high / low > 1 + 2 * effort.params.negligible and not effort.over:
         middle = (low + high) / 2.0
-        closer = probe(replace(problem, topology=topology.scaled(middle)))
+        closer = probe(replace(problem, topology=topology.scaled(middle)), effort)
         if closer is None:
             low = middle
         else:
             high, found = middle, closer
     if found is None:
         return _everything_on_one(problem)
-    return _sufficient(problem, found, topology.scaled(high), probe)
+    return _sufficient(problem, found, topology.scaled(high), effort, probe)
 
 
 def _everything_on_one(problem: Problem) -> Evaluation | None:
@@ -66,10 +65,13 @@ def _growable(topology: Topology) -> Topology:
     return topology.with_memory({s.key: 512 for s in topology.devices if s.memory == 0 and s.computes})
 
 
-def _sufficient(problem: Problem, found: Evaluation, limit: Topology, probe: Probe) -> Evaluation:
+def _sufficient(
+    problem: Problem, found: Evaluation, limit: Topology, effort: Effort, probe: Probe
+) -> Evaluation:
     """Ask for the peaks themselves if that succeeds; else for the grown budgets."""
     peaks = {spec.key: found.peak(spec.key).nbytes + spec.reserve for spec in problem.topology.devices}
-    if probe(replace(problem, topology=problem.topology.with_memory(peaks))) is not None:
+    exactly = replace(problem, topology=problem.topology.with_memory(peaks))
+    if not effort.over and probe(exactly, effort) is not None:
         return found
     raised = {
         spec.key: replace(found.peak(spec.key), nbytes=limit[spec.key].room)

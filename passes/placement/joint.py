@@ -24,6 +24,7 @@ from graphplan.passes.placement.evaluate import Evaluation
 from graphplan.passes.placement.exchange import exchange, weighted_seconds
 from graphplan.passes.placement.infeasible import smallest_budgets
 from graphplan.passes.placement.limits import Limits
+from graphplan.passes.placement.params import Effort
 from graphplan.passes.placement.problem import Problem, cpu_key
 from graphplan.passes.placement.shared_buffers import beside, evaluate_together, fit_together, within
 
@@ -205,7 +206,10 @@ def _infeasible(calls: Sequence[Call], limits: Limits, *, advise: bool) -> Infea
         "each of them fits alone"
     )
     problem = calls[0].problem
-    nearest = smallest_budgets(problem, limits, lambda one: _probed(calls, one)) if advise else None
+    nearest = None
+    if advise:
+        effort = Effort.default(sum(len(call.problem.graph.operations) for call in calls), limits.left)
+        nearest = smallest_budgets(problem, effort, lambda one, left: _probed(calls, one, left))
     if nearest is None:
         return InfeasibleError(said)
     available = {spec.key: spec.memory for spec in problem.topology.devices}
@@ -217,14 +221,15 @@ def _infeasible(calls: Sequence[Call], limits: Limits, *, advise: bool) -> Infea
     )
 
 
-def _probed(calls: Sequence[Call], problem: Problem) -> Evaluation | None:
+def _probed(calls: Sequence[Call], problem: Problem, effort: Effort) -> Evaluation | None:
     """The first call's placement on the problem's devices, with the highest peaks of all calls."""
     grown = [call.on(problem.topology) for call in calls]
-    alone = [probe(call.with_homes(_pinned(grown))) for call in grown]
+    alone = [probe(call.with_homes(_pinned(grown)), effort) for call in grown]
     possible = [found for found in alone if found is not None]
     if len(possible) < len(calls):
         return None
-    found = next((start for start in _starts(grown, possible, probe) if start and _feasible(start)), None)
+    starts = _starts(grown, possible, lambda one: probe(one, effort))
+    found = next((start for start in starts if start and _feasible(start)), None)
     if found is None:
         return None
     peaks = {

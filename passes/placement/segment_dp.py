@@ -395,6 +395,7 @@ class _ShortestPath:
         self.cuts = len(dp.cuts)
         self.rows: dict[tuple[tuple[int, ...], int], _Row] = {}
         self.names: list[tuple[tuple[int, ...], int]] = []
+        self.index: dict[tuple[tuple[int, ...], int], int] = {}
         self._by_end: dict[tuple[int, int], Floats] = {}
 
     def run(self) -> list[tuple[int, int, int]] | None:
@@ -413,7 +414,7 @@ class _ShortestPath:
 
     def _row(self, name: tuple[tuple[int, ...], int]) -> _Row:
         if name not in self.rows:
-            self.rows[name] = _Row.empty(self.cuts)
+            self.rows[name], self.index[name] = _Row.empty(self.cuts), len(self.names)
             self.names.append(name)
         return self.rows[name]
 
@@ -470,14 +471,14 @@ class _ShortestPath:
         padded = np.concatenate([np.full(reach, np.inf), row.seconds])
         before = sliding_window_view(padded, reach)[ends]
         through = np.maximum(before, cost[ends]) if self.dp.slowest else before + cost[ends]
-        self.dp.effort.charge(0.15 * through.size)
+        self.dp.effort.charge(500.0 + 0.15 * through.size)
         best = through.argmin(1)
         value = through[np.arange(len(best)), best]
         target = self._row(into)
         better = np.flatnonzero(value < target.seconds[ends] * (1 - 1e-12))
         end = better + ends.start
         target.seconds[end] = value[better]
-        target.origin[end] = self.names.index(origin)
+        target.origin[end] = self.index[origin]
         target.start[end] = end - reach + best[better]
 
     def _trace(self, name: tuple[tuple[int, ...], int]) -> list[tuple[int, int, int]]:

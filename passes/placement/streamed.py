@@ -81,7 +81,7 @@ class StreamedSearch:
 
     def offer(self, found: Evaluation) -> bool:
         """Keep a placement if it is the fastest within the budgets; whether it is within them."""
-        self.effort.charge(60.0 * self.arrays.count)
+        self.effort.charge(3000.0 + 200.0 * self.arrays.count)
         if not found.feasible:
             return False
         if found.seconds < self.seconds * (1 - 1e-12):
@@ -95,20 +95,24 @@ class StreamedSearch:
         if near is not None and (known := self._adopted(near)) is not None:
             self.offer(evaluate(self.problem, known))
         for streaming, use_cpu, loose in ((1, 1, 0), (0, 1, 0), (1, 0, 0), (1, 1, 1)):
-            if self.best is not None and (loose or self.effort.visits < 0.8 * self.effort.total):
+            if self.effort.over or (self.best is not None and (loose or self._spent_much)):
                 break
             search = SegmentDP(
                 self.arrays, self.effort, streaming=bool(streaming), use_cpu=bool(use_cpu), loose=bool(loose)
             )
             for homes in search.homes() if search.classes else ():
-                if self.best is not None and self.effort.visits < 0.8 * self.effort.total:
+                if self.effort.over or (self.best is not None and self._spent_much):
                     break
                 for segments, devices in search.placements(homes):
                     self._stream_excess(segments, devices)
-        for d in range(self.arrays.computing):
-            if self.best is None or not self.arrays.specs[d].is_accelerator:
-                self._all_on(d)
+        for device, *_ in device_classes(self.arrays):
+            if self.best is None or not self.arrays.specs[device].is_accelerator:
+                self._all_on(device)
         return self.best is not None
+
+    @property
+    def _spent_much(self) -> bool:
+        return self.effort.visits < 0.8 * self.effort.total
 
     def _adopted(self, near: Assignment) -> Assignment | None:
         """A known placement with the rules of this problem; None where it parts what must be together."""
@@ -193,6 +197,8 @@ class StreamedSearch:
 
     def improve(self) -> None:
         """Search configurations, the most promising first, then those beside the best."""
+        if self.best is None and self.effort.over:
+            return  # no bound is asked for
         part = self.effort.share(0.25)
         configurations = sorted(self._configurations(part), key=lambda c: c.bound)
         self.effort.spent(part)
