@@ -1,8 +1,8 @@
 """What holds a plan back: each budget grown, each link and device twice as fast, and planned again.
 
-These plans start from the one that is there, and are made by local search. Only the answer's is made with
-every placement tried where the graph is small, as the plan itself was: its gain is what one then gets,
-those of the others what is had at least.
+These plans start from the one that is there. All of them together take about as much search as the plan
+itself did, the answer a third of that: its gain is close to what one then gets, those of the others are what
+is had at least.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ _WORTH = 1e-3  # of the makespan: a smaller gain is none
 _SAME = 1e-6  # of the makespan: times that differ by less are the same
 _PRECISION = 0.05  # of the increase that is reported
 _TWICE = 2.0
+_TRIALS = 0.5  # of a plan's effort, for the first plan with more of each thing
+_ANSWER = 0.3  # likewise, for the plan of the answer, and for those that narrow it down
 
 
 def find_bottleneck(plan: PlanData, *, progress: bool = True) -> Bottleneck:
     """Plan again with more of each thing; the result depends on the plan only."""
     search = _BottleneckSearch(plan)
     trials: list[Callable[[], Growth]] = [*search.memory(), *search.links(), *search.speeds()]
-    growths = []
+    search.share = _TRIALS / max(1, len(trials))
     # a bar that waits a second before it shows
     with warnings.catch_warnings(), tqdm(trials, desc="bottleneck", delay=1, disable=not progress) as bar:
         warnings.filterwarnings("ignore", message="balance=True")  # the plan itself has said so
@@ -105,13 +107,12 @@ class _BottleneckSearch:
         self.now = plan.weighted_makespan
         self.near = [one.schedule.assignment for one in plan.calls]
         self.tried: dict[tuple[str, tuple[DeviceKey, ...]], Topology] = {}
+        self.share = 1.0  # of a plan's effort, for each plan
 
-    def _place(
-        self, topology: Topology, near: Sequence[Assignment] | None = None, *, exhaustive: bool = False
-    ) -> _Found | None:
+    def _place(self, topology: Topology, near: Sequence[Assignment] | None = None) -> _Found | None:
         """What is found for these devices; None where nothing is, since no search is complete."""
         calls, start = [call.on(topology) for call in self.calls], near or self.near
-        limits = Limits(effort=1.0 if exhaustive else 0.3, proves=False)
+        limits = Limits(effort=self.share, proves=False)
         try:
             if len(calls) == 1:
                 solutions = [place(calls[0].with_homes({}), limits, near=start[0])]
@@ -135,14 +136,17 @@ class _BottleneckSearch:
 
     def confirmed(self, answer: Growth) -> Growth:
         """The answer with the fewest bytes that do, and what a plan that is made with them saves."""
+        self.share = _ANSWER
         if answer.what != "memory":
-            found = self._place(self.tried[answer.what, answer.devices], exhaustive=True)
+            found = self._place(self.tried[answer.what, answer.devices])
             again = self._growth(answer.what, answer.devices, found, answer.like)
             return max(answer, again, key=lambda growth: growth.gain)
         spec = self.topology[answer.devices[0]]
+        self.share = _ANSWER * _PRECISION
         trials = self._narrowed(spec, answer)
+        self.share = _ANSWER
         least = min(size for size, s in trials.items() if s <= answer.makespan + _SAME * self.now)
-        found = self._place(self._grown(spec, least), exhaustive=True)
+        found = self._place(self._grown(spec, least))
         again = self._growth("memory", answer.devices, found, answer.like)
         best = max(replace(answer, makespan=trials[least]), again, key=lambda growth: growth.gain)
         trials[least] = best.makespan

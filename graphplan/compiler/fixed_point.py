@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from graphplan.capture.signature import BoundCall
+from graphplan.compiler.compile_state import Choice, CompileState, Member
 from graphplan.compiler.formulation import Company, Formulation
 from graphplan.devices.topology import DISK
 from graphplan.ir.constraints import Constraints
-from graphplan.passes.frontend.annotate import Annotator
+from graphplan.ir.schedule import Assignment
 from graphplan.passes.frontend.upper_bound_graph import upper_bound_graph
 from graphplan.passes.placement.certificate import Bound, Solution, certify
 from graphplan.passes.placement.constrain import constrain
 from graphplan.passes.placement.disk import place_or_map
-from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.joint import Call, place_jointly
-from graphplan.passes.placement.limits import Limits
-from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.shared_buffers import fit_together
 from graphplan.warnings import warn
 
-__all__ = ["Choice", "Member", "solve", "solve_together"]
+__all__ = ["place_calls"]
 
 _ROUNDS = 4  # times that a placement is made again because its own moves made operations take more
 _NOT_ON_DISK = (
@@ -31,114 +28,62 @@ _NOT_ON_DISK = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A capture, annotated, as a problem, and the solution of it.
+def place_calls(state: CompileState) -> CompileState:
+    """Place the calls, all over one placement of weights.
 
-    Attributes:
-        annotator: of the capture.
-        asked: the problem and the caller's constraints apart.
-        problem: with them.
-        solution: of the problem.
-    """
-
-    annotator: Annotator
-    asked: Call
-    problem: Problem
-    solution: Solution
-
-    @property
-    def seconds(self) -> float:
-        """Of one call, as modelled."""
-        return self.solution.evaluation.seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One of several calls that are planned together.
-
-    Attributes:
-        annotator: of what was captured.
-        weight: how much its seconds count.
-        call: the example.
-    """
-
-    annotator: Annotator
-    weight: float
-    call: BoundCall
-
-
-def solve(formulation: Formulation, annotator: Annotator, call: BoundCall | None, limits: Limits) -> Choice:
-    """Place a call.
-
-    The graph that is returned is that of the returned placement: its bytes are exact.
+    The graphs of the choices are those of the returned placement: their bytes are exact.
 
     Raises:
         InfeasibleError: no placement fits.
     """
-    plain = formulation.plain(annotator, call)
-    constraints = formulation.constraints(plain.graph)
-    asked, problem = Call(plain, constraints, 1.0), constrain(plain, constraints)
-    near = formulation.committed.known_for(problem.graph)
-    bound: Bound | None = None  # of the plain graph, whose operations take least
-    for _ in range(_ROUNDS):
-        solution = place_or_map(problem, formulation.mappable, limits, near=near)
-        bound = bound or Bound(solution.lower_bound, solution.proof)
-        near = solution.evaluation.schedule.assignment
-        moved = formulation.graph(annotator, solution.evaluation.schedule)
-        exact = constrain(replace(plain, graph=moved), constraints)
-        if exact.graph == problem.graph:
-            return Choice(annotator, asked, problem, certify(solution.evaluation, bound))
-        again = evaluate(exact, solution.evaluation.schedule.assignment)
-        if again.feasible:
-            return Choice(annotator, asked, exact, certify(again, bound))
-        problem = replace(exact, graph=upper_bound_graph(problem.graph, exact.graph))
-    solution = place_or_map(problem, formulation.mappable, limits, near=near)
-    return Choice(annotator, asked, problem, certify(solution.evaluation, bound or Bound()))
-
-
-def solve_together(
-    formulation: Formulation, members: Sequence[Member], *, advise: bool = True
-) -> list[Choice]:
-    """As :func:`solve`, for several calls over one placement of weights.
-
-    ``advise`` as in :func:`graphplan.passes.placement.joint.place_jointly`.
-    """
-    if DISK in formulation.topology:
-        warn(_NOT_ON_DISK)
+    formulation, members = state.formulation, state.members
     company = _company(members)
-    calls = []
-    for member in members:
-        plain = formulation.plain(member.annotator, member.call, company)
-        calls.append(Call(plain, formulation.options.constraints.within(plain.graph), member.weight))
-    _check_named(formulation.options.constraints, calls)
-    limits = Limits.within(formulation.options.time_limit)
+    calls = [_posed(formulation, member, company) for member in members]
+    if formulation.committed.homes is None or len(calls) > 1:
+        _check_named(formulation.options.constraints, calls)
+    near: list[Assignment] | None = None
     bounds: list[Bound] = []  # of the plain graphs, whose operations take least
     for _ in range(_ROUNDS):
-        solutions = place_jointly(calls, limits, advise=advise)
+        solutions = _place(state, calls, near)
         bounds = bounds or [Bound(one.lower_bound, one.proof) for one in solutions]
+        near = [one.evaluation.schedule.assignment for one in solutions]
         exact = [
             _moved(formulation, member, company, call, found)
             for member, call, found in zip(members, calls, solutions, strict=True)
         ]
-        again = fit_together(
-            [call.with_homes({}) for call in exact],
-            [found.evaluation.schedule.assignment for found in solutions],
-        )
+        again = fit_together([call.with_homes({}) for call in exact], near)
         if all(found.feasible for found in again):
-            return _choices(members, exact, again, bounds)
+            return _chosen(state, exact, [certify(*pair) for pair in zip(again, bounds, strict=True)])
         calls = [_upper_bound_call(old, new) for old, new in zip(calls, exact, strict=True)]
-    last = place_jointly(calls, limits, advise=advise)
-    return _choices(members, calls, [one.evaluation for one in last], bounds)
+    last = [one.evaluation for one in _place(state, calls, near)]
+    return _chosen(state, calls, [certify(*pair) for pair in zip(last, bounds, strict=True)])
 
 
-def _choices(
-    members: Sequence[Member], calls: Sequence[Call], found: Sequence[Evaluation], bounds: Sequence[Bound]
-) -> list[Choice]:
-    return [
-        Choice(member.annotator, call, call.with_homes({}), certify(one, bound))
-        for member, call, one, bound in zip(members, calls, found, bounds, strict=True)
+def _chosen(state: CompileState, calls: Sequence[Call], solutions: Sequence[Solution]) -> CompileState:
+    choices = [
+        Choice(member.annotator, call, call.with_homes({}), solution)
+        for member, call, solution in zip(state.members, calls, solutions, strict=True)
     ]
+    return replace(state, choices=choices)
+
+
+def _posed(formulation: Formulation, member: Member, company: Company) -> Call:
+    plain = formulation.plain(member.annotator, member.call, company)
+    return Call(plain, formulation.options.constraints.within(plain.graph), member.weight)
+
+
+def _place(
+    state: CompileState, calls: Sequence[Call], near: Sequence[Assignment] | None
+) -> Sequence[Solution]:
+    """One call by itself, where weights may stay on disk; several jointly."""
+    formulation = state.formulation
+    if len(calls) == 1:
+        problem = calls[0].with_homes({})
+        known = near[0] if near else formulation.committed.known_for(problem.graph)
+        return [place_or_map(problem, formulation.mappable, state.limits, near=known)]
+    if DISK in formulation.topology:
+        warn(_NOT_ON_DISK)
+    return place_jointly(calls, state.limits, near=near, advise=state.advise)
 
 
 def _company(members: Sequence[Member]) -> Company:

@@ -13,7 +13,6 @@ from graphplan.capture.signature import BoundCall
 from graphplan.compiler.earlier_plans import Commitments
 from graphplan.compiler.options import Options
 from graphplan.devices.topology import CPU, DeviceKey, Topology
-from graphplan.ir.constraints import Constraints
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Weight
 from graphplan.ir.schedule import Schedule
@@ -60,7 +59,7 @@ class Formulation:
     def constrained(self, annotator: Annotator, call: BoundCall | None) -> Problem:
         """What is to be placed, with the caller's rules."""
         plain = self.plain(annotator, call)
-        return constrain(plain, self.constraints(plain.graph))
+        return constrain(plain, self.options.constraints.within(plain.graph))
 
     def plain(self, annotator: Annotator, call: BoundCall | None, company: Company = _ALONE) -> Problem:
         """What is to be placed, without the caller's rules."""
@@ -76,11 +75,6 @@ class Formulation:
             prefetch_limits=self.committed.prefetch_limits(self.topology),
             streaming=not self.options.grad,
         )
-
-    def constraints(self, graph: Graph) -> Constraints:
-        """What the caller asks for; a further call may not run everything that is named there."""
-        constraints = self.options.constraints
-        return constraints if self.committed.homes is None else constraints.within(graph)
 
     def graph(
         self, annotator: Annotator, schedule: Schedule | None = None, company: Company = _ALONE

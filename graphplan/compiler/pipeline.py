@@ -1,25 +1,19 @@
-"""From a call to a program: the passes in order.
+"""From calls to programs: the passes, in order.
 
 ::
 
-    capture_cache     ModelCopy            a copy to trace, without weights of its own
-                      capture         -> fx graph
-                      simplify        checks and no-ops go
-                      Annotator       -> Graph: bytes, FLOPs, aliases
-    formulation       constrain       what the caller asks for
-    fixed_point       place           -> where everything is
-    slicing_choice    slice_weights   the same again in parts, where no accelerator holds a weight
-    pipeline          check_schedule  proof that nothing passes a budget
-    code_generation   lower           -> fx graph with every move
-                      quicken         the fastest calls that do the same
-                      verify_lowered  proof that its tensors meet
-                      cut_stages      where stages are to be compiled
+    capture         Captures.annotated      model, call -> fx graph -> Graph: bytes, FLOPs, aliases
+    plan            PASSES, below           over one CompileState, of one call or several
+        reuse_slices                        weights that are in parts already
+        place_whole_or_sliced               constrain, slice if needed, place: where everything is
+        check_budgets                       proof that nothing passes a budget, in any call
+    lower           lower_planned           plan -> fx graph with every move, specialised, verified
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 
 from graphplan.analysis.plan import Plan
@@ -30,17 +24,18 @@ from graphplan.capture.modes import Modes
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.capture_cache import Captured, Captures
 from graphplan.compiler.code_generation import Planned, lower_planned
+from graphplan.compiler.compile_state import Choice, CompileState, Member
 from graphplan.compiler.earlier_plans import Commitments
-from graphplan.compiler.fixed_point import Choice, Member, solve_together
 from graphplan.compiler.formulation import Formulation, host_key
 from graphplan.compiler.options import Options
-from graphplan.compiler.slicing_choice import choose
+from graphplan.compiler.slicing_choice import place_whole_or_sliced, reuse_slices
 from graphplan.devices.topology import DeviceKey, Topology
 from graphplan.errors import CaptureError, InfeasibleError
 from graphplan.ir.graph import Graph
 from graphplan.ir.schedule import Assignment
 from graphplan.ir.schedule_checks import check_schedule
 from graphplan.passes.frontend.annotate import Annotator
+from graphplan.passes.placement.limits import Limits
 from graphplan.passes.placement.problem import Problem
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.weights.storage import Layout
@@ -145,7 +140,7 @@ class Compiler:
         """Capture several calls, and place them over the same homes of weights.
 
         Calls of one structure are one call with the sum of their weights. ``advise`` as in
-        :func:`graphplan.compiler.fixed_point.solve_together`.
+        :class:`graphplan.compiler.compile_state.CompileState`.
         """
         members: dict[tuple[int, DeviceKey], Member] = {}
         for one, weight in zip(calls, weights, strict=True):
@@ -153,9 +148,7 @@ class Compiler:
             key = id(annotator), host_key(self.topology, one.call)
             before = members[key].weight if key in members else 0.0
             members[key] = Member(annotator, before + weight, one.call)
-        found = list(members.values())
-        choices = solve_together(self._formulation, found, advise=advise)
-        made = [self._planned(one, member.call) for member, one in zip(found, choices, strict=True)]
+        made = self._planned(list(members.values()), advise=advise)
         first = replace(made[0].plan, others=tuple(planned.plan for planned in made[1:]))
         return replace(made[0], plan=first), *made[1:]
 
@@ -200,28 +193,52 @@ class Compiler:
         return self._captures.annotated(call, types, entry, ahead)
 
     def _plan(self, call: BoundCall | None, annotator: Annotator) -> Planned:
-        return self._planned(choose(self._formulation, annotator, call), call)
+        return self._planned([Member(annotator, 1.0, call)])[0]
 
-    def _planned(self, choice: Choice, call: BoundCall | None) -> Planned:
-        graph, evaluation, asked = choice.problem.graph, choice.solution.evaluation, choice.asked
-        check_schedule(graph, self.topology, evaluation.schedule)
-        _refuse_shared(graph, self.model_copy)
-        made = Plan(
-            graph,
-            self.topology,
-            evaluation.schedule,
-            evaluation.seconds,
-            choice.solution.lower_bound,
-            choice.solution.proof,
-            choice.annotator.capture.method,
-            asked.constraints,
-            asked.problem.fixed_weights,
-            asked.weight,
-            shared_prefetch_bytes=asked.problem.prefetch_bytes,
-            prefetch_limits=asked.problem.prefetch_limits,
-            streaming=asked.problem.streaming,
-        )
-        return Planned(choice.annotator.capture, made, call)
+    def _planned(self, members: Sequence[Member], *, advise: bool = True) -> list[Planned]:
+        limits = Limits.within(self.options.time_limit)
+        state = CompileState(self._formulation, members, limits, advise)
+        for step in PASSES:
+            state = step(state)
+        made = []
+        for member, choice in zip(state.members, state.choices, strict=True):
+            _refuse_shared(choice.problem.graph, self.model_copy)
+            made.append(Planned(choice.annotator.capture, _plan_of(choice), member.call))
+        return made
+
+
+def check_budgets(state: CompileState) -> CompileState:
+    """Pass: prove each schedule, in which nothing passes a budget; VerificationError otherwise."""
+    for choice in state.choices:
+        schedule = choice.solution.evaluation.schedule
+        check_schedule(choice.problem.graph, state.formulation.topology, schedule)
+    return state
+
+
+PASSES: Sequence[Callable[[CompileState], CompileState]] = (
+    reuse_slices,
+    place_whole_or_sliced,
+    check_budgets,
+)
+
+
+def _plan_of(choice: Choice) -> Plan:
+    found, asked = choice.solution.evaluation, choice.asked
+    return Plan(
+        choice.problem.graph,
+        choice.problem.topology,
+        found.schedule,
+        found.seconds,
+        choice.solution.lower_bound,
+        choice.solution.proof,
+        choice.annotator.capture.method,
+        asked.constraints,
+        asked.problem.fixed_weights,
+        asked.weight,
+        shared_prefetch_bytes=asked.problem.prefetch_bytes,
+        prefetch_limits=asked.problem.prefetch_limits,
+        streaming=asked.problem.streaming,
+    )
 
 
 def _refuse_shared(graph: Graph, model_copy: ModelCopy) -> None:

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -147,8 +148,8 @@ class Frontier:
         for item in (v for v in free if len(self.readers.get(v, ())) == 1):
             alone[self.readers[item][0]].append(item)
         self.own = [alone[unit] for unit in range(self.units)]
-        values = self._values()
-        self.needs_home = any(self._depends_on_source(value) for value in values)
+        self._first, self._crossing = first, self._values()
+        self.needs_home = any(self._depends_on_source(value) for value in self._crossing)
         self.width = self.devices * (2 if self.needs_home else 1)
         self.per_word = _WORD // self.width  # none where devices are so many: all values are relaxed
         self.mask = (1 << self.devices) - 1
@@ -156,7 +157,6 @@ class Frontier:
         self.before = [(b, a) for members in self.classes for a, b in pairwise(members)]
         if self.devices > _WORD:  # then no bits are left for which are in use
             self.before = []
-        self.steps = self._make_steps(values, first)
 
     # -- reading the problem -------------------------------------------------------------------------
 
@@ -242,7 +242,10 @@ class Frontier:
 
     # -- steps ---------------------------------------------------------------------------------------
 
-    def _make_steps(self, values: list[_Value], first: int | None) -> list[Step]:
+    @cached_property
+    def steps(self) -> list[Step]:
+        """In order; made when a search needs them."""
+        values, first = self._crossing, self._first
         earlier: dict[int, list[int]] = defaultdict(list)
         front = [] if first is None else [self.units + first]
         for k, item in enumerate(self.shared):
@@ -330,7 +333,12 @@ class Frontier:
             step.closed = tuple(sorted(closed))
             step.open = tuple(sorted(cost, key=lambda slot: (cost[slot], slot)))
         self.slot_of = slots
-        self.words = 1 + max(slots.values(), default=0) // max(1, self.per_word)
+
+    @cached_property
+    def words(self) -> int:
+        """Of a state, 62 bits each."""
+        used = [touch.slot for step in self.steps for touch in step.touches]
+        return 1 + max(used, default=0) // max(1, self.per_word)
 
     def _touch(self, value: _Value, i: int, slot: int, place: dict[int, int]) -> Touch:
         maker = -1 if value.maker < 0 else place[value.maker]

@@ -250,7 +250,9 @@ class StreamedSearch:
 
     def _slot_sizes(self) -> list[float]:
         """A few sizes of slots: the largest that weights need, and some that are clearly smaller."""
-        frontier = Frontier(self.coarse, streaming=True, guide=True)
+        frontier = (
+            self.guide if self.coarse is self.arrays else Frontier(self.coarse, streaming=True, guide=True)
+        )
         movable = np.array([step.movable for step in frontier.steps])
         movable = np.unique(movable[movable > 0])
         room = min((s.room for s in self.arrays.specs if s.is_accelerator), default=0)

@@ -1,0 +1,72 @@
+"""What the passes of the planner hand on to each other: calls, what is placed of each, and its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from graphplan.capture.signature import BoundCall
+from graphplan.compiler.formulation import Formulation
+from graphplan.passes.frontend.annotate import Annotator
+from graphplan.passes.placement.certificate import Solution
+from graphplan.passes.placement.joint import Call
+from graphplan.passes.placement.limits import Limits
+from graphplan.passes.placement.problem import Problem
+
+__all__ = ["Choice", "CompileState", "Member"]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One of the calls that are planned together.
+
+    Attributes:
+        annotator: of what was captured.
+        weight: how much its seconds count.
+        call: the example; None for a trace without.
+    """
+
+    annotator: Annotator
+    weight: float
+    call: BoundCall | None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A capture, annotated, as a problem, and the solution of it.
+
+    Attributes:
+        annotator: of the capture.
+        asked: the problem and the caller's constraints apart.
+        problem: with them.
+        solution: of the problem.
+    """
+
+    annotator: Annotator
+    asked: Call
+    problem: Problem
+    solution: Solution
+
+    @property
+    def seconds(self) -> float:
+        """Of one call, as modelled."""
+        return self.solution.evaluation.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class CompileState:
+    """How far the planning of one or several calls has come.
+
+    Attributes:
+        formulation: poses problems; it knows the devices, the options and what earlier plans have settled.
+        members: the calls, captured.
+        limits: when the search ends.
+        advise: whether an error says which budgets would do for several calls, which takes many searches.
+        choices: where everything is, of each call; empty until it is placed.
+    """
+
+    formulation: Formulation
+    members: Sequence[Member]
+    limits: Limits = field(default_factory=Limits)
+    advise: bool = True
+    choices: Sequence[Choice] = ()
