@@ -17,8 +17,8 @@ from graphplan.ir.schedule_checks import check_schedule
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.problem import Problem
 
-SLOW = settings(max_examples=16, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-QUICK = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+SLOW = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 STEPS = (
     "linear",
