@@ -4,12 +4,14 @@ python tests/helpers/random_placements.py [--count 20000] [--seed 0] [--processe
 
 Each seed is a problem of ``random_problems.py``, which ``placement_checks.py`` has placed and checked.
 Violations are printed as they are found; ``benchmarks/results/random_placements.json`` has all, and the
-counts. The exit status is 1 if there are any.
+counts. The exit status is 1 if there are any. With ``--records FILE`` a run that was ended goes on where it
+was: a line of JSON is kept for each seed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import random
 import shlex
@@ -17,9 +19,9 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -101,14 +103,26 @@ def measure(seed: int, tiny: float, placements: int) -> Record:
 def records(arguments: argparse.Namespace) -> Iterator[Record]:
     """The records of all seeds, in order, as they are found."""
     one = partial(measure, tiny=arguments.tiny, placements=arguments.placements)
-    seeds = range(arguments.seed, arguments.seed + arguments.count)
-    if arguments.processes == 1:
+    seeds: Sequence[int] = range(arguments.seed, arguments.seed + arguments.count)
+    if arguments.records is not None and arguments.records.exists():
+        done = [Record(*json.loads(line)) for line in arguments.records.read_text().splitlines()]
+        yield from done[: arguments.count]
+        seeds = seeds[len(done) :]
+    for record in _measured(one, seeds, arguments.processes):
+        if arguments.records is not None:
+            with arguments.records.open("a") as file:
+                file.write(json.dumps(astuple(record)) + "\n")
+        yield record
+
+
+def _measured(one: Callable[[int], Record], seeds: Sequence[int], processes: int) -> Iterator[Record]:
+    if processes == 1:
         yield from map(one, seeds)
         return
     fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(arguments.processes, mp_context=fork) as pool:
+    with ProcessPoolExecutor(processes, mp_context=fork) as pool:
         waiting = iter(seeds)
-        while some := list(islice(waiting, 16 * arguments.processes)):
+        while some := list(islice(waiting, 16 * processes)):
             yield from pool.map(one, some)
 
 
@@ -163,6 +177,7 @@ def main() -> None:
     parser.add_argument("--tiny", type=float, default=0.75, help="share of tiny problems")
     parser.add_argument("--placements", type=int, default=5_000, help="up to how many all are tried")
     parser.add_argument("--name", default="random_placements", help="of the file of results")
+    parser.add_argument("--records", type=Path, help="a file of the records so far, to go on from")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     found = []
