@@ -30,6 +30,7 @@ __all__ = ["LinearProgram", "Node", "branch_and_bound"]
 
 _WHOLE = 1e-6  # what differs less from a whole number is one
 _ROUNDING = 1e-9  # relative: of a bound, for sums in floating point
+_ITERATION = 0.05  # visits that an iteration of the simplex method takes, for each entry of the rows
 _VIOLATED = 1e-6  # of rows in their own units, from which on they cannot be kept
 
 Terms = Sequence[tuple[int, float]]
@@ -89,16 +90,20 @@ class LinearProgram:
         matrix = csr_array((data, columns, starts), shape=(len(rows), len(self.low)))
         return matrix, np.array([limit for _, limit in rows])
 
-    def solve(self, objective: int, low: Floats, high: Floats, seconds: float | None) -> Node | None:
+    def solve(self, objective: int, low: Floats, high: Floats, effort: Effort) -> Node | None:
         """The relaxation within these limits; None where it is proven that there is none.
 
-        Where HiGHS gives up nothing is known, and the bound is minus infinity.
+        Where HiGHS gives up, or the effort is too small for it, the bound is minus infinity.
         """
+        unknown = Node(-np.inf, np.round(low), np.zeros(len(low)), low, high)
+        each = _ITERATION * self.entries
+        if each * (len(self._than) + len(self._as)) > effort.visits:  # mostly about one for each row
+            return unknown
         cost = np.zeros(len(low))
         cost[objective] = 1.0
         options: dict[str, float | bool] = {"presolve": False}
-        if seconds is not None:
-            options["time_limit"] = max(0.01, seconds)
+        if effort.seconds_left is not None:
+            options["time_limit"] = max(0.01, effort.seconds_left)
         found = linprog(
             cost,
             A_ub=self._less,
@@ -109,10 +114,11 @@ class LinearProgram:
             method="highs",
             options=options,
         )
+        effort.charge(20_000.0 + each * found.nit)
         if found.status == 2 and self._impossible(low, high, options):
             return None
         if found.status != 0:
-            return Node(-np.inf, np.round(low), np.zeros(len(low)), low, high)
+            return unknown
         less = np.minimum(found.ineqlin.marginals, 0.0)
         same = found.eqlin.marginals
         bound = self._proven(cost, less, same, low, high)
@@ -160,7 +166,7 @@ def branch_and_bound(program: LinearProgram, objective: int, enough: float, effo
     program.freeze()
     integer: Bools = np.array(program.integer, dtype=bool)
     low, high = np.array(program.low), np.array(program.high)
-    root = _solve(program, objective, low, high, effort)
+    root = program.solve(objective, low, high, effort)
     if root is None:
         return np.inf
     order, solved, seen = count(), 0, (0, root.bound)
@@ -178,7 +184,7 @@ def branch_and_bound(program: LinearProgram, objective: int, enough: float, effo
         heapq.heappop(heap)
         for limits in _split(node, int(score.argmax())):
             solved += 1
-            child = _solve(program, objective, *limits, effort)
+            child = program.solve(objective, *limits, effort)
             if child is not None:
                 heapq.heappush(heap, (max(bound, child.bound), next(order), child))
     return heap[0][0] if heap else np.inf
@@ -190,8 +196,3 @@ def _split(node: Node, index: int) -> list[tuple[Floats, Floats]]:
     below[index] = np.floor(node.values[index])
     above[index] = below[index] + 1.0
     return [(node.low, below), (above, node.high)]
-
-
-def _solve(program: LinearProgram, objective: int, low: Floats, high: Floats, effort: Effort) -> Node | None:
-    effort.charge(20_000.0 + 16.0 * program.entries)
-    return program.solve(objective, low, high, effort.seconds_left)

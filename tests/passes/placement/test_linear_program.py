@@ -14,6 +14,7 @@ from scipy.optimize import linprog
 
 from graphplan.passes.placement import linear_program
 from graphplan.passes.placement.linear_program import LinearProgram, branch_and_bound
+from graphplan.passes.placement.params import Effort
 
 
 class Made:
@@ -55,7 +56,9 @@ class Made:
 
     def solve(self) -> linear_program.Node | None:
         self.program.freeze()
-        return self.program.solve(self.z, np.array(self.program.low), np.array(self.program.high), None)
+        return self.program.solve(
+            self.z, np.array(self.program.low), np.array(self.program.high), Effort(1e9)
+        )
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -103,7 +106,7 @@ def test_an_infeasible_program_has_no_solution() -> None:
     program.at_most([(x, 1.0)], 0.25)
     program.at_most([(x, 1.0), (z, -1.0)], 0.0)
     program.freeze()
-    assert program.solve(z, np.zeros(2), np.array([1.0, 10.0]), None) is None
+    assert program.solve(z, np.zeros(2), np.array([1.0, 10.0]), Effort(1e9)) is None
 
 
 def test_a_program_that_only_highs_calls_infeasible_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +114,7 @@ def test_a_program_that_only_highs_calls_infeasible_is_left_open(monkeypatch: py
 
     def lying(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
-        return SimpleNamespace(status=2, x=None) if len(calls) == 1 else linprog(*args, **kwargs)
+        return SimpleNamespace(status=2, nit=1, x=None) if len(calls) == 1 else linprog(*args, **kwargs)
 
     monkeypatch.setattr(linear_program, "linprog", lying)
     made = Made(1, integer=False)
@@ -123,7 +126,7 @@ def test_a_program_that_only_highs_calls_infeasible_is_left_open(monkeypatch: py
 
 @pytest.mark.parametrize("status", [1, 3, 4])
 def test_where_highs_gives_up_nothing_is_known(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    given_up = SimpleNamespace(status=status, x=None)
+    given_up = SimpleNamespace(status=status, nit=1, x=None)
     monkeypatch.setattr(linear_program, "linprog", lambda *_, **__: given_up)
     made = Made(1, integer=True)
     assert branch_and_bound(made.program, made.z, math.inf, ample()) == -math.inf
@@ -155,3 +158,19 @@ def test_a_bound_that_is_enough_is_not_raised() -> None:
     effort = ample()
     assert branch_and_bound(made.program, made.z, root.bound - 1.0, effort) == root.bound
     assert effort.total - effort.visits < 50_000
+
+
+def test_a_program_that_is_too_large_for_the_effort_is_left_open() -> None:
+    program = LinearProgram()
+    z = program.variable(10.0)
+    program.at_least([(z, 1.0)], 2.0)
+    program.freeze()
+    low, high = np.zeros(1), np.array([10.0])
+    node = program.solve(z, low, high, Effort(0.01))
+    assert node is not None
+    assert node.bound == -math.inf
+    effort = Effort(1e6)
+    solved = program.solve(z, low, high, effort)
+    assert solved is not None
+    assert solved.bound == pytest.approx(2.0)
+    assert effort.visits < 1e6
