@@ -46,11 +46,13 @@ class ModelCopy:
         signature: of the model's ``forward``.
         entry: the method that is called: ``"model.encoder"`` for a submodule, ``"model:encode"`` for a method
             of one, empty for the model.
+        told: what its user has been warned of, once.
     """
 
     def __init__(self, model: nn.Module) -> None:
         know_caches(model)
         self.entry = ""
+        self.told: set[str] = set()
         self.weights = ModelWeights(model)
         self.signature = inspect.signature(model.forward)
         stand_ins = _stand_ins(model)

@@ -374,7 +374,6 @@ class Awkward(nn.Module):
         (Two(), {"kwargs": X}, "kwargs must map"),
         (Two(), {"links": 3}, "links must map"),
         (Awkward(), {}, "named 'code'"),
-        (Two(), {"args": (torch.randn(3, 7),)}, "rejects the example inputs"),
     ],
 )
 def test_odd_arguments_get_an_error_of_ours(model: Any, arguments: dict[str, Any], message: str) -> None:
