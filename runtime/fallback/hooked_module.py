@@ -21,11 +21,25 @@ __all__ = ["HookedModule", "dispatch"]
 
 @dataclass(frozen=True, slots=True)
 class _Hooked:
-    """What a hooked module keeps beside the model's own attributes."""
+    """What a hooked module keeps beside the model's own attributes: what :func:`dispatch` was given.
 
+    Attributes:
+        devices: module or tensor -> where it lives.
+        main: the device that runs what lives on the CPU.
+        plan: of modules.
+        reason: why there are hooks.
+        keep_grad: whether calls keep autograd alive.
+        home: whether results of modules go back to where their inputs came from.
+        added: names of attributes that accelerate has put on modules.
+    """
+
+    devices: Mapping[str, torch.device]
+    main: torch.device
     plan: PlanData
     reason: str
     keep_grad: bool
+    home: bool
+    added: frozenset[str]
 
 
 class HookedModule(nn.Module):
@@ -79,6 +93,34 @@ class HookedModule(nn.Module):
                 found[name] = self._kept_by_hooks(name.removeprefix(prefix))
         return found
 
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        return _hooked_again, (self._plain(), self._graphplan)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        memo[id(self)] = copied = _hooked_again(self._plain(), self._graphplan)
+        return copied
+
+    def _plain(self) -> nn.Module:
+        """A copy of the model without hooks, of its own class, with weights of its own on the CPU."""
+        memo: dict[int, Any] = {}
+        named = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
+        for name, tensor in named:
+            if id(tensor) not in memo:
+                value = self._kept_by_hooks(name) if tensor.device.type == "meta" else tensor
+                here = value.detach().to("cpu", copy=True)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                memo[id(tensor)] = nn.Parameter(here, tensor.requires_grad) if is_parameter else here
+        added = self._graphplan.added
+        original: type[nn.Module] = type(self).__mro__[2]
+        root = object.__new__(original)
+        root.__dict__.update({name: value for name, value in vars(self).items() if name != "_graphplan"})
+        memo |= {id(vars(part)[name]): False for part in self.modules() for name in added & vars(part).keys()}
+        plain = copy.deepcopy(root, memo)
+        for part in plain.modules():
+            for name in added & vars(part).keys():
+                del vars(part)[name]
+        return plain
+
     def _kept_by_hooks(self, name: str) -> torch.Tensor:
         path, _, own = name.rpartition(".")
         hook = getattr(self.get_submodule(path), "_hf_hook", None)
@@ -129,6 +171,7 @@ def dispatch(
 
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     copied = copy.deepcopy(model, memo)
+    own = [set(vars(part)) for part in copied.modules()]
     named = {name: str(device) for name, device in devices.items()}
     # offloaded weights are on the meta device, it says; their values are not lost here
     with silenced("accelerate.big_modeling", below=logging.ERROR), warnings.catch_warnings():
@@ -140,9 +183,18 @@ def dispatch(
         _place_own_tensors(made, {} if home else devices, main)
         if home:
             _send_results_back(made, devices)
-    made.__dict__["_graphplan"] = _Hooked(plan, reason, grad)
+    added = (vars(part).keys() - names for part, names in zip(made.modules(), own, strict=True))
+    made.__dict__["_graphplan"] = _Hooked(
+        dict(devices), main, plan, reason, grad, home, frozenset().union(*added)
+    )
     made.__class__ = _hooked_class(type(model))
     return made
+
+
+def _hooked_again(plain: nn.Module, known: _Hooked) -> nn.Module:
+    return dispatch(
+        plain, known.devices, known.main, known.plan, known.reason, grad=known.keep_grad, home=known.home
+    )
 
 
 def _place_own_tensors(model: nn.Module, devices: Mapping[str, torch.device], main: torch.device) -> None:
