@@ -163,8 +163,9 @@ def partition(
     """The model, placed over the devices of ``max_memory`` and ready to run.
 
     What is returned is of the model's own class, as far as ``isinstance``, names and state_dict keys
-    go, with ``.plan``, ``.graph_module`` and ``.code`` beside. ``model`` itself is left as it was;
-    weights that stay on the CPU share their memory with it.
+    go, with ``.plan``, ``.graph_module`` and ``.code`` beside; where the model has such names itself, they
+    are ``.graphplan.plan`` and so on. ``model`` itself is left as it was; weights that stay on the CPU share
+    their memory with it.
 
     Args:
         model: any module, on any device; on the meta device with ``checkpoint``.

@@ -14,6 +14,7 @@ from torch import nn
 
 from graphplan.errors import PlanError
 from graphplan.ir.plan_data import PlanData
+from graphplan.runtime.fallback.short_names import ShortNames
 from graphplan.warnings import silenced
 
 __all__ = ["HookedModule", "dispatch"]
@@ -42,15 +43,16 @@ class _Hooked:
     added: frozenset[str]
 
 
-class HookedModule(nn.Module):
-    """What :func:`graphplan.partition` makes of a model that cannot be captured."""
+class HookedView:
+    """What a module that hooks run says of itself."""
 
-    _graphplan: _Hooked
+    def __init__(self, module: Any) -> None:
+        self._known: _Hooked = vars(module)["_graphplan"]
 
     @property
     def plan(self) -> PlanData:
         """The plan: of modules, not of operations."""
-        return self._graphplan.plan
+        return self._known.plan
 
     @property
     def plans(self) -> tuple[PlanData, ...]:
@@ -69,7 +71,7 @@ class HookedModule(nn.Module):
         Raises:
             PlanError: always; it says why.
         """
-        raise PlanError(f"there is no generated code, hooks run the model: {self._graphplan.reason}")
+        raise PlanError(f"there is no generated code, hooks run the model: {self._known.reason}")
 
     def profile(self, *_args: Any, **_kwargs: Any) -> Any:
         """There is no graph to measure node by node.
@@ -77,7 +79,14 @@ class HookedModule(nn.Module):
         Raises:
             PlanError: always; it says why.
         """
-        raise PlanError(f"there is no graph to profile, hooks run the model: {self._graphplan.reason}")
+        raise PlanError(f"there is no graph to profile, hooks run the model: {self._known.reason}")
+
+
+class HookedModule(ShortNames):
+    """What :func:`graphplan.partition` makes of a model that cannot be captured."""
+
+    _graphplan: _Hooked
+    _graphplan_view = HookedView
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
@@ -90,46 +99,48 @@ class HookedModule(nn.Module):
         prefix = kwargs.get("prefix", "")
         for name, tensor in found.items():
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "meta":
-                found[name] = self._kept_by_hooks(name.removeprefix(prefix))
+                found[name] = _kept_by_hooks(self, name.removeprefix(prefix))
         return found
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        return _hooked_again, (self._plain(), self._graphplan)
+        return _hooked_again, (_plain(self), self._graphplan)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        memo[id(self)] = copied = _hooked_again(self._plain(), self._graphplan)
+        memo[id(self)] = copied = _hooked_again(_plain(self), self._graphplan)
         return copied
 
-    def _plain(self) -> nn.Module:
-        """A copy of the model without hooks, of its own class, with weights of its own on the CPU."""
-        memo: dict[int, Any] = {}
-        named = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
-        for name, tensor in named:
-            if id(tensor) not in memo:
-                value = self._kept_by_hooks(name) if tensor.device.type == "meta" else tensor
-                here = value.detach().to("cpu", copy=True)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                memo[id(tensor)] = nn.Parameter(here, tensor.requires_grad) if is_parameter else here
-        added = self._graphplan.added
-        original: type[nn.Module] = type(self).__mro__[2]
-        root = object.__new__(original)
-        root.__dict__.update({name: value for name, value in vars(self).items() if name != "_graphplan"})
-        memo |= {id(vars(part)[name]): False for part in self.modules() for name in added & vars(part).keys()}
-        plain = copy.deepcopy(root, memo)
-        for part in plain.modules():
-            for name in added & vars(part).keys():
-                del vars(part)[name]
-        return plain
 
-    def _kept_by_hooks(self, name: str) -> torch.Tensor:
-        path, _, own = name.rpartition(".")
-        hook = getattr(self.get_submodule(path), "_hf_hook", None)
-        for one in getattr(hook, "hooks", (hook,)):
-            weights = getattr(one, "weights_map", None)
-            if weights is not None:
-                value: torch.Tensor = weights[own]
-                return value
-        raise PlanError(f"{name!r} is on the meta device, and no hook has its values")
+def _plain(module: HookedModule) -> nn.Module:
+    """A copy of the model without hooks, of its own class, with weights of its own on the CPU."""
+    memo: dict[int, Any] = {}
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        if id(tensor) not in memo:
+            value = _kept_by_hooks(module, name) if tensor.device.type == "meta" else tensor
+            here = value.detach().to("cpu", copy=True)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(here, tensor.requires_grad) if is_parameter else here
+    added = module._graphplan.added
+    original: type[nn.Module] = type(module).__bases__[1]
+    root = object.__new__(original)
+    root.__dict__.update({name: value for name, value in vars(module).items() if name != "_graphplan"})
+    memo |= {id(vars(part)[name]): False for part in module.modules() for name in added & vars(part).keys()}
+    plain = copy.deepcopy(root, memo)
+    for part in plain.modules():
+        for name in added & vars(part).keys():
+            del vars(part)[name]
+    return plain
+
+
+def _kept_by_hooks(module: nn.Module, name: str) -> torch.Tensor:
+    path, _, own = name.rpartition(".")
+    hook = getattr(module.get_submodule(path), "_hf_hook", None)
+    for one in getattr(hook, "hooks", (hook,)):
+        weights = getattr(one, "weights_map", None)
+        if weights is not None:
+            value: torch.Tensor = weights[own]
+            return value
+    raise PlanError(f"{name!r} is on the meta device, and no hook has its values")
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}

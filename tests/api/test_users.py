@@ -357,15 +357,6 @@ def test_compiled_models_are_unwrapped() -> None:
     assert isinstance(graphplan.partition(torch.compile(Two()), {"cpu": "1GiB"}, (X,)), Two)
 
 
-class Awkward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.code = linear()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.code(x)
-
-
 @pytest.mark.parametrize(
     ("model", "arguments", "message"),
     [
@@ -373,7 +364,6 @@ class Awkward(nn.Module):
         (lambda x: x, {}, "not function"),
         (Two(), {"kwargs": X}, "kwargs must map"),
         (Two(), {"links": 3}, "links must map"),
-        (Awkward(), {}, "named 'code'"),
     ],
 )
 def test_odd_arguments_get_an_error_of_ours(model: Any, arguments: dict[str, Any], message: str) -> None:
