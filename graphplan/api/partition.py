@@ -18,6 +18,7 @@ from graphplan.api.example_calls import ExampleCall, Examples, read_example, rea
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.model_weights import tensor_bytes
+from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.capture.signature import BoundCall
 from graphplan.capture.size_limits import SizeLimits
 from graphplan.compiler.options import Options
@@ -42,6 +43,8 @@ _IN_MEMORY = (
     "weights that were on 'disk' have been unpickled and are in memory now, beyond the CPU's budget: "
     "partition the model again, with checkpoint=, to leave them on disk"
 )
+
+_SHARED = "{!r} ({}) cannot be copied: the placed model shares it with the original"
 
 Links = Mapping[tuple[DeviceKey, DeviceKey], Link]
 
@@ -219,6 +222,8 @@ def partition(
     options = Options(dynamic_shapes, grad, return_outputs, constraints, size_limits, compiled, time_limit)
     model = read_model(model)
     model_copy = ModelCopy(model)
+    for name, value in model_copy.shared.items():
+        warn(_SHARED.format(name, type(value).__name__))
     source = _source(model, model_copy, checkpoint, strict=strict is not False)
     start = _Start(topology, options, source, strict=strict is True, check=check, warm=warm)
     if calls is not None or weights is not None:
@@ -235,7 +240,7 @@ def partition(
             raise
         said = error if isinstance(error, GraphplanError) else first_line(error)
         warn(f"{said} (the first call will be captured instead)")
-    shell = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
+    shell = copy_to_run(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     shell.__class__ = placed_class(type(model))
     attach_start(shell, start)
     return shell

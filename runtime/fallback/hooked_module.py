@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.errors import PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.fallback.short_names import ShortNames
@@ -181,7 +182,7 @@ def dispatch(
     from accelerate import dispatch_model
 
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
-    copied = copy.deepcopy(model, memo)
+    copied = copy_to_run(model, memo)
     own = [set(vars(part)) for part in copied.modules()]
     named = {name: str(device) for name, device in devices.items()}
     # offloaded weights are on the meta device, it says; their values are not lost here

@@ -27,6 +27,7 @@ from torch import nn
 from graphplan.capture.eager_error import is_same
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.modes import Modes, read_modes, write_modes
+from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf, leaf_names
 from graphplan.capture.structure import map_leaves
 from graphplan.capture.transformers.caches import is_cache
@@ -167,7 +168,7 @@ def _any_size(leaf: Any) -> Any:
 def _shared(plain: nn.Module) -> nn.Module:
     """A tree of modules of its own over the same parameters and buffers."""
     memo: dict[int, Any] = {id(t): t for t in (*plain.parameters(), *plain.buffers())}
-    tree = copy.deepcopy(plain, memo)
+    tree = copy_to_run(plain, memo)
     for name in _hook_tables(tree):  # the placed module's own, which run around the call
         vars(tree)[name].clear()
     return tree

@@ -11,7 +11,6 @@ captured under the capture lock, for which no other call waits.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from torch import fx, nn
 from graphplan.capture.capture_lock import CAPTURE_LOCK
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.modes import ModeReader
+from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.errors import PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.checkpoint.mapped_files import MappedFile
@@ -206,7 +206,7 @@ def unplace(module: nn.Module) -> nn.Module:
         here = tensor.detach().cpu()
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(here, tensor.requires_grad) if is_parameter else here
-    return copy.deepcopy(plain, memo)
+    return copy_to_run(plain, memo)
 
 
 def attach(

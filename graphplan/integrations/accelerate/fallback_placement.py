@@ -23,6 +23,7 @@ from graphplan.capture.eager_error import is_same
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.model_weights import tensor_bytes
+from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.capture.signature import BoundCall
 from graphplan.capture.structure import map_leaves
 from graphplan.compiler.options import Options
@@ -181,7 +182,7 @@ class _Fallback:
         tensors = self.model_copy.weights.tensors.values()
         memo: dict[int, Any] = {id(parameter): parameter for parameter in self.model.parameters()}
         has_data = all(tensor.device.type == CPU for tensor in tensors)
-        module = copy.deepcopy(self.model, memo) if has_data else self.model_copy.module
+        module = copy_to_run(self.model, memo) if has_data else self.model_copy.module
         try:
             args, kwargs = map_leaves(_on_cpu, copy.deepcopy(self._arguments))
             return profile_call(module, method_of(module, self.entry), args, kwargs), None
