@@ -24,6 +24,7 @@ from graphplan.capture.dynamic_sizes import sizes_of_example, with_splits
 from graphplan.capture.eager_error import eager_error
 from graphplan.capture.export_here import exporting
 from graphplan.capture.exported_program import from_program
+from graphplan.capture.given_ranges import require_in_range
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.model_methods import with_forward
 from graphplan.capture.quiet import quiet
@@ -208,13 +209,15 @@ def _through_export(model_copy: ModelCopy, call: BoundCall, dynamic_shapes: Any,
         changed.append(flatten((args, kwargs))[1] != before)
         return result
 
+    shapes = _by_name(model_copy, call, dynamic_shapes)
+    require_in_range(call, shapes)
     masks = masks_as_in_eager() if is_transformers_model(module) else nullcontext()
     with quiet(), _grad(keep_grad), masks, with_forward(module, forward), exporting():
         program = torch.export.export(
             module,
             call.args,
             dict(call.kwargs),
-            dynamic_shapes=_by_name(model_copy, call, dynamic_shapes),
+            dynamic_shapes=shapes,
             strict=False,
         )
     if any(changed):

@@ -27,7 +27,7 @@ from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.capture.signature import BoundCall
 from graphplan.capture.structure import map_leaves
 from graphplan.compiler.options import Options
-from graphplan.devices.topology import ALIGNMENT, CPU, DISK, DeviceKey, Topology
+from graphplan.devices.topology import ALIGNMENT, CPU, DISK, DeviceKey, Topology, round_up
 from graphplan.errors import CaptureError, GraphplanError, InfeasibleError, NoGraphError, first_line
 from graphplan.integrations.accelerate.auto_device_map import ModuleSizes, map_modules
 from graphplan.ir.graph import Graph
@@ -253,13 +253,16 @@ class _Fallback:
         return all(nbytes <= budgets[key] for key, nbytes in taken.items())
 
     def _infeasible(self, budgets: Mapping[DeviceKey, int], peak: int) -> InfeasibleError:
-        total = sum(map(tensor_bytes, self.model_copy.weights.tensors.values()))
-        spread = max(1, len(budgets))
+        total = sum(round_up(tensor_bytes(t)) for t in self.model_copy.weights.tensors.values())
+        given = {spec.key: spec.memory for spec in self.topology.devices}
+        first = next(spec for spec in self.topology.devices if spec.key in budgets)
+        needed = {**given, first.key: total + peak + first.reserve}
         return InfeasibleError(
             f"the modules of {type(self.model).__name__} ({total} bytes, and {peak} for activations on each "
-            f"accelerator) do not fit {dict(budgets)} one by one: allow more",
-            needed=dict.fromkeys(budgets, total // spread + peak),
-            available=dict(budgets),
+            f"accelerator) do not fit one by one: max_memory allows {given}. Budgets that would do: "
+            f"max_memory={needed}",
+            needed=needed,
+            available=given,
         )
 
     def _plan(self, split: _Split, profile: CallProfile | None) -> Plan:
