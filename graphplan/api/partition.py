@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from graphplan.analysis.plan import Plan
-from graphplan.api.arguments import read_compile, read_constraints, read_model
+from graphplan.api.arguments import pin_sparse, read_compile, read_constraints, read_model
 from graphplan.api.eager_check import compare, eager_result
 from graphplan.api.example_calls import ExampleCall, Examples, read_example, read_examples
 from graphplan.capture.model_copy import ModelCopy
@@ -219,9 +219,10 @@ def partition(
     )
     size_limits = SizeLimits(max_batch, max_length)
     compiled = read_compile(compile, topology)
-    options = Options(dynamic_shapes, grad, return_outputs, constraints, size_limits, compiled, time_limit)
     model = read_model(model)
     model_copy = ModelCopy(model)
+    constraints = pin_sparse(constraints, model_copy.weights, topology)
+    options = Options(dynamic_shapes, grad, return_outputs, constraints, size_limits, compiled, time_limit)
     for name, value in model_copy.shared.items():
         warn(_SHARED.format(name, type(value).__name__))
     source = _source(model, model_copy, checkpoint, strict=strict is not False)

@@ -115,6 +115,11 @@ def _stand_ins(model: nn.Module) -> dict[int, torch.Tensor]:
         model_copy = _virtual(tensor, memory)
         is_parameter = isinstance(tensor, nn.Parameter)
         found[key] = nn.Parameter(model_copy, tensor.requires_grad) if is_parameter else model_copy
+    for _, tensor in named:
+        if tensor.layout is not torch.strided:  # copied with its values: which elements it has counts
+            same = tensor.detach().to("cpu", copy=True)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            found[id(tensor)] = nn.Parameter(same, tensor.requires_grad) if is_parameter else same
     return found
 
 

@@ -36,7 +36,7 @@ from graphplan.compiler.formulation import Formulation, host_key
 from graphplan.compiler.options import Options
 from graphplan.compiler.slicing_choice import choose
 from graphplan.devices.topology import DeviceKey, Topology
-from graphplan.errors import CaptureError, InfeasibleError
+from graphplan.errors import CaptureError, InfeasibleError, NoGraphError
 from graphplan.ir.graph import Graph
 from graphplan.ir.schedule import Assignment
 from graphplan.ir.schedule_checks import check_schedule
@@ -205,7 +205,7 @@ class Compiler:
     def _planned(self, choice: Choice, call: BoundCall | None) -> Planned:
         graph, evaluation, asked = choice.problem.graph, choice.solution.evaluation, choice.asked
         check_schedule(graph, self.topology, evaluation.schedule)
-        _refuse_shared(graph, self.model_copy)
+        _refuse_shared(graph, self.model_copy, placed=self.homes is not None)
         made = Plan(
             graph,
             self.topology,
@@ -224,11 +224,12 @@ class Compiler:
         return Planned(choice.annotator.capture, made, call)
 
 
-def _refuse_shared(graph: Graph, model_copy: ModelCopy) -> None:
+def _refuse_shared(graph: Graph, model_copy: ModelCopy, *, placed: bool) -> None:
     """Weights that are views of one memory are placed apart, which a call that writes would show."""
+    kind = CaptureError if placed else NoGraphError  # what runs without a graph joins them at the start only
     for weight in graph.weights.values():
-        if weight.mutated and weight.is_own and (others := model_copy.weights.sharing(weight.name)):
-            raise CaptureError(
+        if weight.mutated and weight.kind != "cache" and (others := model_copy.weights.sharing(weight.name)):
+            raise kind(
                 f"a call writes to {weight.name!r}, which shares memory with {others[0]!r}: make one of them "
                 "a view that forward takes, so that the write can be seen in both"
             )

@@ -16,6 +16,7 @@ from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.errors import PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.fallback.short_names import ShortNames
+from graphplan.runtime.memory.shared_memory import join_memory
 from graphplan.warnings import silenced
 
 __all__ = ["HookedModule", "dispatch"]
@@ -130,6 +131,7 @@ def _plain(module: HookedModule) -> nn.Module:
     for part in plain.modules():
         for name in added & vars(part).keys():
             del vars(part)[name]
+    join_memory(module, plain)
     return plain
 
 
@@ -195,6 +197,7 @@ def dispatch(
         _place_own_tensors(made, {} if home else devices, main)
         if home:
             _send_results_back(made, devices)
+    join_memory(model, made)
     added = (vars(part).keys() - names for part, names in zip(made.modules(), own, strict=True))
     made.__dict__["_graphplan"] = _Hooked(
         dict(devices), main, plan, reason, grad, home, frozenset().union(*added)

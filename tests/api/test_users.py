@@ -229,21 +229,6 @@ def test_a_tensor_attribute_that_is_written_is_each_copys_own() -> None:
     assert largest_difference(model_copy(X) + 1, second) < 1e-5
 
 
-def test_buffers_that_share_memory_and_are_written_are_refused() -> None:
-    class Shared(Two):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("state", torch.zeros(2, 64))
-            self.register_buffer("row", self.state[0])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.row.add_(1)
-            return super().forward(x) + self.state[0]
-
-    with pytest.raises(graphplan.CaptureError, match="'row', which shares memory with 'state'"):
-        graphplan.partition(Shared(), {"cpu": "1GiB"}, (X,))
-
-
 # -- sizes that only the data decides -------------------------------------------------------------------
 
 

@@ -38,6 +38,7 @@ from graphplan.passes.placement.problem import Problem
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.fallback.hooked_module import dispatch
 from graphplan.runtime.fallback.module_profile import CallProfile, profile_call
+from graphplan.runtime.memory.shared_memory import join_memory
 from graphplan.runtime.weights.storage import Layout, place_model
 from graphplan.warnings import warn
 
@@ -171,7 +172,9 @@ class _Fallback:
             return self.model
         weights = self.model_copy.weights
         layout = Layout({name: _device_of(devices, name) for name in weights.tensors})
-        return place_model(self.model, weights, layout, source=self.source).module
+        made = place_model(self.model, weights, layout, source=self.source).module
+        join_memory(self.model, made)
+        return made
 
     def _profile(self) -> tuple[CallProfile | None, Exception | None]:
         """The call, run once: on the model's own weights where they are on the CPU, else on zeros.
