@@ -40,7 +40,7 @@ def first_line(error: BaseException, most: int = 200) -> str:
         error: any.
         most: characters of the text.
     """
-    text = next(iter(str(error).splitlines()), "")
+    text = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {text if len(text) <= most else text[: most - 3] + '...'}"
 
 

@@ -13,7 +13,8 @@ from graphplan.errors import GraphplanWarning
 
 __all__ = ["silenced", "warn"]
 
-_BETWEEN = ("graphplan", "torch", "transformers")  # packages whose frames may lie between
+# packages whose frames may lie between
+_BETWEEN = ("graphplan", "torch", "transformers", "accelerate", "peft", "diffusers")
 
 
 def warn(message: str) -> None:

@@ -43,3 +43,20 @@ def test_a_warning_of_a_first_call_passes_over_torch() -> None:
         with pytest.warns(graphplan.GraphplanWarning, match="puts something into a list") as caught:
             line, _ = here(), placed(torch.ones(2), [torch.ones(1)])
     assert [(one.filename, one.lineno) for one in caught] == [(__file__, line)]
+
+
+class Deciding(nn.Module):
+    def forward(self, x: torch.Tensor, by_data: bool = True) -> torch.Tensor:
+        return x + 1 if by_data and float(x.sum()) > 0 else x - 1
+
+
+def test_warnings_of_runs_without_a_graph_point_at_the_caller() -> None:
+    x = torch.ones(2)
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model") as caught:
+            line, _ = here(), graphplan.partition(Deciding(), machine.max_memory, (x,))
+        assert [(one.filename, one.lineno) for one in caught] == [(__file__, line)]
+        placed = graphplan.partition(Deciding(), machine.max_memory, (x, False))
+        with pytest.warns(graphplan.GraphplanWarning, match="one by one") as caught:
+            line, _ = here(), placed(x)
+        assert [(one.filename, one.lineno) for one in caught] == [(__file__, line)]

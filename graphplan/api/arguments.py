@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from graphplan.devices.topology import SIMULATED, DeviceKey, Topology
+from graphplan.capture.model_weights import ModelWeights
+from graphplan.devices.topology import CPU, SIMULATED, DeviceKey, Topology
 from graphplan.errors import DeviceError, InputError
 from graphplan.ir.constraints import Constraints
+from graphplan.warnings import warn
 
-__all__ = ["read_compile", "read_constraints", "read_model"]
+__all__ = ["pin_sparse", "read_compile", "read_constraints", "read_model"]
 
 
 def read_model(model: Any) -> nn.Module:
@@ -68,6 +71,23 @@ def read_constraints(
             raise InputError(f"pin must map names to device keys, as {{'lm_head': 0}}: {name!r} is no name")
     pins = {name: _key_of(topology, device) for name, device in (pin or {}).items()}
     return Constraints(pins, groups, offload, cpu_compute, balance)
+
+
+def pin_sparse(constraints: Constraints, weights: ModelWeights, topology: Topology) -> Constraints:
+    """The rules, with sparse weights on the CPU where devices are simulated: these hold none.
+
+    Raises:
+        DeviceError: there is no CPU among the devices.
+    """
+    sparse = [name for name, tensor in weights.tensors.items() if tensor.layout is not torch.strided]
+    if not sparse or all(spec.type != SIMULATED for spec in topology.devices):
+        return constraints
+    if CPU not in topology:
+        raise DeviceError(
+            f"{sparse[0]!r} is sparse, and simulated devices hold no sparse tensors: give 'cpu' in max_memory"
+        )
+    warn(f"simulated devices hold no sparse tensors: {', '.join(map(repr, sparse))} stay on the CPU")
+    return replace(constraints, pin={**dict.fromkeys(sparse, CPU), **constraints.pin})
 
 
 def _key_of(topology: Topology, device: DeviceKey | torch.device) -> DeviceKey:

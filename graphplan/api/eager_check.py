@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from graphplan.capture.model_methods import method_of
+from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.capture.structure import map_leaves
 
 __all__ = ["Disagreement", "compare", "eager_result"]
@@ -37,7 +37,7 @@ class Disagreement:
 def eager_result(model: nn.Module, entry: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What the model itself, or an entry of it, returns; buffers that it writes to are copies, inputs too."""
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
-    runs = copy.deepcopy(model, memo)
+    runs = copy_to_run(model, memo)
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
     def here(leaf: Any) -> Any:

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from graphplan.analysis.plan import Plan
-from graphplan.api.arguments import read_compile, read_constraints, read_model
+from graphplan.api.arguments import pin_sparse, read_compile, read_constraints, read_model
 from graphplan.api.eager_check import compare, eager_result
 from graphplan.api.example_calls import ExampleCall, Examples, read_example, read_examples
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.model_weights import tensor_bytes
+from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.capture.signature import BoundCall
 from graphplan.capture.size_limits import SizeLimits
 from graphplan.compiler.options import Options
@@ -25,7 +26,7 @@ from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.devices.max_memory import MaxMemory, Reserve, read_max_memory, require_present
 from graphplan.devices.speeds import Measurements, Speed, with_speeds
 from graphplan.devices.topology import DISK, DeviceKey, Link, Topology
-from graphplan.errors import CaptureError, InputError, NoGraphError
+from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError, first_line
 from graphplan.integrations.accelerate.fallback_placement import fall_back, later_refused
 from graphplan.integrations.transformers.generate_plan import plan_first
 from graphplan.ir.plan_data import PlanData
@@ -42,6 +43,8 @@ _IN_MEMORY = (
     "weights that were on 'disk' have been unpickled and are in memory now, beyond the CPU's budget: "
     "partition the model again, with checkpoint=, to leave them on disk"
 )
+
+_SHARED = "{!r} ({}) cannot be copied: the placed model shares it with the original"
 
 Links = Mapping[tuple[DeviceKey, DeviceKey], Link]
 
@@ -115,6 +118,7 @@ def plan(
         LimitError: an example is larger than ``max_batch`` or ``max_length``.
         CaptureError: the model cannot be traced.
         InfeasibleError: no placement fits; the smallest budgets that would do are in the error.
+        Exception: what the model itself raises for the example inputs, unchanged.
     """
     topology = with_speeds(read_max_memory(max_memory, links, reserve), devices)
     constraints = read_constraints(
@@ -162,8 +166,9 @@ def partition(
     """The model, placed over the devices of ``max_memory`` and ready to run.
 
     What is returned is of the model's own class, as far as ``isinstance``, names and state_dict keys
-    go, with ``.plan``, ``.graph_module`` and ``.code`` beside. ``model`` itself is left as it was;
-    weights that stay on the CPU share their memory with it.
+    go, with ``.plan``, ``.graph_module`` and ``.code`` beside; where the model has such names itself, they
+    are ``.graphplan.plan`` and so on. ``model`` itself is left as it was; weights that stay on the CPU share
+    their memory with it.
 
     Args:
         model: any module, on any device; on the meta device with ``checkpoint``.
@@ -205,6 +210,7 @@ def partition(
     Raises:
         GraphplanError: as in :func:`plan`; also DeviceError for a device that this machine lacks,
             InputError for a meta model without a checkpoint.
+        Exception: what the model itself raises for the example inputs, unchanged.
     """
     topology = with_speeds(read_max_memory(max_memory, links, reserve), devices)
     require_present(topology)
@@ -213,22 +219,29 @@ def partition(
     )
     size_limits = SizeLimits(max_batch, max_length)
     compiled = read_compile(compile, topology)
-    options = Options(dynamic_shapes, grad, return_outputs, constraints, size_limits, compiled, time_limit)
     model = read_model(model)
     model_copy = ModelCopy(model)
+    constraints = pin_sparse(constraints, model_copy.weights, topology)
+    options = Options(dynamic_shapes, grad, return_outputs, constraints, size_limits, compiled, time_limit)
+    for name, value in model_copy.shared.items():
+        warn(_SHARED.format(name, type(value).__name__))
     source = _source(model, model_copy, checkpoint, strict=strict is not False)
     start = _Start(topology, options, source, strict=strict is True, check=check, warm=warm)
     if calls is not None or weights is not None:
         return start.place_together(
             model, model_copy, read_examples(model_copy, args, kwargs, calls, weights)
         )
+    call = read_example(model, model_copy, args, kwargs)
+    if args or kwargs:
+        return start.place(model, model_copy, call)
     try:
-        return start.place(model, model_copy, read_example(model, model_copy, args, kwargs))
-    except (CaptureError, InputError) as error:  # a model's own dummy inputs need not be what it takes
-        if not isinstance(args, Sequence) or len(args) or kwargs:
+        return start.place(model, model_copy, call)
+    except Exception as error:  # a model may raise anything for its own dummy inputs
+        if isinstance(error, GraphplanError) and not isinstance(error, CaptureError | InputError):
             raise
-        warn(f"{error} (the first call will be captured instead)")
-    shell = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
+        said = error if isinstance(error, GraphplanError) else first_line(error)
+        warn(f"{said} (the first call will be captured instead)")
+    shell = copy_to_run(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     shell.__class__ = placed_class(type(model))
     attach_start(shell, start)
     return shell
@@ -267,16 +280,16 @@ class _Start:
             placed = self._attached(model, model_copy, compiler, [compiler.lower(one) for one in planned])
             if self.check and call is not None:
                 self._compare(model, placed, call, entry)
+            return placed
         except NoGraphError as error:
             if self.strict or call is None:
                 raise
-            if self.homes is not None:  # its modules run this call where their weights are
-                return self._attached(model, model_copy, compiler, [])
-            placed = fall_back(
-                model, model_copy, call, self.topology, self.options, self.source, error, entry
-            )
-            if self.check:
-                self._compare(model, placed, call, entry)
+            failed = error
+        if self.homes is not None:  # its modules run this call where their weights are
+            return self._attached(model, model_copy, compiler, [])
+        placed = fall_back(model, model_copy, call, self.topology, self.options, self.source, failed, entry)
+        if self.check:
+            self._compare(model, placed, call, entry)
         return placed
 
     def _compare(self, model: nn.Module, placed: nn.Module, call: BoundCall, entry: str) -> None:
@@ -303,12 +316,14 @@ class _Start:
                 compiler.commit(one)
             placed = self._attached(model, model_copy, compiler, [compiler.lower(one) for one in planned])
             self._compare_all(model, placed, examples)
+            return placed
         except NoGraphError as error:
             if self.strict:
                 raise
-            call = max(examples.calls, key=lambda call: sum(map(tensor_bytes, call.tensors)))
-            placed = fall_back(model, model_copy, call, self.topology, self.options, self.source, error)
-            self._compare_all(model, placed, examples)
+            failed = error
+        call = max(examples.calls, key=lambda call: sum(map(tensor_bytes, call.tensors)))
+        placed = fall_back(model, model_copy, call, self.topology, self.options, self.source, failed)
+        self._compare_all(model, placed, examples)
         return placed
 
     def _compare_all(self, model: nn.Module, placed: nn.Module, examples: Examples) -> None:

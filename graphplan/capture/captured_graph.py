@@ -8,15 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from graphplan.capture.signature import BoundCall, InputSignature
 from graphplan.capture.structure import flatten
 
-__all__ = ["Capture", "Part", "Prepare", "Without", "bound_call"]
+__all__ = ["OWN_NAMES", "Capture", "Part", "Prepare", "Without", "bound_call"]
 
 Prepare = Callable[[BoundCall], BoundCall]
+
+OWN_NAMES = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
+"""Attributes of generated modules: a child of such a name is not found there under it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,9 @@ from torch import nn
 
 from graphplan.capture.model_weights import ModelWeights, is_dense
 from graphplan.capture.modes import Modes, read_modes, write_modes
+from graphplan.capture.shared_attributes import copy_to_trace
 from graphplan.capture.signature import BoundCall, bind_call
 from graphplan.capture.transformers.caches import know_caches
-from graphplan.errors import CaptureError
 
 __all__ = ["ModelCopy"]
 
@@ -46,21 +46,17 @@ class ModelCopy:
         signature: of the model's ``forward``.
         entry: the method that is called: ``"model.encoder"`` for a submodule, ``"model:encode"`` for a method
             of one, empty for the model.
+        shared: name -> attribute of the caller's model that the copy is without, since it cannot be copied.
+        told: what its user has been warned of, once.
     """
 
     def __init__(self, model: nn.Module) -> None:
         know_caches(model)
         self.entry = ""
+        self.told: set[str] = set()
         self.weights = ModelWeights(model)
         self.signature = inspect.signature(model.forward)
-        stand_ins = _stand_ins(model)
-        try:
-            self.module: nn.Module = copy.deepcopy(model, stand_ins)
-        except (TypeError, RuntimeError, AttributeError) as error:
-            raise CaptureError(
-                f"{type(model).__name__} cannot be copied for tracing: {error}. A tensor attribute that is "
-                "computed from parameters is the usual cause: make it a buffer, or a parametrization"
-            ) from error
+        self.module, self.shared = copy_to_trace(model, _stand_ins(model))
         if type(model).__call__ is not nn.Module.__call__:  # the placed module's own runs around the graph
             plain = {"__call__": nn.Module.__call__, "__module__": type(model).__module__}
             self.module.__class__ = type(type(model).__name__, (type(model),), plain)
@@ -119,6 +115,11 @@ def _stand_ins(model: nn.Module) -> dict[int, torch.Tensor]:
         model_copy = _virtual(tensor, memory)
         is_parameter = isinstance(tensor, nn.Parameter)
         found[key] = nn.Parameter(model_copy, tensor.requires_grad) if is_parameter else model_copy
+    for _, tensor in named:
+        if tensor.layout is not torch.strided:  # copied with its values: which elements it has counts
+            same = tensor.detach().to("cpu", copy=True)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            found[id(tensor)] = nn.Parameter(same, tensor.requires_grad) if is_parameter else same
     return found
 
 

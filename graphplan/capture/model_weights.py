@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["ModelWeights", "identity", "is_dense", "is_wrapper", "tensor_bytes"]
+__all__ = ["ModelWeights", "identity", "is_dense", "is_wrapper", "memory_of", "tensor_bytes"]
 
 
 class ModelWeights:
     """The parameters and buffers of a model by name, with ties resolved.
 
     ``tensors`` maps each weight's first name to its tensor, ``names`` to all its names; ``first``
-    maps every name to the first.
+    maps every name to the first. ``plain`` maps names of plain attributes to tensors that are no weights.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -31,6 +31,12 @@ class ModelWeights:
             self.first[name] = first
             self.names.setdefault(first, []).append(name)
             self.tensors.setdefault(first, tensor)
+        self.plain = {
+            f"{path}.{name}" if path else name: value
+            for path, part in model.named_modules()
+            for name, value in vars(part).items()
+            if isinstance(value, torch.Tensor)
+        }
 
     def has_rows(self, name: str) -> bool:
         """Whether rows of this weight are plain tensors that lie in one piece, and count what is written."""
@@ -39,32 +45,37 @@ class ModelWeights:
         return plain and tensor.is_contiguous() and not tensor.is_inference()
 
     def sharing(self, name: str) -> list[str]:
-        """First names of other weights that lie in the same memory as this one, in another shape."""
-        memory = _memory(self.tensors[name])
-        others = (n for n, t in self.tensors.items() if n != name and _memory(t) == memory)
-        return [] if memory is None else list(others)
+        """Other weights, and plain tensors, that lie in the memory of this weight, or constant of a trace."""
+        known = {**self.tensors, **self.plain}
+        ours = [name] if name in known else list(self.plain)  # a constant may be any of these
+        memories = {one: memory for one in known if (memory := memory_of(known[one])) is not None}
+        return [
+            other
+            for one in ours
+            for other in memories
+            if other != one and memories.get(one) == memories[other]
+        ]
 
 
-def _memory(tensor: torch.Tensor) -> Any:
-    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.device.type == "meta":
-        return None
-    if tensor.layout is not torch.strided or not tensor.numel():
+def memory_of(tensor: torch.Tensor) -> Any:
+    """Equal for two tensors that lie in one memory; None where that cannot be said."""
+    if not is_dense(tensor) or tensor.device.type == "meta" or not tensor.numel():
         return None
     return tensor.device, tensor.untyped_storage().data_ptr()
 
 
 def identity(tensor: torch.Tensor) -> Any:
     """Equal for two tensors that are the same weight, whether one object or one memory."""
-    plain = is_dense(tensor) and tensor.layout is torch.strided
-    if not plain or tensor.device.type == "meta" or not tensor.numel():
+    if not is_dense(tensor) or tensor.device.type == "meta" or not tensor.numel():
         return id(tensor)
     memory = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
     return (tensor.device, memory, tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is torch's own, or a simulated one that stands for such, and no wrapper."""
-    return getattr(type(tensor), "stands_for", type(tensor)) in (torch.Tensor, nn.Parameter)
+    """Whether a tensor is torch's own, or a simulated one that stands for such: no wrapper, nor sparse."""
+    own = getattr(type(tensor), "stands_for", type(tensor)) in (torch.Tensor, nn.Parameter)
+    return own and tensor.layout is torch.strided
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

@@ -1,18 +1,20 @@
-"""The line of code that called an operation, from the stack that the tracer noted."""
+"""The line of the model's code that called an operation, or that a trace could not pass."""
 
 from __future__ import annotations
 
 import re
 import sys
+import traceback
 from functools import lru_cache
 from pathlib import PurePath
 
 import torch
 
-__all__ = ["source_line"]
+__all__ = ["failed_line", "source_line"]
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _NOT_THE_MODELS = (f"{PurePath(torch.__file__).parent}/", f"{PurePath(__file__).parents[1]}/")
+_AROUND = ("/transformers/exporters/", "/contextlib.py", "/functools.py")
 
 
 def source_line(stack: str) -> str:
@@ -25,6 +27,15 @@ def source_line(stack: str) -> str:
     own = [frame for frame in frames if not frame["file"].startswith(_NOT_THE_MODELS)]
     chosen = (own or frames)[-1:]
     return "".join(f"{_from_root(frame['file'])}:{frame['line']}" for frame in chosen)
+
+
+def failed_line(error: BaseException) -> str:
+    """The innermost line of the model's own code at which an error was raised, for people; empty without."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = frame.filename
+        if not file.startswith(("<", *_NOT_THE_MODELS)) and not any(part in file for part in _AROUND):
+            return f"\n  at {file}:{frame.lineno}, in {frame.name}: {frame.line}"
+    return ""
 
 
 @lru_cache(maxsize=1024)

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graphplan.capture.captured_graph import Capture
+from graphplan.capture.captured_graph import OWN_NAMES, Capture
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.signature import InputSignature
+from graphplan.capture.source_lines import failed_line
 from graphplan.capture.structure import flatten, know_dataclasses
-from graphplan.errors import CaptureError
+from graphplan.errors import CaptureError, first_line
 
 __all__ = ["trace_symbolically"]
 
@@ -65,8 +66,14 @@ def trace_symbolically(model_copy: ModelCopy) -> Capture:
     except Exception as error:  # tracing runs the model's own code, which may raise anything
         raise CaptureError(
             f"{type(model_copy.module).__name__} cannot be traced without example inputs "
-            f"({type(error).__name__}: {error}): give args=... or kwargs=..."
+            f"({first_line(error)}): give args=... or kwargs=...{failed_line(error)}"
         ) from error
+    targets = [str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")]
+    for name in OWN_NAMES.intersection(target.partition(".")[0] for target in targets):
+        raise CaptureError(
+            f"{type(model_copy.module).__name__} has a child named {name!r}, as generated modules have, and "
+            "cannot be traced without example inputs: give args=... or kwargs=..."
+        )
     return _from_symbolic(model_copy, graph, required)
 
 

@@ -15,27 +15,35 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from graphplan._compat.torch import hide_tracer, read_functions
 from graphplan.capture.capture_lock import one_at_a_time
 from graphplan.capture.captured_graph import Capture, Prepare, Without, bound_call
 from graphplan.capture.dynamic_sizes import sizes_of_example, with_splits
+from graphplan.capture.eager_error import eager_error
 from graphplan.capture.export_here import exporting
 from graphplan.capture.exported_program import from_program
+from graphplan.capture.given_ranges import require_in_range
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.model_methods import with_forward
 from graphplan.capture.quiet import quiet
-from graphplan.capture.signature import BoundCall, leaf_names
+from graphplan.capture.signature import BoundCall
+from graphplan.capture.source_lines import failed_line
 from graphplan.capture.structure import flatten, know_dataclasses, leaves_of, tell_torch, unflatten
 from graphplan.capture.symbolic_trace import trace_symbolically
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager
 from graphplan.capture.transformers.exporter import export_transformers
 from graphplan.devices.machine import suspended
-from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError
+from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError, first_line
 from graphplan.warnings import warn
 
 __all__ = ["capture", "is_transformers_model", "on_cpu"]
+
+_DATA_DECIDES = (
+    "\nThe values of tensors decide what this line does, and a graph does not see them: torch.cond keeps "
+    "both branches in the graph; graphplan.partition, unless strict=True, runs the model without a graph"
+)
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -64,7 +72,7 @@ def capture(
 
     Raises:
         CaptureError: no way of capturing took it; the message has the reason of each.
-        InputError: the model itself rejects the inputs.
+        Exception: what the model itself raises for this call, unchanged.
     """
     if call is None:
         with quiet():
@@ -109,66 +117,42 @@ def _sized_as(found: Capture, model_copy: ModelCopy, call: BoundCall) -> Capture
 
 
 def _with_examples(model_copy: ModelCopy, host: BoundCall, dynamic_shapes: Any, keep_grad: bool) -> Capture:
-    reasons = []
+    failures: dict[str, Exception] = {}
     if is_transformers_model(model_copy.module) and not host.args and dynamic_shapes is None:
         try:
             return _through_transformers(model_copy, host, keep_grad)
-        except ImportError as error:
-            reasons.append(f"transformers.exporters: {error}")
         except Exception as error:  # the exporter runs the model's own code, which may raise anything
-            reasons.append(f"transformers.exporters: {_first_line(error)}")
+            failures["transformers.exporters"] = error
     try:
-        return _through_export(model_copy, host, dynamic_shapes, keep_grad)
+        found = _through_export(model_copy, host, dynamic_shapes, keep_grad)
     except GraphplanError:
         raise
     except Exception as error:  # torch.export runs the model's own code, which may raise anything
-        _reject_bad_inputs(model_copy, host)
-        reasons.append(f"torch.export: {_first_line(error)}")
-        name = type(model_copy.module).__name__
-        raise NoGraphError(f"{name} could not be captured:\n  " + "\n  ".join(reasons)) from error
+        failures["torch.export"] = error
+    else:
+        for reason in map(first_line, failures.values()):
+            _tell_of_fixed_sizes(model_copy, f"transformers.exporters does not take it ({reason})")
+        return found
+    own = eager_error(model_copy, host)  # outside of the handlers: it is to have no context but its own
+    if own is not None:
+        raise own
+    raise NoGraphError(_not_captured(model_copy, failures)) from failures["torch.export"]
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"
+def _not_captured(model_copy: ModelCopy, failures: Mapping[str, Exception]) -> str:
+    """Which ways were tried, what each said, the line of the model's code, and what to do about it."""
+    last = failures["torch.export"]
+    lines = [f"{way}: {first_line(error)}" for way, error in failures.items()]
+    decides = isinstance(last, GuardOnDataDependentSymNode)
+    said = f"{type(model_copy.module).__name__} could not be captured:\n  " + "\n  ".join(lines)
+    return said + failed_line(last) + (_DATA_DECIDES if decides else "")
 
 
-def _reject_bad_inputs(model_copy: ModelCopy, call: BoundCall) -> None:
-    """Tell a model that rejects its inputs from one that cannot be traced: run it on fake tensors."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    leaves = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in call.leaves]
-    args, kwargs = unflatten(leaves, call.spec)
-    try:
-        with quiet(), torch.no_grad(), mode:
-            model_copy.module(*args, **kwargs)
-    except Exception as error:  # the model's own code may raise anything
-        if type(error).__module__.startswith("torch.") or _runs(model_copy, call):
-            return  # a limit of fake tensors, which says nothing about the inputs
-        given = ", ".join(
-            f"{name}: {list(leaf.shape)} {leaf.dtype}"
-            if isinstance(leaf, torch.Tensor)
-            else f"{name}: {leaf!r}"
-            for name, leaf in zip(leaf_names(call), call.leaves, strict=True)
-        )
-        raise InputError(
-            f"{type(model_copy.module).__name__} rejects the example inputs ({given}): {_first_line(error)}"
-        ) from error
-
-
-def _runs(model_copy: ModelCopy, call: BoundCall) -> bool:
-    """Whether the copy takes the inputs with real kernels; its weights are all zero, and small enough."""
-    if sum(tensor.numel() for tensor in model_copy.weights.tensors.values()) > _TRIABLE:
-        return False
-    args, kwargs = unflatten(list(call.leaves), call.spec)
-    try:
-        with quiet(), torch.no_grad():
-            model_copy.module(*args, **kwargs)
-    except Exception:  # the model's own code may raise anything
-        return False
-    return True
-
-
-_TRIABLE = 1 << 28  # elements
+def _tell_of_fixed_sizes(model_copy: ModelCopy, why: str) -> None:
+    text = f"{type(model_copy.module).__name__}: {why}, so that each batch size and length is captured anew"
+    if text not in model_copy.told:
+        model_copy.told.add(text)
+        warn(text)
 
 
 def on_cpu(call: BoundCall) -> BoundCall:
@@ -225,13 +209,15 @@ def _through_export(model_copy: ModelCopy, call: BoundCall, dynamic_shapes: Any,
         changed.append(flatten((args, kwargs))[1] != before)
         return result
 
+    shapes = _by_name(model_copy, call, dynamic_shapes)
+    require_in_range(call, shapes)
     masks = masks_as_in_eager() if is_transformers_model(module) else nullcontext()
     with quiet(), _grad(keep_grad), masks, with_forward(module, forward), exporting():
         program = torch.export.export(
             module,
             call.args,
             dict(call.kwargs),
-            dynamic_shapes=_by_name(model_copy, call, dynamic_shapes),
+            dynamic_shapes=shapes,
             strict=False,
         )
     if any(changed):
@@ -262,6 +248,8 @@ def _by_name(model_copy: ModelCopy, call: BoundCall, dynamic_shapes: Any) -> Any
 def _through_transformers(model_copy: ModelCopy, call: BoundCall, keep_grad: bool) -> Capture:
     with quiet():
         exported = export_transformers(model_copy.module, model_copy.method, call, keep_grad=keep_grad)
+    if exported.fixed is not None:
+        _tell_of_fixed_sizes(model_copy, f"its sizes cannot vary in a trace ({first_line(exported.fixed)})")
     traced = exported.traced
     dropped = [name for name in call.kwargs if name not in traced]
     if any(isinstance(call.kwargs[name], torch.Tensor) for name in dropped):

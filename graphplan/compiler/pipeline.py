@@ -30,7 +30,7 @@ from graphplan.compiler.formulation import Formulation, host_key
 from graphplan.compiler.options import Options
 from graphplan.compiler.slicing_choice import place_whole_or_sliced, reuse_slices
 from graphplan.devices.topology import DeviceKey, Topology
-from graphplan.errors import CaptureError, InfeasibleError
+from graphplan.errors import CaptureError, InfeasibleError, NoGraphError
 from graphplan.ir.graph import Graph
 from graphplan.ir.schedule import Assignment
 from graphplan.ir.schedule_checks import check_schedule
@@ -202,7 +202,7 @@ class Compiler:
             state = step(state)
         made = []
         for member, choice in zip(state.members, state.choices, strict=True):
-            _refuse_shared(choice.problem.graph, self.model_copy)
+            _refuse_shared(choice.problem.graph, self.model_copy, placed=self.homes is not None)
             made.append(Planned(choice.annotator.capture, _plan_of(choice), member.call))
         return made
 
@@ -241,11 +241,12 @@ def _plan_of(choice: Choice) -> Plan:
     )
 
 
-def _refuse_shared(graph: Graph, model_copy: ModelCopy) -> None:
+def _refuse_shared(graph: Graph, model_copy: ModelCopy, *, placed: bool) -> None:
     """Weights that are views of one memory are placed apart, which a call that writes would show."""
+    kind = CaptureError if placed else NoGraphError  # what runs without a graph joins them at the start only
     for weight in graph.weights.values():
-        if weight.mutated and weight.is_own and (others := model_copy.weights.sharing(weight.name)):
-            raise CaptureError(
+        if weight.mutated and weight.kind != "cache" and (others := model_copy.weights.sharing(weight.name)):
+            raise kind(
                 f"a call writes to {weight.name!r}, which shares memory with {others[0]!r}: make one of them "
                 "a view that forward takes, so that the write can be seen in both"
             )

@@ -32,7 +32,7 @@ def weight_of(model: ModelWeights, name: str, *, written: bool, movable: bool) -
         "parameter" if name in model.parameters else "buffer",
         any(n in model.persistent for n in names),
         written,
-        movable and not is_wrapper(tensor),
+        movable and not is_wrapper(tensor) and tensor.layout is torch.strided,
         tuple(tensor.shape),
         dtype_name(tensor.dtype),
     )

@@ -170,7 +170,7 @@ class _DiskPlacement:
         needed = self._needed(failure, extra)
         graph = self.problem.graph
         what = f"no placement fits, with up to {readable_bytes(extra)} of weights left on disk"
-        hint = f". Budgets that would do: {needed}" if needed else ""
+        hint = f". Budgets that would do: max_memory={needed}" if needed else ""
         total = sum(w.nbytes for w in graph.weights.values() if w.kind == "parameter")
         if self.mappable is not None and extra < min(total, topology[DISK].room):
             hint += (

@@ -215,7 +215,7 @@ def _infeasible(calls: Sequence[Call], limits: Limits, *, advise: bool) -> Infea
     available = {spec.key: spec.memory for spec in problem.topology.devices}
     needed = {s.key: nearest.peak(s.key).nbytes + s.reserve for s in problem.topology.devices}
     return InfeasibleError(
-        f"{said}. Budgets that would do: {needed}; the given ones are {available}",
+        f"{said}. Budgets that would do: max_memory={needed}; the given ones are {available}",
         needed=needed,
         available=available,
     )

@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.errors import PlanError
 from graphplan.ir.plan_data import PlanData
+from graphplan.runtime.fallback.short_names import ShortNames
+from graphplan.runtime.memory.shared_memory import join_memory
 from graphplan.warnings import silenced
 
 __all__ = ["HookedModule", "dispatch"]
@@ -21,22 +24,37 @@ __all__ = ["HookedModule", "dispatch"]
 
 @dataclass(frozen=True, slots=True)
 class _Hooked:
-    """What a hooked module keeps beside the model's own attributes."""
+    """What a hooked module keeps beside the model's own attributes: what :func:`dispatch` was given.
 
+    Attributes:
+        devices: module or tensor -> where it lives.
+        main: the device that runs what lives on the CPU.
+        plan: of modules.
+        reason: why there are hooks.
+        keep_grad: whether calls keep autograd alive.
+        home: whether results of modules go back to where their inputs came from.
+        added: names of attributes that accelerate has put on modules.
+    """
+
+    devices: Mapping[str, torch.device]
+    main: torch.device
     plan: PlanData
     reason: str
     keep_grad: bool
+    home: bool
+    added: frozenset[str]
 
 
-class HookedModule(nn.Module):
-    """What :func:`graphplan.partition` makes of a model that cannot be captured."""
+class HookedView:
+    """What a module that hooks run says of itself."""
 
-    _graphplan: _Hooked
+    def __init__(self, module: Any) -> None:
+        self._known: _Hooked = vars(module)["_graphplan"]
 
     @property
     def plan(self) -> PlanData:
         """The plan: of modules, not of operations."""
-        return self._graphplan.plan
+        return self._known.plan
 
     @property
     def plans(self) -> tuple[PlanData, ...]:
@@ -55,7 +73,7 @@ class HookedModule(nn.Module):
         Raises:
             PlanError: always; it says why.
         """
-        raise PlanError(f"there is no generated code, hooks run the model: {self._graphplan.reason}")
+        raise PlanError(f"there is no generated code, hooks run the model: {self._known.reason}")
 
     def profile(self, *_args: Any, **_kwargs: Any) -> Any:
         """There is no graph to measure node by node.
@@ -63,7 +81,14 @@ class HookedModule(nn.Module):
         Raises:
             PlanError: always; it says why.
         """
-        raise PlanError(f"there is no graph to profile, hooks run the model: {self._graphplan.reason}")
+        raise PlanError(f"there is no graph to profile, hooks run the model: {self._known.reason}")
+
+
+class HookedModule(ShortNames):
+    """What :func:`graphplan.partition` makes of a model that cannot be captured."""
+
+    _graphplan: _Hooked
+    _graphplan_view = HookedView
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
@@ -76,18 +101,49 @@ class HookedModule(nn.Module):
         prefix = kwargs.get("prefix", "")
         for name, tensor in found.items():
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "meta":
-                found[name] = self._kept_by_hooks(name.removeprefix(prefix))
+                found[name] = _kept_by_hooks(self, name.removeprefix(prefix))
         return found
 
-    def _kept_by_hooks(self, name: str) -> torch.Tensor:
-        path, _, own = name.rpartition(".")
-        hook = getattr(self.get_submodule(path), "_hf_hook", None)
-        for one in getattr(hook, "hooks", (hook,)):
-            weights = getattr(one, "weights_map", None)
-            if weights is not None:
-                value: torch.Tensor = weights[own]
-                return value
-        raise PlanError(f"{name!r} is on the meta device, and no hook has its values")
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        return _hooked_again, (_plain(self), self._graphplan)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        memo[id(self)] = copied = _hooked_again(_plain(self), self._graphplan)
+        return copied
+
+
+def _plain(module: HookedModule) -> nn.Module:
+    """A copy of the model without hooks, of its own class, with weights of its own on the CPU."""
+    memo: dict[int, Any] = {}
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        if id(tensor) not in memo:
+            value = _kept_by_hooks(module, name) if tensor.device.type == "meta" else tensor
+            here = value.detach().to("cpu", copy=True)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(here, tensor.requires_grad) if is_parameter else here
+    added = module._graphplan.added
+    original: type[nn.Module] = type(module).__bases__[1]
+    root = object.__new__(original)
+    root.__dict__.update({name: value for name, value in vars(module).items() if name != "_graphplan"})
+    memo |= {id(vars(part)[name]): False for part in module.modules() for name in added & vars(part).keys()}
+    plain = copy.deepcopy(root, memo)
+    for part in plain.modules():
+        for name in added & vars(part).keys():
+            del vars(part)[name]
+    join_memory(module, plain)
+    return plain
+
+
+def _kept_by_hooks(module: nn.Module, name: str) -> torch.Tensor:
+    path, _, own = name.rpartition(".")
+    hook = getattr(module.get_submodule(path), "_hf_hook", None)
+    for one in getattr(hook, "hooks", (hook,)):
+        weights = getattr(one, "weights_map", None)
+        if weights is not None:
+            value: torch.Tensor = weights[own]
+            return value
+    raise PlanError(f"{name!r} is on the meta device, and no hook has its values")
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -128,7 +184,8 @@ def dispatch(
     from accelerate import dispatch_model
 
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
-    copied = copy.deepcopy(model, memo)
+    copied = copy_to_run(model, memo)
+    own = [set(vars(part)) for part in copied.modules()]
     named = {name: str(device) for name, device in devices.items()}
     # offloaded weights are on the meta device, it says; their values are not lost here
     with silenced("accelerate.big_modeling", below=logging.ERROR), warnings.catch_warnings():
@@ -140,9 +197,19 @@ def dispatch(
         _place_own_tensors(made, {} if home else devices, main)
         if home:
             _send_results_back(made, devices)
-    made.__dict__["_graphplan"] = _Hooked(plan, reason, grad)
+    join_memory(model, made)
+    added = (vars(part).keys() - names for part, names in zip(made.modules(), own, strict=True))
+    made.__dict__["_graphplan"] = _Hooked(
+        dict(devices), main, plan, reason, grad, home, frozenset().union(*added)
+    )
     made.__class__ = _hooked_class(type(model))
     return made
+
+
+def _hooked_again(plain: nn.Module, known: _Hooked) -> nn.Module:
+    return dispatch(
+        plain, known.devices, known.main, known.plan, known.reason, grad=known.keep_grad, home=known.home
+    )
 
 
 def _place_own_tensors(model: nn.Module, devices: Mapping[str, torch.device], main: torch.device) -> None:

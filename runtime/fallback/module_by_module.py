@@ -24,8 +24,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphplan.capture.eager_error import is_same
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.modes import Modes, read_modes, write_modes
+from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf, leaf_names
 from graphplan.capture.structure import map_leaves
 from graphplan.capture.transformers.caches import is_cache
@@ -115,6 +117,7 @@ class Modulewise:
 
         Raises:
             CaptureError: no way of running works.
+            Exception: what the model itself raises for this call, unchanged.
         """
         if self.tree is None:
             self.tree = _shared(plain)
@@ -129,23 +132,31 @@ class Modulewise:
 
     def _first_way(self, form: _CallForm, call: BoundCall, places: _Places) -> _Way:
         assert self.tree is not None
-        failures = []
+        failures: list[Exception] = []
         for way in _WAYS:
             args, kwargs = copy.deepcopy((call.args, call.kwargs))
             try:
                 with _undone(self.tree):
                     _run(self.tree, form.entry, way, places, args, kwargs)
             except (RuntimeError, NotImplementedError, GraphplanError) as error:
-                failures.append(f"{way.name}: {first_line(error)}")
+                failures.append(error)
                 gc.collect()
             else:
                 return way
+        if _is_the_models(failures):
+            raise failures[-1]
         raise CaptureError(
             "no capture takes this call, and its modules do not run\n  "
-            + "\n  ".join(failures)
+            + "\n  ".join(f"{w.name}: {first_line(e)}" for w, e in zip(_WAYS, failures, strict=True))
             + "\nPartition the model with this call as the example: hooks then run it, with room for what "
             "this call needs beside the weights"
         )
+
+
+def _is_the_models(failures: Sequence[Exception]) -> bool:
+    """Whether every way of running raised the same, and not for want of memory: then eager raises it too."""
+    ours = isinstance(failures[-1], GraphplanError | torch.OutOfMemoryError)
+    return not ours and all(is_same(error, failures[-1]) for error in failures)
 
 
 def _any_size(leaf: Any) -> Any:
@@ -157,7 +168,7 @@ def _any_size(leaf: Any) -> Any:
 def _shared(plain: nn.Module) -> nn.Module:
     """A tree of modules of its own over the same parameters and buffers."""
     memo: dict[int, Any] = {id(t): t for t in (*plain.parameters(), *plain.buffers())}
-    tree = copy.deepcopy(plain, memo)
+    tree = copy_to_run(plain, memo)
     for name in _hook_tables(tree):  # the placed module's own, which run around the call
         vars(tree)[name].clear()
     return tree

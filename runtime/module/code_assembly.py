@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx, nn
 
+from graphplan.capture.captured_graph import OWN_NAMES
 from graphplan.ir.lowered_ops import constant_attribute, part_attribute, stream_attribute
 from graphplan.runtime.module.module_state import Code, ModuleState
 from graphplan.runtime.module.program import Program
@@ -36,17 +37,29 @@ def code_of(module: nn.Module, state: ModuleState, index: int) -> Code:
 def _graph_module(module: nn.Module, state: ModuleState, program: Program) -> fx.GraphModule:
     """The code and the module: one namespace, seen through two objects."""
     found = fx.GraphModule(nn.Module(), fx.Graph(), class_name=type(module).__name__)
+    found.graph = _around_own_names(copy.deepcopy(program.graph))
+    found.graph.owning_module = None  # a cycle would keep device memory until the next collection
+    found.__dict__[_MODEL] = nn.Module()
     for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-        found.__dict__[name] = module.__dict__[name]
+        found.__dict__[name] = found.__dict__[_MODEL].__dict__[name] = module.__dict__[name]
     for name, tensor in program.constants.items():
         found.__dict__[name] = tensor
     found.__dict__.update(program.attributes)
     _bind_streams(module, state, program, found)  # before parts are copied: it may bring the whole elsewhere
     _bind_parts(module, state, program, found)
-    found.graph = copy.deepcopy(program.graph)
-    found.graph.owning_module = None  # a cycle would keep device memory until the next collection
     found.training = module.training
     return found
+
+
+_MODEL = "_graphplan_model"
+
+
+def _around_own_names(graph: fx.Graph) -> fx.Graph:
+    """The graph, which reaches children named ``code`` or ``graph``, as its module's own, another way."""
+    for node in graph.nodes:
+        if node.op in ("get_attr", "call_module") and node.target.partition(".")[0] in OWN_NAMES:
+            node.target = f"{_MODEL}.{node.target}"
+    return graph
 
 
 def _bind_streams(module: nn.Module, state: ModuleState, program: Program, code: fx.GraphModule) -> None:

@@ -14,6 +14,7 @@ from torch import fx, nn
 from graphplan.capture.modes import ModeReader, Modes
 from graphplan.capture.signature import BoundCall
 from graphplan.errors import NoGraphError
+from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.fallback.module_by_module import Modulewise
 from graphplan.runtime.module.dispatch_cache import Route
 from graphplan.runtime.module.module_guard import ModuleGuard
@@ -82,6 +83,12 @@ class ModuleState:
     parts: ModuleParts = field(default_factory=ModuleParts)
     modulewise: Modulewise = field(default_factory=Modulewise)
     turns: threading.RLock = field(default_factory=threading.RLock)
+
+    @property
+    def known_plan(self) -> PlanData | None:
+        """Of a module that was unpickled, the plan that put its weights where they are."""
+        unpickled = self.start or (None if self.programs else self.restart)
+        return getattr(unpickled, "known_plan", None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
         # constants of the code may be written to, so each copy has its own

@@ -11,7 +11,6 @@ captured under the capture lock, for which no other call waits.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -25,18 +24,21 @@ from torch import fx, nn
 from graphplan.capture.capture_lock import CAPTURE_LOCK
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.modes import ModeReader
-from graphplan.errors import CaptureError, PlanError
+from graphplan.capture.shared_attributes import copy_to_run
+from graphplan.errors import PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.checkpoint.mapped_files import MappedFile
+from graphplan.runtime.fallback.short_names import ShortNames
 from graphplan.runtime.memory.host_pages import HostPages
 from graphplan.runtime.module.code_assembly import code_of
 from graphplan.runtime.module.dispatch import ServedByModules, serve, share_prefetch_buffers
 from graphplan.runtime.module.module_guard import ModuleGuard
 from graphplan.runtime.module.module_state import Compile, ModuleState, Refused, Start
+from graphplan.runtime.module.placed_view import PlacedView
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.program_run import run
 from graphplan.runtime.module.transformers_methods import answers
-from graphplan.runtime.profile.call_profile import Profile, Recorder
+from graphplan.runtime.profile.call_profile import Recorder
 from graphplan.runtime.weights.weight_changes import require_in_place
 from graphplan.warnings import warn
 
@@ -57,77 +59,21 @@ def _kept_in_place(name: str) -> Callable[..., Any]:
     return convert
 
 
-class PlacedModule(nn.Module):
+class PlacedModule(ShortNames):
     """What :func:`graphplan.partition` makes of a model's class."""
 
     _graphplan: ModuleState
+    _graphplan_view = PlacedView
 
     to, cpu, cuda = map(_kept_in_place, ("to", "cpu", "cuda"))
     half, bfloat16, float, double = map(_kept_in_place, ("half", "bfloat16", "float", "double"))
     type, to_empty = map(_kept_in_place, ("type", "to_empty"))
 
-    @property
-    def plan(self) -> PlanData:
-        """The plan of the first call structure.
-
-        Raises:
-            PlanError: nothing has been captured yet.
-        """
-        state = self._graphplan
-        unpickled = state.start or (None if state.programs else state.restart)
-        known: PlanData | None = getattr(unpickled, "known_plan", None)
-        return self._first().plan if known is None else known
-
-    def _first(self) -> Program:
-        if not self._graphplan.programs:
-            raise PlanError("nothing is planned yet: call the module once, or give partition example inputs")
-        return self._graphplan.programs[0]
-
-    @property
-    def plans(self) -> tuple[PlanData, ...]:
-        """The plan of every call structure so far."""
-        return tuple(program.plan for program in self._graphplan.programs)
-
-    @property
-    def graph_modules(self) -> tuple[fx.GraphModule, ...]:
-        """The generated code of every call structure so far, over this module's own weights."""
-        return tuple(
-            code_of(self, self._graphplan, index).module for index in range(len(self._graphplan.programs))
-        )
-
-    @property
-    def graph_module(self) -> fx.GraphModule:
-        """The generated code of the first call structure; PlanError as :attr:`plan`."""
-        self._first()
-        return code_of(self, self._graphplan, 0).module
-
-    @property
-    def code(self) -> str:
-        """The generated Python of the first call structure."""
-        return str(self.graph_module.code)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the placed model on the model's own arguments."""
-        return self._enter("", self._graphplan.signature, args, kwargs)
+        return self._graphplan_enter("", self._graphplan.signature, args, kwargs)
 
-    def profile(self, *args: Any, **kwargs: Any) -> Profile:
-        """Run one call and measure it: its timeline and peaks, beside the modelled ones.
-
-        Call the module before, so that what only the first call does is not measured. On a simulated
-        machine peaks are measured from now on.
-        """
-        recorders: list[Recorder] = []
-
-        def record(program: Program, code: fx.GraphModule) -> Recorder:
-            recorders.append(Recorder(code, program.plan))
-            return recorders[0]
-
-        self._enter("", self._graphplan.signature, args, kwargs, record)
-        measured = recorders[0].measured
-        assert measured is not None
-        return Profile(recorders[0].plan, measured)
-
-    def _enter(
+    def _graphplan_enter(
         self,
         entry: str,
         signature: inspect.Signature | None,
@@ -137,8 +83,8 @@ class PlacedModule(nn.Module):
     ) -> Any:
         """Run the module, or a submodule of it, on its own arguments."""
         state = vars(self).get("_graphplan")  # None while another thread finds that hooks are to run it
-        if state is None or state.start is not None or self._change() is not None:
-            self._place_now(entry, args, kwargs)
+        if state is None or state.start is not None or _change(self) is not None:
+            _place_now(self, entry, args, kwargs)
             if not isinstance(self, PlacedModule):
                 if record is not None:
                     raise PlanError("hooks run this model, there is no graph to profile")
@@ -151,51 +97,13 @@ class PlacedModule(nn.Module):
             served = serve(self, state, entry, signature, args, kwargs)
             if isinstance(served, ServedByModules):
                 with state.turns:
-                    return self._run_modulewise(served, record)
+                    return _run_modulewise(self, served, record)
             program = state.programs[served.index]
             with state.turns if program.streams else nullcontext():
                 code = code_of(self, state, served.index)
                 if record is not None:
                     code = replace(code, bound=record(program, code.module))
                 return run(self, program, code, served)
-
-    def _place_now(self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Place the module at this call of it, unless another thread has done so meanwhile."""
-        with CAPTURE_LOCK:
-            if not isinstance(self, PlacedModule):
-                return
-            self._notice_changes()
-            if self._graphplan.start is not None:
-                started = self._graphplan.start(self, args, kwargs, entry)
-                object.__setattr__(self, "__dict__", started.__dict__)  # at once, for other threads
-                if not isinstance(started, PlacedModule):  # hooks run it
-                    self.__class__ = type(started)  # type: ignore[assignment]  # of the same original
-
-    def _change(self) -> str | None:
-        """What is not as the graphs were traced from, if anything."""
-        state = self._graphplan
-        return None if state.guard is None or state.start is not None else state.guard.difference(self)
-
-    def _notice_changes(self) -> None:
-        """Have the module placed anew where it is not what its graphs were traced from."""
-        state, changed = self._graphplan, self._change()
-        if changed is not None:
-            if state.reader is not None:
-                state.reader.read(self)  # adapters that were put in are an error
-            warn(f"{changed}: {type(self).__name__} is captured anew, as it is now")
-            state.start = state.restart
-
-    def _run_modulewise(self, served: ServedByModules, record: Record | None) -> Any:
-        if record is not None:
-            raise PlanError("modules run this call one by one, there is no graph to profile")
-        state = self._graphplan
-        plain, home, instead = unplaced(self), state.return_outputs, self._computes_instead()
-        return state.modulewise.run(self, plain, served.form, served.call, home=home, instead=instead)
-
-    def _computes_instead(self) -> torch.device | None:
-        """The accelerator on which modules on the CPU compute, where the CPU may not."""
-        accelerators = [spec.torch_device for spec in self.plan.topology.devices if spec.is_accelerator]
-        return accelerators[0] if accelerators and not self.plan.constraints.cpu_compute else None
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """What a parent's ``.to`` calls: to the CPU, where calls may come from, it moves nothing."""
@@ -208,9 +116,52 @@ class PlacedModule(nn.Module):
             self._graphplan.reader, self._graphplan.guard = ModeReader(self), ModuleGuard(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self._notice_changes()
-        original = type(self).__mro__[2]
+        _notice_changes(self)
+        original = type(self).__bases__[1]
         return _rebuild, (original,), self.__dict__
+
+
+def _place_now(module: PlacedModule, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Place the module at this call of it, unless another thread has done so meanwhile."""
+    with CAPTURE_LOCK:
+        if not isinstance(module, PlacedModule):
+            return
+        _notice_changes(module)
+        if module._graphplan.start is not None:
+            started = module._graphplan.start(module, args, kwargs, entry)
+            object.__setattr__(module, "__dict__", started.__dict__)  # at once, for other threads
+            if not isinstance(started, PlacedModule):  # hooks run it
+                module.__class__ = type(started)  # type: ignore[assignment]  # of the same original
+
+
+def _change(module: PlacedModule) -> str | None:
+    """What is not as the graphs were traced from, if anything."""
+    state = module._graphplan
+    return None if state.guard is None or state.start is not None else state.guard.difference(module)
+
+
+def _notice_changes(module: PlacedModule) -> None:
+    """Have the module placed anew where it is not what its graphs were traced from."""
+    state, changed = module._graphplan, _change(module)
+    if changed is not None:
+        if state.reader is not None:
+            state.reader.read(module)  # adapters that were put in are an error
+        warn(f"{changed}: {type(module).__name__} is captured anew, as it is now")
+        state.start = state.restart
+
+
+def _run_modulewise(module: PlacedModule, served: ServedByModules, record: Record | None) -> Any:
+    if record is not None:
+        raise PlanError("modules run this call one by one, there is no graph to profile")
+    state, plain, instead = module._graphplan, unplaced(module), _computes_instead(PlacedView(module).plan)
+    home = state.return_outputs
+    return state.modulewise.run(module, plain, served.form, served.call, home=home, instead=instead)
+
+
+def _computes_instead(plan: PlanData) -> torch.device | None:
+    """The accelerator on which modules on the CPU compute, where the CPU may not."""
+    accelerators = [spec.torch_device for spec in plan.topology.devices if spec.is_accelerator]
+    return accelerators[0] if accelerators and not plan.constraints.cpu_compute else None
 
 
 def _rebuild(original: type[nn.Module]) -> nn.Module:
@@ -232,7 +183,7 @@ def placed_class(original: type[nn.Module]) -> type[nn.Module]:
 
 def unplaced(module: nn.Module) -> nn.Module:
     """The module as its own class, with the attributes and weights that it has now."""
-    original: type[nn.Module] = type(module).__mro__[2]
+    original: type[nn.Module] = type(module).__bases__[1]
     plain = object.__new__(original)
     plain.__dict__.update({k: v for k, v in module.__dict__.items() if k != "_graphplan"})
     return plain
@@ -255,7 +206,7 @@ def unplace(module: nn.Module) -> nn.Module:
         here = tensor.detach().cpu()
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(here, tensor.requires_grad) if is_parameter else here
-    return copy.deepcopy(plain, memo)
+    return copy_to_run(plain, memo)
 
 
 def attach(
@@ -271,7 +222,6 @@ def attach(
     memory: Sequence[HostPages | MappedFile] = (),
 ) -> None:
     """Give a placed copy its programs, the way to make more, and the memory of its weights."""
-    _refuse_names(module)
     share_prefetch_buffers(programs)
     state = ModuleState(programs, compile, signature, restart, keep_grad, return_outputs, refused)
     state.streams.pages.extend(memory)
@@ -283,16 +233,4 @@ def attach(
 
 def attach_start(module: nn.Module, start: Start) -> None:
     """Give a copy that is not placed yet the way to be, at its first call."""
-    _refuse_names(module)
     module.__dict__["_graphplan"] = ModuleState([], start=start)
-
-
-def _refuse_names(module: nn.Module) -> None:
-    """Names of children that would hide behind attributes of the generated module."""
-    taken = set(dir(PlacedModule)) | set(dir(fx.GraphModule))
-    children = {*module._modules, *module._parameters, *module._buffers}
-    own = set(dir(nn.Module))
-    if hidden := sorted(children & (taken - own)):
-        raise CaptureError(
-            f"the model has a child named {hidden[0]!r}, an attribute of generated modules: rename it"
-        )

@@ -24,10 +24,10 @@ __all__ = ["PlacedPart", "answers"]
 class PlacedPart:
     """A submodule of a placed module, to be called by itself. It holds on to the whole, not the reverse."""
 
-    def _enter(self, method: str, signature: inspect.Signature, args: Any, kwargs: Any) -> Any:
+    def _graphplan_enter(self, method: str, signature: inspect.Signature, args: Any, kwargs: Any) -> Any:
         """Run a method of the submodule, placed."""
         whole, path = self.__dict__["_graphplan_whole"], self.__dict__["_graphplan_path"]
-        return whole._enter(path + method, signature, args, kwargs)
+        return whole._graphplan_enter(path + method, signature, args, kwargs)
 
 
 _parts: dict[type, type] = {}
@@ -73,7 +73,7 @@ def _entry(original: type, name: str) -> Any:
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._enter(entry, inspect.signature(method.__get__(self)), args, kwargs)
+        return self._graphplan_enter(entry, inspect.signature(method.__get__(self)), args, kwargs)
 
     return call
 

@@ -130,9 +130,9 @@ def _find_sources(root: nn.Module, targets: Sequence[str]) -> _Sources | None:
         owner, module = None, root
         *path, name = target.split(".")
         for depth, part in enumerate(path):
-            children = module._modules
+            children: dict[str, Any] = module._modules if part in module._modules else vars(module)
             child = children.get(part)
-            if child is None:
+            if not isinstance(child, nn.Module):
                 return None
             steps[".".join(path[: depth + 1])] = (children, part, child)
             module = child

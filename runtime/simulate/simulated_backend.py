@@ -43,7 +43,7 @@ class _Backend(_DummyBackendModule):
 
     def device_count(self) -> int:
         machine = current_machine.get()
-        return 1 + max(machine.capacities) if isinstance(machine, SimulatedMachine) else 0
+        return 1 + max(machine.capacities, default=-1) if isinstance(machine, SimulatedMachine) else 0
 
     def is_available(self) -> bool:
         return self.device_count() > 0

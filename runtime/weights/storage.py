@@ -7,7 +7,6 @@ next to each other, so that they need not be copied together later.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +15,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from graphplan.capture.model_weights import ModelWeights, tensor_bytes
+from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.devices.topology import CPU, round_up
 from graphplan.errors import InputError, readable_bytes
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
@@ -102,7 +102,7 @@ def place_model(
     memo: dict[int, object] = {}
     for name, tensor in _all_tensors(model):
         memo[id(tensor)] = _like(tensor, placing.placed[weights.first[name]], memo)
-    copied = _refilled(model, memo) if owned else copy.deepcopy(model, memo)
+    copied = _refilled(model, memo) if owned else copy_to_run(model, memo)
     copied.__dict__.pop("forward", None)  # a patched forward was traced; the class's is ours
     copied.__class__ = placed_class(type(model))
     return Placement(copied, tuple(placing.pages), () if source is None else source.files)

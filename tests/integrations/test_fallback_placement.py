@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import copy
 import gc
+import io
+import pickle
 import warnings
 from typing import Any
 
@@ -293,3 +296,65 @@ def test_a_trace_with_vmap_in_it_falls_back() -> None:
         warnings.simplefilter("ignore")
         placed = graphplan.partition(model, machine.max_memory | {"cpu": "1GiB"}, (X,))
         assert largest_difference(placed(X), model(X)) < 1e-6
+
+
+class Whole(Undecided):
+    """Undecided, with a shared weight and what a copy must have beside weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.again = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.again.weight = self.last.weight
+        self.register_buffer("shift", torch.ones(16), persistent=False)
+        self.tag = ["mine"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.again(self.last(x)) + self.shift)
+
+
+def noted(_module: nn.Module, _args: Any, result: torch.Tensor) -> torch.Tensor:
+    """A hook of a user's."""
+    return result + 1
+
+
+def reloaded(model: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), reloaded])
+@pytest.mark.parametrize("shares", [(0.8, 0.7), (0.5,), ()])
+def test_models_that_hooks_run_are_copied_and_pickled_whole(copied: Any, shares: tuple[float, ...]) -> None:
+    model = Whole().eval()
+    model.again.register_forward_hook(noted)
+    with torch.no_grad():
+        expected = model(X)
+        room = profile_call(model, model, (X,), {}).peak
+    budgets = {i: int(1.1 * bytes_of(model) * share) + room for i, share in enumerate(shares)}
+    with graphplan.simulate({**dict.fromkeys(budgets, 1 << 24), "cpu": 1 << 24}) as machine:  # for copies too
+        with pytest.warns(graphplan.GraphplanWarning, match="hooks run the model"):
+            placed = graphplan.partition(model, {**budgets, "cpu": 1 << 24}, (X,))
+        again = copied(placed)
+        assert type(again).__name__ == "Whole"
+        assert isinstance(again, Whole)
+        assert again.plan.method == "hooks"
+        assert again.plan.placement == placed.plan.placement
+        assert again.tag == ["mine"]
+        assert again.tag is not placed.tag
+        assert not again.training
+        assert again.again.weight is again.last.weight
+        assert again.shift.device == placed.shift.device
+        assert largest_difference(again(X), expected) < 1e-6
+        found = {name: tensor.cpu() for name, tensor in again.state_dict().items()}
+        assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+        twice = copied(again)
+        for tensor in again.state_dict().values():
+            tensor.zero_()
+        assert torch.equal(again(X).cpu(), torch.zeros(4, 8))
+        for other in (placed, twice):
+            assert largest_difference(other(X), expected) < 1e-6
+        del placed, again, twice, other, found, tensor
+        gc.collect()
+        assert not any(machine.live_bytes(i) for i in budgets)

@@ -13,11 +13,10 @@ one graph serves all lengths and one all batches:
 from __future__ import annotations
 
 import copy
-import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
@@ -55,8 +54,6 @@ from graphplan.errors import CaptureError
 
 __all__ = ["Exported", "export_transformers"]
 
-logger = logging.getLogger("graphplan")
-
 BATCH, LENGTH = "batch", "length"
 Roles = Mapping[int, str]
 """Axis -> ``"batch"`` or ``"length"``; for an integer, axis 0 is the integer itself."""
@@ -73,6 +70,7 @@ class Exported:
         roles: for each leaf of ``traced``, its axes that may vary.
         guards: what else the trace takes for granted.
         caches: names of the arguments that are caches.
+        fixed: why no axis varies, where that was tried and failed.
     """
 
     program: torch.export.ExportedProgram
@@ -81,6 +79,7 @@ class Exported:
     roles: tuple[Roles, ...]
     guards: tuple[Guard, ...]
     caches: tuple[str, ...]
+    fixed: Exception | None = None
 
 
 def export_transformers(module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool) -> Exported:
@@ -98,9 +97,8 @@ def export_transformers(module: nn.Module, method: str, call: BoundCall, *, keep
     try:
         return _export(module, method, call, keep_grad=keep_grad, dynamic=True)
     except Exception as error:  # the tracer runs the model's own code, which may raise anything
-        reason = str(error).strip().splitlines()
-        logger.info("%s: sizes are fixed: %s", type(module).__name__, reason[0] if reason else error)
-        return _export(module, method, call, keep_grad=keep_grad, dynamic=False)
+        failed = error
+    return replace(_export(module, method, call, keep_grad=keep_grad, dynamic=False), fixed=failed)
 
 
 def _export(module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool, dynamic: bool) -> Exported:

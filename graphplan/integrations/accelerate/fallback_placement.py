@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import traceback
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,13 +19,15 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from graphplan.analysis.plan import Plan
+from graphplan.capture.eager_error import is_same
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.model_weights import tensor_bytes
+from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.capture.signature import BoundCall
 from graphplan.capture.structure import map_leaves
 from graphplan.compiler.options import Options
-from graphplan.devices.topology import ALIGNMENT, CPU, DISK, DeviceKey, Topology
+from graphplan.devices.topology import ALIGNMENT, CPU, DISK, DeviceKey, Topology, round_up
 from graphplan.errors import CaptureError, GraphplanError, InfeasibleError, NoGraphError, first_line
 from graphplan.integrations.accelerate.auto_device_map import ModuleSizes, map_modules
 from graphplan.ir.graph import Graph
@@ -39,9 +38,11 @@ from graphplan.passes.placement.problem import Problem
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.fallback.hooked_module import dispatch
 from graphplan.runtime.fallback.module_profile import CallProfile, profile_call
+from graphplan.runtime.memory.shared_memory import join_memory
 from graphplan.runtime.weights.storage import Layout, place_model
+from graphplan.warnings import warn
 
-__all__ = ["fall_back", "later_refused", "where_it_failed"]
+__all__ = ["fall_back", "later_refused"]
 
 _SHARES = (1.0, 0.85, 0.7)  # of the budgets: hooks hold on to more than can be foreseen
 _SIZES = ModuleSizes(step=ALIGNMENT)
@@ -64,15 +65,14 @@ def fall_back(
     Raises:
         CaptureError: the caller asks for what hooks cannot do, or no way of splitting runs.
         InfeasibleError: the weights fit in no way.
+        Exception: what the model itself raises for this call, unchanged.
     """
     _refuse_constraints(options, error)
-    reason = f"{error}{where_it_failed(error)}"
     fallback = _Fallback(model, model_copy, call, topology, options, source, entry)
-    placed = fallback.place(reason)
-    warnings.warn(
-        f"{reason}\naccelerate's hooks run the model instead, module by module: its operations are not "
-        "planned, weights on the CPU are copied when they are needed. strict=True makes this an error",
-        stacklevel=5,
+    placed = fallback.place(str(error))
+    warn(
+        f"{error}\naccelerate's hooks run the model instead, module by module: its operations are not "
+        "planned, weights on the CPU are copied when they are needed. strict=True makes this an error"
     )
     return placed
 
@@ -85,30 +85,11 @@ def later_refused(error: NoGraphError) -> None:
     """
     if isinstance(error.__cause__, ConstraintViolationError):
         raise error
-    warnings.warn(
-        f"{error}{where_it_failed(error)}\nThe modules of the placed model run calls of this structure one "
+    warn(
+        f"{error}\nThe modules of the placed model run calls of this structure one "
         "by one, where their weights are: what they compute is not planned, and must fit beside the weights. "
-        "strict=True makes this an error",
-        stacklevel=6,
+        "strict=True makes this an error"
     )
-
-
-def where_it_failed(error: BaseException) -> str:
-    """The line of the model's own code that the trace could not pass."""
-    cause: BaseException | None = error.__cause__ or error
-    own: tuple[str, ...] = (
-        "/torch/",
-        "/graphplan/",
-        "/transformers/exporters/",
-        "/contextlib.py",
-        "/functools.py",
-    )
-    own += tuple(str(Path(__file__).parents[3] / name) for name in ("graphplan", "passes", "runtime"))
-    frames = [] if cause is None else traceback.extract_tb(cause.__traceback__)
-    for frame in reversed(frames):
-        if not any(part in frame.filename for part in own) and not frame.filename.startswith("<"):
-            return f"\n  at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
-    return ""
 
 
 def _refuse_constraints(options: Options, error: CaptureError) -> None:
@@ -152,10 +133,10 @@ class _Fallback:
 
     def place(self, reason: str) -> nn.Module:
         """The first that runs."""
-        profile = self._profile()
+        profile, raised = self._profile()
         failures: list[str] = []
         for split in self._splits(profile, failures):
-            made = self._try(split, profile, reason)
+            made = self._try(split, profile, reason, raised)
             if isinstance(made, nn.Module):
                 return made
             failures.append(made)
@@ -163,8 +144,10 @@ class _Fallback:
         tried = "\n  ".join(dict.fromkeys(failures))
         raise CaptureError(f"{reason}\nHooks do not run it either:\n  {tried}")
 
-    def _try(self, split: _Split, profile: CallProfile | None, reason: str) -> nn.Module | str:
-        """The model with hooks; why that does not run, if it does not."""
+    def _try(
+        self, split: _Split, profile: CallProfile | None, reason: str, raised: Exception | None
+    ) -> nn.Module | str:
+        """The model with hooks; why that does not run, if it does not and eager did not raise the same."""
         devices = {name: self.topology[key].torch_device for name, key in split.entries.items()}
         main, plan = self.topology[split.main].torch_device, self._plan(split, profile)
         try:
@@ -172,6 +155,8 @@ class _Fallback:
             made = dispatch(model, devices, main, plan, reason, grad=self.options.grad, home=split.home)
             self._run(made)
         except (RuntimeError, NotImplementedError, GraphplanError) as error:
+            if is_same(error, raised):
+                raise
             where = ", ".join(dict.fromkeys(str(device) for device in devices.values()))
             return f"over {where}: {first_line(error)}"
         return made
@@ -187,21 +172,27 @@ class _Fallback:
             return self.model
         weights = self.model_copy.weights
         layout = Layout({name: _device_of(devices, name) for name in weights.tensors})
-        return place_model(self.model, weights, layout, source=self.source).module
+        made = place_model(self.model, weights, layout, source=self.source).module
+        join_memory(self.model, made)
+        return made
 
-    def _profile(self) -> CallProfile | None:
-        """The call, run once: on the model's own weights where they are on the CPU, else on zeros."""
+    def _profile(self) -> tuple[CallProfile | None, Exception | None]:
+        """The call, run once: on the model's own weights where they are on the CPU, else on zeros.
+
+        Returns:
+            with zeros, what was raised instead of a profile: it may be due to them.
+        """
         tensors = self.model_copy.weights.tensors.values()
         memo: dict[int, Any] = {id(parameter): parameter for parameter in self.model.parameters()}
         has_data = all(tensor.device.type == CPU for tensor in tensors)
-        module = copy.deepcopy(self.model, memo) if has_data else self.model_copy.module
+        module = copy_to_run(self.model, memo) if has_data else self.model_copy.module
         try:
             args, kwargs = map_leaves(_on_cpu, copy.deepcopy(self._arguments))
-            return profile_call(module, method_of(module, self.entry), args, kwargs)
-        except Exception:  # the model's own code on weights of zero may raise anything
+            return profile_call(module, method_of(module, self.entry), args, kwargs), None
+        except Exception as error:  # the model's own code on weights of zero may raise anything
             if has_data:
                 raise
-            return None
+            return None, error
 
     def _splits(self, profile: CallProfile | None, failures: Sequence[str]) -> Iterator[_Split]:
         """Ways of splitting, those that use the accelerators best first; on the CPU alone at last."""
@@ -265,13 +256,16 @@ class _Fallback:
         return all(nbytes <= budgets[key] for key, nbytes in taken.items())
 
     def _infeasible(self, budgets: Mapping[DeviceKey, int], peak: int) -> InfeasibleError:
-        total = sum(map(tensor_bytes, self.model_copy.weights.tensors.values()))
-        spread = max(1, len(budgets))
+        total = sum(round_up(tensor_bytes(t)) for t in self.model_copy.weights.tensors.values())
+        given = {spec.key: spec.memory for spec in self.topology.devices}
+        first = next(spec for spec in self.topology.devices if spec.key in budgets)
+        needed = {**given, first.key: total + peak + first.reserve}
         return InfeasibleError(
             f"the modules of {type(self.model).__name__} ({total} bytes, and {peak} for activations on each "
-            f"accelerator) do not fit {dict(budgets)} one by one: allow more",
-            needed=dict.fromkeys(budgets, total // spread + peak),
-            available=dict(budgets),
+            f"accelerator) do not fit one by one: max_memory allows {given}. Budgets that would do: "
+            f"max_memory={needed}",
+            needed=needed,
+            available=given,
         )
 
     def _plan(self, split: _Split, profile: CallProfile | None) -> Plan:

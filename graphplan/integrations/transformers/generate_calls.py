@@ -191,7 +191,7 @@ class _OnStage:
         stage, signature = self.__dict__["_graphplan_stage"], self.__dict__["_graphplan_signature"]
         return stage.play("", signature, args, kwargs)
 
-    def _enter(self, entry: str, signature: inspect.Signature, args: Any, kwargs: Any) -> Any:
+    def _graphplan_enter(self, entry: str, signature: inspect.Signature, args: Any, kwargs: Any) -> Any:
         return self.__dict__["_graphplan_stage"].play(entry, signature, args, kwargs)
 
 

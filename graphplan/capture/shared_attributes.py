@@ -1,0 +1,89 @@
+"""Copies of models that hold what cannot be copied: a lock, an open file, a generator.
+
+A copy that runs shares such an attribute with the original. A copy that is traced has a stand-in for it,
+which refuses to be used: a trace would do once, at its time, what each call is to do.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from graphplan.capture.structure import leaves_of
+from graphplan.errors import CaptureError, NoGraphError, first_line
+
+__all__ = ["copy_to_run", "copy_to_trace"]
+
+
+def copy_to_run(model: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
+    """A deep copy that shares with the model what cannot be copied.
+
+    Args:
+        model: left as it is.
+        memo: as in ``copy.deepcopy``: id of an object -> what is to stand for it.
+
+    Raises:
+        CaptureError: something that has tensors or modules in it cannot be copied.
+    """
+    return _copied(model, memo, lambda _, value: value)[0]
+
+
+def copy_to_trace(model: nn.Module, memo: Mapping[int, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    """A deep copy without what cannot be copied, and that by name; otherwise as :func:`copy_to_run`."""
+    return _copied(model, memo, _NotCopied)
+
+
+def _copied(model: nn.Module, memo: Mapping[int, Any], instead: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """A copy, and the attributes in whose place it has ``instead`` of their names and values."""
+    try:
+        return copy.deepcopy(model, dict(memo)), {}
+    except Exception as error:  # what objects do when they are copied is theirs
+        found = _uncopied(model, memo)
+        if not found:
+            raise CaptureError(f"{type(model).__name__} cannot be copied: {first_line(error)}") from error
+    stand_ins = {id(value): instead(name, value) for name, value in found.items()}
+    return copy.deepcopy(model, {**memo, **stand_ins}), found
+
+
+def _uncopied(model: nn.Module, memo: Mapping[int, Any]) -> dict[str, Any]:
+    """Name -> attribute that cannot be copied."""
+    known = {**memo, **{id(part): part for part in model.modules()}}
+    found: dict[str, Any] = {}
+    for path, part in model.named_modules():
+        for name, value in vars(part).items():
+            where = f"{path}.{name}" if path else name
+            try:
+                copy.deepcopy(value, dict(known))
+            except Exception as error:  # as above
+                if any(isinstance(leaf, torch.Tensor | nn.Module) for leaf in leaves_of(value)):
+                    raise CaptureError(
+                        f"{where!r} of {type(model).__name__} cannot be copied: {first_line(error)}. A "
+                        "tensor that is computed from parameters is the usual cause: make it a buffer, or a "
+                        "parametrization"
+                    ) from error
+                found[where] = value
+    return found
+
+
+class _NotCopied:
+    """Stands for an attribute in the copy that is traced; whatever is done with it is an error."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        self._said = (
+            f"forward uses {name!r} ({type(value).__name__}), which cannot be copied: a graph would not do "
+            "it in each call"
+        )
+
+    def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise NoGraphError(self._said)
+
+    __call__ = __enter__ = __exit__ = __iter__ = __next__ = __len__ = __getitem__ = __contains__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()

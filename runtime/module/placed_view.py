@@ -1,0 +1,86 @@
+"""What a placed module says of itself: its plans, its generated code, what a call takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from graphplan.errors import PlanError
+from graphplan.ir.plan_data import PlanData
+from graphplan.runtime.module.code_assembly import code_of
+from graphplan.runtime.module.module_state import ModuleState
+from graphplan.runtime.module.program import Program
+from graphplan.runtime.profile.call_profile import Profile, Recorder
+
+__all__ = ["PlacedView"]
+
+
+class PlacedView:
+    """Of one placed module.
+
+    Args:
+        module: that :func:`graphplan.partition` returned.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    @property
+    def _state(self) -> ModuleState:
+        state: ModuleState = vars(self._module)["_graphplan"]
+        return state
+
+    @property
+    def plan(self) -> PlanData:
+        """The plan of the first call structure.
+
+        Raises:
+            PlanError: nothing has been captured yet.
+        """
+        known = self._state.known_plan
+        return self._first().plan if known is None else known
+
+    @property
+    def plans(self) -> tuple[PlanData, ...]:
+        """The plan of every call structure so far."""
+        return tuple(program.plan for program in self._state.programs)
+
+    @property
+    def graph_modules(self) -> tuple[fx.GraphModule, ...]:
+        """The generated code of every call structure so far, over the module's own weights."""
+        count = len(self._state.programs)
+        return tuple(code_of(self._module, self._state, index).module for index in range(count))
+
+    @property
+    def graph_module(self) -> fx.GraphModule:
+        """The generated code of the first call structure; PlanError as :attr:`plan`."""
+        self._first()
+        return code_of(self._module, self._state, 0).module
+
+    @property
+    def code(self) -> str:
+        """The generated Python of the first call structure."""
+        return str(self.graph_module.code)
+
+    def profile(self, *args: Any, **kwargs: Any) -> Profile:
+        """Run one call and measure it: its timeline and peaks, beside the modelled ones.
+
+        Call the module before, so that what only the first call does is not measured. On a simulated
+        machine peaks are measured from now on.
+        """
+        recorders: list[Recorder] = []
+
+        def record(program: Program, code: fx.GraphModule) -> Recorder:
+            recorders.append(Recorder(code, program.plan))
+            return recorders[0]
+
+        self._module._graphplan_enter("", self._state.signature, args, kwargs, record)
+        measured = recorders[0].measured
+        assert measured is not None
+        return Profile(recorders[0].plan, measured)
+
+    def _first(self) -> Program:
+        if not self._state.programs:
+            raise PlanError("nothing is planned yet: call the module once, or give partition example inputs")
+        return self._state.programs[0]

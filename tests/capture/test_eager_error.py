@@ -1,0 +1,175 @@
+"""An error that eager raises too is the user's, and comes through as it is; ours says what and where."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from language_models import build
+from torch import nn
+
+import graphplan
+from graphplan.capture.transformers import exporter
+
+X = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
+
+
+class OwnError(Exception):
+    """Of a user."""
+
+
+ERRORS = [
+    RuntimeError("mine"),
+    ValueError("mine"),
+    OwnError("mine"),
+    KeyError("mine"),
+    NotImplementedError("mine"),
+    AttributeError("mine"),
+    AssertionError(),
+]
+
+
+class Failing(nn.Module):
+    """Raises where it is told to: at once, or where the data says so, which no graph has."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.up, self.down, self.number = nn.Linear(16, 256), nn.Linear(256, 16), number
+
+    def forward(self, x: torch.Tensor, where: str = "") -> torch.Tensor:
+        y = self.up(x)
+        if where == "here" or (where == "there" and float(x.sum()) < 1e9):
+            raise ERRORS[self.number]
+        return self.down(y)
+
+
+def raised(call: Any) -> BaseException:
+    with pytest.raises(BaseException) as caught:  # noqa: PT011  # compared with what was to be raised
+        call()
+    return caught.value
+
+
+@pytest.mark.parametrize("number", range(len(ERRORS)))
+@pytest.mark.parametrize("where", ["here", "there"])
+def test_the_users_own_error_comes_through(number: int, where: str) -> None:
+    error = ERRORS[number]
+    with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine, warnings.catch_warnings():
+        warnings.simplefilter("ignore", graphplan.GraphplanWarning)
+        placed = graphplan.partition(Failing(number), machine.max_memory, (X,))
+        first = raised(lambda: graphplan.partition(Failing(number), machine.max_memory, (X, where)))
+        later = raised(lambda: placed(X, where))
+        for found in (first, later):
+            assert found is error
+            assert found.__cause__ is None
+            assert found.__context__ is None
+            lines = traceback.extract_tb(found.__traceback__)
+            assert (lines[-1].filename, lines[-1].name) == (__file__, "forward")
+        assert placed(X).shape == X.shape
+
+
+def test_inputs_of_a_wrong_shape_are_an_error_of_torch() -> None:
+    model, wrong = nn.Linear(16, 16), torch.ones(4, 5)
+    eager = raised(lambda: model(wrong))
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (X,))
+        for found in (
+            raised(lambda: placed(wrong)),
+            raised(lambda: graphplan.partition(model, machine.max_memory, (wrong,))),
+            raised(lambda: graphplan.plan(model, machine.max_memory, (wrong,))),
+        ):
+            assert (type(found), str(found)) == (type(eager), str(eager))
+
+
+class Checkpointed(nn.Module):
+    """Raises by its data; its weights are in a file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if float(x.sum()) < 1e9:
+            raise NotImplementedError("mine")
+        return self.up(x)
+
+
+def test_without_weights_eager_is_asked_all_the_same(tmp_path: Any) -> None:
+    from safetensors.torch import save_file
+
+    file = tmp_path / "weights.safetensors"
+    save_file(Checkpointed().state_dict(), file)
+    with torch.device("meta"):
+        model = Checkpointed()
+    with graphplan.simulate({0: "1MiB"}) as machine, pytest.raises(NotImplementedError, match=r"^mine$"):
+        graphplan.partition(model, machine.max_memory, (X,), checkpoint=file)
+
+
+class Branching(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            return x + 1
+        return x - 1
+
+
+@pytest.mark.parametrize("strict", [True, None])
+def test_control_flow_by_data_names_the_line_and_what_to_do(strict: bool | None) -> None:
+    said = (
+        r"at .*test_eager_error\.py:\d+, in forward: if x\.sum\(\) > 0:\n.*torch\.cond.*graphplan\.partition"
+    )
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        if strict:
+            with pytest.raises(graphplan.NoGraphError, match=said):
+                graphplan.partition(Branching(), machine.max_memory, (X,), strict=True)
+        else:
+            with pytest.raises(graphplan.NoGraphError, match=said):
+                graphplan.plan(Branching(), machine.max_memory, (X,))
+    with pytest.raises(graphplan.CaptureError, match=r"at .*test_eager_error\.py:\d+, in forward: if x\.sum"):
+        graphplan.plan(Branching(), {"cpu": "1MiB"})
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [("export_transformers", "exporters does not take it"), ("_roles", "exporters does not take it")],
+)
+def test_without_the_exporter_a_placed_model_says_why_once(
+    monkeypatch: pytest.MonkeyPatch, broken: str, said: str
+) -> None:
+    def refuse(*_args: Any, **_kwargs: Any) -> Any:
+        raise LookupError("an odd one")
+
+    from graphplan.capture import tracing
+
+    monkeypatch.setattr(tracing if broken == "export_transformers" else exporter, broken, refuse)
+    check_that_it_says_why_once(f"{said} .LookupError: an odd one.*each batch size and length")
+
+
+def test_sizes_that_cannot_vary_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    export = exporter._export
+
+    def only_fixed(*args: Any, dynamic: bool, **kwargs: Any) -> Any:
+        if dynamic:
+            raise LookupError("an odd one")
+        return export(*args, dynamic=dynamic, **kwargs)
+
+    monkeypatch.setattr(exporter, "_export", only_fixed)
+    check_that_it_says_why_once("sizes cannot vary in a trace .LookupError: an odd one.*each batch size")
+
+
+def check_that_it_says_why_once(said: str) -> None:
+    model = build("llama")
+    with graphplan.simulate({0: "10MiB"}) as machine, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kwargs = {"input_ids": torch.zeros(2, 8, dtype=torch.long)}
+        placed = graphplan.partition(model, machine.max_memory, kwargs=kwargs)
+        for length in (9, 10):
+            with suppress(graphplan.InfeasibleError):
+                placed(torch.zeros(2, length, dtype=torch.long))
+    ours = [one for one in caught if issubclass(one.category, graphplan.GraphplanWarning)]
+    assert len(ours) == 1
+    assert ours[0].filename == __file__
+    with pytest.warns(graphplan.GraphplanWarning, match=said):
+        warnings.warn(ours[0].message, stacklevel=2)

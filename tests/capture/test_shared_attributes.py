@@ -1,0 +1,108 @@
+"""Attributes that cannot be copied: shared, with a warning; where forward uses one, no graph is made."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from builders import largest_difference
+from torch import nn
+
+import graphplan
+
+X = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
+KINDS: dict[str, Callable[[], Any]] = {
+    "lock": threading.Lock,
+    "generator": lambda: (i for i in range(1000)),
+    "TextIOWrapper": lambda: open(__file__, encoding="utf-8"),  # noqa: SIM115  # the model closes it
+    "list": lambda: [1, threading.Lock()],
+    "module": lambda: logging,
+}
+
+
+class Holder(nn.Module):
+    def __init__(self, thing: Any) -> None:
+        super().__init__()
+        self.linear, self.thing = nn.Linear(16, 16), thing
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+class Using(Holder):
+    """Uses what it holds in each call: a counter, under a lock."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lock, numbers = self.thing
+        with lock:
+            return self.linear(x) + next(numbers)
+
+
+class Model(nn.Module):
+    def __init__(self, held: nn.Module) -> None:
+        super().__init__()
+        self.held, self.last, self.parts = held, nn.Linear(16, 16), [held]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.held(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_shared_with_the_original(kind: str) -> None:
+    thing = KINDS[kind]()
+    model = Model(Holder(thing))
+    with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine, torch.no_grad():
+        with pytest.warns(
+            graphplan.GraphplanWarning, match=rf"'held\.thing' \({kind}\) cannot be c"
+        ) as caught:
+            placed = graphplan.partition(model, machine.max_memory, (X,))
+        assert [one.filename for one in caught] == [__file__]
+        assert placed.plan.method == "export"
+        assert placed.held.thing is thing
+        assert placed.parts[0] is placed.held
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert largest_difference(placed(X), model(X)) < 1e-6
+        plain = graphplan.unplace(placed)
+        assert plain.held.thing is thing
+        assert largest_difference(plain(X), model(X)) < 1e-6
+    if kind == "TextIOWrapper":
+        thing.close()
+
+
+def test_what_forward_uses_is_used_in_each_call() -> None:
+    things = [threading.Lock(), (i for i in range(1000))]
+    model = Model(Using(things))
+    plain = Model(Holder(None))
+    plain.load_state_dict(model.state_dict())
+    with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():
+        with pytest.warns(graphplan.GraphplanWarning) as caught:
+            placed = graphplan.partition(model, machine.max_memory, (X,))
+        shared, ran = (str(one.message) for one in caught)
+        assert shared.startswith("'held.thing' (list) cannot be copied")
+        assert "forward uses 'held.thing' (list), which cannot be copied" in ran
+        assert "hooks run the model" in ran
+        results = [placed.last.weight.new_zeros(()) + placed(X).mean() for _ in range(3)]
+        assert len({round(float(result), 5) for result in results}) == 3
+    with pytest.raises(graphplan.NoGraphError, match=r"forward uses 'held\.thing'"):
+        graphplan.plan(model, {"cpu": "1MiB"}, (X,))
+
+
+def test_a_tensor_with_a_history_is_named() -> None:
+    model = Model(Holder(None))
+    model.held.cached = model.held.linear.weight * 2
+    with pytest.raises(graphplan.CaptureError, match=r"'held\.cached' of Model cannot be copied.*buffer"):
+        graphplan.partition(model, {"cpu": "1MiB"}, (X,))
+
+
+def test_what_can_be_copied_is() -> None:
+    model = Model(Holder(logging.getLogger("some")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
+    assert placed.held.thing is model.held.thing
