@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +12,13 @@ from torch import nn
 
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.shared_attributes import copy_to_run
+from graphplan.capture.signature import BoundCall
 from graphplan.capture.structure import map_leaves
+from graphplan.errors import NoGraphError
+from graphplan.runtime.module.placed_module import PlacedModule
+from graphplan.warnings import warn
 
-__all__ = ["Disagreement", "compare", "eager_result"]
+__all__ = ["Disagreement", "compare", "require_equal"]
 
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -34,7 +39,7 @@ class Disagreement:
         return f"{self.name or 'the result'} {self.text}"
 
 
-def eager_result(model: nn.Module, entry: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _eager_result(model: nn.Module, entry: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What the model itself, or an entry of it, returns; buffers that it writes to are copies, inputs too."""
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     runs = copy_to_run(model, memo)
@@ -46,6 +51,22 @@ def eager_result(model: nn.Module, entry: str, args: Sequence[Any], kwargs: Mapp
     args, kwargs = map_leaves(here, (args, kwargs))
     with torch.no_grad():
         return method_of(runs, entry)(*args, **kwargs)
+
+
+def require_equal(model: nn.Module, placed: nn.Module, call: BoundCall, entry: str) -> None:
+    """Raise NoGraphError where a placed model and eager do not agree on the example inputs."""
+    if any(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers())):
+        warn("check: the model has no weights of its own to compare with")
+        return
+    eager = [_eager_result(model, entry, call.args, call.kwargs) for _ in range(2)]
+    if compare(*eager) is not None:
+        warn("check: eager differs from call to call, so nothing can be compared")
+        return
+    args, kwargs = copy.deepcopy((call.args, call.kwargs))
+    apart = compare(method_of(placed, entry)(*args, **kwargs), eager[0])
+    if apart is not None:
+        what = "graph" if isinstance(placed, PlacedModule) else "model that hooks run"
+        raise NoGraphError(f"the {what} of {type(model).__name__} differs on the example inputs: {apart}")
 
 
 def compare(ours: Any, eager: Any) -> Disagreement | None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,36 +11,24 @@ from torch import nn
 
 from graphplan.analysis.plan import Plan
 from graphplan.api.arguments import pin_sparse, read_compile, read_constraints, read_model
-from graphplan.api.eager_check import compare, eager_result
-from graphplan.api.example_calls import ExampleCall, Examples, read_example, read_examples
+from graphplan.api.example_calls import ExampleCall, read_example, read_examples
+from graphplan.api.placer import FirstCall, Placer, Recipe
 from graphplan.capture.model_copy import ModelCopy
-from graphplan.capture.model_methods import method_of
-from graphplan.capture.model_weights import tensor_bytes
 from graphplan.capture.shared_attributes import copy_to_run
-from graphplan.capture.signature import BoundCall
 from graphplan.capture.size_limits import SizeLimits
 from graphplan.compiler.options import Options
 from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.devices.max_memory import MaxMemory, Reserve, read_max_memory, require_present
 from graphplan.devices.speeds import Measurements, Speed, with_speeds
-from graphplan.devices.topology import DISK, DeviceKey, Link, Topology
-from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError, first_line
-from graphplan.integrations.accelerate.fallback_placement import fall_back, later_refused
+from graphplan.devices.topology import DeviceKey, Link
+from graphplan.errors import CaptureError, GraphplanError, InputError, first_line
 from graphplan.integrations.transformers.generate_plan import plan_first
-from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint, read_checkpoint
-from graphplan.runtime.memory.allocation import warm_activations
-from graphplan.runtime.module.placed_module import PlacedModule, attach, attach_start, placed_class, unplaced
-from graphplan.runtime.module.program import Program
-from graphplan.runtime.weights.storage import place_model, require_data
+from graphplan.runtime.module.placed_module import attach_start, placed_class
+from graphplan.runtime.weights.storage import require_data
 from graphplan.warnings import warn
 
 __all__ = ["partition", "plan"]
-
-_IN_MEMORY = (
-    "weights that were on 'disk' have been unpickled and are in memory now, beyond the CPU's budget: "
-    "partition the model again, with checkpoint=, to leave them on disk"
-)
 
 _SHARED = "{!r} ({}) cannot be copied: the placed model shares it with the original"
 
@@ -131,7 +117,8 @@ def plan(
     compiler = Compiler(model_copy, topology, options)
     if calls is not None or weights is not None:
         examples = read_examples(model_copy, args, kwargs, calls, weights)
-        return compiler.plan_together(_entry_calls(examples), examples.weights)[0].plan
+        calls_to_plan = [EntryCall(call) for call in examples.calls]
+        return compiler.plan_together(calls_to_plan, examples.weights)[0].plan
     return plan_first(compiler, read_example(model, model_copy, args, kwargs))[0].plan
 
 
@@ -226,16 +213,16 @@ def partition(
     for name, value in model_copy.shared.items():
         warn(_SHARED.format(name, type(value).__name__))
     source = _source(model, model_copy, checkpoint, strict=strict is not False)
-    start = _Start(topology, options, source, strict=strict is True, check=check, warm=warm)
+    placer = Placer(Recipe(topology, options, strict is True), source, check, warm)
     if calls is not None or weights is not None:
-        return start.place_together(
+        return placer.place_together(
             model, model_copy, read_examples(model_copy, args, kwargs, calls, weights)
         )
     call = read_example(model, model_copy, args, kwargs)
     if args or kwargs:
-        return start.place(model, model_copy, call)
+        return placer.place(model, model_copy, call)
     try:
-        return start.place(model, model_copy, call)
+        return placer.place(model, model_copy, call)
     except Exception as error:  # a model may raise anything for its own dummy inputs
         if isinstance(error, GraphplanError) and not isinstance(error, CaptureError | InputError):
             raise
@@ -243,136 +230,8 @@ def partition(
         warn(f"{said} (the first call will be captured instead)")
     shell = copy_to_run(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     shell.__class__ = placed_class(type(model))
-    attach_start(shell, start)
+    attach_start(shell, FirstCall(placer))
     return shell
-
-
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """How a module comes to be placed: at once, at its first call, or again after unpickling.
-
-    Attributes:
-        topology: the devices.
-        options: of the compiler.
-        source: where weights are read from instead of the model.
-        homes: where weights are already, after unpickling.
-        known_plan: the plan that put them there.
-        strict: whether what cannot be captured is an error.
-        check: whether results are compared with eager's.
-    """
-
-    topology: Topology
-    options: Options
-    source: Checkpoint | None = None
-    homes: dict[str, DeviceKey] | None = None
-    known_plan: PlanData | None = None
-    strict: bool = False
-    check: bool = False
-    warm: bool = False
-
-    def place(
-        self, model: nn.Module, model_copy: ModelCopy, call: BoundCall | None, entry: str = ""
-    ) -> nn.Module:
-        """A placed copy of ``model``; ``entry`` is the path of the submodule that is called, if it is one."""
-        compiler = self._compiler(model_copy)
-        try:
-            planned = plan_first(compiler, call, entry)
-            placed = self._attached(model, model_copy, compiler, [compiler.lower(one) for one in planned])
-            if self.check and call is not None:
-                self._compare(model, placed, call, entry)
-            return placed
-        except NoGraphError as error:
-            if self.strict or call is None:
-                raise
-            failed = error
-        if self.homes is not None:  # its modules run this call where their weights are
-            return self._attached(model, model_copy, compiler, [])
-        placed = fall_back(model, model_copy, call, self.topology, self.options, self.source, failed, entry)
-        if self.check:
-            self._compare(model, placed, call, entry)
-        return placed
-
-    def _compare(self, model: nn.Module, placed: nn.Module, call: BoundCall, entry: str) -> None:
-        """Raise NoGraphError where a placed model and eager do not agree on the example inputs."""
-        if any(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers())):
-            warn("check: the model has no weights of its own to compare with")
-            return
-        eager = [eager_result(model, entry, call.args, call.kwargs) for _ in range(2)]
-        if compare(*eager) is not None:
-            warn("check: eager differs from call to call, so nothing can be compared")
-            return
-        args, kwargs = copy.deepcopy((call.args, call.kwargs))
-        apart = compare(method_of(placed, entry)(*args, **kwargs), eager[0])
-        if apart is not None:
-            what = "graph" if isinstance(placed, PlacedModule) else "model that hooks run"
-            raise NoGraphError(f"the {what} of {type(model).__name__} differs on the example inputs: {apart}")
-
-    def place_together(self, model: nn.Module, model_copy: ModelCopy, examples: Examples) -> nn.Module:
-        """A placed copy of ``model``, for several calls; hooks keep room for that with the largest inputs."""
-        try:
-            compiler = self._compiler(model_copy)
-            planned = compiler.plan_together(_entry_calls(examples), examples.weights)
-            for one in planned:
-                compiler.commit(one)
-            placed = self._attached(model, model_copy, compiler, [compiler.lower(one) for one in planned])
-            self._compare_all(model, placed, examples)
-            return placed
-        except NoGraphError as error:
-            if self.strict:
-                raise
-            failed = error
-        call = max(examples.calls, key=lambda call: sum(map(tensor_bytes, call.tensors)))
-        placed = fall_back(model, model_copy, call, self.topology, self.options, self.source, failed)
-        self._compare_all(model, placed, examples)
-        return placed
-
-    def _compare_all(self, model: nn.Module, placed: nn.Module, examples: Examples) -> None:
-        for call in examples.calls if self.check else ():
-            self._compare(model, placed, call, "")
-
-    def _compiler(self, model_copy: ModelCopy) -> Compiler:
-        mappable = frozenset[str]() if self.source is None else self.source.mappable()
-        known = None if self.known_plan is None else self.known_plan.schedule.assignment
-        return Compiler(model_copy, self.topology, self.options, self.homes, mappable, known)
-
-    def _attached(
-        self, model: nn.Module, model_copy: ModelCopy, compiler: Compiler, programs: list[Program]
-    ) -> nn.Module:
-        if self.source is None and DISK in (self.homes or {}).values():
-            warn(_IN_MEMORY)
-        owned = self.homes is not None
-        made = place_model(
-            model, model_copy.weights, compiler.layout(), placed_class, self.source, owned=owned
-        )
-        placed = made.module
-        first = programs[0].plan if programs else self.known_plan
-        again = _Start(self.topology, self.options, None, compiler.homes, first, self.strict)
-        attach(
-            placed,
-            programs,
-            compiler.further,
-            model_copy.signature,
-            again,
-            keep_grad=self.options.grad,
-            return_outputs=self.options.return_outputs,
-            refused=None if self.strict else later_refused,
-            memory=(*made.pages, *made.files),
-        )
-        if self.warm:
-            warm_activations(program.plan for program in programs)
-        return placed
-
-    def __call__(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str
-    ) -> nn.Module:
-        """Place a module that was waiting for its first call, as it is now."""
-        model = unplaced(module)
-        model_copy = ModelCopy(model)
-        return self.place(model, model_copy, model_copy.part(entry).bind(args, kwargs), entry)
-
-
-def _entry_calls(examples: Examples) -> list[EntryCall]:
-    return [EntryCall(call) for call in examples.calls]
 
 
 def _source(

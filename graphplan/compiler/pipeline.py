@@ -152,6 +152,13 @@ class Compiler:
         first = replace(made[0].plan, others=tuple(planned.plan for planned in made[1:]))
         return replace(made[0], plan=first), *made[1:]
 
+    def plan_and_commit(self, calls: Sequence[EntryCall], weights: Sequence[float]) -> Sequence[Planned]:
+        """As :meth:`plan_together`; later plans go by these."""
+        planned = self.plan_together(calls, weights)
+        for one in planned:
+            self.commit(one)
+        return planned
+
     @one_at_a_time
     def pose(self, asked: EntryCall) -> Problem:
         """What a plan of a call would have to place, with the weights where earlier plans have put them.

@@ -6,7 +6,7 @@ import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
@@ -33,8 +33,18 @@ Compile = Callable[[BoundCall, Modes, str], Program]
 Refused = Callable[[NoGraphError], None]
 """Warns of a call structure that no capture takes, or raises."""
 
-Start = Callable[[nn.Module, Sequence[Any], Mapping[str, Any], str], nn.Module]
-"""Places a module at a call of it: with its arguments by position, by name, and the submodule's path."""
+
+class Start(Protocol):
+    """What places a module at its next call."""
+
+    @property
+    def known_plan(self) -> PlanData | None:
+        """The plan that put the weights where they are, if any has."""
+
+    def __call__(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str
+    ) -> nn.Module:
+        """The placed module; ``entry`` is the path of what is called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +79,7 @@ class ModuleState:
     programs: list[Program]
     compile: Compile | None = None
     signature: inspect.Signature | None = None
-    restart: Any = None
+    restart: Start | None = None
     keep_grad: bool = False
     return_outputs: bool = True
     refused: Refused | None = None
@@ -88,7 +98,7 @@ class ModuleState:
     def known_plan(self) -> PlanData | None:
         """Of a module that was unpickled, the plan that put its weights where they are."""
         unpickled = self.start or (None if self.programs else self.restart)
-        return getattr(unpickled, "known_plan", None)
+        return None if unpickled is None else unpickled.known_plan
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
         # constants of the code may be written to, so each copy has its own

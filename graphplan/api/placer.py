@@ -1,0 +1,203 @@
+"""How a model comes to be placed: now, at its first forward pass, or again from what a pickle keeps.
+
+::
+
+    partition ── Placer ──> placed module, which keeps a Recipe
+       │                        │ pickled, or changed after it was traced
+       └── FirstCall            └── Recipe at the next forward pass: Placer, with the weights where they are
+           at that pass: Placer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from graphplan.api.eager_check import require_equal
+from graphplan.api.example_calls import Examples
+from graphplan.capture.model_copy import ModelCopy
+from graphplan.capture.model_weights import tensor_bytes
+from graphplan.capture.signature import BoundCall
+from graphplan.compiler.code_generation import Planned
+from graphplan.compiler.options import Options
+from graphplan.compiler.pipeline import Compiler, EntryCall
+from graphplan.devices.topology import DISK, DeviceKey, Topology
+from graphplan.errors import NoGraphError
+from graphplan.integrations.accelerate.fallback_placement import fall_back, later_refused
+from graphplan.integrations.transformers.generate_plan import plan_first
+from graphplan.ir.plan_data import PlanData
+from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
+from graphplan.runtime.memory.allocation import warm_activations
+from graphplan.runtime.module.placed_module import attach, placed_class, unplaced
+from graphplan.runtime.weights.storage import place_model
+from graphplan.warnings import warn
+
+__all__ = ["FirstCall", "Placer", "Recipe"]
+
+_IN_MEMORY = (
+    "weights that were on 'disk' have been unpickled and are in memory now, beyond the CPU's budget: "
+    "partition the model again, with checkpoint=, to leave them on disk"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a placed module keeps to be placed again: after unpickling, or where it was changed.
+
+    Attributes:
+        topology: the devices.
+        options: of the compiler.
+        strict: whether what cannot be captured is an error.
+        homes: where weights are already; None before the first plan.
+        known_plan: the plan that put them there.
+    """
+
+    topology: Topology
+    options: Options
+    strict: bool = False
+    homes: Mapping[str, DeviceKey] | None = None
+    known_plan: PlanData | None = None
+
+    def __call__(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str
+    ) -> nn.Module:
+        """Place a module as it is now, at a call of it."""
+        return FirstCall(Placer(self))(module, args, kwargs, entry)
+
+
+@dataclass(frozen=True, slots=True)
+class Placer:
+    """Places models; :class:`NoGraphError` is left to hooks unless the recipe is strict.
+
+    Attributes:
+        recipe: the devices and options.
+        source: where weights are read from instead of the model.
+        check: whether results are compared with eager's.
+        warm: whether allocators reserve the planned bytes of activations now.
+    """
+
+    recipe: Recipe
+    source: Checkpoint | None = None
+    check: bool = False
+    warm: bool = False
+
+    def place(
+        self, model: nn.Module, model_copy: ModelCopy, call: BoundCall | None, entry: str = ""
+    ) -> nn.Module:
+        """A placed copy of ``model``; ``entry`` is the path of the submodule that is called, if it is one."""
+        compiler, examples = self._compiler(model_copy), [] if call is None else [call]
+        plan = partial(plan_first, compiler, call, entry)
+        try:
+            return self._placed(model, compiler, plan, examples, entry)
+        except NoGraphError as error:
+            if self.recipe.strict or call is None:
+                raise
+            failed = error
+        if self.recipe.homes is not None:  # its modules run this call where their weights are
+            return self._attached(model, compiler, [])
+        return self._hooked(model, model_copy, call, failed, examples, entry)
+
+    def place_together(self, model: nn.Module, model_copy: ModelCopy, examples: Examples) -> nn.Module:
+        """A placed copy of ``model``, for several calls; hooks keep room for that with the largest inputs."""
+        compiler = self._compiler(model_copy)
+        calls = [EntryCall(call) for call in examples.calls]
+        try:
+            return self._placed(
+                model, compiler, lambda: compiler.plan_and_commit(calls, examples.weights), examples.calls
+            )
+        except NoGraphError as error:
+            if self.recipe.strict:
+                raise
+            failed = error
+        call = max(examples.calls, key=lambda call: sum(map(tensor_bytes, call.tensors)))
+        return self._hooked(model, model_copy, call, failed, examples.calls)
+
+    def _placed(
+        self,
+        model: nn.Module,
+        compiler: Compiler,
+        plan: Callable[[], Sequence[Planned]],
+        examples: Sequence[BoundCall],
+        entry: str = "",
+    ) -> nn.Module:
+        placed = self._attached(model, compiler, plan())
+        for call in examples if self.check else ():
+            require_equal(model, placed, call, entry)
+        return placed
+
+    def _hooked(
+        self,
+        model: nn.Module,
+        model_copy: ModelCopy,
+        call: BoundCall,
+        failed: NoGraphError,
+        examples: Sequence[BoundCall],
+        entry: str = "",
+    ) -> nn.Module:
+        recipe = self.recipe
+        placed = fall_back(
+            model, model_copy, call, recipe.topology, recipe.options, self.source, failed, entry
+        )
+        for one in examples if self.check else ():
+            require_equal(model, placed, one, entry)
+        return placed
+
+    def _compiler(self, model_copy: ModelCopy) -> Compiler:
+        recipe = self.recipe
+        mappable = frozenset[str]() if self.source is None else self.source.mappable()
+        known = None if recipe.known_plan is None else recipe.known_plan.schedule.assignment
+        homes = None if recipe.homes is None else dict(recipe.homes)
+        return Compiler(model_copy, recipe.topology, recipe.options, homes, mappable, known)
+
+    def _attached(self, model: nn.Module, compiler: Compiler, planned: Sequence[Planned]) -> nn.Module:
+        recipe, model_copy = self.recipe, compiler.model_copy
+        if self.source is None and DISK in (recipe.homes or {}).values():
+            warn(_IN_MEMORY)
+        programs = [compiler.lower(one) for one in planned]
+        owned = recipe.homes is not None
+        made = place_model(
+            model, model_copy.weights, compiler.layout(), placed_class, self.source, owned=owned
+        )
+        first = planned[0].plan if planned else recipe.known_plan
+        attach(
+            made.module,
+            programs,
+            compiler.further,
+            model_copy.signature,
+            replace(recipe, homes=compiler.homes, known_plan=first),
+            keep_grad=recipe.options.grad,
+            return_outputs=recipe.options.return_outputs,
+            refused=None if recipe.strict else later_refused,
+            memory=(*made.pages, *made.files),
+        )
+        if self.warm:
+            warm_activations(program.plan for program in programs)
+        return made.module
+
+
+@dataclass(frozen=True, slots=True)
+class FirstCall:
+    """Places a module that waits for its first forward pass.
+
+    Attributes:
+        placer: with the caller's options.
+    """
+
+    placer: Placer
+
+    @property
+    def known_plan(self) -> PlanData | None:
+        """The plan that put the weights where they are, if any has."""
+        return self.placer.recipe.known_plan
+
+    def __call__(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str
+    ) -> nn.Module:
+        """Place the module as it is now, at a call of it."""
+        model = unplaced(module)
+        model_copy = ModelCopy(model)
+        return self.placer.place(model, model_copy, model_copy.part(entry).bind(args, kwargs), entry)
