@@ -8,10 +8,11 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from graphplan.errors import GraphplanWarning
 
-__all__ = ["silenced", "warn"]
+__all__ = ["silenced", "unwarned", "warn"]
 
 # packages whose frames may lie between
 _BETWEEN = ("graphplan", "torch", "transformers", "accelerate", "peft", "diffusers")
@@ -27,6 +28,31 @@ def warn(message: str) -> None:
 
 def _package(namespace: dict[str, object]) -> str:
     return str(namespace.get("__name__", "")).partition(".")[0]
+
+
+@contextmanager
+def unwarned(beginning: str = "") -> Iterator[None]:
+    """Without the warnings of this thread whose messages begin so; other threads warn as before."""
+    here = _ThisThread(beginning)
+    filters: list[Any] = warnings.filters  # type: ignore[assignment]  # a list, though typed as a sequence
+    entry = ("ignore", here, Warning, None, 0)
+    filters.insert(0, entry)
+    try:
+        yield
+    finally:
+        here.ident = None
+        filters[:] = [one for one in filters if one is not entry]
+
+
+class _ThisThread:
+    """In a filter of warnings, in the place of a pattern: it matches what one thread warns of."""
+
+    def __init__(self, beginning: str) -> None:
+        self.ident: int | None = threading.get_ident()
+        self.beginning = beginning
+
+    def match(self, message: str) -> bool:
+        return threading.get_ident() == self.ident and message.startswith(self.beginning)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ is had at least.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +26,7 @@ from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.joint import Call, place_jointly
 from graphplan.passes.placement.limits import Limits
 from graphplan.passes.placement.residence import reside
+from graphplan.warnings import unwarned
 
 __all__ = ["find_bottleneck"]
 
@@ -44,8 +44,8 @@ def find_bottleneck(plan: PlanData, *, progress: bool = True) -> Bottleneck:
     trials: list[Callable[[], Growth]] = [*search.memory(), *search.links(), *search.speeds()]
     search.share = _TRIALS / max(1, len(trials))
     # a bar that waits a second before it shows
-    with warnings.catch_warnings(), tqdm(trials, desc="bottleneck", delay=1, disable=not progress) as bar:
-        warnings.filterwarnings("ignore", message="balance=True")  # the plan itself has said so
+    bar = tqdm(trials, desc="bottleneck", delay=1, disable=not progress)
+    with bar, unwarned("balance=True"):  # the plan itself has said so
         growths = [trial() for trial in bar]
         growths.sort(key=lambda growth: -growth.gain)
         useful = [growth for growth in growths if growth.gain > _WORTH * plan.weighted_makespan]

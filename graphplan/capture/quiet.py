@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from graphplan.warnings import silenced
+from graphplan.warnings import silenced, unwarned
 
 __all__ = ["quiet"]
 
@@ -27,31 +26,8 @@ def quiet() -> Iterator[None]:
 
     ``torch.export`` prints all of the graph that it has when it cannot go on, to the standard error.
     """
-    with silenced(*_TALKATIVE), _unwarned(), _unprinted():
+    with silenced(*_TALKATIVE), unwarned(), _unprinted():
         yield
-
-
-@contextmanager
-def _unwarned() -> Iterator[None]:
-    here = _ThisThread()
-    filters: list[Any] = warnings.filters  # type: ignore[assignment]  # a list, though typed as a sequence
-    entry = ("ignore", here, Warning, None, 0)
-    filters.insert(0, entry)
-    try:
-        yield
-    finally:
-        here.ident = None
-        filters[:] = [one for one in filters if one is not entry]
-
-
-class _ThisThread:
-    """In a filter of warnings, in the place of a pattern: it matches all that one thread warns of."""
-
-    def __init__(self) -> None:
-        self.ident: int | None = threading.get_ident()
-
-    def match(self, _message: str) -> bool:
-        return threading.get_ident() == self.ident
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from graphplan.errors import PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.fallback.short_names import ShortNames
 from graphplan.runtime.memory.shared_memory import join_memory
-from graphplan.warnings import silenced
+from graphplan.warnings import silenced, unwarned
 
 __all__ = ["HookedModule", "dispatch"]
 
@@ -188,8 +187,8 @@ def dispatch(
     own = [set(vars(part)) for part in copied.modules()]
     named = {name: str(device) for name, device in devices.items()}
     # offloaded weights are on the meta device, it says; their values are not lost here
-    with silenced("accelerate.big_modeling", below=logging.ERROR), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The following device_map keys do not match")
+    mismatched = unwarned("The following device_map keys do not match")
+    with silenced("accelerate.big_modeling", below=logging.ERROR), mismatched:
         skip = getattr(model, "_skip_keys_device_placement", None)
         made: nn.Module = dispatch_model(
             copied, named, main_device=str(main), force_hooks=True, skip_keys=list(skip) if skip else None

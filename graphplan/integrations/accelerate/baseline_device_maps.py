@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +21,7 @@ from graphplan.devices.topology import CPU, DISK, DeviceKey
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import reside
-from graphplan.warnings import silenced
+from graphplan.warnings import silenced, unwarned
 
 __all__ = ["Mapper", "accelerate_maps", "assignment_of", "transformers_maps"]
 
@@ -92,7 +91,7 @@ def _quiet() -> Iterator[None]:
     """Without their warnings that this machine has no such devices."""
     with (
         silenced("accelerate.utils.modeling", _FORK, below=logging.ERROR),
-        warnings.catch_warnings(action="ignore"),
+        unwarned(),
     ):
         yield
 
