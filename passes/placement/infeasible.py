@@ -21,8 +21,8 @@ Probe = Callable[[Problem, Effort], Evaluation | None]
 def smallest_budgets(problem: Problem, effort: Effort, probe: Probe) -> Evaluation | None:
     """A placement within the smallest growth of all budgets in proportion that is found in time.
 
-    Growth begins where the weights fit at all, and doubles its steps until a placement is found; between
-    the last two, bisection.
+    Growth begins where the weights fit at all, with an eighth for activations, and doubles its steps until a
+    placement is found; between the last two, bisection.
 
     Args:
         problem: what does not fit.

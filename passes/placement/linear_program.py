@@ -30,7 +30,6 @@ __all__ = ["LinearProgram", "Node", "branch_and_bound"]
 
 _WHOLE = 1e-6  # what differs less from a whole number is one
 _ROUNDING = 1e-9  # relative: of a bound, for sums in floating point
-_ITERATION = 0.05  # visits that an iteration of the simplex method takes, for each entry of the rows
 _VIOLATED = 1e-6  # of rows in their own units, from which on they cannot be kept
 
 Terms = Sequence[tuple[int, float]]
@@ -96,8 +95,8 @@ class LinearProgram:
         Where HiGHS gives up, or the effort is too small for it, the bound is minus infinity.
         """
         unknown = Node(-np.inf, np.round(low), np.zeros(len(low)), low, high)
-        each = _ITERATION * self.entries
-        if each * (len(self._than) + len(self._as)) > effort.visits:  # mostly about one for each row
+        each = 0.05 * self.entries  # visits of an iteration, of which mostly about one for each row is needed
+        if each * (len(self._than) + len(self._as)) > effort.visits:
             return unknown
         cost = np.zeros(len(low))
         cost[objective] = 1.0
