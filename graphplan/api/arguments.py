@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from graphplan.analysis.plan import Plan
 from graphplan.capture.model_weights import ModelWeights
+from graphplan.devices.max_memory import MaxMemory, Reserve, read_max_memory
 from graphplan.devices.topology import CPU, SIMULATED, DeviceKey, Topology
-from graphplan.errors import DeviceError, InputError
+from graphplan.errors import DeviceError, InputError, PlanError
 from graphplan.ir.constraints import Constraints
 from graphplan.warnings import warn
 
-__all__ = ["pin_sparse", "read_compile", "read_constraints", "read_model"]
+__all__ = ["budgeted", "pin_sparse", "read_compile", "read_constraints", "read_given_plan", "read_model"]
 
 
 def read_model(model: Any) -> nn.Module:
@@ -125,3 +128,50 @@ def read_compile(compile: bool | Mapping[str, Any], topology: Topology) -> Mappi
             "devices: leave compile out inside simulate"
         )
     return {} if compile is True else dict(compile)
+
+
+def read_given_plan(plan: object, asked: object) -> Plan | None:
+    """A plan to carry out, or the file of one.
+
+    Args:
+        plan: the caller's.
+        asked: what was asked of a search, if anything.
+
+    Raises:
+        InputError: it is neither, or a search is asked for as well.
+        PlanError: the file cannot be read.
+    """
+    if plan is None:
+        return None
+    if asked:
+        raise InputError(
+            "plan= is carried out as it is: give pin, together, offload, cpu_compute, balance, links, "
+            "devices and time_limit to graphplan.plan, which made it"
+        )
+    if isinstance(plan, str | Path):
+        try:
+            return Plan.from_json(Path(plan).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise PlanError(f"the plan {str(plan)!r} cannot be read: {error}") from error
+    if not isinstance(plan, Plan):
+        raise InputError(f"plan must be a graphplan.Plan or the path of its JSON, not {plan!r}")
+    return plan
+
+
+def budgeted(topology: Topology, max_memory: MaxMemory | None, reserve: Reserve) -> Topology:
+    """The devices of a plan, with the budgets that are given now, if any are.
+
+    Raises:
+        PlanError: these are of other devices.
+    """
+    if max_memory is None:
+        return topology
+    now = read_max_memory(max_memory, None, reserve)
+    if set(now.keys) != set(topology.keys):
+        raise PlanError(
+            f"the plan is for the devices {list(topology.keys)}, max_memory names {list(now.keys)}"
+        )
+    sized = (
+        replace(spec, memory=now[spec.key].memory, reserve=now[spec.key].reserve) for spec in topology.devices
+    )
+    return replace(topology, devices=tuple(sized))

@@ -10,7 +10,14 @@ import torch
 from torch import nn
 
 from graphplan.analysis.plan import Plan
-from graphplan.api.arguments import pin_sparse, read_compile, read_constraints, read_model
+from graphplan.api.arguments import (
+    budgeted,
+    pin_sparse,
+    read_compile,
+    read_constraints,
+    read_given_plan,
+    read_model,
+)
 from graphplan.api.example_calls import ExampleCall, read_example, read_examples
 from graphplan.api.placer import FirstCall, Placer, Recipe
 from graphplan.capture.model_copy import ModelCopy
@@ -23,6 +30,7 @@ from graphplan.devices.speeds import Measurements, Speed, with_speeds
 from graphplan.devices.topology import DeviceKey, Link
 from graphplan.errors import CaptureError, GraphplanError, InputError, first_line
 from graphplan.integrations.transformers.generate_plan import plan_first
+from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint, read_checkpoint
 from graphplan.runtime.module.placed_module import attach_start, placed_class
 from graphplan.runtime.weights.storage import require_data
@@ -149,6 +157,7 @@ def partition(
     max_length: int | None = None,
     time_limit: float | None = None,
     warm: bool = False,
+    plan: PlanData | str | Path | None = None,
 ) -> Any:
     """The model, placed over the devices of ``max_memory`` and ready to run.
 
@@ -191,6 +200,8 @@ def partition(
             calls are planned when they come, as far as the budgets have room.
         max_length: likewise.
         time_limit: as in :func:`plan`, for each structure of calls.
+        plan: a plan, or the JSON file of one, to carry out without a search. The graph must be the same and
+            each budget at least what it takes; ``max_memory`` may be left out: then it is the plan's.
         warm: let each accelerator's allocator reserve the planned bytes of activations now, instead of
             piece by piece in the first call.
 
@@ -199,7 +210,13 @@ def partition(
             InputError for a meta model without a checkpoint.
         Exception: what the model itself raises for the example inputs, unchanged.
     """
-    topology = with_speeds(read_max_memory(max_memory, links, reserve), devices)
+    given = read_given_plan(
+        plan, pin or together or balance or links or devices or time_limit or not (offload and cpu_compute)
+    )
+    if given is None:
+        topology = with_speeds(read_max_memory(max_memory, links, reserve), devices)
+    else:
+        topology = budgeted(given.topology, max_memory, reserve)
     require_present(topology)
     constraints = read_constraints(
         pin, together, topology, offload=offload, cpu_compute=cpu_compute, balance=balance
@@ -213,7 +230,7 @@ def partition(
     for name, value in model_copy.shared.items():
         warn(_SHARED.format(name, type(value).__name__))
     source = _source(model, model_copy, checkpoint, strict=strict is not False)
-    placer = Placer(Recipe(topology, options, strict is True), source, check, warm)
+    placer = Placer(Recipe(topology, options, strict is True), source, check, warm, given)
     if calls is not None or weights is not None:
         return placer.place_together(
             model, model_copy, read_examples(model_copy, args, kwargs, calls, weights)

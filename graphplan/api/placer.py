@@ -77,6 +77,7 @@ class Placer:
         recipe: the devices and options.
         source: where weights are read from instead of the model.
         check: whether results are compared with eager's.
+        plan: to carry out, in place of a search.
         warm: whether allocators reserve the planned bytes of activations now.
     """
 
@@ -84,6 +85,7 @@ class Placer:
     source: Checkpoint | None = None
     check: bool = False
     warm: bool = False
+    plan: PlanData | None = None
 
     def place(
         self, model: nn.Module, model_copy: ModelCopy, call: BoundCall | None, entry: str = ""
@@ -151,7 +153,7 @@ class Placer:
         mappable = frozenset[str]() if self.source is None else self.source.mappable()
         known = None if recipe.known_plan is None else recipe.known_plan.schedule.assignment
         homes = None if recipe.homes is None else dict(recipe.homes)
-        return Compiler(model_copy, recipe.topology, recipe.options, homes, mappable, known)
+        return Compiler(model_copy, recipe.topology, recipe.options, homes, mappable, known, self.plan)
 
     def _attached(self, model: nn.Module, compiler: Compiler, planned: Sequence[Planned]) -> nn.Module:
         recipe, model_copy = self.recipe, compiler.model_copy

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from graphplan.capture.captured_graph import Part
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.formulation import Formulation
 from graphplan.passes.frontend.annotate import Annotator
+from graphplan.passes.frontend.slicing import slice_weights
 from graphplan.passes.placement.certificate import Solution
 from graphplan.passes.placement.joint import Call
 from graphplan.passes.placement.limits import Limits
 from graphplan.passes.placement.problem import Problem
 
-__all__ = ["Choice", "CompileState", "Member"]
+__all__ = ["Choice", "CompileState", "Member", "in_parts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,12 @@ class Member:
     annotator: Annotator
     weight: float
     call: BoundCall | None
+
+
+def in_parts(member: Member, parts: Sequence[Part]) -> Member:
+    """The same call, with some weights computed in parts."""
+    annotator = member.annotator
+    return replace(member, annotator=annotator.of(slice_weights(annotator.capture, parts)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from graphplan.compiler.compile_state import Choice, CompileState, Member
-from graphplan.compiler.formulation import Company, Formulation
+from graphplan.compiler.formulation import Company, Formulation, company_of
 from graphplan.devices.topology import DISK
 from graphplan.ir.constraints import Constraints
 from graphplan.ir.schedule import Assignment
@@ -37,7 +35,7 @@ def place_calls(state: CompileState) -> CompileState:
         InfeasibleError: no placement fits.
     """
     formulation, members = state.formulation, state.members
-    company = _company(members)
+    company = company_of([member.annotator.capture for member in members])
     calls = [_posed(formulation, member, company) for member in members]
     if formulation.committed.homes is None or len(calls) > 1:
         _check_named(formulation.options.constraints, calls)
@@ -84,13 +82,6 @@ def _place(
     if DISK in formulation.topology:
         warn(_NOT_ON_DISK)
     return place_jointly(calls, state.limits, near=near, advise=state.advise)
-
-
-def _company(members: Sequence[Member]) -> Company:
-    constants: dict[str, torch.Tensor] = {}
-    for member in members:
-        constants |= member.annotator.capture.constants
-    return Company(constants, [name for member in members for name in member.annotator.capture.states])
 
 
 def _moved(formulation: Formulation, member: Member, company: Company, call: Call, found: Solution) -> Call:

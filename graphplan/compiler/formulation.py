@@ -21,7 +21,7 @@ from graphplan.passes.frontend.graph_weights import part_weight
 from graphplan.passes.placement.constrain import constrain
 from graphplan.passes.placement.problem import Problem
 
-__all__ = ["Company", "Formulation", "host_key"]
+__all__ = ["Company", "Formulation", "company_of", "host_key"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,14 @@ class Company:
 
 
 _ALONE = Company()
+
+
+def company_of(captures: Sequence[Capture]) -> Company:
+    """What the calls of these captures hold between them."""
+    constants: dict[str, torch.Tensor] = {}
+    for capture in captures:
+        constants |= capture.constants
+    return Company(constants, [name for capture in captures for name in capture.states])
 
 
 @dataclass(frozen=True, slots=True)

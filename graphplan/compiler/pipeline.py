@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 
 from graphplan.analysis.plan import Plan
 from graphplan.capture.capture_lock import one_at_a_time
@@ -27,11 +28,13 @@ from graphplan.compiler.code_generation import Planned, lower_planned
 from graphplan.compiler.compile_state import Choice, CompileState, Member
 from graphplan.compiler.earlier_plans import Commitments
 from graphplan.compiler.formulation import Formulation, host_key
+from graphplan.compiler.given_plan import place_as_planned
 from graphplan.compiler.options import Options
 from graphplan.compiler.slicing_choice import place_whole_or_sliced, reuse_slices
 from graphplan.devices.topology import DeviceKey, Topology
 from graphplan.errors import CaptureError, InfeasibleError, NoGraphError
 from graphplan.ir.graph import Graph
+from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import Assignment
 from graphplan.ir.schedule_checks import check_schedule
 from graphplan.passes.frontend.annotate import Annotator
@@ -75,6 +78,7 @@ class Compiler:
         homes: where weights are already, if that is settled.
         known: the assignment that has put them there.
         mappable: the parameters that can stay on disk; None for all.
+        given: a plan to carry out in place of a search, of the first calls.
     """
 
     def __init__(
@@ -85,8 +89,10 @@ class Compiler:
         homes: dict[str, DeviceKey] | None = None,
         mappable: Set[str] | None = None,
         known: Assignment | None = None,
+        given: PlanData | None = None,
     ) -> None:
         self.model_copy, self.topology, self.options, self.mappable = model_copy, topology, options, mappable
+        self.given = given
         self._captures = Captures(model_copy, options)
         self._committed = Commitments(homes, known)
 
@@ -202,10 +208,15 @@ class Compiler:
     def _plan(self, call: BoundCall | None, annotator: Annotator) -> Planned:
         return self._planned([Member(annotator, 1.0, call)])[0]
 
+    def _passes(self) -> Sequence[Callable[[CompileState], CompileState]]:
+        if self.given is None or self.homes is not None:
+            return PASSES
+        return partial(place_as_planned, plan=self.given), check_budgets
+
     def _planned(self, members: Sequence[Member], *, advise: bool = True) -> list[Planned]:
         limits = Limits.within(self.options.time_limit)
         state = CompileState(self._formulation, members, limits, advise)
-        for step in PASSES:
+        for step in self._passes():
             state = step(state)
         made = []
         for member, choice in zip(state.members, state.choices, strict=True):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from graphplan.capture.captured_graph import Part
-from graphplan.compiler.compile_state import CompileState, Member
+from graphplan.compiler.compile_state import CompileState, Member, in_parts
 from graphplan.compiler.fixed_point import place_calls
 from graphplan.compiler.formulation import Formulation
 from graphplan.compiler.oversized_weights import find_oversized, offered_parts
 from graphplan.errors import InfeasibleError, readable_bytes
-from graphplan.passes.frontend.slicing import is_sliceable, slice_weights
+from graphplan.passes.frontend.slicing import is_sliceable
 from graphplan.passes.placement.driver import probe
 from graphplan.passes.placement.problem import cpu_key
 
@@ -72,12 +70,7 @@ def _sliced_as_before(formulation: Formulation, member: Member) -> Member:
     """The capture with the parts that earlier plans have placed, of weights that it can read so."""
     capture = member.annotator.capture
     here = [part for part in formulation.committed.parts if is_sliceable(capture, part.weight)]
-    return _in_parts(member, here) if here else member
-
-
-def _in_parts(member: Member, parts: Sequence[Part]) -> Member:
-    annotator = member.annotator
-    return replace(member, annotator=annotator.of(slice_weights(annotator.capture, parts)))
+    return in_parts(member, here) if here else member
 
 
 def _best_slicing(state: CompileState, *, share: float = 1.0) -> _Probed | None:
@@ -92,7 +85,7 @@ def _best_slicing(state: CompileState, *, share: float = 1.0) -> _Probed | None:
     ]
     best: _Probed | None = None
     for parts in offered_parts(oversized):
-        sliced = _in_parts(member, parts)
+        sliced = in_parts(member, parts)
         found = probe(formulation.constrained(sliced.annotator, member.call))
         if found is not None and best is not None and found.seconds >= best.seconds:
             break

@@ -43,7 +43,8 @@ def plan_first(compiler: Compiler, call: BoundCall | None, entry: str = "") -> l
     first = compiler.plan(call, entry)
     compiler.commit(first)
     options = compiler.options
-    if call is None or entry or settled or not options.size_limits.given or options.grad:
+    alone = settled or compiler.given is not None
+    if call is None or entry or alone or not options.size_limits.given or options.grad:
         return [first]
     others = list(_plannable(compiler, rehearse(compiler, call)))
     found, lacking = _plan_in_turn(compiler, others, first)

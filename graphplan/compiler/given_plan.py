@@ -1,0 +1,92 @@
+"""Carry out a plan that was made before: the same graph, checked, at the places that it says; no search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NoReturn
+
+from graphplan.capture.captured_graph import Part
+from graphplan.compiler.compile_state import Choice, CompileState, Member, in_parts
+from graphplan.compiler.formulation import company_of
+from graphplan.errors import PlanError, readable_bytes
+from graphplan.ir.graph import Graph
+from graphplan.ir.plan_data import PlanData
+from graphplan.passes.placement.certificate import Bound, certify
+from graphplan.passes.placement.evaluate import Evaluation, evaluate
+from graphplan.passes.placement.joint import Call
+
+__all__ = ["place_as_planned"]
+
+_KINDS = ("operations", "values", "weights", "inputs", "outputs", "together")
+
+
+def place_as_planned(state: CompileState, plan: PlanData) -> CompileState:
+    """Pass: the placement of a plan, of as many calls.
+
+    Raises:
+        PlanError: it is of another model, of other examples, sizes, devices or versions, or passes a budget.
+    """
+    plans = plan.calls
+    if len(plans) != len(state.members):
+        raise PlanError(f"the plan is of {len(plans)} example calls, not of {len(state.members)}: see calls=")
+    members = [_sliced(member, one) for member, one in zip(state.members, plans, strict=True)]
+    state = replace(state, members=members)
+    return replace(state, choices=[_chosen(state, *pair) for pair in zip(members, plans, strict=True)])
+
+
+def _sliced(member: Member, plan: PlanData) -> Member:
+    parts = [part for name in plan.graph.weights if (part := Part.named(name)) is not None]
+    return in_parts(member, parts) if parts else member
+
+
+def _chosen(state: CompileState, member: Member, plan: PlanData) -> Choice:
+    formulation, company = state.formulation, company_of([one.annotator.capture for one in state.members])
+    plain = formulation.plain(member.annotator, member.call, company)
+    if plain.graph.operations.keys() != plan.graph.operations.keys():
+        _refuse(plan.graph, plain.graph)
+    graph = formulation.graph(member.annotator, plan.schedule, company)
+    if graph != plan.graph:
+        _refuse(plan.graph, graph)
+    problem = replace(plain, graph=graph, prefetch_bytes=plan.shared_prefetch_bytes)
+    found = evaluate(problem, plan.schedule.assignment)
+    _require_room(found, state)
+    asked = Call(problem, plan.constraints, member.weight)
+    same = problem.topology == plan.topology
+    bound = Bound(plan.lower_bound, plan.proof) if same else Bound(0.0, "the plan was made for other budgets")
+    return Choice(member.annotator, asked, asked.with_homes({}), certify(found, bound))
+
+
+def _require_room(found: Evaluation, state: CompileState) -> None:
+    for key, over in found.excess.items():
+        room = state.formulation.topology[key].room
+        raise PlanError(
+            f"the plan takes {readable_bytes(room + over)} on device {key!r}, where max_memory leaves "
+            f"{readable_bytes(room)}: give it more, or plan again for these budgets"
+        )
+
+
+def _refuse(planned: Graph, here: Graph) -> NoReturn:
+    raise PlanError(
+        f"the plan is of another graph: {next(_differences(planned, here))}. Give partition the model, the "
+        "example inputs and the versions of torch and transformers with which it was planned, or plan again"
+    )
+
+
+def _differences(planned: Graph, here: Graph) -> Iterator[str]:
+    """What is not the same in two graphs that differ."""
+    before, now = planned.to_dict(), here.to_dict()
+    for kind in _KINDS:
+        if len(before[kind]) != len(now[kind]):
+            yield f"it has {len(before[kind])} {kind}, the model has {len(now[kind])}"
+        for one, other in zip(before[kind], now[kind], strict=False):
+            if one != other:
+                yield _difference(kind, one, other)
+    yield "sizes are known in one and not in the other"
+
+
+def _difference(kind: str, one: object, other: object) -> str:
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return f"{kind} are {one!r}, in the model {other!r}"
+    field = next(name for name in one if one[name] != other.get(name))
+    return f"{field} of {one['name']!r} is {one[field]!r}, in the model {other.get(field)!r}"

@@ -1,0 +1,144 @@
+"""A plan that was made before is carried out without a search, or an error says why not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphplan
+from graphplan.passes.placement import driver
+
+
+def stack(width: int = 64, depth: int = 4) -> nn.Module:
+    return nn.Sequential(
+        *(layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU()))
+    ).eval()
+
+
+X = torch.randn(2, 64)
+BUDGETS: dict[str, dict[Any, Any]] = {
+    "two devices": {0: "40KiB", 1: "48KiB"},
+    "weight streaming": {0: "56KiB", "cpu": "1MiB"},
+    "the CPU computes": {0: "24KiB", "cpu": "1MiB"},
+}
+
+
+@pytest.fixture
+def no_search(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def search(*_: Any, **__: Any) -> None:
+        raise AssertionError("nothing is to be searched for")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(driver, "attempt", search)
+        yield
+
+
+@pytest.mark.parametrize("budgets", BUDGETS.values(), ids=list(BUDGETS))
+@pytest.mark.parametrize("stored", [False, True])
+def test_the_placement_is_the_plans(
+    budgets: dict[Any, Any], stored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = stack()
+    with graphplan.simulate(budgets) as machine:
+        plan = graphplan.plan(model, machine.max_memory, (X,))
+        given: Any = plan
+        if stored:
+            given = tmp_path / "plan.json"
+            plan.save_json(given)
+        monkeypatch.setattr(driver, "attempt", None)
+        placed = graphplan.partition(model, args=(X,), plan=given)
+        assert placed.plan == plan
+        torch.testing.assert_close(placed(X), model(X))
+
+
+@pytest.mark.usefixtures("no_search")
+def test_larger_budgets_will_do_and_smaller_ones_are_an_error() -> None:
+    model = stack()
+    with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine:
+        made = plan_of(model, BUDGETS["two devices"])
+        placed = graphplan.partition(model, machine.max_memory, (X,), plan=made)
+        assert placed.plan.schedule == made.schedule
+        assert placed.plan.lower_bound == 0.0
+        with pytest.raises(graphplan.PlanError, match=r"takes .* on device 1, where max_memory leaves 16"):
+            graphplan.partition(model, {0: "40KiB", 1: "16KiB"}, (X,), plan=made)
+
+
+def plan_of(model: nn.Module, budgets: dict[Any, Any], **options: Any) -> graphplan.Plan:
+    """A plan that is made with the real search."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(driver, "attempt", ATTEMPT)
+        return graphplan.plan(model, budgets, (X,), **options)
+
+
+ATTEMPT = driver.attempt
+
+
+@pytest.mark.usefixtures("no_search")
+@pytest.mark.parametrize(
+    ("model", "x", "said"),
+    [
+        (stack(depth=5), X, "it has 8 operations, the model has 10"),
+        (stack(width=32), torch.randn(2, 32), "flops of 'linear' is 16384, in the model 4096"),
+        (stack(), torch.randn(3, 64), "of another graph"),
+    ],
+)
+def test_another_graph_is_an_error(model: nn.Module, x: torch.Tensor, said: str) -> None:
+    with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine:
+        made = plan_of(stack(), BUDGETS["two devices"])
+        before = [p.device for p in model.parameters()]
+        with pytest.raises(graphplan.PlanError, match=said):
+            graphplan.partition(model, machine.max_memory, (x,), plan=made)
+        assert [p.device for p in model.parameters()] == before
+
+
+def test_other_devices_rules_and_files_are_errors(tmp_path: Path) -> None:
+    model = stack()
+    with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine:
+        made = graphplan.plan(model, machine.max_memory, (X,))
+        with pytest.raises(graphplan.PlanError, match=r"for the devices \[0, 1\], max_memory names \[0\]"):
+            graphplan.partition(model, {0: "1MiB"}, (X,), plan=made)
+        with pytest.raises(graphplan.InputError, match="carried out as it is"):
+            graphplan.partition(model, args=(X,), plan=made, pin={"0": 1})
+        with pytest.raises(graphplan.PlanError, match="cannot be read"):
+            graphplan.partition(model, args=(X,), plan=tmp_path / "none.json")
+        with pytest.raises(graphplan.InputError, match="must be a graphplan"):
+            graphplan.partition(model, args=(X,), plan=3)
+        with pytest.raises(graphplan.PlanError, match="of 1 example calls, not of 2"):
+            graphplan.partition(model, plan=made, calls=[((X,), {}), ((torch.randn(5, 64),), {})])
+
+
+def test_several_calls_and_slices() -> None:
+    model = stack()
+    examples = [((X,), {}), ((torch.randn(64, 64),), {})]
+    with graphplan.simulate({0: "40KiB", 1: "120KiB", "cpu": "1MiB"}) as machine:
+        made = graphplan.plan(model, machine.max_memory, calls=examples, weights=[3.0, 1.0])
+        placed = graphplan.partition(model, plan=made, calls=examples, weights=[3.0, 1.0])
+        assert [one.schedule for one in placed.plans] == [one.schedule for one in made.calls]
+        for (x,), _ in examples:
+            torch.testing.assert_close(placed(x), model(x))
+    large = nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 16)).eval()
+    x = torch.randn(2, 16)
+    with graphplan.simulate({0: "24KiB", "cpu": "1MiB"}) as machine:
+        made = graphplan.plan(large, machine.max_memory, (x,), cpu_compute=False)
+        assert made.parts
+        placed = graphplan.partition(large, args=(x,), plan=made)
+        assert placed.plan.parts == made.parts
+        torch.testing.assert_close(placed(x), large(x))
+
+
+def test_a_placed_module_that_is_unpickled_does_not_need_the_plan() -> None:
+    model = stack()
+    with graphplan.simulate(BUDGETS["two devices"]) as machine:
+        made = graphplan.plan(model, machine.max_memory, (X,))
+        placed = graphplan.partition(model, args=(X,), plan=made)
+        larger = torch.randn(4, 64)
+        torch.testing.assert_close(placed(larger), model(larger))
+        assert len(placed.plans) == 2
+        assert placed.plans[1].placement == made.placement
+        assert replace(made, makespan=0.0) != made
