@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from plan_fuzz import check_plan
 from random_modules import check_module
 
 
@@ -56,6 +57,14 @@ def random_modules(seeds: range) -> Tally:
     return total
 
 
+def damaged_plans(seeds: range) -> Tally:
+    total = Tally()
+    for seed in seeds:
+        read, problem = check_plan(seed)
+        total.add(Tally(Counter({"cases": 1, "read": int(read)}), [problem] if problem else []))
+    return total
+
+
 CAMPAIGNS = {
     "random_modules": Campaign(
         "random modules (in place, views, ties, buffers, modes) in random budgets: equal to eager within "
@@ -63,5 +72,11 @@ CAMPAIGNS = {
         random_modules,
         10_000,
         50,
+    ),
+    "damaged_plans": Campaign(
+        "plan JSON damaged at random: PlanError, or a plan that verifies and is written and read the same",
+        damaged_plans,
+        10_000,
+        500,
     ),
 }
