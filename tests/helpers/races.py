@@ -115,6 +115,9 @@ class ClockedQueues:
     def drain(self) -> None:
         pass
 
+    def settle(self) -> None:
+        pass
+
     def watch(
         self, buffer: torch.Tensor, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
     ) -> None:
