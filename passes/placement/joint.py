@@ -209,7 +209,7 @@ def _infeasible(calls: Sequence[Call], limits: Limits, *, advise: bool) -> Infea
     if nearest is None:
         return InfeasibleError(said)
     available = {spec.key: spec.memory for spec in problem.topology.devices}
-    needed = {s.key: nearest.peak(s.key).nbytes + s.reserve for s in problem.topology.devices}
+    needed = {s.key: nearest.peak(s.key).nbytes + s.withheld for s in problem.topology.devices}
     return InfeasibleError(
         f"{said}. Budgets that would do: {needed}; the given ones are {available}",
         needed=needed,

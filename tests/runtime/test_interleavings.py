@@ -1,4 +1,4 @@
-"""No interleaving of CUDA's streams shows a reader other bytes than its own: growth, other streams, the end."""
+"""No interleaving of CUDA's streams shows a reader other bytes than its own: growth, streams, the end."""
 
 from __future__ import annotations
 
