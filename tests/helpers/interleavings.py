@@ -1,9 +1,9 @@
 """Every order in which CUDA may run what was enqueued on its streams: does each read see what it should?
 
 ``CudaQueues`` itself is run, on streams and events that write down what they are asked for; a simulated
-device says which bytes of a prefetch buffer each operation touches. The host's steps are then explored together
-with those of the streams, in all interleavings that the recorded waits allow. Memory that is freed belongs to
-the stream that allocated it: its next owner writes to it there at once, and so may the last one of memory that
+device says which bytes of a prefetch buffer each operation touches. The host's steps are then explored with
+those of the streams, in all interleavings that the recorded waits allow. Memory that is freed belongs to the
+stream that allocated it: its next owner writes to it there at once, and so may the last one of memory that
 is allocated. For a slot that is loaded again without a wait::
 
     copies   write a ---------- write b       read a may come after write b

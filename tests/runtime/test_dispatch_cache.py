@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import graphplan
 from graphplan.capture.captured_graph import Without
 from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf, bind_call, leaf_names
 from graphplan.capture.structure import leaves_of
+from graphplan.runtime.module import dispatch
 from graphplan.runtime.module.dispatch_cache import Route, find_route
 
 CPU = torch.device("cpu")
@@ -251,3 +253,42 @@ def test_modes_and_devices_choose_among_routes() -> None:
             for device in ("cpu", "sim:0"):
                 assert placed(torch.randn(2, 3).to(device))["y"].device.type == torch.device(device).type
         assert len(placed.plans) == 2
+
+
+def test_many_sizes_are_found_without_a_search(monkeypatch: Any) -> None:
+    model = nn.Linear(4, 4).eval()
+    inputs = [torch.ones(size, 4) for size in range(1, 41)]
+    with graphplan.simulate({0: 1 << 20}), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        placed: Any = graphplan.partition(model, {0: 1 << 20}, (inputs[0],))
+        for x in inputs:
+            placed(x)
+        tried: list[int] = []
+        routed = dispatch._routed
+        monkeypatch.setattr(
+            dispatch, "_routed", lambda state, known, *rest: tried.append(0) or routed(state, known, *rest)
+        )
+        for x in inputs:
+            assert largest_difference(placed(x), model(x)) < 1e-6
+    assert len(tried) == len(inputs)
+
+
+@pytest.mark.parametrize("strict", [None, True])
+def test_programs_are_bounded(strict: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(dispatch, "_MOST", 3)
+    model = nn.Linear(4, 4).eval()
+    with graphplan.simulate({0: 1 << 20}):
+        placed: Any = graphplan.partition(model, {0: 1 << 20}, (torch.ones(1, 4),), strict=strict)
+        for size in (2, 3):
+            placed(torch.ones(size, 4))
+        x = torch.ones(4, 4)
+        if strict:
+            with pytest.raises(graphplan.NoGraphError, match="dynamic_shapes"):
+                placed(x)
+        else:
+            with pytest.warns(graphplan.GraphplanWarning, match="dynamic_shapes"):
+                assert largest_difference(placed(x), model(x)) < 1e-6
+            x = torch.ones(5, 4)
+            assert largest_difference(placed(x), model(x)) < 1e-6
+        assert len(placed.plans) == 3
+        assert largest_difference(placed(torch.ones(2, 4)), model(torch.ones(2, 4))) < 1e-6
