@@ -172,7 +172,7 @@ CAMPAIGNS = {
     ),
     "many_calls": Campaign(
         "calls of a small Llama with two adapters, of changing batch, length, adapter and mode: equal to "
-        "eager within 1e-5, bytes on the devices as after the first calls",
+        "eager within 1e-5, bytes on the devices flat but for new structures",
         many_calls,
         1_000,
         1_000,

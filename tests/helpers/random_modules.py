@@ -206,7 +206,10 @@ def _check_calls(
         known = len(placed.plans)
         try:
             result = placed(ours, double)
-        except graphplan.InfeasibleError:
+        except (
+            graphplan.InfeasibleError,
+            graphplan.PlanError,
+        ):  # for want of room, or of homes that suit both
             if len(placed.plans) != known or training == first:
                 found.violations.append("a call that was planned for is refused")
             continue
