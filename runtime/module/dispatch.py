@@ -21,7 +21,7 @@ from graphplan.runtime.module.module_state import KnownForm, ModuleState
 from graphplan.runtime.module.program import Program
 from graphplan.warnings import warn
 
-__all__ = ["Served", "ServedByModules", "serve", "share_prefetch_buffers"]
+__all__ = ["Served", "ServedByModules", "TooManyPrograms", "serve", "share_prefetch_buffers"]
 
 _MANY = 32
 _MANY_PROGRAMS = (
@@ -33,12 +33,12 @@ _HOOKED = (
     "module by module, each where its weights are, which is slower"
 )
 _MOST = 256  # programs, each with its plan and its code
-_FULL = (
-    f"{_MOST} call structures have been captured for one model, the most that are kept: give partition "
-    "dynamic_shapes, or max_batch and max_length, so that one serves many sizes; pass tensors, not numbers."
-)
 _ROUTES = 16  # forms of calls that are remembered
 _SIZES = 4096  # of calls that are remembered
+
+
+class TooManyPrograms(Exception):  # noqa: N818  # not an error: the module begins anew
+    """A call of a new structure, where as many programs are there as are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,7 @@ def serve(
 
     Raises:
         GraphplanError: the call has a new structure, and cannot be captured or placed.
+        TooManyPrograms: it has a new structure, and no further programs are kept.
     """
     if state.reader is None:
         state.reader = ModeReader(module)
@@ -182,10 +183,7 @@ def _captured(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> 
     """A call of a new structure."""
     assert state.compile is not None
     if len(state.programs) >= _MOST:
-        if state.refused is None:
-            raise NoGraphError(_FULL)
-        warn(f"{_FULL} Calls of further structures run module by module, which is slower.")
-        return ServedByModules(state.modulewise.note(entry, call, modes), call)
+        raise TooManyPrograms
     try:
         state.programs.append(state.compile(call, modes, entry))
     except NoGraphError as error:

@@ -30,7 +30,12 @@ from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.checkpoint.mapped_files import MappedFile
 from graphplan.runtime.memory.host_pages import HostPages
 from graphplan.runtime.module.code_assembly import code_of
-from graphplan.runtime.module.dispatch import ServedByModules, serve, share_prefetch_buffers
+from graphplan.runtime.module.dispatch import (
+    ServedByModules,
+    TooManyPrograms,
+    serve,
+    share_prefetch_buffers,
+)
 from graphplan.runtime.module.module_guard import ModuleGuard
 from graphplan.runtime.module.module_state import Compile, ModuleState, Refused, Start
 from graphplan.runtime.module.program import Program
@@ -41,6 +46,12 @@ from graphplan.runtime.weights.weight_changes import require_in_place
 from graphplan.warnings import warn
 
 __all__ = ["PlacedModule", "attach", "attach_start", "placed_class", "unplace", "unplaced"]
+
+_FULL = (
+    "so many call structures have been captured for one model that all are forgotten, and captured again "
+    "when they come: give partition dynamic_shapes, or max_batch and max_length, so that one serves many "
+    "sizes; pass tensors, not numbers"
+)
 
 Record = Callable[[Program, fx.GraphModule], Recorder]
 
@@ -148,7 +159,11 @@ class PlacedModule(nn.Module):
         assert signature is not None
         state.streams.check_files()
         with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):
-            served = serve(self, state, entry, signature, args, kwargs)
+            try:
+                served = serve(self, state, entry, signature, args, kwargs)
+            except TooManyPrograms:
+                self._begin_anew(state)
+                return self._enter(entry, signature, args, kwargs, record)
             if isinstance(served, ServedByModules):
                 with state.turns:
                     return self._run_modulewise(served, record)
@@ -184,6 +199,16 @@ class PlacedModule(nn.Module):
                 state.reader.read(self)  # adapters that were put in are an error
             warn(f"{changed}: {type(self).__name__} is captured anew, as it is now")
             state.start = state.restart
+
+    def _begin_anew(self, full: ModuleState) -> None:
+        """Forget every program and trace: the next call is captured, with the weights where they are."""
+        with CAPTURE_LOCK, full.turns:
+            if self._graphplan is full and full.start is None:
+                warn(_FULL)
+                full.codes.clear()
+                full.streams.storages.clear()  # their memory is wanted again
+                full.parts.kept.clear()
+                full.start = full.restart
 
     def _run_modulewise(self, served: ServedByModules, record: Record | None) -> Any:
         if record is not None:
