@@ -1,15 +1,20 @@
-"""JSON text that says what it holds and in which version, so that nothing else is read as it."""
+"""JSON text that says what it holds and in which version, and whose values have the types they should."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from graphplan.errors import PlanError
 
-__all__ = ["Format"]
+__all__ = ["Format", "decode"]
+
+_SEQUENCES = (tuple, Sequence, frozenset)
+_INTEGERS = 1 << 63  # below which, and above minus which, sums are made of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,7 @@ class Format:
         """
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanError(f"this is no JSON: {error}") from error
         return self.checked(data)
 
@@ -51,3 +56,46 @@ class Format:
                 f"{self.name!r} has version {data.get('version')} here: this graphplan reads {self.version}"
             )
         return data
+
+
+def decode(kind: Any, data: Any) -> Any:
+    """JSON data as what a type annotation says, all the way down.
+
+    Args:
+        kind: a dataclass, ``Mapping``, ``Sequence``, ``tuple`` or ``frozenset`` of others, a union, a
+            ``Literal``, or a plain type. A mapping is an object, or a list of pairs; a sequence becomes a
+            tuple.
+        data: as ``json.loads`` returns it.
+
+    Raises:
+        TypeError, ValueError: it is something else.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(data, dict):
+        hints = get_type_hints(kind)
+        if unknown := set(data) - set(hints):
+            raise TypeError(f"{kind.__name__} has no {min(unknown)!r}")
+        return kind(**{name: decode(hints[name], value) for name, value in data.items()})
+    if origin in (Union, UnionType) and (members := [one for one in inner if _is_one(one, data)]):
+        return decode(members[0], data)
+    if origin is Mapping and isinstance(data, dict | list):
+        pairs = data.items() if isinstance(data, dict) else data
+        return {decode(inner[0], key): decode(inner[1], value) for key, value in pairs}
+    if origin in _SEQUENCES and isinstance(data, list | tuple):
+        return (frozenset if origin is frozenset else tuple)(decode(inner[0], item) for item in data)
+    if not _is_one(kind, data):
+        raise TypeError(f"{data!r} is no {getattr(kind, '__name__', kind)}")
+    return data
+
+
+def _is_one(kind: Any, data: Any) -> bool:
+    """Whether data may be of a member of a union, or is of a plain type."""
+    if kind is int:
+        return type(data) is int and -_INTEGERS < data < _INTEGERS
+    if kind is float:
+        return type(data) in (int, float) and math.isfinite(data)
+    if get_origin(kind) is Literal:
+        return type(data) is str and data in get_args(kind)
+    if get_origin(kind) in _SEQUENCES:
+        return isinstance(data, list | tuple)
+    return kind in (bool, str, NoneType) and isinstance(data, kind)

@@ -161,7 +161,7 @@ class _BottleneckSearch:
         for spec in self.topology.devices:
             special = spec.key if self.topology.links or spec.key in named else None
             speeds = (spec.flops, spec.bandwidth, spec.overhead)
-            kinds.setdefault((spec.type, spec.memory, spec.reserve, speeds, special), []).append(spec)
+            kinds.setdefault((spec.type, spec.memory, spec.withheld, speeds, special), []).append(spec)
         for members in kinds.values():
             if members[0].computes:
                 like = tuple(spec.key for spec in members[1:])

@@ -85,7 +85,7 @@ class Plan(PlanData):
         """Read a plan.
 
         Raises:
-            PlanError: the text is no plan, or one of an unknown version.
+            PlanError: the text is no plan, one of an unknown version, or one that does not hold.
         """
         return read_plan(cls, text)
 

@@ -36,6 +36,11 @@ class Machine(Protocol):
         ...
 
     @property
+    def workspace(self) -> int:
+        """Bytes that libraries take on each device beside the plan."""
+        ...
+
+    @property
     def links(self) -> Mapping[tuple[DeviceKey, DeviceKey], Link]:
         """What is known of the links."""
         ...

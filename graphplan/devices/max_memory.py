@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from accelerate.utils import convert_file_size_to_int
 
+from graphplan.devices.cuda_memory import taken_beside
 from graphplan.devices.datasheets import find_card
 from graphplan.devices.machine import accelerator_type, current_machine, detect_max_memory
 from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Link, Topology
@@ -94,7 +95,7 @@ def _with_reserve(specs: tuple[DeviceSpec, ...], reserve: Reserve) -> tuple[Devi
 
 
 def _reserved(spec: DeviceSpec, nbytes: int, name: str) -> DeviceSpec:
-    if nbytes >= spec.memory > 0:
+    if nbytes >= spec.memory - spec.taken > 0:
         raise BudgetError(
             f"{name} = {readable_bytes(nbytes)} leaves nothing of max_memory[{spec.key!r}] = "
             f"{readable_bytes(spec.memory)}: reserve less, or leave the device out"
@@ -165,13 +166,17 @@ def _spec(key: object, memory: int) -> DeviceSpec:
 
 
 def _accelerator(key: DeviceKey, device: str, memory: int) -> DeviceSpec:
-    flops, bandwidth = _ACCELERATOR
+    (flops, bandwidth), taken = _ACCELERATOR, 0
     kind, _, index = device.partition(":")
+    machine = current_machine.get()
+    if machine is not None and kind == machine.device_type:
+        taken = machine.workspace
     if kind == "cuda" and torch.cuda.is_available() and int(index) < torch.cuda.device_count():
         card = find_card(torch.cuda.get_device_name(int(index)))
         if card is not None:
             flops, bandwidth = card.flops, card.bandwidth
-    return DeviceSpec(key, device, memory, flops, bandwidth, _ACCELERATOR_OVERHEAD)
+        taken = taken_beside(int(index), memory)
+    return DeviceSpec(key, device, memory, flops, bandwidth, _ACCELERATOR_OVERHEAD, taken=taken)
 
 
 def _reject_twins(specs: Sequence[DeviceSpec]) -> None:

@@ -62,6 +62,8 @@ class DeviceSpec:
         bandwidth: bytes/s of the device's own memory.
         overhead: seconds that an operation takes however small it is.
         reserve: bytes of ``memory`` that the plan leaves free.
+        taken: bytes of ``memory`` that CUDA and PyTorch take beside the plan: the workspace of cuBLAS, and
+            what is not free.
     """
 
     key: DeviceKey
@@ -71,11 +73,17 @@ class DeviceSpec:
     bandwidth: float
     overhead: float
     reserve: int = 0
+    taken: int = 0
+
+    @property
+    def withheld(self) -> int:
+        """Bytes of the budget that a plan may not use."""
+        return self.reserve + self.taken
 
     @property
     def room(self) -> int:
         """Bytes that a plan may use."""
-        return max(0, self.memory - self.reserve)
+        return max(0, self.memory - self.withheld)
 
     @property
     def type(self) -> str:

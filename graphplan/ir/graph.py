@@ -23,6 +23,7 @@ import networkx as nx
 
 from graphplan.errors import VerificationError
 from graphplan.ir.graph_elements import Operation, Value, Weight
+from graphplan.versioned_json import decode
 
 __all__ = ["Graph"]
 
@@ -189,6 +190,16 @@ class Graph:
         known = set(self.weights) | set(self.inputs)
         if len(known) != len(self.weights) + len(self.inputs):
             raise VerificationError("an input and a weight share a name")
+        if lacking := set(self.inputs) - set(self.values):
+            raise VerificationError(f"the input {min(lacking)!r} is not among the values")
+        if stray := set(self.values) - set(self.inputs) - set(self.producer):
+            raise VerificationError(f"no operation makes the value {min(stray)!r}")
+        sizes = {name: self.values[name].nbytes for name in self.inputs}
+        sizes |= {weight.name: weight.nbytes for weight in self.weights.values()}
+        if negative := [name for name, nbytes in sizes.items() if nbytes < 0]:
+            raise VerificationError(f"{negative[0]!r} has negative bytes")
+        if views := [name for name in self.inputs if self.values[name].alias_of is not None]:
+            raise VerificationError(f"the input {views[0]!r} is a view")
         for position, operation in enumerate(self.operations.values()):
             self._verify_operation(position, operation, known)
             known.update(operation.outputs)
@@ -211,13 +222,13 @@ class Graph:
             problem = f"mutates {stray[0]!r}, which it does not read"
         elif len(set(operation.inputs)) != len(operation.inputs):
             problem = "names an input twice"
-        elif operation.flops < 0 or operation.bytes_accessed < 0:
+        elif min(operation.flops, operation.bytes_accessed, *operation.workspace.values()) < 0:
             problem = "has a negative size"
         else:
-            for name in operation.outputs:
+            for index, name in enumerate(operation.outputs):
                 value = self.values[name]
                 base = value.alias_of
-                if base is not None and base not in known and base not in operation.outputs:
+                if base is not None and base not in known and base not in operation.outputs[:index]:
                     problem = f"makes {name!r} as an alias of the unknown {base!r}"
                 elif value.nbytes < 0 or value.copy_bytes < 0:
                     problem = f"makes {name!r} with negative bytes"
@@ -292,15 +303,11 @@ class Graph:
     def from_dict(cls, data: Mapping[str, Any]) -> Graph:
         """The inverse of :meth:`to_dict`."""
         return cls(
-            [Operation(**_tuples(item)) for item in data["operations"]],
-            [Value(**_tuples(item)) for item in data["values"]],
-            [Weight(**_tuples(item)) for item in data["weights"]],
-            data["inputs"],
-            data["outputs"],
-            [frozenset(group) for group in data["together"]],
-            shapes_known=data["shapes_known"],
+            decode(tuple[Operation, ...], data["operations"]),
+            decode(tuple[Value, ...], data["values"]),
+            decode(tuple[Weight, ...], data["weights"]),
+            decode(tuple[str, ...], data["inputs"]),
+            decode(tuple[str, ...], data["outputs"]),
+            decode(tuple[frozenset[str], ...], data["together"]),
+            shapes_known=decode(bool, data["shapes_known"]),
         )
-
-
-def _tuples(item: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in item.items()}

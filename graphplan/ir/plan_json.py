@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from graphplan.devices.topology import DeviceSpec, Link, Topology
+from graphplan.devices.topology import DeviceKey, DeviceSpec, Link, Topology
 from graphplan.errors import GraphplanError, PlanError
 from graphplan.ir.constraints import Constraints
 from graphplan.ir.graph import Graph
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule_json import decode_schedule, encode_schedule
-from graphplan.versioned_json import Format
+from graphplan.versioned_json import Format, decode
 
 __all__ = ["read_plan", "write_plan"]
 
@@ -43,6 +43,7 @@ def read_plan(cls: type[AnyPlan], text: str) -> AnyPlan:
 def _from_data(cls: type[AnyPlan], data: Mapping[str, Any]) -> AnyPlan:
     try:
         made = _decode(cls, data)
+        made.verify()
         peaks = [[key, nbytes] for key, nbytes in made.peak_bytes.items()]
     except (KeyError, TypeError, ValueError, AttributeError, GraphplanError) as error:
         raise PlanError(f"this plan is damaged: {type(error).__name__}: {error}") from error
@@ -76,29 +77,24 @@ def _encode(plan: PlanData) -> dict[str, Any]:
 
 
 def _decode(cls: type[AnyPlan], data: Mapping[str, Any]) -> AnyPlan:
-    topology = Topology(
-        tuple(DeviceSpec(**spec) for spec in data["devices"]),
-        {(a, b): Link(**link) for a, b, link in data["links"]},
-        Link(**data["default_link"]),
+    links = {(decode(DeviceKey, a), decode(DeviceKey, b)): decode(Link, link) for a, b, link in data["links"]}
+    devices, default_link = (
+        decode(tuple[DeviceSpec, ...], data["devices"]),
+        decode(Link, data["default_link"]),
     )
     return cls(
         Graph.from_dict(data["graph"]),
-        topology,
+        Topology(devices, links, default_link),
         decode_schedule(data),
-        data["makespan"],
-        data["lower_bound"],
-        data["proof"],
-        data["method"],
-        _decode_constraints(data["constraints"]),
-        data["fixed_weights"],
-        data["call_weight"],
+        decode(float, data["makespan"]),
+        decode(float, data["lower_bound"]),
+        decode(str, data["proof"]),
+        decode(str, data["method"]),
+        decode(Constraints, data["constraints"]),
+        decode(Mapping[str, DeviceKey], data["fixed_weights"]),
+        decode(float, data["call_weight"]),
         tuple(_from_data(cls, _FORMAT.checked(other)) for other in data["others"]),
-        dict(map(tuple, data["shared_prefetch_bytes"])),
-        dict(map(tuple, data["prefetch_limits"])),
-        data["streaming"],
+        decode(Mapping[DeviceKey, int], data["shared_prefetch_bytes"]),
+        decode(Mapping[DeviceKey, int], data["prefetch_limits"]),
+        decode(bool, data["streaming"]),
     )
-
-
-def _decode_constraints(data: Mapping[str, Any]) -> Constraints:
-    together = tuple(group if isinstance(group, str) else tuple(group) for group in data["together"])
-    return Constraints(**{**data, "together": together})

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from graphplan.devices.topology import DeviceKey
 from graphplan.ir.schedule import (
     Assignment,
     Load,
     Move,
     PrefetchBuffer,
-    PrefetchSegment,
     Release,
     Run,
     Schedule,
     Step,
     Wait,
 )
+from graphplan.versioned_json import decode
 
 __all__ = ["decode_schedule", "encode_schedule"]
 
-_STEPS: dict[str, Callable[..., Step]] = {
+_STEPS: dict[str, type[Step]] = {
     "run": Run,
     "move": Move,
     "load": Load,
@@ -46,23 +47,17 @@ def encode_schedule(schedule: Schedule) -> dict[str, Any]:
 
 def decode_schedule(data: Mapping[str, Any]) -> Schedule:
     """The inverse; KeyError, TypeError or ValueError where it is damaged."""
-    parts = (dict(map(tuple, data[name])) for name in ("operations", "weights", "slots"))
-    steps, prefetch_buffers = map(_decode_step, data["steps"]), map(_decode_buffer, data["prefetch_buffers"])
+    assignment = {name: data[name] for name in ("operations", "weights", "slots")}
     return Schedule(
-        tuple(steps), Assignment(*parts), data["host"], data["returns_to_host"], tuple(prefetch_buffers)
+        tuple(map(_decode_step, data["steps"])),
+        decode(Assignment, assignment),
+        decode(DeviceKey, data["host"]),
+        decode(bool, data["returns_to_host"]),
+        decode(tuple[PrefetchBuffer, ...], data["prefetch_buffers"]),
     )
 
 
 def _decode_step(data: Mapping[str, Any]) -> Step:
-    fields = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-    return _STEPS[str(fields.pop("step"))](**fields)
-
-
-def _decode_buffer(data: Mapping[str, Any]) -> PrefetchBuffer:
-    segments = (
-        PrefetchSegment(tuple(s["weights"]), tuple(s["offsets"]), s["nbytes"], s["slot"], s["previous"])
-        for s in data["segments"]
-    )
-    return PrefetchBuffer(
-        data["device"], data["source"], tuple(data["slots"]), tuple(segments), data["nbytes"]
-    )
+    fields = dict(data)
+    step: Step = decode(_STEPS[str(fields.pop("step"))], fields)
+    return step

@@ -111,7 +111,7 @@ class _PageWriter:
             "key": str(key),
             "device": CPU if spec is None else spec.device,
             "budget": None if spec is None else spec.memory,
-            "reserve": 0 if spec is None else spec.reserve,
+            "reserve": 0 if spec is None else spec.withheld,
             "peak": peak.nbytes,
             "peakAt": self._peak_position(peak.step),
             "weights": peak.weights - buffer,

@@ -150,7 +150,7 @@ class GraphReader:
         if node.op == "call_module":
             inputs += self._module_weights(str(node.target))
             mutates += self._module_buffers(str(node.target))
-        self.written.update(mutates)
+        self.written.update(map(self._storage_of, mutates))
         if effect is None:
             values, cost = [unknown_value(part, node, self.name_of) for part in made], _Cost()
         else:
@@ -228,6 +228,12 @@ class GraphReader:
         parts = (self.operations, self.values.values(), weights, self.inputs, unique)
         plain = Graph(*parts, shapes_known=self.sees_shapes)
         return Graph(*parts, find_together(plain), shapes_known=self.sees_shapes)
+
+    def _storage_of(self, name: str) -> str:
+        """The weight or value whose storage a name is a view of."""
+        while (value := self.values.get(name)) is not None and value.alias_of is not None:
+            name = value.alias_of
+        return name
 
     def _let_stay(self, name: str) -> None:
         value = self.values.get(name)

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from graphplan.devices.topology import DISK, DeviceKey, Topology
@@ -36,9 +36,7 @@ def constrain(problem: Problem, constraints: Constraints) -> Problem:
         _check_no_offload(constraints, problem.topology, accelerators)
     if not (constraints.cpu_compute and constraints.offload) and accelerators:
         allowed.update(dict.fromkeys(graph.operations, accelerators))
-    for name, key in fixed.items():  # what is written stays where an earlier plan has put it
-        if name in graph.weights and not graph.weights[name].streamable:
-            allowed.update(dict.fromkeys(graph.readers.get(name, ()), frozenset({key})))
+    allowed.update(_where_written(graph, fixed))
     for name, key in constraints.pin.items():
         _pin(graph, problem.topology, name, key, allowed, fixed)
     _agree(graph, allowed, constraints)
@@ -50,6 +48,23 @@ def constrain(problem: Problem, constraints: Constraints) -> Problem:
         offload=constraints.offload,
         balance=constraints.balance,
     )
+
+
+def _where_written(graph: Graph, fixed: Mapping[str, DeviceKey]) -> dict[str, frozenset[DeviceKey]]:
+    """The device of each operation that writes to what an earlier plan has put somewhere: it stays there."""
+    homes: dict[str, dict[DeviceKey, str]] = {}
+    for name, key in fixed.items():
+        if name in graph.weights and not graph.weights[name].streamable:
+            for reader in graph.readers.get(name, ()):
+                homes.setdefault(reader, {})[key] = name
+    for operation, places in homes.items():
+        if len(places) > 1:
+            listed = ", ".join(f"{name!r} on {key!r}" for key, name in places.items())
+            raise PlanError(
+                f"{operation!r} writes to weights that an earlier plan, of a call that reads them, has "
+                f"parted: {listed}. Pin them to one device, or partition the model in the mode of this call"
+            )
+    return {operation: frozenset(places) for operation, places in homes.items()}
 
 
 def _check_no_offload(

@@ -69,7 +69,7 @@ def _sufficient(
     problem: Problem, found: Evaluation, limit: Topology, effort: Effort, probe: Probe
 ) -> Evaluation:
     """Ask for the peaks themselves if that succeeds; else for the grown budgets."""
-    peaks = {spec.key: found.peak(spec.key).nbytes + spec.reserve for spec in problem.topology.devices}
+    peaks = {spec.key: found.peak(spec.key).nbytes + spec.withheld for spec in problem.topology.devices}
     exactly = replace(problem, topology=problem.topology.with_memory(peaks))
     if not effort.over and probe(exactly, effort) is not None:
         return found
@@ -92,7 +92,7 @@ def explain_infeasible(problem: Problem, found: Evaluation | None) -> Infeasible
             f"in proportion was found to do; the budgets are {_listed(available)}",
             available=available,
         )
-    needed = {spec.key: found.peak(spec.key).nbytes + spec.reserve for spec in topology.devices}
+    needed = {spec.key: found.peak(spec.key).nbytes + spec.withheld for spec in topology.devices}
     short = {key: needed[key] - available[key] for key in needed if needed[key] > available[key]}
     device = max(short, key=lambda key: short[key] / max(needed[key], 1))
     operation = found.peak(device).operation

@@ -86,7 +86,7 @@ def read_checkpoint(model: nn.Module, weights: ModelWeights, path: str | Path, *
         strict: whether missing or unexpected names are errors.
 
     Raises:
-        CheckpointError: no such file, a damaged one, or names or shapes that do not fit.
+        CheckpointError: no such file, a damaged one, or names, shapes or dtypes that do not fit.
     """
     found = file_entries(Path(path))
     missing = [
@@ -108,9 +108,20 @@ def read_checkpoint(model: nn.Module, weights: ModelWeights, path: str | Path, *
         for name, (header, entry) in checkpoint.found.items()
         if entry.shape != tuple(weights.tensors[name].shape)
     ]
+    wrong += [
+        f"{header.path.name} has {entry.name!r} of {entry.dtype}, the model {weights.tensors[name].dtype}: "
+        "only numbers of one kind are converted"
+        for name, (header, entry) in checkpoint.found.items()
+        if _kind(entry.dtype) != _kind(weights.tensors[name].dtype)
+    ]
     if wrong:
         raise CheckpointError("; ".join(wrong))
     return checkpoint
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    """What tells floating-point, complex, boolean and whole numbers apart."""
+    return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
 
 
 def _listed(names: list[str]) -> str:

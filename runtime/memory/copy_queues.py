@@ -53,7 +53,11 @@ class Queues(Protocol):
         ...
 
     def drain(self) -> None:
-        """Let the host wait until all copies are done: before their memory goes."""
+        """Let the host wait until all copies are done: before the host memory that they read goes."""
+        ...
+
+    def settle(self) -> None:
+        """Let the host wait until all copies and all work are done: before the memory of both goes."""
         ...
 
 
@@ -89,6 +93,9 @@ class SerialQueues:
         """It has happened."""
 
     def drain(self) -> None:
+        """They are done."""
+
+    def settle(self) -> None:
         """They are done."""
 
 
@@ -133,6 +140,10 @@ class CudaQueues:
 
     def drain(self) -> None:
         self.copies.synchronize()
+
+    def settle(self) -> None:
+        self.copies.synchronize()
+        self.last.synchronize()  # the work of calls before it was waited for on the way
 
 
 def queues_of(device: torch.device) -> Queues:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 
 from graphplan.capture.capture_lock import CAPTURE_LOCK
@@ -19,7 +21,7 @@ from graphplan.runtime.module.module_state import KnownForm, ModuleState
 from graphplan.runtime.module.program import Program
 from graphplan.warnings import warn
 
-__all__ = ["Served", "ServedByModules", "serve", "share_prefetch_buffers"]
+__all__ = ["Served", "ServedByModules", "TooManyPrograms", "serve", "share_prefetch_buffers"]
 
 _MANY = 32
 _MANY_PROGRAMS = (
@@ -30,7 +32,13 @@ _HOOKED = (
     "hooks were added to submodules after placing, and no graph calls them: while they are there, calls run "
     "module by module, each where its weights are, which is slower"
 )
+_MOST = 256  # programs, each with its plan and its code
 _ROUTES = 16  # forms of calls that are remembered
+_SIZES = 4096  # of calls that are remembered
+
+
+class TooManyPrograms(Exception):  # noqa: N818  # not an error: the module begins anew
+    """A call of a new structure, where as many programs are there as are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,31 +78,71 @@ def serve(
 
     Raises:
         GraphplanError: the call has a new structure, and cannot be captured or placed.
+        TooManyPrograms: it has a new structure, and no further programs are kept.
     """
     if state.reader is None:
         state.reader = ModeReader(module)
     modes = state.reader.read(module)
     if state.guard is not None and state.guard.hooked():
         return _by_modules(state, entry, bind_call(signature, args, kwargs), modes)
+    sizes = _sizes(entry, args, kwargs)
+    likely = state.by_sizes.get(sizes, ())
+    for known in likely:
+        served = _routed(state, known, entry, modes, args, kwargs)
+        if served is not None:
+            return served
     for known in state.routes:
-        program = state.programs[known.index]
-        if program.modes == modes and program.entry == entry:
-            leaves = known.route.leaves(args, kwargs, program.host)
-            if leaves is not None and program.at_home(leaves):
-                given = {name: args[at] if isinstance(at, int) else kwargs[at] for name, at in known.caches}
-                return Served(known.index, leaves, given)
+        served = _routed(state, known, entry, modes, args, kwargs)
+        if served is not None:
+            _remember(state, sizes, known)
+            return served
     call = bind_call(signature, args, kwargs)
-    index = _find(state, entry, call, modes)
+    index = _find(state, entry, call, modes, [known.index for known in likely])
     if isinstance(index, ServedByModules):
         return index
     program = state.programs[index]
     route = find_route(signature, program.signature, program.prepare, args, kwargs)
+    known = KnownForm(route, index, () if route is None else _places(signature, program.caches, kwargs))
     if route is not None:
-        places = _places(signature, program.caches, kwargs)
-        state.routes = [KnownForm(route, index, places), *state.routes[: _ROUTES - 1]]
+        state.routes = [known, *state.routes[: _ROUTES - 1]]
+    if route is not None or all(one.index != index for one in likely):
+        _remember(state, sizes, known)
     given = {name: call.kwargs[name] for name in program.caches}
     traced = call if program.prepare is None else program.prepare(call)
     return Served(index, traced.leaves, given)
+
+
+def _sizes(entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells most calls apart at once: the sizes of tensors, the types of all else."""
+    values = (*args, *kwargs.values()) if kwargs else args
+    kinds = [value.shape if isinstance(value, torch.Tensor) else type(value) for value in values]
+    return entry, tuple(kwargs), tuple(kinds)
+
+
+def _remember(state: ModuleState, sizes: tuple[Any, ...], known: KnownForm) -> None:
+    """Let calls of these sizes try a form first."""
+    if len(state.by_sizes) >= _SIZES:
+        state.by_sizes = {}
+    state.by_sizes[sizes] = (known, *state.by_sizes.get(sizes, ())[: _ROUTES - 1])
+
+
+def _routed(
+    state: ModuleState,
+    known: KnownForm,
+    entry: str,
+    modes: Modes,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Served | None:
+    """The call, if it has a form that was served before."""
+    program = state.programs[known.index]
+    if known.route is None or program.entry != entry or program.modes != modes:
+        return None
+    leaves = known.route.leaves(args, kwargs, program.host)
+    if leaves is None or not program.at_home(leaves):
+        return None
+    given = {name: args[at] if isinstance(at, int) else kwargs[at] for name, at in known.caches}
+    return Served(known.index, leaves, given)
 
 
 def _by_modules(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> ServedByModules:
@@ -106,8 +154,10 @@ def _by_modules(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -
     return ServedByModules(form, call)
 
 
-def _find(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> int | ServedByModules:
-    known = _known(state, entry, call, modes)
+def _find(
+    state: ModuleState, entry: str, call: BoundCall, modes: Modes, likely: Sequence[int]
+) -> int | ServedByModules:
+    known = _known(state, entry, call, modes, likely)
     if known is not None:
         return known
     with CAPTURE_LOCK:
@@ -115,9 +165,12 @@ def _find(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> int 
         return _captured(state, entry, call, modes) if known is None else known
 
 
-def _known(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> int | ServedByModules | None:
+def _known(
+    state: ModuleState, entry: str, call: BoundCall, modes: Modes, likely: Sequence[int] = ()
+) -> int | ServedByModules | None:
     device = call.device
-    for index, program in enumerate(state.programs):
+    for index in chain(likely, range(len(state.programs))):
+        program = state.programs[index]
         here = program.entry == entry and (device is None or device == program.host)
         alike = here and program.modes == modes and program.signature.mismatch(call) is None
         if alike and program.takes(call.leaves):
@@ -129,6 +182,8 @@ def _known(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> int
 def _captured(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> int | ServedByModules:
     """A call of a new structure."""
     assert state.compile is not None
+    if len(state.programs) >= _MOST:
+        raise TooManyPrograms
     try:
         state.programs.append(state.compile(call, modes, entry))
     except NoGraphError as error:

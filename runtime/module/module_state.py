@@ -60,7 +60,7 @@ class Code:
 class KnownForm:
     """A form of call that has been served, and by which program."""
 
-    route: Route
+    route: Route | None  # None: calls of it are bound and flattened
     index: int
     caches: tuple[tuple[str, int | str], ...]  # with the position or name of the argument that each is
 
@@ -87,6 +87,7 @@ class ModuleState:
     device: torch.device | None = None
     codes: dict[int, Code] = field(default_factory=dict)
     routes: list[KnownForm] = field(default_factory=list)
+    by_sizes: dict[tuple[Any, ...], tuple[KnownForm, ...]] = field(default_factory=dict)
     reader: ModeReader | None = None
     guard: ModuleGuard | None = None
     streams: ModuleStreams = field(default_factory=ModuleStreams)
@@ -107,7 +108,7 @@ class ModuleState:
             replace(p, constants={name: own[id(tensor)] for name, tensor in p.constants.items()})
             for p in self.programs
         ]
-        copied = replace(self, programs=programs, codes={}, routes=[], reader=None, guard=None)
+        copied = replace(self, programs=programs, codes={}, routes=[], by_sizes={}, reader=None, guard=None)
         copied.modulewise = self.modulewise.renewed()
         copied.streams, copied.parts, copied.turns = ModuleStreams(), ModuleParts(), threading.RLock()
         return copied

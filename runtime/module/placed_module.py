@@ -31,7 +31,12 @@ from graphplan.runtime.checkpoint.mapped_files import MappedFile
 from graphplan.runtime.fallback.short_names import ShortNames
 from graphplan.runtime.memory.host_pages import HostPages
 from graphplan.runtime.module.code_assembly import code_of
-from graphplan.runtime.module.dispatch import ServedByModules, serve, share_prefetch_buffers
+from graphplan.runtime.module.dispatch import (
+    ServedByModules,
+    TooManyPrograms,
+    serve,
+    share_prefetch_buffers,
+)
 from graphplan.runtime.module.module_guard import ModuleGuard
 from graphplan.runtime.module.module_state import Compile, ModuleState, Refused, Start
 from graphplan.runtime.module.placed_view import PlacedView
@@ -43,6 +48,12 @@ from graphplan.runtime.weights.weight_changes import require_in_place
 from graphplan.warnings import warn
 
 __all__ = ["PlacedModule", "attach", "attach_start", "placed_class", "unplace", "unplaced"]
+
+_FULL = (
+    "so many call structures have been captured for one model that all are forgotten, and captured again "
+    "when they come: give partition dynamic_shapes, or max_batch and max_length, so that one serves many "
+    "sizes; pass tensors, not numbers"
+)
 
 Record = Callable[[Program, fx.GraphModule], Recorder]
 
@@ -94,7 +105,11 @@ class PlacedModule(ShortNames):
         assert signature is not None
         state.streams.check_files()
         with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):
-            served = serve(self, state, entry, signature, args, kwargs)
+            try:
+                served = serve(self, state, entry, signature, args, kwargs)
+            except TooManyPrograms:
+                _begin_anew(self, state)
+                return self._enter(entry, signature, args, kwargs, record)
             if isinstance(served, ServedByModules):
                 with state.turns:
                     return _run_modulewise(self, served, record)
@@ -138,6 +153,17 @@ def _change(module: PlacedModule) -> str | None:
     """What is not as the graphs were traced from, if anything."""
     state = module._graphplan
     return None if state.guard is None or state.start is not None else state.guard.difference(module)
+
+
+def _begin_anew(module: PlacedModule, full: ModuleState) -> None:
+    """Forget every program and trace: the next call is captured, with the weights where they are."""
+    with CAPTURE_LOCK, full.turns:
+        if module._graphplan is full and full.start is None:
+            warn(_FULL)
+            full.codes.clear()
+            full.streams.storages.clear()  # their memory is wanted again
+            full.parts.kept.clear()
+            full.start = full.restart
 
 
 def _notice_changes(module: PlacedModule) -> None:

@@ -42,6 +42,7 @@ class SimulatedMachine:
         cpu_memory: bytes of the CPU's budget, or None where none was given; not enforced.
         links: (source, destination) -> link, for the planner's cost model.
         transfers: the copies so far, in order.
+        workspace: bytes that a device loses at its first matrix product, as to cuBLAS on CUDA.
         watch: called with the tensors that each operation reads and writes, views aside: for proofs.
     """
 
@@ -49,10 +50,12 @@ class SimulatedMachine:
     cpu_memory: int | None = None
     links: Mapping[tuple[DeviceKey, DeviceKey], Link] = field(default_factory=dict)
     transfers: list[SimulatedTransfer] = field(default_factory=list)
+    workspace: int = 0
     watch: Watch | None = None
     _live: dict[int, int] = field(default_factory=dict)
     _peak: dict[int, int] = field(default_factory=dict)
     paused: int = 0
+    _multiplied: set[int] = field(default_factory=set)
 
     @property
     def device_type(self) -> str:
@@ -121,6 +124,12 @@ class SimulatedMachine:
             )
         self._live[index] = live + nbytes
         self._peak[index] = max(self._peak.get(index, 0), live + nbytes)
+
+    def multiply(self, index: int) -> None:
+        """A matrix product runs; raise SimulatedOutOfMemoryError where its workspace has no room."""
+        if self.workspace and not self.paused and index not in self._multiplied:
+            self.take(index, self.workspace)
+            self._multiplied.add(index)
 
     def give(self, index: int, nbytes: int) -> None:
         """Free."""

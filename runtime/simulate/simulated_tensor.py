@@ -160,6 +160,8 @@ def run_simulated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     if is_simulated(wanted):
         inner["device"] = torch.device("cpu")
         inner.pop("pin_memory", None)
+    if device is not None and func in _PRODUCTS:
+        active_machine().multiply(device.index)
     out = func(*pytree.tree_map(_inner, args), **inner)
     if device is None:
         return out
@@ -190,6 +192,8 @@ def _wrap(leaf: Any, device: torch.device) -> Any:
     plain = isinstance(leaf, torch.Tensor) and not isinstance(leaf, SimulatedTensor)
     return SimulatedTensor(leaf, device) if plain else leaf
 
+
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
 # torch lets the index tensors of these live on the CPU
 _INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)

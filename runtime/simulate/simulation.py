@@ -25,7 +25,10 @@ __all__ = ["simulate"]
 
 @contextmanager
 def simulate(
-    capacities: MaxMemory, links: Mapping[tuple[DeviceKey, DeviceKey], Link] | None = None
+    capacities: MaxMemory,
+    links: Mapping[tuple[DeviceKey, DeviceKey], Link] | None = None,
+    *,
+    workspace: int = 0,
 ) -> Iterator[SimulatedMachine]:
     """Simulate accelerators for the duration of the block.
 
@@ -33,6 +36,7 @@ def simulate(
         capacities: device index -> bytes or text such as ``"1GiB"``; ``"cpu"`` may be among them
             and is passed on in ``machine.max_memory``.
         links: what the planner should believe of the links between them.
+        workspace: bytes that each device loses at its first matrix product, as to cuBLAS on CUDA.
 
     Raises:
         BudgetError: a capacity that is no size.
@@ -48,7 +52,7 @@ def simulate(
         elif spec.key != CPU:
             raise DeviceError(f"cannot simulate {spec.key!r}: use indices such as 0, 1, and 'cpu'")
     cpu = topology[CPU].memory if CPU in topology else None
-    machine = SimulatedMachine(sizes, cpu, dict(links or {}))
+    machine = SimulatedMachine(sizes, cpu, dict(links or {}), workspace=workspace)
     register_backend()
     # the autograd engine would otherwise ask C++ for a queue per device
     single = torch.autograd.set_multithreading_enabled(False)

@@ -48,7 +48,7 @@ class _Storage:
         self.user: object = None  # stands for the stream whose slots the last call's events are about
         self.busy = False  # a call is under way, or has broken off
         self.staging: Staging | None = None  # for what is streamed from files
-        weakref.finalize(self, self.queues.drain).atexit = False
+        weakref.finalize(self, self.queues.settle).atexit = False
 
     def enter(self, user: object) -> None:
         """A call begins. After one of another structure, or one that broke off, all work is waited for."""
@@ -71,11 +71,12 @@ class _Storage:
         """Make it at least so large. What is bound to a smaller one must be gone."""
         if self.bytes.numel() >= nbytes:
             return
-        self.queues.drain()
+        self.queues.settle()  # memory that goes may be given to another stream at once
         self.user = None
         self.bytes = torch.empty(0, dtype=torch.uint8, device=self.device)  # before the larger one is there
         with allocating(self.device, f"the {readable_bytes(nbytes)} that weights are streamed into"):
             self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self.queues.enter()  # what this stream did with the memory before comes first
 
 
 class _CallProgress:

@@ -361,3 +361,29 @@ def test_devices_are_measured() -> None:
     assert set(measured.links) == {(0, "cpu"), ("cpu", 0)}
     # whatever the card, a GPU's own memory is faster than the way to it
     assert (measured.speeds[0].bandwidth or 0) > measured.links["cpu", 0].bandwidth
+
+
+def test_workspaces_of_libraries_have_room_beside_the_plan() -> None:
+    torch.cuda.empty_cache()
+    torch._C._cuda_clearCublasWorkspaces()
+    total = torch.cuda.get_device_properties(0).total_memory
+    spec = graphplan.plan(nn.Linear(8, 8), {0: total}, (torch.ones(1, 8),)).topology[0]
+    free = torch.cuda.mem_get_info(0)[0]
+    x = torch.ones(512, 512, device="cuda:0")
+    before = torch.cuda.memory_allocated(0)
+    product = x @ x
+    workspace = torch.cuda.memory_allocated(0) - before - product.numel() * product.element_size()
+    assert 0 < workspace <= spec.taken
+    assert spec.room <= free - workspace + (1 << 20)  # other processes may come and go
+
+
+def test_a_budget_of_all_that_is_free_does_not_run_out() -> None:
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info(0)[0]
+    taken = torch.empty(free - (256 << 20), dtype=torch.uint8, device="cuda:0")  # a small card is left
+    torch._C._cuda_clearCublasWorkspaces()
+    free = torch.cuda.mem_get_info(0)[0]
+    model, x = Blocks(12).eval(), torch.randn(16, 2048)
+    placed = graphplan.partition(model, {0: free, "cpu": "64GiB"}, (x,), cpu_compute=False)
+    assert largest_difference(placed(x), model(x)) < 1e-3
+    del taken

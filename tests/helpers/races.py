@@ -8,8 +8,12 @@ simulation happens to run things.
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -115,6 +119,9 @@ class ClockedQueues:
     def drain(self) -> None:
         pass
 
+    def settle(self) -> None:
+        pass
+
     def watch(
         self, buffer: torch.Tensor, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
     ) -> None:
@@ -202,3 +209,32 @@ def _operate(
         base = graph.values[name].alias_of
         if base in views and base not in copied:
             views[name] = views[base]
+
+
+class DelayedQueues(ClockedQueues):
+    """Copies on a thread of their own, each after a delay that a seed chooses; work on the host."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.draw, self.pool = random.Random(seed), ThreadPoolExecutor(1)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        delay = self.draw.choice([0.0, 0.0, 0.002])
+        self.pool.submit(lambda: (time.sleep(delay), target.copy_(source)))
+
+    def record_copies(self, event: Any) -> None:
+        event.done = self.pool.submit(lambda: None)
+
+    def record_work(self, event: Any) -> None:
+        pass
+
+    def copies_wait(self, event: Any) -> None:
+        pass
+
+    def work_waits(self, event: Any) -> None:
+        event.done.result()
+
+    def drain(self) -> None:
+        self.pool.submit(lambda: None).result()
+
+    settle = drain

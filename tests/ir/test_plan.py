@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from accelerate.utils import check_device_map
+from plan_fuzz import check_plan
 from test_partition import IDS, Tied
 from torch import nn
 
@@ -44,8 +46,54 @@ def test_json_that_is_no_plan(text: str, message: str) -> None:
 def test_damage_is_found(plan: Plan) -> None:
     data = json.loads(plan.to_json())
     data["devices"][0]["memory"] = 1
-    with pytest.raises(graphplan.VerificationError, match="device 2 needs"):
-        Plan.from_json(json.dumps(data)).verify()
+    with pytest.raises(graphplan.PlanError, match="device 2 needs"):
+        Plan.from_json(json.dumps(data))
+
+
+def damage(plan: Plan, **changes: Any) -> str:
+    """A plan's text with other values at these paths."""
+    data = json.loads(plan.to_json())
+    for path, value in changes.items():
+        *way, last = [int(part) if part.isdigit() else part for part in path.split("__")]
+        place = data
+        for part in way:
+            place = place[part]
+        place[last] = value
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"graph__operations__0__inputs": 3}, "3 is no"),
+        ({"makespan": float("nan")}, "nan is no float"),
+        ({"graph__weights__0__nbytes": 1 << 70}, "is no int"),
+        ({"devices__0__colour": "red"}, "DeviceSpec has no 'colour'"),
+        ({"default_link": []}, "is no Link"),
+    ],
+)
+def test_values_of_other_types_are_found(plan: Plan, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(graphplan.PlanError, match=message):
+        Plan.from_json(damage(plan, **changes))
+
+
+def test_views_of_each_other_are_found(plan: Plan) -> None:
+    data = json.loads(plan.to_json())
+    name = data["graph"]["values"][1]["name"]
+    data["graph"]["values"][1]["alias_of"] = name
+    with pytest.raises(graphplan.PlanError, match="alias of the unknown"):
+        Plan.from_json(json.dumps(data))
+
+
+def test_json_that_is_nested_too_deeply() -> None:
+    with pytest.raises(graphplan.PlanError, match="no JSON"):
+        Plan.from_json("[" * 100_000)
+
+
+def test_plans_damaged_at_random_are_refused_or_hold() -> None:
+    checked = [check_plan(seed) for seed in range(150)]
+    assert [problem for _, problem in checked if problem] == []
+    assert 0 < sum(read for read, _ in checked) < 75
 
 
 def test_devices_are_the_callers_keys_in_their_order(plan: Plan) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import warnings
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import graphplan
 from graphplan.capture.captured_graph import Without
 from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf, bind_call, leaf_names
 from graphplan.capture.structure import leaves_of
+from graphplan.runtime.module import dispatch
 from graphplan.runtime.module.dispatch_cache import Route, find_route
 
 CPU = torch.device("cpu")
@@ -251,3 +254,46 @@ def test_modes_and_devices_choose_among_routes() -> None:
             for device in ("cpu", "sim:0"):
                 assert placed(torch.randn(2, 3).to(device))["y"].device.type == torch.device(device).type
         assert len(placed.plans) == 2
+
+
+def test_many_sizes_are_found_without_a_search(monkeypatch: Any) -> None:
+    model = nn.Linear(4, 4).eval()
+    inputs = [torch.ones(size, 4) for size in range(1, 41)]
+    with graphplan.simulate({0: 1 << 20}), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        placed: Any = graphplan.partition(model, {0: 1 << 20}, (inputs[0],))
+        for x in inputs:
+            placed(x)
+        tried: list[int] = []
+        routed = dispatch._routed
+        monkeypatch.setattr(
+            dispatch, "_routed", lambda state, known, *rest: tried.append(0) or routed(state, known, *rest)
+        )
+        for x in inputs:
+            assert largest_difference(placed(x), model(x)) < 1e-6
+    assert len(tried) == len(inputs)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_programs_are_bounded(streams: bool, monkeypatch: Any) -> None:
+    monkeypatch.setattr(dispatch, "_MOST", 3)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))).eval()
+    options = {"pin": {f"{i}.weight": "cpu" for i in range(4)}, "cpu_compute": False} if streams else {}
+    with torch.no_grad(), graphplan.simulate({0: 16384, "cpu": 1 << 20}) as machine:
+        placed: Any = graphplan.partition(model, machine.max_memory, (torch.ones(1, 16),), **options)
+        for size in (2, 3):
+            placed(torch.ones(size, 16))
+        gc.collect()
+        before, homes = machine.live_bytes(0), placed.plan.placement
+        for size in (4, 5, 6, 1, 2, 3, 2):
+            x = torch.ones(size, 16)
+            if size in (4, 1):
+                with pytest.warns(graphplan.GraphplanWarning, match="dynamic_shapes"):
+                    result = placed(x)
+            else:
+                result = placed(x)
+            assert largest_difference(result, model(x)) < 1e-6
+            assert len(placed.plans) <= 3
+            assert machine.peak_bytes(0) <= 16384
+        gc.collect()
+        assert (machine.live_bytes(0), placed.plan.placement) == (before, homes)

@@ -7,6 +7,7 @@ import copy
 import gc
 import itertools
 import pickle
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -16,11 +17,13 @@ from typing import Any
 import pytest
 import torch
 from builders import KIB, assert_kept, bytes_of, largest_difference, run_placed
+from races import DelayedQueues
 from torch import nn
 
 import graphplan
 from graphplan.runtime.simulate.simulated_backend import SimulationMode
 from graphplan.runtime.simulate.simulated_machine import SimulatedMachine
+from graphplan.runtime.weights.weight_streams import ModuleStreams
 
 WIDTH, DEPTH = 32, 6
 X = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -322,6 +325,21 @@ def test_threads_take_turns() -> None:
         assert len(set(seen)) == count
         turns = sum(1 for _ in itertools.groupby(seen))
         assert turns <= calls * count  # nobody was let in within a call
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_copies_that_come_late_are_waited_for(seed: int) -> None:
+    pin = {"small.weight": "cpu", "large.weight": "cpu"}
+    model, draw = Two().eval(), random.Random(seed)
+    with torch.no_grad(), streamed(model, pin=pin) as (placed, _, _):
+        eager = graphplan.unplace(placed)
+        placed._graphplan.streams = ModuleStreams(lambda device: DelayedQueues(seed))
+        placed._graphplan.codes.clear()
+        for large in [False, True, *(draw.random() < 0.5 for _ in range(20))]:  # the buffer grows once
+            for one in (placed, eager):
+                one.load_state_dict({n: t + 0.1 for n, t in eager.state_dict().items()})
+            assert largest_difference(placed(X, large=large), eager(X, large=large)) < 1e-4
+            placed._graphplan.streams.storages[torch.device("sim:0")].queues.drain()  # before the host writes
 
 
 def test_with_gradients_weights_are_copied_one_by_one() -> None:

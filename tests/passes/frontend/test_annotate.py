@@ -112,6 +112,22 @@ def test_what_is_written_to_is_known() -> None:
     assert not graph_of(nn.BatchNorm1d(4).eval(), torch.randn(8, 4)).weights["running_mean"].mutated
 
 
+class Cached(nn.Module):
+    """Writes to a buffer through a view of a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(2, 4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache[1][:4].copy_(x[0])
+        return x + self.cache.sum(0)
+
+
+def test_a_write_through_a_view_is_one_to_the_weight() -> None:
+    assert graph_of(Cached(), torch.ones(2, 4)).weights["cache"].mutated
+
+
 def test_sizes_are_host_scalars() -> None:
     class Sizes(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

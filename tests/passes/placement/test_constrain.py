@@ -11,6 +11,7 @@ from test_partition import IDS, Tied
 from torch import nn
 
 import graphplan
+from graphplan import Graph, Operation, Value, Weight
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.ir.constraints import Constraints
 from graphplan.passes.placement.constrain import constrain
@@ -185,3 +186,18 @@ def test_constraints_that_cannot_be(constraints: dict[str, Any], message: str) -
 def test_constraints_of_another_form_are_refused(constraint: dict[str, Any], message: str) -> None:
     with pytest.raises(graphplan.InputError, match=message):
         graphplan.plan(Tied().eval(), {0: "64KiB", "cpu": "1MiB"}, (IDS,), **constraint)
+
+
+def test_what_one_operation_writes_must_be_together() -> None:
+    names = ("mean", "variance")
+    graph = Graph(
+        [Operation("norm", "batch_norm", ("x", *names), ("y",), names)],
+        [Value("x", 512, 512), Value("y", 512, 512)],
+        [Weight(name, 512, (name,), "buffer", mutated=True) for name in names],
+        ["x"],
+        ["y"],
+    )
+    topology = read_max_memory({0: 1 << 20, "cpu": 1 << 20})
+    problem = Problem(graph, topology, "cpu", fixed_weights={"mean": 0, "variance": "cpu"})
+    with pytest.raises(graphplan.PlanError, match="'mean' on 0, 'variance' on 'cpu'"):
+        constrain(problem, Constraints())

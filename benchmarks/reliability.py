@@ -1,0 +1,105 @@
+"""Campaigns of random modules and injected faults: what must never be, how often was it tried?
+
+python benchmarks/reliability.py [--only NAME ...] [--count N] [--seed 0] [--processes 2] [--seconds S]
+
+Each campaign is a function of ``tests/helpers`` from a range of seeds to counts and violations; tests run a
+sample of each. A campaign that runs out of ``--seconds`` begins no further cases. Violations are printed;
+``benchmarks/results/reliability.json`` has them and the counts. The exit status is 1 if there are any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))
+
+from campaigns import CAMPAIGNS, Campaign, Tally
+from report import RESULTS, table, write
+from tqdm import tqdm
+
+NAME = "reliability"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=list(CAMPAIGNS), nargs="+", default=list(CAMPAIGNS))
+    parser.add_argument("--count", type=int, help="cases of each; by default the campaign's own number")
+    parser.add_argument("--seed", type=int, default=0, help="of the first case")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--seconds", type=float, help="after which a campaign begins no further cases")
+    options = parser.parse_args()
+    failed = False
+    for name in options.only:
+        row = run_campaign(name, CAMPAIGNS[name], options)
+        print(table(["campaign", *row["counts"]], [[name, *row["counts"].values()]]))
+        failed |= bool(row["violations"])
+        save(name, row)
+    return int(failed)
+
+
+def run_campaign(name: str, campaign: Campaign, options: argparse.Namespace) -> dict[str, Any]:
+    """One row of the results."""
+    begin, count = time.monotonic(), options.count or campaign.cases
+    end = None if options.seconds is None else begin + options.seconds
+    total = Tally()
+    for tally in tqdm(pieces(name, count, end, options), total=-(-count // campaign.piece), desc=name):
+        total.add(tally)
+        for text in tally.violations:
+            tqdm.write(f"{name}: {text}")
+    return {
+        "what": campaign.what,
+        "command": shlex.join(["python", "benchmarks/reliability.py", *sys.argv[1:]]),
+        "seed": options.seed,
+        "counts": dict(total.counts),
+        "largest_difference": total.difference,
+        "violations": total.violations,
+        "minutes": round((time.monotonic() - begin) / 60, 1),
+    }
+
+
+def pieces(name: str, count: int, end: float | None, options: argparse.Namespace) -> Iterator[Tally]:
+    """The tallies of ranges of seeds, as they are done; none is begun after ``end``."""
+    size = CAMPAIGNS[name].piece
+    starts = range(options.seed, options.seed + count, size)
+    ranges = [range(start, min(start + size, options.seed + count)) for start in starts]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.processes, context, prepare) as pool:
+        yield from pool.map(partial(work, name, end), ranges)
+
+
+def prepare() -> None:
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what was imported is not looked through again after every case
+
+
+def work(name: str, end: float | None, seeds: range) -> Tally:
+    late = end is not None and time.monotonic() > end
+    return Tally(Counter()) if late else CAMPAIGNS[name].run(seeds)
+
+
+def save(name: str, row: dict[str, Any]) -> None:
+    """Put a row among those of the other campaigns that are there."""
+    path = RESULTS / f"{NAME}.json"
+    known = json.loads(path.read_text())["campaigns"] if path.is_file() else {}
+    print(write(NAME, {"campaigns": {**known, name: row}}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

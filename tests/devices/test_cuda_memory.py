@@ -1,0 +1,83 @@
+"""Room for what CUDA and PyTorch take beside a plan; on cards that are not here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from builders import KIB, largest_difference
+from torch import nn
+
+import graphplan
+from graphplan.devices.max_memory import read_max_memory
+
+MIB = 1 << 20
+FREE = 100 * MIB
+
+
+@pytest.fixture
+def card(monkeypatch: Any) -> Any:
+    """A card with 100 MiB free, 5 MiB of which PyTorch has in its cache."""
+    answers = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "get_device_name": lambda _: "some card",
+        "mem_get_info": lambda _: (FREE - 5 * MIB, 2 * FREE),
+        "memory_reserved": lambda _: 7 * MIB,
+        "memory_allocated": lambda _: 2 * MIB,
+        "get_device_capability": lambda _: (9, 0),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.delattr(torch.backends.cuda, "cublas_workspace_size", raising=False)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    return monkeypatch
+
+
+def room(memory: int, **options: Any) -> int:
+    return read_max_memory({"cuda:0": memory}, **options)["cuda:0"].room
+
+
+def test_the_workspace_is_of_the_card(card: Any) -> None:
+    assert room(FREE) == FREE - 32 * MIB
+    card.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert room(FREE) == FREE - 8 * MIB - 128 * KIB
+
+
+def test_the_callers_choice_of_a_workspace_counts(card: Any) -> None:
+    card.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
+    assert room(FREE) == FREE - 8 * MIB - 128 * KIB
+
+
+def test_what_is_not_free_is_no_room(card: Any) -> None:
+    card.setenv("CUBLAS_WORKSPACE_CONFIG", ":1024:1")
+    assert room(2 * FREE) == FREE - MIB
+    assert room(FREE // 2) == FREE // 2 - MIB
+
+
+def test_reserve_comes_on_top(card: Any) -> None:
+    assert room(FREE, reserve=3 * MIB) == FREE - 35 * MIB
+
+
+def test_cards_that_are_not_here_are_not_asked() -> None:
+    assert read_max_memory({"cuda:7": FREE})["cuda:7"].room == FREE
+
+
+def test_a_full_device_keeps_room_for_the_workspace() -> None:
+    workspace, x = 8192, torch.ones(2, 32)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6))).eval()
+    with torch.no_grad(), graphplan.simulate({0: 30_000, "cpu": MIB}, workspace=workspace) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (x,))
+        assert placed.plan.peak_bytes[0] > 30_000 - 2 * workspace
+        machine.reset_peaks()
+        assert largest_difference(placed(x), model(x)) < 1e-6
+        assert machine.peak_bytes(0) == placed.plan.peak_bytes[0] + workspace
+
+
+def test_an_error_asks_for_the_workspace_too() -> None:
+    model, x = nn.Linear(64, 64), torch.ones(2, 64)
+    with graphplan.simulate({0: 1 << 20}, workspace=8192):
+        with pytest.raises(graphplan.InfeasibleError) as caught:
+            graphplan.plan(model, {0: 20_000}, (x,))
+        assert graphplan.plan(model, caught.value.needed, (x,)).peak_bytes[0] + 8192 <= caught.value.needed[0]

@@ -1,0 +1,47 @@
+"""A sample of the campaigns of ``benchmarks/reliability.py``; those of plans are in ``tests/ir``."""
+
+from __future__ import annotations
+
+import campaigns
+import faults
+import pytest
+
+
+@pytest.mark.parametrize("seed", [53, 175, *range(6)])
+def test_random_modules_are_as_eager(seed: int) -> None:
+    assert campaigns.random_modules(range(seed, seed + 1)).violations == []
+
+
+@pytest.mark.parametrize("kind", faults.DAMAGES)
+def test_a_damaged_checkpoint_is_an_error(kind: str) -> None:
+    assert faults.check_checkpoint(kind, 0) is None
+
+
+@pytest.mark.parametrize("kind", ["truncated", "overwritten", "replaced"])
+def test_a_file_is_changed_while_it_is_mapped(kind: str) -> None:
+    assert faults.check_mapped(kind) is None
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_read_fails(at: int) -> None:
+    assert faults.check_read_error(at) == (True, None)
+
+
+@pytest.mark.parametrize("at", [1, 4, 9])
+@pytest.mark.parametrize("wide", [False, True])
+def test_an_allocation_of_a_call_is_refused(at: int, wide: bool) -> None:
+    assert faults.check_refused_call(at, wide=wide, warm=not wide) == (True, None)
+
+
+def test_an_allocation_is_refused_while_placing() -> None:
+    assert faults.check_refused_loading(1, None) == (True, None)
+
+
+def test_calls_are_broken_off_anywhere() -> None:
+    found = campaigns.interrupted_calls(range(1), step=37)
+    assert found.violations == []
+    assert found.counts["lines"] > 6
+
+
+def test_threads_call_a_module_and_its_copies() -> None:
+    assert campaigns.many_threads(range(5)).violations == []
