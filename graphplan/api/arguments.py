@@ -172,6 +172,7 @@ def budgeted(topology: Topology, max_memory: MaxMemory | None, reserve: Reserve)
             f"the plan is for the devices {list(topology.keys)}, max_memory names {list(now.keys)}"
         )
     sized = (
-        replace(spec, memory=now[spec.key].memory, reserve=now[spec.key].reserve) for spec in topology.devices
+        replace(spec, memory=now[spec.key].memory, reserve=now[spec.key].reserve, taken=now[spec.key].taken)
+        for spec in topology.devices
     )
     return replace(topology, devices=tuple(sized))

@@ -9,6 +9,7 @@ from typing import NoReturn
 from graphplan.capture.captured_graph import Part
 from graphplan.compiler.compile_state import Choice, CompileState, Member, in_parts
 from graphplan.compiler.formulation import company_of
+from graphplan.devices.topology import Topology
 from graphplan.errors import PlanError, readable_bytes
 from graphplan.ir.graph import Graph
 from graphplan.ir.plan_data import PlanData
@@ -52,9 +53,14 @@ def _chosen(state: CompileState, member: Member, plan: PlanData) -> Choice:
     found = evaluate(problem, plan.schedule.assignment)
     _require_room(found, state)
     asked = Call(problem, plan.constraints, member.weight)
-    same = problem.topology == plan.topology
-    bound = Bound(plan.lower_bound, plan.proof) if same else Bound(0.0, "the plan was made for other budgets")
+    known = _no_roomier(problem.topology, plan.topology)
+    bound = Bound(plan.lower_bound, plan.proof) if known else Bound(0.0, "the plan was made for less memory")
     return Choice(member.annotator, asked, asked.with_homes({}), certify(found, bound))
+
+
+def _no_roomier(now: Topology, planned: Topology) -> bool:
+    """Whether a bound for the planned devices holds for these: they are as fast, and have no more room."""
+    return all(here.room <= there.room for here, there in zip(now.devices, planned.devices, strict=True))
 
 
 def _require_room(found: Evaluation, state: CompileState) -> None:

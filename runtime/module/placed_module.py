@@ -109,7 +109,7 @@ class PlacedModule(ShortNames):
                 served = serve(self, state, entry, signature, args, kwargs)
             except TooManyPrograms:
                 _begin_anew(self, state)
-                return self._enter(entry, signature, args, kwargs, record)
+                return self._graphplan_enter(entry, signature, args, kwargs, record)
             if isinstance(served, ServedByModules):
                 with state.turns:
                     return _run_modulewise(self, served, record)
