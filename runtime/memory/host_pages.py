@@ -66,9 +66,9 @@ class HostPages:
         if reason:
             _forget_error()
             warn(
-                f"the {nbytes} bytes of streamed weights could not be page-locked ({reason}): they are "
-                "copied from ordinary memory, which is slower. A higher limit of locked memory (ulimit -l), "
-                "or more weights on the accelerators, would help"
+                f"the {nbytes} bytes of streamed weights could not be pinned ({reason}): they are "
+                "copied from pageable memory, which is slower. Raise the limit of locked memory (ulimit -l), "
+                "or let more weights reside on the accelerators"
             )
             return False
         self._mapping.release = partial(cudart.cudaHostUnregister, self.start)

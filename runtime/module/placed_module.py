@@ -80,7 +80,7 @@ class PlacedModule(nn.Module):
 
     def _first(self) -> Program:
         if not self._graphplan.programs:
-            raise PlanError("nothing is planned yet: call the module once, or give partition example inputs")
+            raise PlanError("nothing is planned yet: run the model once, or give partition example inputs")
         return self._graphplan.programs[0]
 
     @property
@@ -111,7 +111,7 @@ class PlacedModule(nn.Module):
         return self._enter("", self._graphplan.signature, args, kwargs)
 
     def profile(self, *args: Any, **kwargs: Any) -> Profile:
-        """Run one call and measure it: its timeline and peaks, beside the modelled ones.
+        """Run one call and measure it: its timeline and peaks, beside the estimated ones.
 
         Call the module before, so that what only the first call does is not measured. On a simulated
         machine peaks are measured from now on.
@@ -141,7 +141,7 @@ class PlacedModule(nn.Module):
             self._place_now(entry, args, kwargs)
             if not isinstance(self, PlacedModule):
                 if record is not None:
-                    raise PlanError("hooks run this model, there is no graph to profile")
+                    raise PlanError("hooks run this model: there is no graph to profile")
                 return method_of(self, entry)(*args, **kwargs)
         state = self._graphplan
         signature = signature or state.signature
@@ -182,12 +182,12 @@ class PlacedModule(nn.Module):
         if changed is not None:
             if state.reader is not None:
                 state.reader.read(self)  # adapters that were put in are an error
-            warn(f"{changed}: {type(self).__name__} is captured anew, as it is now")
+            warn(f"{changed}: {type(self).__name__} is captured again")
             state.start = state.restart
 
     def _run_modulewise(self, served: ServedByModules, record: Record | None) -> Any:
         if record is not None:
-            raise PlanError("modules run this call one by one, there is no graph to profile")
+            raise PlanError("this forward pass runs module by module: there is no graph to profile")
         state = self._graphplan
         plain, home, instead = unplaced(self), state.return_outputs, self._computes_instead()
         return state.modulewise.run(self, plain, served.form, served.call, home=home, instead=instead)

@@ -161,7 +161,7 @@ def test_plan_of_a_folder_prints_the_summary_and_writes_the_plan(made: Made) -> 
     plan = graphplan.Plan.from_json(made.plan.read_text(encoding="utf-8"))
     plan.verify()
     assert plan.summary() in made.result.out
-    assert "LlamaForCausalLM, called with input_ids (1, 16)" in made.result.out
+    assert "LlamaForCausalLM, example inputs: input_ids (1, 16)" in made.result.out
     assert plan.activations_known
     assert [spec.device for spec in plan.topology.devices] == ["cuda:0", "cuda:1", "cpu"]
     assert not (made.folder / "unpickled").exists()

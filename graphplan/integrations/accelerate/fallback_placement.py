@@ -71,7 +71,7 @@ def fall_back(
     placed = fallback.place(reason)
     warnings.warn(
         f"{reason}\naccelerate's hooks run the model instead, module by module: its operations are not "
-        "planned, weights on the CPU are copied when they are needed. strict=True makes this an error",
+        "planned, and weights on the CPU are copied when they are used. strict=True makes this an error",
         stacklevel=5,
     )
     return placed
@@ -86,8 +86,8 @@ def later_refused(error: NoGraphError) -> None:
     if isinstance(error.__cause__, ConstraintViolationError):
         raise error
     warnings.warn(
-        f"{error}{where_it_failed(error)}\nThe modules of the placed model run calls of this structure one "
-        "by one, where their weights are: what they compute is not planned, and must fit beside the weights. "
+        f"{error}{where_it_failed(error)}\nThe placed model runs such inputs module by module, where the "
+        "weights reside: activations are not planned, and must fit beside the weights. "
         "strict=True makes this an error",
         stacklevel=6,
     )
@@ -269,7 +269,7 @@ class _Fallback:
         spread = max(1, len(budgets))
         return InfeasibleError(
             f"the modules of {type(self.model).__name__} ({total} bytes, and {peak} for activations on each "
-            f"accelerator) do not fit {dict(budgets)} one by one: allow more",
+            f"accelerator) do not fit {dict(budgets)}: raise max_memory",
             needed=dict.fromkeys(budgets, total // spread + peak),
             available=dict(budgets),
         )
