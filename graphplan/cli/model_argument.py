@@ -149,12 +149,12 @@ def _build(config: Any, trusted: bool) -> nn.Module:
     import transformers  # optional package
 
     own = getattr(config, "auto_map", None) or {}
-    door = next((n for n in own if n.startswith("AutoModelFor")), "AutoModel")
+    auto_class = next((n for n in own if n.startswith("AutoModelFor")), "AutoModel")
     named = (getattr(transformers, name, None) for name in config.architectures or ())
     found = next((cls for cls in named if isinstance(cls, type) and issubclass(cls, nn.Module)), None)
     with torch.device("meta"):
-        if trusted and door in own:
-            made: nn.Module = getattr(transformers, door).from_config(config, trust_remote_code=True)
+        if trusted and auto_class in own:
+            made: nn.Module = getattr(transformers, auto_class).from_config(config, trust_remote_code=True)
         elif found is not None:
             made = found(config)
         else:

@@ -1,9 +1,9 @@
-"""Host memory that weights are streamed from: one anonymous mapping, page-locked where a GPU reads it.
+"""Host memory that weights are streamed from: one anonymous mapping, pinned where a GPU reads it.
 
 Weights that are copied together lie next to each other, so that one copy moves them. Each has a storage
 of its own over its bytes, so that saving or sharing one of them concerns its bytes alone. The mapping
 lives as long as any of them, and is registered with CUDA once, as it is: torch's own allocator of
-page-locked memory would round it up to a power of two.
+pinned memory would round it up to a power of two.
 """
 
 from __future__ import annotations

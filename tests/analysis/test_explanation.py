@@ -117,7 +117,7 @@ def test_what_lacks_memory_says_how_much_and_where() -> None:
     assert not other.possible
     assert set(other.missing_bytes) == {first}
     assert other.operation in plan.graph.operations
-    assert f"{first} lacks" in other.obstacle
+    assert f"{first} is short of" in other.obstacle
     assert str(other.missing_bytes[first]) in other.obstacle
     # so many bytes more, and nothing is in the way
     budgets[first] += other.missing_bytes[first]

@@ -199,7 +199,7 @@ def test_memory_shows_weights_activations_budget_and_peak(show: Open) -> None:
         assert plan.peaks[key].operation in chart.locator(".peak text").text_content()
         assert chart.locator("path.activations").count() == 1
         assert chart.locator("rect.weights").count() == 1
-        assert chart.locator("rect.prefetch buffer").count() == any(
+        assert chart.locator("rect.buffer").count() == any(
             buffer.device == key for buffer in plan.schedule.prefetch_buffers
         )
         assert budget_is_above(chart)
