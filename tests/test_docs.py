@@ -213,7 +213,10 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     done = subprocess.run(build, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for page in (tmp_path / "site").rglob("*.html"):
-        assert "```" not in page.read_text(encoding="utf-8"), f"{page.name} has a block that is shown as text"
+        text = page.read_text(encoding="utf-8")
+        assert "```" not in text, f"{page.name} has a block that is shown as text"
+        loaded = re.findall(r'<script[^>]+src="?(https?:[^ >]+)', text)
+        assert loaded == [], f"{page.name} needs the network"
     placing = (tmp_path / "site" / "reference" / "placing.html").read_text(encoding="utf-8")
     assert 'id="graphplan.plan"' in placing
     assert "Decide where everything in" in placing
