@@ -53,8 +53,9 @@ _CALLOUT = """([selector, number]) => {
   const left = box.left + scrollX - gap, top = box.top + scrollY - gap;
   draw(`left:${left}px;top:${top}px;width:${box.width + 2 * gap}px;height:${box.height + 2 * gap}px;
     border:2px solid ${ink};border-radius:6px`, "");
-  draw(`left:${Math.max(0, left - 24)}px;top:${Math.max(0, top - 8)}px;width:28px;height:28px;border-radius:50%;background:${ink};
-    color:white;font:bold 16px/28px sans-serif;text-align:center`, number);
+  draw(`left:${Math.max(0, left - 24)}px;top:${Math.max(0, top - 8)}px;width:28px;
+    height:28px;border-radius:50%;background:${ink};color:white;text-align:center;
+    font:bold 16px/28px sans-serif`, number);
 }"""
 
 

@@ -190,7 +190,7 @@ def _of_factory(word: str, ask: Ask) -> NamedModel:
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise InputError(
-            f"{word!r} makes a {type(model).__name__}, not a torch.nn.Module, or one and its inputs"
+            f"{word!r} returns a {type(model).__name__}, not a torch.nn.Module, or one and its inputs"
         )
     dtype = ask.torch_dtype
     model = model.eval() if dtype is None else model.to(dtype).eval()
@@ -198,7 +198,7 @@ def _of_factory(word: str, ask: Ask) -> NamedModel:
     if inputs is None and hasattr(model, "main_input_name"):
         return NamedModel(name, model, (), example_inputs(model, ask.batch or 1, ask.length))
     if ask.batch or ask.length:
-        raise InputError(f"--batch and --length are for transformers models: {word!r} makes its own")
+        raise InputError(f"--batch and --length are for transformers models: {word!r} returns its own")
     if isinstance(inputs, Mapping):
         return NamedModel(name, model, (), dict(inputs))
     if inputs is not None and not isinstance(inputs, tuple | list):

@@ -204,9 +204,9 @@ class Graph:
         if missing := [name for name in operation.inputs if name not in known]:
             problem = f"reads {missing[0]!r} before it is made"
         elif again := [name for name in operation.outputs if name in known]:
-            problem = f"makes {again[0]!r}, which exists already"
+            problem = f"outputs {again[0]!r}, which exists already"
         elif unknown := [name for name in operation.outputs if name not in self.values]:
-            problem = f"makes {unknown[0]!r}, which is not among the values"
+            problem = f"outputs {unknown[0]!r}, which is not among the values"
         elif stray := [name for name in operation.mutates if name not in operation.inputs]:
             problem = f"mutates {stray[0]!r}, which it does not read"
         elif len(set(operation.inputs)) != len(operation.inputs):
@@ -218,11 +218,11 @@ class Graph:
                 value = self.values[name]
                 base = value.alias_of
                 if base is not None and base not in known and base not in operation.outputs:
-                    problem = f"makes {name!r} as an alias of the unknown {base!r}"
+                    problem = f"outputs {name!r} as an alias of the unknown {base!r}"
                 elif value.nbytes < 0 or value.copy_bytes < 0:
-                    problem = f"makes {name!r} with negative bytes"
+                    problem = f"outputs {name!r} with negative bytes"
                 elif base is not None and value.nbytes:
-                    problem = f"makes {name!r}, an alias of {base!r}, with bytes of its own"
+                    problem = f"outputs {name!r}, an alias of {base!r}, with bytes of its own"
         if problem:
             raise VerificationError(f"operation {operation.name!r} {problem}\n{self.around(position)}")
 

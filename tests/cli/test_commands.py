@@ -307,7 +307,7 @@ BAD: list[tuple[list[str], int, str]] = [
     (["plan", "factories:absent"], 2, "no attribute 'absent'"),
     (["plan", "no_such_module:factory"], 2, "No module named 'no_such_module'"),
     (["plan", "factories:fails"], 2, "RuntimeError: no luck"),
-    (["plan", "factories:number"], 2, "makes a int"),
+    (["plan", "factories:number"], 2, "returns a int"),
     (["plan", "factories:pair", "--length", "4"], 2, "are for transformers models"),
     (["plan", "factories:pair", "--max-memory", "0=1KiB"], 3, "no placement fits"),
     (["plan", "factories:untraceable", "--max-memory", "cpu=1MiB"], 4, "Branching could not be captured"),
