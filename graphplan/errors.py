@@ -1,4 +1,4 @@
-"""The exceptions of graphplan: one root, one class for each thing a caller can put right; and its warning."""
+"""The exceptions of graphplan, one class for each kind of problem that a caller can fix, and its warning."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class GraphplanError(Exception):
 
 
 class GraphplanWarning(UserWarning):
-    """What graphplan does in another way than the caller may expect; it points at the caller's line."""
+    """Something differs from what the caller may expect: a fallback, say. Points at the caller's line."""
 
 
 class BudgetError(GraphplanError, ValueError):
@@ -57,19 +57,19 @@ class BudgetError(GraphplanError, ValueError):
 
 
 class DeviceError(GraphplanError, ValueError):
-    """A device key that means nothing, or names a device that this machine lacks."""
+    """A device key is invalid, or names a device that this machine does not have."""
 
 
 class InputError(GraphplanError, ValueError):
-    """The example inputs, or the inputs of a call, do not fit the model."""
+    """The example inputs, or the inputs of a forward pass, do not fit the model."""
 
 
 class LimitError(InputError):
-    """A call that is larger than ``max_batch`` or ``max_length``, up to which memory was planned."""
+    """Inputs are larger than ``max_batch`` or ``max_length``, for which memory was planned."""
 
 
 class CheckpointError(InputError):
-    """A checkpoint that is missing, damaged or changed, or does not fit the model."""
+    """A checkpoint is missing, damaged or changed, or does not fit the model."""
 
 
 class CaptureError(GraphplanError):
@@ -77,11 +77,11 @@ class CaptureError(GraphplanError):
 
 
 class NoGraphError(CaptureError):
-    """No way of tracing took the call itself: hooks may run it instead."""
+    """The forward pass cannot be traced; ``partition`` falls back to hooks unless ``strict=True``."""
 
 
 class PlanError(GraphplanError, ValueError):
-    """A plan that is asked for what it does not hold, or a JSON text that is not a plan."""
+    """A plan was asked for a name that it does not have, or a JSON text is not a plan."""
 
 
 class VerificationError(GraphplanError):

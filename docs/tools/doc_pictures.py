@@ -7,16 +7,14 @@ some are streamed.
 from __future__ import annotations
 
 import html
-import json
-import math
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from doc_tables import RESULTS
+from comparison_charts import charts
 from torch import nn
 
 import graphplan
@@ -73,7 +71,7 @@ def pictures() -> dict[str, str]:
         "plan.svg": to_svg(large, "Four blocks over two accelerators and the CPU"),
         "timeline.svg": timeline_svg(large),
         "memory.svg": memory_svg(large),
-        "ratios.svg": ratios_svg(),
+        **charts(),
         "code.txt": _code(),
     }
 
@@ -105,7 +103,7 @@ def _drawn(plan: Plan) -> str:
 
 
 def timeline_svg(plan: Plan) -> str:
-    """Lanes of operations, moves and streamed weights over the time of one call."""
+    """Lanes of operations, moves and streamed weights over the time of one forward pass."""
     lanes = _lanes(plan)
     scale = (_WIDTH - _LEFT - 10) / plan.timeline.seconds
     parts = []
@@ -183,31 +181,6 @@ def _rect(x: float, y: float, width: float, height: float, colour: str, title: s
 
 def _text(x: float, y: float, text: str) -> str:
     return f'<text x="{x:.2f}" y="{y:.2f}" fill="currentColor">{html.escape(text)}</text>'
-
-
-def ratios_svg(results: Path = RESULTS) -> str:
-    """Bars of accelerate's estimated time divided by ours, on a logarithmic axis, for every real model."""
-    rows = json.loads((results / "real_models.json").read_text(encoding="utf-8"))["rows"]
-    bars = [(f"{row['model']} {row['case']}", _accelerates_ratio(row)) for row in rows if not row["error"]]
-    bars = sorted((bar for bar in bars if bar[1]), key=lambda bar: -bar[1])
-    left, row_height = 220, 18
-    low, high = min(ratio for _, ratio in bars), max(ratio for _, ratio in bars)
-    scale = (_WIDTH - left - 70) / math.log(high / low)
-    one = left + scale * math.log(1 / low)
-    parts = []
-    for number, (name, ratio) in enumerate(bars):
-        y, end = 8 + number * row_height, left + scale * math.log(ratio / low)
-        colour = _COLOURS["run"] if ratio >= 1 else _COLOURS["move"]
-        parts.append(_text(4, y + 12, name))
-        parts.append(_rect(min(one, end), y, max(abs(end - one), 1), row_height - 4, colour, f"{ratio:.3f}"))
-        parts.append(_text(max(one, end) + 6, y + 12, f"{ratio:.2f}"))
-    return _svg(parts, 16 + len(bars) * row_height)
-
-
-def _accelerates_ratio(row: Mapping[str, Any]) -> float:
-    """0 where accelerate has no map within the budgets."""
-    other = next(other for other in row["others"] if other["name"] == "accelerate")
-    return 0.0 if other["seconds"] is None or other["over"] else other["seconds"] / row["makespan"]
 
 
 def _svg(parts: Sequence[str], height: float) -> str:

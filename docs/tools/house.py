@@ -11,12 +11,10 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from doc_tables import RESULTS, markdown
+from doc_tables import CASES, RESULTS, map_of, markdown
 from torch import nn
 
 import graphplan
@@ -31,14 +29,6 @@ _SHOWN = (
 )
 
 
-_CASES = {
-    "1x0.7": "one GPU",
-    "2x0.55": "two identical GPUs",
-    "4x0.275": "four identical GPUs",
-    "mixed": "mixed GPUs",
-}
-
-
 def times_table(results: Path = RESULTS) -> str:
     """Estimated times of graphplan's plans and accelerate's maps: three models, and who is faster when."""
     rows = json.loads((results / "real_models.json").read_text(encoding="utf-8"))["rows"]
@@ -46,18 +36,14 @@ def times_table(results: Path = RESULTS) -> str:
     lines = []
     for model, case, said in _SHOWN:
         row = found[model, case]
-        own, other = 1e3 * row["makespan"], 1e3 * _accelerate(row)["seconds"]
+        own, other = 1e3 * row["makespan"], 1e3 * map_of(row)["seconds"]
         lines.append([said, f"{own:.1f} ms", f"{other:.1f} ms", f"{other / own:.2f}×"])
-    slower = [f"{row['model']} ({_CASES[row['case']]})" for row in rows if "accelerate" in row["beaten_by"]]
-    equal = sum(abs(_accelerate(row)["seconds"] / row["makespan"] - 1) < 0.01 for row in rows)
+    slower = [f"{row['model']} ({CASES[row['case']]})" for row in rows if "accelerate" in row["beaten_by"]]
+    equal = sum(abs(map_of(row)["seconds"] / row["makespan"] - 1) < 0.01 for row in rows)
     header = ["model and devices", "graphplan", "accelerate's map", "ratio"]
     faster = f"accelerate's map is faster in {len(slower)}: {', '.join(slower)}."
     said = f"Of {len(rows)} cases, {equal} are within 1 % of each other; {faster}"
     return f"{markdown(header, lines)}\n\n{said}"
-
-
-def _accelerate(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    return next(other for other in row["others"] if other["name"] == "accelerate")
 
 
 def rooms_diagram() -> str:

@@ -24,20 +24,38 @@ import graphplan
 PICTURES = Path(__file__).parents[1] / "pictures"
 _WIDTH, _HEIGHT = 1440, 800  # CSS pixels of the window
 _ZOOM_OUT = 2  # clicks until all stages fit
-_DRAG = (-140, -90)  # CSS pixels, until all are seen
+_DRAG = (-170, -90)  # CSS pixels, until all are seen
+_CHOSEN = 2  # the stage whose details the numbered picture shows
 _SCALE = 1200 / _WIDTH  # image pixels for each
 
-# what the how-to's numbers point at: CSS selectors of the page
-PARTS = ("#figures", "#usage", "#outline", "#canvas", "#details", "#search")
+# what the callouts of the how-to frame: CSS selectors of the page, in the order of their numbers
+PARTS = (
+    "#figures",
+    "#usage",
+    ".search",
+    "#outline",
+    "#canvas",
+    "#details",
+    "#memory",
+    "#timeline",
+    "#transfers",
+    "#weights",
+)
 
-_NUMBER = """([selector, number]) => {
-  const box = document.querySelector(selector).getBoundingClientRect();
-  const mark = document.createElement("div");
-  mark.textContent = number;
-  mark.style.cssText = `position:fixed;left:${box.left - 24}px;top:${box.top + 2}px;width:26px;height:26px;
-    border-radius:50%;background:#c2185b;color:white;font:bold 16px/26px sans-serif;
-    text-align:center;z-index:99`;
-  document.body.append(mark);
+_CALLOUT = """([selector, number]) => {
+  const box = document.querySelector(selector).getBoundingClientRect(), ink = "#c2185b", gap = 5;
+  const draw = (css, text) => {
+    const mark = document.createElement("div");
+    mark.textContent = text;
+    mark.style.cssText = `position:absolute;box-sizing:border-box;z-index:99;pointer-events:none;${css}`;
+    document.body.append(mark);
+  };
+  const left = box.left + scrollX - gap, top = box.top + scrollY - gap;
+  draw(`left:${left}px;top:${top}px;width:${box.width + 2 * gap}px;height:${box.height + 2 * gap}px;
+    border:2px solid ${ink};border-radius:6px`, "");
+  draw(`left:${Math.max(0, left - 24)}px;top:${Math.max(0, top - 8)}px;width:28px;
+    height:28px;border-radius:50%;background:${ink};color:white;text-align:center;
+    font:bold 16px/28px sans-serif`, number);
 }"""
 
 
@@ -75,9 +93,11 @@ def _shoot(browser: Any, page_file: Path, name: str, scheme: str, *, numbered: b
     page.mouse.move(900 + _DRAG[0], 770 + _DRAG[1], steps=5)
     page.mouse.up()
     page.wait_for_timeout(500)  # the graph glides to its place
+    if numbered:
+        page.locator("#outline > li").nth(_CHOSEN).click()
     for number, selector in enumerate(PARTS if numbered else (), 1):
-        page.evaluate(_NUMBER, [selector, number])
-    page.screenshot(path=PICTURES / f"{name}.png")
+        page.evaluate(_CALLOUT, [selector, number])
+    page.screenshot(path=PICTURES / f"{name}.png", full_page=numbered)
     page.close()
 
 

@@ -39,16 +39,16 @@ class Explanation:
         name: the module, operation or weight.
         kind: ``"module"``, ``"operation"`` or ``"weight"``.
         devices: where its operations run (those that read it, of a weight).
-        homes: where its weights live.
+        homes: where its weights reside.
         stages: indices of the stages that run it.
         operations: their names, in order.
-        weight_bytes: bytes of its weights, ties once.
-        activation_bytes: bytes that its operations make.
+        weight_bytes: bytes of its weights, shared ones once.
+        activation_bytes: output size of its operations.
         flops: FLOP of its operations.
-        compute_seconds: modelled seconds of its operations where they are.
-        transfer_seconds: modelled seconds in which the call does nothing but copy what they read and
-            make. The copy of a streamed weight counts as far as the call waits for it.
-        makespan: of the plan; of several calls the weighted sum.
+        compute_seconds: estimated seconds of its operations where they are.
+        transfer_seconds: estimated seconds in which the forward pass does nothing but copy their inputs
+            and outputs. The copy of a streamed weight counts as far as an operation waits for it.
+        makespan: of the plan; with ``calls=`` the weighted sum.
         alternatives: one for each device of ``max_memory``.
     """
 
@@ -67,10 +67,10 @@ class Explanation:
     alternatives: tuple[Alternative, ...]
 
     def to(self, device: DeviceKey) -> Alternative:
-        """What it would cost on one device.
+        """Its cost on one device.
 
         Raises:
-            PlanError: a device that the plan has not.
+            PlanError: the plan has no such device.
         """
         for alternative in self.alternatives:
             if alternative.device == device:
@@ -89,7 +89,7 @@ class Explanation:
         runs = (
             f"{count_text(len(self.operations), 'operation')} on {_listed(self.devices)}"
             if self.operations
-            else "unread"
+            else "read by no operation"
         )
         lives = f", weights on {_listed(self.homes)}" if self.homes else ""
         stages = f", stage {_listed(self.stages)}" if self.stages else ""
@@ -109,7 +109,7 @@ class Explanation:
             ]
             for other in self.alternatives
         ]
-        header = ["moved to", "time", "change", "its compute", "all copies", "what stops it"]
+        header = ["moved to", "time", "change", "its compute", "all copies", "obstacle"]
         head = f"{self.kind} {self.name or '(all)'}: {runs}{lives}{stages}"
         return "\n".join([head, sizes, "", *table_lines(header, rows)])
 

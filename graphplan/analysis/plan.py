@@ -27,43 +27,43 @@ __all__ = ["Plan"]
 class Plan(PlanData):
     """A placed model. Sizes are bytes, times seconds, devices the caller's keys of ``max_memory``.
 
-    What it holds is in :class:`~graphplan.ir.plan_data.PlanData`; the methods here ask other rooms about it.
+    Attributes are those of :class:`~graphplan.ir.plan_data.PlanData`; the methods here explain and export.
     """
 
     @property
     def plain_problem(self) -> Problem:
-        """The graph, the devices and what earlier plans have settled, without the caller's rules."""
+        """The graph, the devices and what earlier plans placed, without the caller's constraints."""
         return plain_problem(self)
 
     @cached_property
     def problem(self) -> Problem:
-        """What was solved: :attr:`plain_problem` with the caller's rules."""
+        """What was solved: :attr:`plain_problem` with the caller's constraints."""
         return constrained_problem(self)
 
     def explain(self, name: str) -> Explanation:
         """Why a module, operation or weight is where it is: ``print(plan.explain("model.layers.3"))``.
 
-        What it costs there, what it would cost on each other device with all else where it is, as the
-        evaluator judges it, and what stops it.
+        Gives its cost there, the estimated time of the forward pass with it on each other device and
+        everything else unchanged, and what rules that device out.
 
         Raises:
-            PlanError: no such name; the error says which are close.
+            PlanError: no such name; the error suggests similar ones.
         """
         return explain(self, name)
 
     def bottleneck(self, *, progress: bool = True) -> Bottleneck:
-        """Which budget's increase would save most time, how much of it is needed, and what is saved.
+        """Which budget, link or device to improve to save most time, by how much, and what is saved.
 
-        Plans again with each device's budget grown, each link and each device twice as fast. All of these
-        are found by local search from this plan, so that others than the answer may help more than is said.
+        Plans again with each device's budget increased, and each link and each device twice as fast. All but
+        the answer are estimated by local search from this plan, so they may save more than is shown.
 
         Args:
-            progress: whether to show a bar when it takes over a second.
+            progress: show a progress bar if this takes over a second.
         """
         return find_bottleneck(self, progress=progress)
 
     def summary(self) -> str:
-        """A table: devices with budgets and peaks, stages, what moves, and how good the plan is."""
+        """A table: devices with budgets and peaks, stages, transfers, estimated time and gap."""
         return summary_text(self)
 
     def __str__(self) -> str:
@@ -94,19 +94,19 @@ class Plan(PlanData):
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     def save_dot(self, path: str | Path) -> None:
-        """Write the plan for graphviz: a cluster per device and stage, an edge per value that passes.
+        """Write the plan for Graphviz: a cluster per device and stage, an edge per value.
 
-        Where there are more than 400 operations, a node is what a stage runs of a module: graphviz would
-        take minutes otherwise.
+        Above 400 operations a node is a module's share of a stage, because Graphviz takes minutes
+        for more nodes.
         """
         Path(path).write_text(to_dot(self), encoding="utf-8")
 
     def save_html(self, path: str | Path, *, title: str = "") -> None:
-        """Write the plan as one HTML file that shows it and needs nothing else.
+        """Write the plan as one self-contained interactive HTML page.
 
         Args:
             path: of the file.
-            title: shown above the plan: the model's name, say.
+            title: heading of the page, such as the model's name.
         """
         Path(path).write_text(to_html(self, title), encoding="utf-8")
 
@@ -115,11 +115,11 @@ class Plan(PlanData):
         Path(path).write_text(to_svg(self, title), encoding="utf-8")
 
     def save_trace(self, path: str | Path) -> None:
-        """Write the modelled timeline for Perfetto or ``chrome://tracing``."""
+        """Write the estimated timeline for Perfetto or ``chrome://tracing``."""
         Path(path).write_text(to_trace(self), encoding="utf-8")
 
     def save_model_explorer(self, path: str | Path, *, title: str = "Plan") -> None:
-        """Write the plan for Model Explorer, and its colours beside: ``plan.device.json`` and others."""
+        """Write the plan for Model Explorer, with node data beside it: ``plan.device.json`` and others."""
         save_model_explorer(self, Path(path), title)
 
     def _repr_html_(self) -> str:

@@ -29,22 +29,23 @@ EPSILON = 1e-12  # seconds: times that differ by less are the same
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """What it would cost to have something on one device, all else staying where it is.
+    """The cost of a module, operation or weight on one device, everything else unchanged.
 
     Attributes:
         device: key of ``max_memory``.
         here: whether all of it is there now.
-        possible: whether that keeps every budget and rule.
-        makespan: modelled seconds of the best way to have it there, or None where none can be: with
-            its weights there too, where they are, or on the CPU. Of several calls the weighted sum.
+        possible: whether that keeps every budget and constraint.
+        makespan: estimated seconds of the forward pass with it there and its weights there too, where they
+            are, or on the CPU, whichever is fastest; None if it cannot be there. With ``calls=``, the
+            weighted sum.
         slower: ``makespan`` less that of the plan.
-        compute_seconds: of its operations there, in one call.
-        transfer_seconds: in which the call then does nothing but copy, in one call: moves, and waits for
-            streamed weights.
-        missing_bytes: device key -> bytes by which its budget would be passed.
+        compute_seconds: of its operations there, in one forward pass.
+        transfer_seconds: of the forward pass that go to copies alone: transfers, and waits for streamed
+            weights.
+        missing_bytes: device key -> bytes by which its budget would be exceeded.
         operation: at which operation the first of them would be.
-        along: operations that would have to come along, since they must stay together.
-        obstacle: what stops it, in words.
+        along: operations that would have to move too, because they must share a device.
+        obstacle: what rules it out, in words.
     """
 
     device: DeviceKey
@@ -102,7 +103,7 @@ class Mover:
         """The best way to have it on a device, and what stops it."""
         plan, spec = self.plan, self.plan.topology[key]
         if not spec.computes:
-            return _impossible(key, f"{key!r} computes nothing")
+            return _impossible(key, f"{key!r} runs no operations")
         if self._is_here(key):
             return self._here(key)
         outcomes = [self._judge(*way) for way in self._ways(key)]
@@ -194,7 +195,7 @@ class Mover:
         return _outcome(self.plan, fit_together(self.free, moved))
 
     def _rule(self, key: DeviceKey) -> str:
-        """The rule of the caller, or of an earlier plan, that forbids it."""
+        """The constraint of the caller, or of an earlier plan, that forbids it."""
         plan = self.plan
         pins = {n: k for n, k in plan.constraints.pin.items() if k != key and self._touched_by(n)}
         if pins:
@@ -202,7 +203,7 @@ class Mover:
             return f"pin={{{name!r}: {where!r}}}"
         settled = self._settled(key)
         if settled and self.kind == "weight":
-            return f"an earlier plan has put {settled[0]!r} on {plan.fixed_weights[settled[0]]!r}"
+            return f"an earlier plan put {settled[0]!r} on {plan.fixed_weights[settled[0]]!r}"
         if plan.topology[key].device == CPU and any(s.is_accelerator for s in plan.topology.devices):
             if not plan.constraints.offload:
                 return "offload=False"
@@ -211,7 +212,7 @@ class Mover:
         for one, problem, group in zip(plan.calls, self.ruled, self.closed, strict=True):
             stuck = [op for op in group if key not in problem.allowed.get(op, one.topology.keys)]
             if stuck and self.kind != "weight":
-                return f"{stuck[0]!r} writes to, or is tied to, what must stay where it is"
+                return f"{stuck[0]!r} shares memory with something that must stay where it is"
         return ""
 
     def _touched_by(self, pinned: str) -> bool:
@@ -229,7 +230,7 @@ class Mover:
         if not self.along or self.kind == "weight":
             return ""
         shown = ", ".join(self.along[:3]) + (", ..." if len(self.along) > 3 else "")
-        return f"it must stay together with {shown}, which would come along"
+        return f"must share a device with {shown}, which would move too"
 
     def _offloads(self, key: DeviceKey, best: _Outcome) -> bool:
         """Whether the CPU would compute, or keep weights to be streamed where none are now."""
@@ -273,7 +274,7 @@ def _impossible(key: DeviceKey, obstacle: str) -> Alternative:
 
 
 def _short(outcome: _Outcome) -> str:
-    parts = [f"{key!r} lacks {readable_bytes(nbytes)}" for key, nbytes in outcome.excess.items()]
+    parts = [f"{key!r} is short of {readable_bytes(nbytes)}" for key, nbytes in outcome.excess.items()]
     where = f" at {outcome.operation!r}" if outcome.operation else ""
     return f"{' and '.join(parts)}{where}" if parts else ""
 
@@ -283,12 +284,10 @@ def _compared(slower: float, offloads: bool) -> str:
         return f"slower by {time_text(slower)}"
     if offloads:
         faster = f"faster by {time_text(-slower)}, but " if slower < -EPSILON else ""
-        return (
-            f"{faster}the CPU computes, and keeps weights, only where the accelerators do not hold the model"
-        )
+        return f"{faster}nothing is offloaded to the CPU while the accelerators hold the model"
     if slower < -EPSILON:
-        return f"nothing: faster by {time_text(-slower)}, which the search has not found"
-    return "nothing: it takes as long"
+        return f"none: faster by {time_text(-slower)}; the search did not find this"
+    return "none: the same time"
 
 
 def only_read_by(graph: Graph, operations: Sequence[str]) -> list[str]:

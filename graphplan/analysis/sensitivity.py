@@ -16,18 +16,18 @@ Thing = Literal["memory", "link", "speed"]
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What more of one thing would save.
+    """What one improvement would save.
 
     Attributes:
         what: ``"memory"`` of a device, ``"link"`` between two, or ``"speed"`` of a device.
         devices: the key of the device, or those of the link's ends.
-        like: keys of devices that are the same, for which the same holds.
+        like: keys of identical devices, for which the same holds.
         increase: bytes to add to the budget: for the answer the fewest that give its whole gain, for
-            others as many as the placement that gives it takes. 0 where a link or a device is made twice
-            as fast.
-        makespan: modelled seconds of the plan that is made then.
+            others as many as the placement that was found needs. 0 for a link or a device, which is made
+            twice as fast.
+        makespan: estimated seconds of the plan with the improvement.
         gain: seconds that it saves (for all but the answer: at least); 0 where it saves none.
-        trials: bytes added -> modelled seconds, in the order of the bytes.
+        trials: bytes added -> estimated seconds, in the order of the bytes.
     """
 
     what: Thing
@@ -55,19 +55,19 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """What would help a plan most.
+    """Which budget, link or device limits a plan most.
 
     Attributes:
-        answer: the growth that helps most: of memory, if that helps at all, since a budget can be had
-            without another machine; else of a link's or a device's speed. None if nothing helps.
+        answer: the improvement that saves most: more memory if that helps at all, since a budget may grow
+            on the same machine; else a faster link or device. None if nothing helps.
         binds: whether more memory would help.
-        growths: everything that was tried, what helps most first.
-        makespan: modelled seconds of the plan; of several calls the weighted sum, as all below.
+        growths: everything that was tried, the most useful first.
+        makespan: estimated seconds of the plan; with ``calls=`` the weighted sum, as all below.
         compute_seconds: of all operations.
         transfer_seconds: of activations between devices.
-        streaming_seconds: in which a call does nothing but copy weights, or wait for those that are streamed.
+        streaming_seconds: in which a forward pass does nothing but copy weights, or wait for streamed ones.
         io_seconds: of inputs and outputs. These four are the makespan.
-        hidden_seconds: in which weights are streamed while a call does something else; they cost nothing.
+        hidden_seconds: of weight streaming that overlaps with other work; they cost nothing.
     """
 
     answer: Growth | None
@@ -91,14 +91,14 @@ class Bottleneck:
 
     def __str__(self) -> str:
         if self.answer is None:
-            head = "nothing that was tried would save time"
+            head = "no change that was tried saves time"
         else:
             share = 100 * self.answer.gain / self.makespan
             head = f"{self.answer} would save {time_text(self.answer.gain)} ({share:.1f} %)"
             if not self.binds:
-                head = f"no budget binds; {head}"
+                head = f"no budget is binding; {head}"
         parts = (
-            f"a call takes {time_text(self.makespan)}: {time_text(self.compute_seconds)} compute, "
+            f"a forward pass takes {time_text(self.makespan)}: {time_text(self.compute_seconds)} compute, "
             f"{time_text(self.transfer_seconds)} transfers, "
             f"{time_text(self.streaming_seconds)} weight streaming, "
             f"{time_text(self.io_seconds)} inputs and outputs"

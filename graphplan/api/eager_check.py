@@ -97,7 +97,7 @@ def _difference(ours: torch.Tensor, want: torch.Tensor) -> str | None:
         return None
     here, there = ours.detach().to("cpu"), want.detach().to("cpu")
     if not (want.is_floating_point() or want.is_complex()):
-        return None if torch.equal(here, there) else "differs from eager's in whole numbers"
+        return None if torch.equal(here, there) else "differs from eager's in integer values"
     if not torch.equal(here.isfinite(), there.isfinite()):
         return "has other infinities or NaNs than eager's"
     finite = there.isfinite()

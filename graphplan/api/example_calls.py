@@ -42,10 +42,14 @@ def read_examples(
     if args or kwargs:
         raise InputError("give example inputs in calls=, or in args= and kwargs=, not in both")
     if isinstance(calls, Mapping | str) or not isinstance(calls, Sequence) or not calls:
-        raise InputError("calls must list example calls, each named inputs or a pair (args, kwargs)")
+        raise InputError(
+            "calls must be a list of example inputs, each a mapping of names or a pair (args, kwargs)"
+        )
     counts = [1.0] * len(calls) if weights is None else list(weights)
     if len(counts) != len(calls):
-        raise InputError(f"there are {len(calls)} calls and {len(counts)} weights: give one for each")
+        raise InputError(
+            f"calls has {len(calls)} entries and weights {len(counts)}: give one weight for each"
+        )
     for weight in counts:
         number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
         if not number or not (0 < weight < math.inf):
@@ -62,7 +66,7 @@ def _bound(model_copy: ModelCopy, call: ExampleCall) -> BoundCall:
             return model_copy.bind(tuple(args), kwargs)
     kind = type(call).__name__
     raise InputError(
-        f"each of calls must be named inputs or a pair (args, kwargs), as ((x,), {{}}), not a {kind}"
+        f"each of calls must be a mapping of names or a pair (args, kwargs), as ((x,), {{}}), not a {kind}"
     )
 
 

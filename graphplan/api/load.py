@@ -1,4 +1,4 @@
-"""The door for folders: :func:`load` reads a transformers checkpoint straight to where the plan puts it."""
+"""API for checkpoint folders: :func:`load` reads a transformers checkpoint to its planned devices."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def load(
     """A model from a folder that ``save_pretrained`` wrote, or that was downloaded from the Hub.
 
     The model is built on the meta device, planned, and its weights are read from the folder's safetensors
-    files straight to where they belong: host memory holds what the plan puts there, and a few buffers.
+    files straight to their devices: host memory holds what the plan places there, and a few buffers.
     transformers' own rules decide which tensor is which weight. Nothing is unpickled, nothing downloaded.
 
     Args:
@@ -220,12 +220,12 @@ def _judge(folder: Path, cls: type[nn.Module], matched: Matched, *, strict: bool
         if strict:
             raise CheckpointError(
                 f"{folder} does not fit {cls.__name__}: missing {listed}. With strict=False they are "
-                "initialised anew"
+                "newly initialised"
             )
-        warn(f"{folder} has not, so that they are initialised anew: {listed}")
+        warn(f"{folder} lacks these weights, which are newly initialised: {listed}")
     if matched.unexpected:
         listed = ", ".join(map(repr, sorted(matched.unexpected)))
-        warn(f"{cls.__name__} does not use of {folder}: {listed}")
+        warn(f"{cls.__name__} does not use these tensors of {folder}: {listed}")
 
 
 def _finish_model(folder: Path, model: Any) -> None:

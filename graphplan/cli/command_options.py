@@ -54,53 +54,60 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A folder of transformers or its config.json (no weights are read), or package.module:factory, "
-        "which returns a module, or a module and its inputs.",
+        help="The folder or config.json of a transformers model (no weights are read), or "
+        "package.module:factory, a function that returns a module, or a module and its inputs.",
     ),
 ]
 Budgets = Annotated[
     list[str] | None,
     typer.Option(
         metavar="KEY=BYTES",
-        help="Budgets: 0=24GiB,cpu=64GiB, or one each time. The devices need not be here. "
-        "Without, what is free here.",
+        help="Budgets: 0=24GiB,cpu=64GiB, or one per option. The devices need not exist here. "
+        "Default: the free memory of this machine.",
     ),
 ]
 Cards = Annotated[
     list[str] | None,
     typer.Option(
-        "--device", metavar="KEY=CARD", help="How fast it is: 0=H100.", autocompletion=_complete_card
+        "--device", metavar="KEY=CARD", help="Its speed, by name: 0=H100.", autocompletion=_complete_card
     ),
 ]
 Links = Annotated[
     list[str] | None,
-    typer.Option("--link", metavar="KEY-KEY=BYTES", help="Bytes a second: 0-1=450GB. Without, 25 GB."),
+    typer.Option("--link", metavar="KEY-KEY=BYTES", help="Bandwidth in bytes/s: 0-1=450GB. Default: 25GB."),
 ]
 Measured = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="What `graphplan devices --measure --out` has written.")
+    Path | None, typer.Option(metavar="FILE", help="A file that `graphplan devices --measure --out` wrote.")
 ]
 Pins = Annotated[
-    list[str] | None, typer.Option("--pin", metavar="NAME=KEY", help="A module or weight: lm_head=0.")
+    list[str] | None,
+    typer.Option("--pin", metavar="NAME=KEY", help="Pin a module or weight to a device: lm_head=0."),
 ]
-Reserve = Annotated[str, typer.Option(metavar="BYTES", help="Bytes to leave free on every device: 1GiB.")]
-Batch = Annotated[int | None, typer.Option(min=1, metavar="N", help="Of the example inputs; 1 without.")]
+Reserve = Annotated[str, typer.Option(metavar="BYTES", help="Memory to leave free on every device: 1GiB.")]
+Batch = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Batch size of the example inputs. Default: 1.")
+]
 Length = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Tokens, or samples of sound, of the example inputs.")
+    int | None, typer.Option(min=1, metavar="N", help="Tokens or audio samples per example input.")
 ]
 Dtype = Annotated[
-    str | None, typer.Option(metavar="DTYPE", help="bfloat16, float16, float32; without, the model's own.")
+    str | None, typer.Option(metavar="DTYPE", help="bfloat16, float16 or float32. Default: the model's own.")
 ]
 TimeLimit = Annotated[
     float | None,
-    typer.Option(min=0, metavar="SECONDS", help="For the search after the trace; without, limited by work."),
+    typer.Option(
+        min=0,
+        metavar="SECONDS",
+        help="Time for the search, after the trace. Default: a fixed amount of work.",
+    ),
 ]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that lies in the model's folder.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code in the model's folder.")]
 Meta = Annotated[
-    bool, typer.Option("--meta", help="Run a factory on torch's meta device: no memory, no data.")
+    bool, typer.Option("--meta", help="Call the factory on torch's meta device: shapes without memory.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 PlanFile = Annotated[
-    Path, typer.Argument(metavar="PLAN", help="What `graphplan plan --out` or plan.save_json has written.")
+    Path, typer.Argument(metavar="PLAN", help="A file that `graphplan plan --out` or plan.save_json wrote.")
 ]
 Name = Annotated[
     str, typer.Argument(metavar="NAME", help="A module, operation or weight.", autocompletion=_complete_name)

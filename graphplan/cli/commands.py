@@ -92,20 +92,22 @@ def _group(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Place PyTorch models over devices.
+    """Place PyTorch models over several devices.
 
-    Exit codes: 0 done; 2 the command line, a file or a name is wrong;
-    3 no placement keeps the budgets; 4 the model cannot be traced;
-    1 anything else. Errors are one line on stderr, JSON with --json.
+    Exit codes: 0 success; 2 wrong option, file or name;
+    3 no placement within the budgets; 4 the model cannot be traced;
+    1 any other error. Errors are one line on stderr, JSON with --json.
     """
 
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="For plan.html, .json and .dot.")] = Path("out"),
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Where to write plan.html, plan.json and plan.dot.")
+    ] = Path("out"),
     as_json: Json = False,
 ) -> None:
-    """Place a real sentence encoder over two accelerators and the CPU, and compare its results."""
+    """Place a sentence encoder over two accelerators and the CPU, and compare its results."""
     with working("loading, planning and placing all-MiniLM-L6-v2"):
         result = run_demo()
     out.mkdir(parents=True, exist_ok=True)
@@ -132,29 +134,35 @@ def plan(
     measured: Measured = None,
     pin: Pins = None,
     reserve: Reserve = "0",
-    offload: Annotated[bool, typer.Option(help="Without: what accelerators do not hold is an error.")] = True,
-    balance: Annotated[bool, typer.Option("--balance", help="Spread the work evenly.")] = False,
+    offload: Annotated[
+        bool, typer.Option(help="Whether the CPU may hold and compute what the accelerators do not hold.")
+    ] = True,
+    balance: Annotated[
+        bool, typer.Option("--balance", help="Spread the work evenly over the accelerators.")
+    ] = False,
     batch: Batch = None,
     length: Length = None,
     dtype: Dtype = None,
     time_limit: TimeLimit = None,
     trust_remote_code: Trust = False,
     meta: Meta = False,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan here, as JSON.")] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page to look at here.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the plan to this JSON file.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page of the plan.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Decide where everything in a model goes. Devices that this machine lacks are fine."""
+    """Plan a placement without running it. The devices need not exist on this machine."""
     require_writable(out, html)
     topology, pins = read_topology(max_memory, device, link, measured, reserve), read_pins(pin or ())
     named = load_word(model, Ask(batch, length, dtype, trust_remote_code, meta))
-    with working(f"tracing {named.name} and placing it"):
+    with working(f"tracing and planning {named.name}"):
         found = plan_named(named, topology, pin=pins, offload=offload, balance=balance, time_limit=time_limit)
     write_plan(found, out, html, named.name)
     if as_json:
         print_json({"model": named.name, "inputs": named.inputs, **plan_digest(found)})
         return
-    print(f"{named.name}, called with {named.inputs}")
+    print(f"{named.name}, example inputs: {named.inputs}")
     say(found.summary())
     for path in (out, html):
         if path is not None:
@@ -164,14 +172,15 @@ def plan(
 @app.command()
 def show(
     path: PlanFile,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page to look at here.")] = None,
-    dot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it for graphviz here.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page of the plan.")] = None,
+    dot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a Graphviz file.")] = None,
     bottleneck: Annotated[
-        bool, typer.Option("--bottleneck", help="Say what more memory or speed would save most.")
+        bool,
+        typer.Option("--bottleneck", help="Find the budget, link or device whose growth saves most time."),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show a plan that was written before."""
+    """Show a saved plan."""
     require_writable(html, dot)
     found = read_plan(path)
     write_plan(found, None, html, path.stem)
@@ -202,31 +211,33 @@ def compare(
     meta: Meta = False,
     as_json: Json = False,
 ) -> None:
-    """Judge our plan, accelerate's device map and transformers' by one evaluator."""
+    """Compare graphplan's plan with accelerate's and transformers' device maps."""
     topology = read_topology(max_memory, device, link, measured, reserve)
     named = load_word(model, Ask(batch, length, dtype, trust_remote_code, meta))
-    with working(f"tracing {named.name} and placing it"):
+    with working(f"tracing and planning {named.name}"):
         rows, problem = judge_ours(named, topology)
-    with working("asking accelerate and transformers"):
+    with working("computing the maps of accelerate and transformers"):
         no_split = sorted(getattr(named.model, "_no_split_modules", None) or ())
         rows += device_maps(problem, named.model, no_split)
     if as_json:
         said = [{**asdict(row), "excess": list(map(list, row.excess.items()))} for row in rows]
         print_json({"model": named.name, "inputs": named.inputs, "planners": said})
     else:
-        print(f"{named.name}, called with {named.inputs}\n\n{comparison_text(rows)}")
+        print(f"{named.name}, example inputs: {named.inputs}\n\n{comparison_text(rows)}")
 
 
 @app.command()
 def devices(
-    measure: Annotated[bool, typer.Option("--measure", help="Measure speeds and links: seconds.")] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure devices and links. Takes seconds.")
+    ] = False,
     max_memory: Budgets = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write what was measured here, for --measured.")
+        Path | None, typer.Option(metavar="FILE", help="Write the measurements to this file, for --measured.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what this machine has, and what graphplan takes its speed to be."""
+    """Show this machine's devices and the speeds that the planner assumes."""
     if out is not None and not measure:
         raise InputError("--out writes measurements: give --measure too")
     require_writable(out)
@@ -244,14 +255,18 @@ def devices(
         print_json(said if found is None else {**said, "measurements": json.loads(found.to_json())})
         return
     print(devices_text(topology))
-    print("\nspeeds were measured" if measure else "\nspeeds are makers' figures or guesses: see --measure")
+    print(
+        "\nspeeds were measured"
+        if measure
+        else "\nspeeds are datasheet values or defaults: --measure measures them"
+    )
     if found is not None:
         print(found)
 
 
 @app.command()
 def explain(path: PlanFile, name: Name, as_json: Json = False) -> None:
-    """Say why a module, operation or weight is where it is, what it costs there, and elsewhere."""
-    with working("judging the other devices"):
+    """Explain why a module, operation or weight is where it is, and what other devices would cost."""
+    with working("evaluating the other devices"):
         found = read_plan(path).explain(name)
     say(found.to_json() if as_json else found)

@@ -45,8 +45,8 @@ def example_inputs(model: Any, batch: int, length: int | None) -> Inputs:
     }
     if main not in makers:
         raise InputError(
-            f"{type(model).__name__} takes {main!r}, of which graphplan makes no example: write a factory "
-            "that returns (model, inputs) and give it as package.module:factory"
+            f"{type(model).__name__} takes {main!r}, for which graphplan has no example input: write a "
+            "factory that returns (model, inputs) and give it as package.module:factory"
         )
     names = ["input_ids", "pixel_values"] if towers else [main]
     made = {name: makers[name]() for name in names if name in taken}

@@ -114,7 +114,7 @@ def load_named(word: str, ask: Ask) -> NamedModel:
 def _of_config(path: Path, ask: Ask) -> NamedModel:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise InputError(f"the folder {str(path)!r} has no config.json: it is no transformers model")
+        raise InputError(f"the folder {str(path)!r} has no config.json: it is not a transformers model")
     if importlib.util.find_spec("transformers") is None:
         raise InputError(f"{str(file)!r} needs transformers: pip install 'graphplan[transformers]'")
     from transformers import AutoConfig  # optional package
@@ -136,8 +136,8 @@ def _of_config(path: Path, ask: Ask) -> NamedModel:
         raise InputError(f"no model comes of {str(file)!r}: {_reason(error, config_file=file)}") from error
     if getattr(config, "quantization_config", None) is not None:
         warn(
-            f"{file} asks for quantised weights, which are loaded with the weights: here they count in "
-            f"{dtype or config.dtype or torch.float32}; give --dtype of about their size"
+            f"{file} asks for quantised weights, which are known only when the weights are loaded. Sizes are "
+            f"counted in {dtype or config.dtype or torch.float32}; give a --dtype of similar size"
         )
     model = model.to(dtype or config.dtype or torch.float32).eval()
     inputs = example_inputs(model, ask.batch or 1, ask.length)
@@ -149,12 +149,12 @@ def _build(config: Any, trusted: bool) -> nn.Module:
     import transformers  # optional package
 
     own = getattr(config, "auto_map", None) or {}
-    door = next((n for n in own if n.startswith("AutoModelFor")), "AutoModel")
+    auto_class = next((n for n in own if n.startswith("AutoModelFor")), "AutoModel")
     named = (getattr(transformers, name, None) for name in config.architectures or ())
     found = next((cls for cls in named if isinstance(cls, type) and issubclass(cls, nn.Module)), None)
     with torch.device("meta"):
-        if trusted and door in own:
-            made: nn.Module = getattr(transformers, door).from_config(config, trust_remote_code=True)
+        if trusted and auto_class in own:
+            made: nn.Module = getattr(transformers, auto_class).from_config(config, trust_remote_code=True)
         elif found is not None:
             made = found(config)
         else:
@@ -165,7 +165,7 @@ def _build(config: Any, trusted: bool) -> nn.Module:
 def _reason(error: Exception, config_file: Path) -> str:
     if "trust_remote_code" in str(error):
         return (
-            f"it needs code that lies in {str(config_file.parent)!r}, which is not run unless you give "
+            f"it needs the Python code in {str(config_file.parent)!r}, which runs only with "
             "--trust-remote-code"
         )
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -190,7 +190,7 @@ def _of_factory(word: str, ask: Ask) -> NamedModel:
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise InputError(
-            f"{word!r} makes a {type(model).__name__}, not a torch.nn.Module, or one and its inputs"
+            f"{word!r} returns a {type(model).__name__}, not a torch.nn.Module, or one and its inputs"
         )
     dtype = ask.torch_dtype
     model = model.eval() if dtype is None else model.to(dtype).eval()
@@ -198,7 +198,7 @@ def _of_factory(word: str, ask: Ask) -> NamedModel:
     if inputs is None and hasattr(model, "main_input_name"):
         return NamedModel(name, model, (), example_inputs(model, ask.batch or 1, ask.length))
     if ask.batch or ask.length:
-        raise InputError(f"--batch and --length are for transformers models: {word!r} makes its own")
+        raise InputError(f"--batch and --length are for transformers models: {word!r} returns its own")
     if isinstance(inputs, Mapping):
         return NamedModel(name, model, (), dict(inputs))
     if inputs is not None and not isinstance(inputs, tuple | list):

@@ -52,13 +52,13 @@ def comparison_text(rows: Sequence[Baseline]) -> str:
     """A table, and what its columns mean where that is not plain."""
     header = [
         "planner",
-        "time of a call",
+        "forward pass",
         "over budget",
         "offloaded",
-        "moved",
+        "transferred",
         "streamed",
         "planning",
-        "as asked",
+        "auto",
     ]
     lines = table_lines(header, [_cells(row) for row in rows])
     notes = [f"{row.name}: {row.error}" for row in rows if row.error]
@@ -66,9 +66,9 @@ def comparison_text(rows: Sequence[Baseline]) -> str:
 
 
 _NOTES = (
-    "One evaluator judges all. It counts activations, and streams weights ahead of their use, as graphplan's",
-    "runtime does and accelerate's hooks do not. 'as asked' is the map of device_map=\"auto\". Where that",
-    "passes a budget, the row is of the fastest map that keeps all, made with less room, or of the nearest.",
+    "Times are estimates. One evaluator computes all rows: it counts activations and prefetches offloaded",
+    "weights, which accelerate's hooks do not. 'auto' is the map for device_map=\"auto\". Where that map",
+    "exceeds a budget, the row shows the fastest map within all budgets, or the one that comes closest.",
 )
 
 
@@ -130,7 +130,7 @@ def demo_text(result: DemoResult) -> str:
         "",
         result.plan.summary(),
         "",
-        "measured peaks against plan and budget:",
+        "measured peak <= planned peak <= budget:",
     ]
     for key, measured in result.measured_peak_bytes.items():
         budget = result.plan.topology[key].memory
@@ -138,8 +138,8 @@ def demo_text(result: DemoResult) -> str:
     name, device = result.offloaded
     lines += [
         "",
-        f"{name} stays on the CPU, and says so: device {device}",
-        f"largest difference from the unplaced model's embeddings: {result.difference:.1e}",
+        f"{name} resides on the CPU and reports its true device: {device}",
+        f"largest difference from the original model's embeddings: {result.difference:.1e}",
         "",
     ]
     for i, sentence in enumerate(result.sentences):

@@ -83,7 +83,7 @@ class Captures:
                 "capturing another graph of %s for (%s): %s",
                 what,
                 ", ".join(leaf_names(call)),
-                reason or modes.difference(self.known[-1].modes) or "it was not called before",
+                reason or modes.difference(self.known[-1].modes) or "it was not captured before",
             )
         self.known.append(Captured(modes, self._trace(call, entry), []))
         return self.known[-1]

@@ -57,7 +57,7 @@ class Choice:
 
     @property
     def seconds(self) -> float:
-        """Of one call, as modelled."""
+        """Of one call, as estimated."""
         return self.solution.evaluation.seconds
 
 

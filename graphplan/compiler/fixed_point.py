@@ -22,7 +22,7 @@ __all__ = ["place_calls"]
 
 _ROUNDS = 4  # times that a placement is made again because its own moves made operations take more
 _NOT_ON_DISK = (
-    "with several example calls no weight is left on 'disk'; give the most important call alone to use it"
+    "with calls= no weight is left on 'disk'; give the most important example inputs alone to use it"
 )
 
 

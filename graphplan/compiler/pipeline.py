@@ -48,8 +48,8 @@ __all__ = ["Compiler", "EntryCall"]
 logger = logging.getLogger("graphplan")
 
 _PLACED = (
-    "\nThe weights are where the first calls have put them: give partition this one among its calls=, and "
-    "room is left for it"
+    "\nEarlier plans of this model have placed the weights. To leave room for these inputs, pass them to "
+    "partition too, in calls="
 )
 
 
@@ -135,7 +135,7 @@ class Compiler:
                 return self._plan(call, annotator)
             except InfeasibleError as error:  # there is no room for what is to come: what is there may fit
                 lacking = error
-                logger.info("no room for such sizes, where the weights are: %s", error)
+                logger.info("no room for such sizes beside the placed weights: %s", error)
         lacking.args = (f"{lacking}{_PLACED}",)
         raise lacking
 
@@ -265,6 +265,6 @@ def _refuse_shared(graph: Graph, model_copy: ModelCopy, *, placed: bool) -> None
     for weight in graph.weights.values():
         if weight.mutated and weight.kind != "cache" and (others := model_copy.weights.sharing(weight.name)):
             raise kind(
-                f"a call writes to {weight.name!r}, which shares memory with {others[0]!r}: make one of them "
-                "a view that forward takes, so that the write can be seen in both"
+                f"forward writes to {weight.name!r}, which shares memory with {others[0]!r}: create one of "
+                "them as a view inside forward, so that both see the write"
             )

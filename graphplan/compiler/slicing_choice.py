@@ -107,8 +107,8 @@ def _with_hint(state: CompileState, error: InfeasibleError) -> InfeasibleError:
         return error
     return InfeasibleError(
         f"{error}. {large[0].name!r} ({readable_bytes(large[0].nbytes)}) is larger than what any accelerator "
-        "may hold: it is computed in slices where the whole may live on the CPU, which takes a budget for "
-        "'cpu' in max_memory, and not offload=False",
+        "may hold. It can be computed in slices if the whole may reside on the CPU: add a budget for 'cpu' "
+        "to max_memory, and leave out offload=False",
         needed=error.needed,
         available=error.available,
         operation=error.operation,

@@ -60,7 +60,9 @@ def read_max_memory(
     specs = tuple(_spec(key, _read_bytes(key, value)) for key, value in max_memory.items())
     _reject_twins(specs)
     if not any(spec.computes for spec in specs):
-        raise BudgetError("max_memory names only 'disk', which computes nothing: add an accelerator or 'cpu'")
+        raise BudgetError(
+            "max_memory names only 'disk', which cannot run operations: add an accelerator or 'cpu'"
+        )
     _check_links(links, {spec.key for spec in specs})
     machine = current_machine.get()
     known = dict(machine.links) if machine is not None else {}

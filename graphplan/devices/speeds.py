@@ -26,12 +26,12 @@ _FORMAT = Format("graphplan.measurements", 1, "measurements")
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How fast one device is; None leaves what graphplan knows of it.
+    """The speed of one device; None keeps the datasheet value or default.
 
     Attributes:
         flops: FLOP/s that a large matrix product reaches.
         bandwidth: bytes/s of the device's own memory, reads and writes together.
-        overhead: seconds that an operation takes however small it is.
+        overhead: seconds that the smallest operation takes.
     """
 
     flops: float | None = None
@@ -51,12 +51,12 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """What was measured of a machine, for ``devices=`` of :func:`graphplan.plan`.
+    """Measured speeds of a machine, for ``devices=`` of :func:`graphplan.plan`.
 
     Attributes:
         speeds: device key -> its speed.
         links: (source key, destination key) -> the link in that direction.
-        notes: device key -> why it was not measured, or what to know of the figures.
+        notes: device key -> why it was not measured, or what to know about the measurement.
         dtypes: device key -> dtype of the matrix product that was timed.
     """
 

@@ -60,7 +60,7 @@ class DeviceSpec:
         memory: the budget in bytes: weights, activations and buffers together.
         flops: FLOP/s that a large matrix product reaches.
         bandwidth: bytes/s of the device's own memory.
-        overhead: seconds that an operation takes however small it is.
+        overhead: seconds that the smallest operation takes.
         reserve: bytes of ``memory`` that the plan leaves free.
         taken: bytes of ``memory`` that CUDA and PyTorch take beside the plan: the workspace of cuBLAS, and
             what is not free.

@@ -16,12 +16,12 @@ __all__ = ["all_seconds", "move_seconds", "operation_seconds"]
 
 
 def operation_seconds(operation: Operation, device: DeviceSpec) -> float:
-    """Modelled seconds of one operation; infinite where the device does not compute."""
+    """Estimated seconds of one operation; infinite where the device does not compute."""
     return all_seconds((operation,), device)[0]
 
 
 def all_seconds(operations: Iterable[Operation], device: DeviceSpec) -> list[float]:
-    """Modelled seconds of each operation, in order."""
+    """Estimated seconds of each operation, in order."""
     if not device.computes:
         return [float("inf") for _ in operations]
     flops, bandwidth, overhead = device.flops, device.bandwidth, device.overhead
@@ -34,5 +34,5 @@ def all_seconds(operations: Iterable[Operation], device: DeviceSpec) -> list[flo
 
 
 def move_seconds(move: Move | Load, topology: Topology) -> float:
-    """Modelled seconds of one copy between devices."""
+    """Estimated seconds of one copy between devices."""
     return topology.link(move.source, move.destination).seconds(move.nbytes)

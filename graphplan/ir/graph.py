@@ -83,7 +83,7 @@ class Graph:
         }
 
     def tied(self, groups: Iterable[Iterable[str]]) -> Graph:
-        """The same graph with the members of each group tied, beside what is together already."""
+        """The same graph with each of these groups on one device too."""
         ties: nx.Graph[str] = nx.Graph()
         for names in (*self.together, *groups):
             nx.add_path(ties, sorted(names))
@@ -121,25 +121,25 @@ class Graph:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, ties once."""
+        """Bytes of all weights, shared ones once."""
         return sum(weight.nbytes for weight in self.weights.values())
 
     @property
     def flops(self) -> int:
-        """FLOP of one call at the example inputs."""
+        """FLOP of one forward pass at the example inputs."""
         return sum(operation.flops for operation in self.operations.values())
 
     @property
     def changed_inputs(self) -> tuple[str, ...]:
-        """Inputs that a call writes to, itself or through a view."""
+        """Inputs that forward writes to, directly or through a view."""
         roots = {self.root(name) for op in self.operations.values() for name in op.mutates}
         return tuple(name for name in self.inputs if name in roots)
 
     @cached_property
     def streamable(self) -> frozenset[str]:
-        """Weights that may be copied into memory that is reused before the call ends.
+        """Weights that may be copied into memory that is reused before the forward pass ends.
 
-        Not those that a call writes to, nor those of which it returns the storage.
+        Not those that forward writes to, nor those whose storage it returns.
         """
         kept = {self.root(name) for name in self.outputs}
         kept |= {self.root(value.name) for value in self.values.values() if value.stays}
@@ -162,7 +162,7 @@ class Graph:
         return tuple(weight for weight in self.weights.values() if weight.part_of)
 
     def weight_named(self, name: str) -> Weight | None:
-        """The weight that has this name, tied names included."""
+        """The weight that has this name; a shared weight has several."""
         return self._by_any_name().get(name)
 
     def _by_any_name(self) -> dict[str, Weight]:
@@ -215,9 +215,9 @@ class Graph:
         if missing := [name for name in operation.inputs if name not in known]:
             problem = f"reads {missing[0]!r} before it is made"
         elif again := [name for name in operation.outputs if name in known]:
-            problem = f"makes {again[0]!r}, which exists already"
+            problem = f"outputs {again[0]!r}, which exists already"
         elif unknown := [name for name in operation.outputs if name not in self.values]:
-            problem = f"makes {unknown[0]!r}, which is not among the values"
+            problem = f"outputs {unknown[0]!r}, which is not among the values"
         elif stray := [name for name in operation.mutates if name not in operation.inputs]:
             problem = f"mutates {stray[0]!r}, which it does not read"
         elif len(set(operation.inputs)) != len(operation.inputs):
@@ -229,11 +229,11 @@ class Graph:
                 value = self.values[name]
                 base = value.alias_of
                 if base is not None and base not in known and base not in operation.outputs[:index]:
-                    problem = f"makes {name!r} as an alias of the unknown {base!r}"
+                    problem = f"outputs {name!r} as an alias of the unknown {base!r}"
                 elif value.nbytes < 0 or value.copy_bytes < 0:
-                    problem = f"makes {name!r} with negative bytes"
+                    problem = f"outputs {name!r} with negative bytes"
                 elif base is not None and value.nbytes:
-                    problem = f"makes {name!r}, an alias of {base!r}, with bytes of its own"
+                    problem = f"outputs {name!r}, an alias of {base!r}, with bytes of its own"
         if problem:
             raise VerificationError(f"operation {operation.name!r} {problem}\n{self.around(position)}")
 

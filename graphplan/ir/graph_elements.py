@@ -13,17 +13,17 @@ WeightKind = Literal["parameter", "buffer", "constant", "part", "cache"]
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What an operation makes, or what the caller passes in.
+    """An output of an operation, or an input of the model.
 
     Attributes:
         name: unique among values and weights.
-        nbytes: bytes of the storage that it brings to life; 0 for a view, an alias and a scalar.
-        copy_bytes: bytes that a copy to another device moves and takes there (elements x size).
+        nbytes: bytes of the storage that it allocates; 0 for a view, an alias and a scalar.
+        copy_bytes: bytes that a copy to another device moves and occupies there (elements x size).
         alias_of: the value or weight whose storage it shares, or None.
         is_tensor: False for sizes and other host scalars, which every device can read.
         shape: sizes at the example inputs; empty where unknown.
         dtype: ``"float32"``, ``"int64"``, ...; empty where unknown.
-        stays: whether it is a tensor of a cache that is returned: it outlives the call where it is made.
+        stays: whether it is a tensor of a returned cache: it outlives the forward pass on its device.
     """
 
     name: str
@@ -43,16 +43,16 @@ class Weight:
     Attributes:
         name: its first name in the model; the name that operations use.
         nbytes: bytes of its storage.
-        names: every name that it has: more than one when it is tied.
+        names: every name that it has: more than one when it is shared.
         kind: ``"parameter"``, ``"buffer"``, ``"constant"``, ``"part"``, or ``"cache"`` for a tensor
-            of a cache that the caller passes in: it lives where it is used, before and after the call.
+            of a cache that the caller passes in: it resides where it is used, before and after.
         persistent: whether it is in the ``state_dict``.
-        mutated: whether a call writes to it (BatchNorm statistics): it is then never streamed.
+        mutated: whether forward writes to it (BatchNorm statistics): it is then never streamed.
         movable: False where the graph holds it inside an opaque module: never streamed either.
         shape: of its elements; empty where unknown.
         dtype: as of a :class:`Value`.
-        part_of: for a part, the weight of which it is some rows. That one stays whole on the CPU and has
-            ``nbytes`` of 0, since its parts have them; a part that lives elsewhere is a copy.
+        part_of: for a part, the weight whose rows it holds. That weight stays whole on the CPU and has
+            ``nbytes`` of 0, since its parts have them; a part that resides elsewhere is a copy.
         start: for a part, its first row.
     """
 
@@ -70,7 +70,7 @@ class Weight:
 
     @property
     def streamable(self) -> bool:
-        """Whether it may live elsewhere than where it is used."""
+        """Whether it may reside elsewhere than where it is used."""
         return self.movable and not self.mutated
 
     @property
@@ -85,15 +85,15 @@ class Operation:
 
     Attributes:
         name: unique among operations.
-        target: what it calls, for people (``"linear"``).
+        target: the function, for display (``"linear"``).
         inputs: names of the values and weights that it reads, each once.
-        outputs: names of the values that it makes.
+        outputs: names of its output values.
         mutates: those of its inputs that it writes to.
         flops: floating-point operations at the example inputs.
         bytes_accessed: bytes that it reads and writes in device memory.
-        workspace: device type -> bytes that it takes while it runs, beyond its outputs.
-        module_path: the module that called it (``"model.layers.3.mlp"``).
-        host_only: makes only host scalars and runs wherever its inputs are.
+        workspace: device type -> bytes that it needs while it runs, beyond its outputs.
+        module_path: the module whose forward it is part of (``"model.layers.3.mlp"``).
+        host_only: returns only host scalars and runs wherever its inputs are.
         source: the line of the model's code that called it (``"models/llama.py:263"``), from below the
             folder that it was imported from; empty where unknown.
     """
@@ -111,7 +111,7 @@ class Operation:
     source: str = ""
 
     def workspace_on(self, device_type: str) -> int:
-        """Bytes taken while it runs on a device of this type; the largest known where unmeasured."""
+        """Workspace on a device of this type; the largest known where unmeasured."""
         if device_type in self.workspace:
             return self.workspace[device_type]
         return max(self.workspace.values(), default=0)

@@ -32,7 +32,7 @@ class Peak:
 
     Attributes:
         nbytes: weights, activations, copies and workspace, allocator rounding included.
-        weights: the part that is weights living there, and the prefetch buffer for those that are streamed.
+        weights: the part that is resident weights and the prefetch buffer for streamed ones.
         step: index of the step of the schedule at which it is reached, or -1 before the first.
         operation: the operation that runs or waits for its input at that step.
     """

@@ -31,7 +31,7 @@ class Stage:
     """A run of consecutive operations on one device.
 
     Attributes:
-        index: position among the stages of the call.
+        index: position among the stages of the forward pass.
         device: key of ``max_memory``.
         operations: names, in order.
     """
@@ -43,22 +43,22 @@ class Stage:
 
 @dataclass(frozen=True)
 class PlanData:
-    """What was decided for one call, in bytes, seconds and the caller's keys of ``max_memory``.
+    """A placement of one forward pass, in bytes, seconds and the caller's keys of ``max_memory``.
 
     Attributes:
         graph: the operations, values and weights that were placed.
         topology: the devices, their budgets and the links between them.
-        schedule: every move and every operation of one call, in order.
-        makespan: modelled seconds of one call.
+        schedule: every transfer and every operation of one forward pass, in order.
+        makespan: estimated seconds of one forward pass.
         lower_bound: seconds below which no placement within the budgets can go; of those that offload
             nothing where the accelerators hold the model (``proof`` ends in "on the accelerators").
         proof: what proved the bound.
         method: how the model was captured.
         constraints: what the caller asked for.
         fixed_weights: weight -> where an earlier plan of the same model, or constant of it, has put it.
-        call_weight: how much this call counts among those that were planned together.
-        others: the plans of the other calls, where several were planned over one placement of weights.
-        shared_prefetch_bytes: device -> bytes of the prefetch buffer of calls that were planned apart.
+        call_weight: the weight of this forward pass among those that were planned together.
+        others: the plans of the other example inputs, where several share one placement of weights.
+        shared_prefetch_bytes: device -> bytes of the prefetch buffer of other plans of the same model.
         prefetch_limits: device -> bytes that its prefetch buffer may have, where earlier plans limit them.
         streaming: False where weights are copied one by one, for autograd.
     """
@@ -217,7 +217,7 @@ class PlanData:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """When each operation, move and copy of weights starts and ends, as modelled."""
+        """When each operation, move and copy of weights starts and ends, as estimated."""
         return make_timeline(self.graph, self.topology, self.schedule)
 
     @cached_property

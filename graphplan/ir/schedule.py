@@ -88,7 +88,7 @@ def read_in_place(topology: Topology, assignment: Assignment) -> Iterator[tuple[
 class Move:
     """Copy one value or weight, ``nbytes`` of it, to another device.
 
-    A ``"writeback"`` copies an input that the call has changed into the caller's own tensor.
+    A ``"writeback"`` copies an input that forward has changed into the caller's own tensor.
     """
 
     value: str
@@ -113,7 +113,7 @@ class Load:
     Attributes:
         segment: its index in the prefetch buffer.
         device: the accelerator whose prefetch buffer it is.
-        source: where the weights live.
+        source: where the weights reside.
         weights: their names.
         nbytes: bytes of the copy, the gaps between its weights included.
     """
@@ -203,7 +203,7 @@ def prefetch_bytes(prefetch_buffers: Iterable[PrefetchBuffer]) -> dict[DeviceKey
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The steps of one call.
+    """The steps of one forward pass.
 
     Attributes:
         steps: in execution order.

@@ -109,5 +109,5 @@ def _check_ties(graph: Graph, schedule: Schedule) -> None:
             if home != device[operation.name]:
                 raise VerificationError(
                     f"{operation.name!r} runs on {device[operation.name]!r}, but its weight {name!r}, "
-                    f"which cannot be streamed, lives on {home!r}"
+                    f"which cannot be streamed, resides on {home!r}"
                 )

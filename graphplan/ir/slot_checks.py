@@ -75,7 +75,7 @@ class SlotCheck:
         segment, end = state.buffer.segments[step.segment], 0
         for name, offset in zip(segment.weights, segment.offsets, strict=True):
             if name not in self.graph.streamable:
-                return f"{name!r} is streamed, though a call writes to it or returns it"
+                return f"{name!r} is streamed, though forward writes to it or returns it"
             if self.home[name] != step.source:
                 return f"{name!r} is loaded from {step.source!r}, where it is not"
             if offset < end:

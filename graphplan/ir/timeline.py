@@ -52,7 +52,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The events of one call, in the order of its schedule, and its seconds."""
+    """The events of one forward pass, in the order of its schedule, and its seconds."""
 
     events: tuple[Event, ...]
     seconds: float
@@ -64,12 +64,12 @@ class Timeline:
 
     @property
     def copy_seconds(self) -> float:
-        """Seconds in which the call does nothing but copy: its moves, and its waits for streamed weights."""
+        """Seconds that go to copies alone: transfers, and waits for streamed weights."""
         return self.busy("move") + self.busy("wait")
 
     @property
     def hidden_seconds(self) -> float:
-        """Seconds in which weights are copied while the call does something else."""
+        """Seconds of weight streaming that overlap with other work."""
         return max(0.0, self.busy("load") - self.busy("wait"))
 
 

@@ -23,8 +23,8 @@ class Flow:
         source: where from.
         destination: where to.
         nbytes: bytes of the copy.
-        start: modelled seconds since the call began.
-        end: modelled seconds since the call began.
+        start: estimated seconds since the call began.
+        end: estimated seconds since the call began.
         maker: the operation that made the value; None for inputs and weights.
         reader: the first operation there that reads it; None for outputs.
     """
@@ -41,7 +41,7 @@ class Flow:
 
 
 def timed_steps(plan: PlanData) -> Iterator[tuple[Run | Move | Load, Event]]:
-    """Each step that takes time, but for waits, with its modelled event."""
+    """Each step that takes time, but for waits, with its estimated event."""
     events = iter(event for event in plan.timeline.events if event.kind != "wait")
     for step in plan.schedule.steps:
         if isinstance(step, Run | Move | Load):

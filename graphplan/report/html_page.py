@@ -51,7 +51,7 @@ def to_html(plan: PlanData, title: str = "", measured: Measured | None = None) -
     Args:
         plan: what is shown.
         title: of the page; the plan's own short text by default.
-        measured: one measured call, shown beside the modelled one.
+        measured: one measured call, shown beside the estimated one.
     """
     title = title or "Plan"
     parts = {

@@ -29,7 +29,7 @@ def to_model_explorer(
     Args:
         plan: what is written.
         title: of the collection.
-        measured: one measured call; its seconds are one way more.
+        measured: one measured forward pass, as one more colouring.
     """
     graph = {"id": _GRAPH, "nodes": _nodes(plan), "groupNodeAttributes": _groups(plan)}
     texts = {"": json.dumps({"label": title, "graphs": [graph]})}
@@ -122,7 +122,7 @@ def _groups(plan: PlanData) -> dict[str, dict[str, str]]:
         for stage in plan.stages
     }
     whole = {
-        "time": f"{time_text(plan.makespan)} modelled, lower bound {time_text(plan.lower_bound)}",
+        "time": f"{time_text(plan.makespan)} estimated, lower bound {time_text(plan.lower_bound)}",
         "proof": plan.proof,
         "transfers": size_text(plan.transfer_bytes),
         "streamed weights": size_text(plan.streamed_bytes),
@@ -146,7 +146,7 @@ def _node_data(plan: PlanData, measured: Measured | None) -> dict[str, dict[str,
             "results": {n: {"value": str(k), "bgColor": colour.get(k, "#dddddd")} for n, k in homes.items()},
         },
         "bytes": _graded("bytes made", made),
-        "seconds": _graded("modelled seconds", _seconds(plan)),
+        "seconds": _graded("estimated seconds", _seconds(plan)),
     }
     if measured is not None:
         runs = [event for event in measured.timeline.events if event.kind == "run"]

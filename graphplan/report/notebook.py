@@ -17,10 +17,11 @@ _ACTIVATIONS = "#e3a94a"
 def to_notebook(plan: PlanData) -> str:
     """A table in HTML, with its styles in place: notebooks drop style sheets."""
     figures = {
-        "time": f"{time_text(plan.makespan)} modelled; {gap_text(plan)}",
-        "transfers": f"{count_text(len(plan.transfers), 'value')}, {size_text(plan.transfer_bytes)} per call",
+        "time": f"{time_text(plan.makespan)} estimated; {gap_text(plan)}",
+        "transfers": f"{count_text(len(plan.transfers), 'value')}, "
+        f"{size_text(plan.transfer_bytes)} per forward pass",
         "streamed": f"{count_text(len(plan.streams), 'copy', 'copies')} of weights, "
-        f"{size_text(plan.streamed_bytes)} per call",
+        f"{size_text(plan.streamed_bytes)} per forward pass",
         "model": f"{count_text(len(plan.graph.operations), 'operation')} "
         f"in {count_text(len(plan.stages), 'stage')}, "
         f"{size_text(plan.graph.weight_bytes)} of weights",
@@ -34,7 +35,9 @@ def to_notebook(plan: PlanData) -> str:
     head = "".join(
         f'<th style="{_CELL}">{name}</th>' for name in ("device", "memory", "peak", "budget", "operations")
     )
-    note = "" if plan.activations_known else "<p>Activations are unknown without example inputs.</p>"
+    note = (
+        "" if plan.activations_known else "<p>No example inputs were given: activation sizes are unknown.</p>"
+    )
     return (
         '<div style="font-size:13px;line-height:1.5"><table style="border-collapse:collapse;border:0">'
         f"{rows}<tr>{head}</tr>{devices}</table>{note}</div>"

@@ -27,7 +27,7 @@ def page_data(plan: PlanData, measured: Measured | None = None) -> dict[str, Any
 
     Args:
         plan: what is shown.
-        measured: one measured call, to be shown beside the modelled one.
+        measured: one measured call, to be shown beside the estimated one.
     """
     return _PageWriter(plan, measured).data()
 
@@ -75,7 +75,7 @@ class _PageWriter:
             "sources": self.sources.rows,
             "dependencies": self._dependencies(),
             "flows": self._flows(),
-            "modelled": self._events(self.plan.timeline),
+            "estimated": self._events(self.plan.timeline),
             "measured": None if self.measured is None else self._events(self.measured.timeline),
         }
 
@@ -194,7 +194,7 @@ class _PageWriter:
             "names": [other for other in weight.names if other != name],
             "kind": weight.kind,
             "bytes": weight.nbytes,
-            "form": f"{weight.dtype}{list(weight.shape)}" if weight.dtype else "",
+            "shape": f"{weight.dtype}{list(weight.shape)}" if weight.dtype else "",
             "home": self.device[self.plan.schedule.assignment.weights[name]],
             "partOf": weight.part_of,
         }

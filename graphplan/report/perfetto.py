@@ -2,7 +2,7 @@
 
 Each device has a track for what it computes, for what arrives and for streamed weights, and a counter of
 its bytes; arrows lead from the operation that makes a value to its copy. A measured call is a second
-process beside the modelled one. Times are microseconds, as the format wants them.
+process beside the estimated one. Times are microseconds, as the format wants them.
 
 Source: the Trace Event Format (Google, 2016).
 """
@@ -20,7 +20,7 @@ from graphplan.report.data_flows import find_flows, timed_steps
 
 __all__ = ["to_trace"]
 
-_MODELLED, _MEASURED = 1, 2
+_ESTIMATED, _MEASURED = 1, 2
 _TRACKS = ("run", "move", "load")
 _TITLES = {"run": "compute", "move": "transfers in", "load": "streamed weights"}
 
@@ -29,11 +29,11 @@ def to_trace(plan: PlanData, measured: Measured | None = None) -> str:
     """The trace as JSON text.
 
     Args:
-        plan: whose modelled call is written.
+        plan: whose estimated call is written.
         measured: a measured call, to be written beside it.
     """
     writer = _TraceWriter(plan)
-    events = [*writer.process(_MODELLED, "modelled", plan.timeline), *writer.memory(), *writer.arrows()]
+    events = [*writer.process(_ESTIMATED, "estimated", plan.timeline), *writer.memory(), *writer.arrows()]
     if measured is not None:
         events += writer.process(_MEASURED, "measured", measured.timeline)
         events += writer.measured_peaks(measured)
@@ -51,7 +51,7 @@ class _TraceWriter:
         return self.device[event.device] * len(_TRACKS) + _TRACKS.index(kind) + 1
 
     def process(self, pid: int, name: str, timeline: Timeline) -> Iterator[dict[str, Any]]:
-        yield _named("process_name", pid, 0, f"{name} call")
+        yield _named("process_name", pid, 0, f"{name} forward pass")
         tracks = {}
         for event in timeline.events:
             kind = "run" if event.kind == "wait" else event.kind
@@ -105,7 +105,7 @@ class _TraceWriter:
             for step, nbytes in zip(self.plan.schedule.steps, self.plan.memory.profile[key], strict=True):
                 now = max(now, starts.get(id(step), now))
                 if nbytes != before:
-                    yield _counter(_MODELLED, f"memory of {key}", now, weights, nbytes)
+                    yield _counter(_ESTIMATED, f"memory of {key}", now, weights, nbytes)
                 before = nbytes
 
     def measured_peaks(self, measured: Measured) -> Iterator[dict[str, Any]]:
@@ -124,7 +124,7 @@ class _TraceWriter:
             copied = Event("move", flow.names[0], flow.destination, flow.start, flow.end)
             for phase, event in (("s", made), ("f", copied)):
                 middle = (event.start + event.end) / 2
-                place = {"pid": _MODELLED, "tid": self._track(event), "ts": middle * 1e6}
+                place = {"pid": _ESTIMATED, "tid": self._track(event), "ts": middle * 1e6}
                 end = {"bp": "e"} if phase == "f" else {}
                 yield {"ph": phase, "name": "transfer", "cat": "transfer", "id": number, **place, **end}
 

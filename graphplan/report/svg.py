@@ -1,6 +1,6 @@
 """A plan as one still picture: stages over time in the lane of their device, and memory below.
 
-Stages and streams are as wide as their modelled time. The memory of each device is drawn over the order
+Stages and streams are as wide as their estimated time. The memory of each device is drawn over the order
 of operations, with its budget.
 """
 
@@ -32,7 +32,7 @@ def to_svg(plan: PlanData, title: str = "Plan", measured: Measured | None = None
     Args:
         plan: what is drawn.
         title: above it.
-        measured: one measured call; its peaks are drawn beside the modelled ones.
+        measured: one measured call; its peaks are drawn beside the estimated ones.
     """
     return "\n".join(_Picture(plan, title, measured).lines()) + "\n"
 
@@ -93,7 +93,7 @@ class _Picture:
         yield _text(20, 26, self.title, _INK, size=16, weight=600)
         took = "" if self.measured is None else f", {time_text(self.measured.timeline.seconds)} measured"
         about = (
-            f"{time_text(plan.makespan)} modelled{took}; {gap_text(plan)}; "
+            f"{time_text(plan.makespan)} estimated{took}; {gap_text(plan)}; "
             f"{size_text(plan.transfer_bytes)} transferred, {size_text(plan.streamed_bytes)} streamed"
         )
         yield _text(20, 46, about, _MUTED)

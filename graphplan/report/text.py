@@ -48,7 +48,7 @@ def summary_text(plan: PlanData) -> str:
     graph = plan.graph
     weights = size_text(graph.weight_bytes)
     hooked = plan.method == "hooks"
-    time = f"{time_text(plan.makespan)} modelled" + (" for the copies alone" if hooked else "")
+    time = f"{time_text(plan.makespan)} estimated" + (", copies only" if hooked else "")
     bound = "" if hooked else f"lower bound {time_text(plan.lower_bound)}, "
     lines = [
         f"{count_text(len(graph.operations), 'operation')}, {count_text(len(graph.weights), 'weight')} "
@@ -58,20 +58,23 @@ def summary_text(plan: PlanData) -> str:
         "",
         *_stages(plan),
         "",
-        f"transfers  {count_text(len(plan.transfers), 'value')}, {size_text(plan.transfer_bytes)} per call",
+        f"transfers  {count_text(len(plan.transfers), 'value')}, "
+        f"{size_text(plan.transfer_bytes)} per forward pass",
         f"streams    {count_text(len(plan.streams), 'copy', 'copies')} of weights, "
-        f"{size_text(plan.streamed_bytes)} per call"
+        f"{size_text(plan.streamed_bytes)} per forward pass"
         + "".join(_buffer_text(buffer) for buffer in plan.schedule.prefetch_buffers),
         f"time       {time}, {bound}{gap_text(plan, 2)}",
     ]
     if plan.others:
         lines.append(
-            f"{len(plan.calls)} calls   {time_text(plan.weighted_makespan)} with their weights, lower bound "
-            f"{time_text(plan.weighted_lower_bound)}"
+            f"weighted   {time_text(plan.weighted_makespan)} for {len(plan.calls)} example inputs, lower "
+            f"bound {time_text(plan.weighted_lower_bound)}"
         )
     lines += _sliced(plan)
     if not plan.activations_known:
-        lines.append("activations are unknown without example inputs: peaks count weights only")
+        lines.append(
+            "no example inputs were given: activation sizes are unknown, and peaks count weights only"
+        )
     return "\n".join(lines)
 
 
@@ -89,7 +92,7 @@ def gap_text(plan: PlanData, digits: int = 1) -> str:
 
 
 def _sliced(plan: PlanData) -> list[str]:
-    """How the weights that no accelerator holds are cut, and where their parts are read from."""
+    """How the weights that no accelerator holds are sliced, and where their parts are read from."""
     lines = []
     for name in dict.fromkeys(part.part_of for part in plan.graph.parts):
         parts = [part for part in plan.graph.parts if part.part_of == name]

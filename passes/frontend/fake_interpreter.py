@@ -114,7 +114,7 @@ class Interpreter:
         if error is not None and not isinstance(error, _DATA_DECIDES) and _has_sizes(node):
             warn(
                 f"{node.target} does not run on fake tensors ({type(error).__name__}: {error}): its results "
-                "count as new memory of the sizes that the trace saw, and what it takes on the way as nothing"
+                "count as new memory of the traced sizes, and its workspace as 0 bytes"
             )
         value = describe(node.meta["val"], self.sizes)
         tensors = [leaf for leaf in pytree.tree_leaves(value, is_leaf=is_tensor_meta) if is_tensor_meta(leaf)]

@@ -93,8 +93,8 @@ def _size(size: Any, sizes: Mapping[Any, int]) -> int:
     bound = finite_bound(size.node.shape_env.bound_sympy(expression).upper)
     if bound is None:
         warn(
-            "a size that only the data decides has no upper bound: it counts as 1 in the plan, whose peaks "
-            "may be passed"
+            "a size that only the data decides has no upper bound: the plan counts it as 1, so real peaks "
+            "may be higher than planned"
         )
         return max(1, int(expression.subs(dict.fromkeys(expression.free_symbols, 1))))
     return bound

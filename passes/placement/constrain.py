@@ -154,7 +154,7 @@ def _contradiction(graph: Graph, group: frozenset[str], constraints: Constraints
     said += [f"pin={pins!r}"] if pins else []
     said += ["cpu_compute=False"] if not constraints.cpu_compute else []
     if len(set(pins.values())) < 2:  # weights that are written stay where an earlier plan has put them
-        said.append("where weights that they write live")
+        said.append("the device of weights that they write to")
     listed = ", ".join(sorted(group)[:4]) + (", ..." if len(group) > 4 else "")
     return f"{' and '.join(said)} contradict each other: {listed} must share a device"
 

@@ -88,8 +88,8 @@ def explain_infeasible(problem: Problem, found: Evaluation | None) -> Infeasible
     if found is None:
         total = readable_bytes(problem.graph.weight_bytes)
         return InfeasibleError(
-            f"no placement fits: the model's weights take {total}, and no growth of the given budgets "
-            f"in proportion was found to do; the budgets are {_listed(available)}",
+            f"no placement fits: the model's weights are {total}, and no proportional increase of the "
+            f"budgets was found that suffices; the budgets are {_listed(available)}",
             available=available,
         )
     needed = {spec.key: found.peak(spec.key).nbytes + spec.withheld for spec in topology.devices}

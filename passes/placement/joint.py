@@ -120,9 +120,9 @@ def place_jointly(
 def _bound(problem: Problem, found: Evaluation, solo: Solution, limits: Limits) -> Bound:
     """Alone, no call is slower; but one that fits the accelerators alone may be offloaded beside others."""
     if holds_for(solo, problem, found):
-        return Bound(solo.lower_bound, f"this call alone: {solo.proof}")
+        return Bound(solo.lower_bound, f"these inputs alone: {solo.proof}")
     bound = bound_with_offload(problem, found.seconds, limits)
-    return replace(bound, proof=f"this call alone: {bound.proof}")
+    return replace(bound, proof=f"these inputs alone: {bound.proof}")
 
 
 def _pinned(calls: Sequence[Call]) -> dict[str, DeviceKey]:
@@ -202,8 +202,8 @@ def _placed_again(calls: Sequence[Call], found: Sequence[Evaluation], limits: Li
 def _infeasible(calls: Sequence[Call], limits: Limits, *, advise: bool) -> InfeasibleError:
     """Each call fits alone: which growth of all budgets would do for all of them."""
     said = (
-        f"no placement of the weights was found that keeps the budgets in all {len(calls)} calls, though "
-        "each of them fits alone"
+        f"no placement of the weights was found that keeps the budgets for all {len(calls)} of calls=, "
+        "though each fits alone"
     )
     problem = calls[0].problem
     nearest = None

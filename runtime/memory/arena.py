@@ -52,7 +52,7 @@ class Arena:
     """
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
-        with allocating(device, f"the {readable_bytes(nbytes)} of weights that live there"):
+        with allocating(device, f"the {readable_bytes(nbytes)} of weights that reside there"):
             self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._used = 0
 

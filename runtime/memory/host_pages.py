@@ -1,9 +1,9 @@
-"""Host memory that weights are streamed from: one anonymous mapping, page-locked where a GPU reads it.
+"""Host memory that weights are streamed from: one anonymous mapping, pinned where a GPU reads it.
 
 Weights that are copied together lie next to each other, so that one copy moves them. Each has a storage
 of its own over its bytes, so that saving or sharing one of them concerns its bytes alone. The mapping
 lives as long as any of them, and is registered with CUDA once, as it is: torch's own allocator of
-page-locked memory would round it up to a power of two.
+pinned memory would round it up to a power of two.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class HostPages:
         if reason:
             _forget_error()
             warn(
-                f"the {nbytes} bytes of streamed weights could not be page-locked ({reason}): they are "
-                "copied from ordinary memory, which is slower. A higher limit of locked memory (ulimit -l), "
-                "or more weights on the accelerators, would help"
+                f"the {nbytes} bytes of streamed weights could not be pinned ({reason}): they are "
+                "copied from pageable memory, which is slower. Raise the limit of locked memory (ulimit -l), "
+                "or let more weights reside on the accelerators"
             )
             return False
         self._mapping.release = partial(cudart.cudaHostUnregister, self.start)

@@ -1,6 +1,6 @@
-"""Buffers of page-locked memory that bytes pass on their way from a file to an accelerator.
+"""Buffers of pinned memory that bytes pass on their way from a file to an accelerator.
 
-A GPU copies from page-locked memory while the host goes on; from other memory the copy is slow, and the
+A GPU copies from pinned memory while the host goes on; from other memory the copy is slow, and the
 host waits for it. Each buffer is filled again when what was copied from it last has arrived.
 """
 

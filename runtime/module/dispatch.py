@@ -25,12 +25,12 @@ __all__ = ["Served", "ServedByModules", "TooManyPrograms", "serve", "share_prefe
 
 _MANY = 32
 _MANY_PROGRAMS = (
-    f"{_MANY} call structures have been captured for one model: an argument that is no tensor (a float, a "
-    "string) may differ from call to call, or sizes may: pass tensors, or dynamic_shapes"
+    f"{_MANY} graphs have been captured for one model: sizes, or an argument that is not a tensor (a float, "
+    "a string), change from one forward pass to the next. Pass tensors, or dynamic_shapes"
 )
 _HOOKED = (
-    "hooks were added to submodules after placing, and no graph calls them: while they are there, calls run "
-    "module by module, each where its weights are, which is slower"
+    "hooks were added to submodules of the placed model, and its graphs do not call them: until they are "
+    "removed, the model runs module by module, each where its weights reside, which is slower"
 )
 _MOST = 256  # programs, each with its plan and its code
 _ROUTES = 16  # forms of calls that are remembered

@@ -98,7 +98,7 @@ class PlacedModule(ShortNames):
             _place_now(self, entry, args, kwargs)
             if not isinstance(self, PlacedModule):
                 if record is not None:
-                    raise PlanError("hooks run this model, there is no graph to profile")
+                    raise PlanError("hooks run this model: there is no graph to profile")
                 return method_of(self, entry)(*args, **kwargs)
         state = self._graphplan
         signature = signature or state.signature

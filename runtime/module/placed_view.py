@@ -82,5 +82,5 @@ class PlacedView:
 
     def _first(self) -> Program:
         if not self._state.programs:
-            raise PlanError("nothing is planned yet: call the module once, or give partition example inputs")
+            raise PlanError("nothing is planned yet: run the model once, or give partition example inputs")
         return self._state.programs[0]

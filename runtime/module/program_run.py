@@ -81,5 +81,5 @@ def _explain_moved_weights(module: nn.Module, plan: PlanData, error: RuntimeErro
             where = "gone" if tensor is None else f"on {tensor.device}"
             raise PlanError(
                 f"{name!r} is {where}, the plan has it on {planned}: a placed model cannot be moved, only "
-                "partitioned anew"
+                "partitioned again"
             ) from error

@@ -1,9 +1,9 @@
-"""One call, measured: when each operation and each copy ran, and the most bytes on each device.
+"""One forward pass, measured: when each operation and each copy ran, and the most bytes on each device.
 
 The generated code runs node by node with a mark before and after each. On CUDA a mark is an event on the
-stream that the node's work is enqueued on, so that nothing waits while the call runs; a copy of streamed
+stream that the node's work is enqueued on, so that nothing waits while it runs; a copy of streamed
 weights is marked on the copy stream. Elsewhere work is done when the host returns, and a mark is the
-host's clock. Marks take time of their own: where operations are short, the call is slower than without.
+host's clock. Marks take time of their own: where operations are short, the forward pass is slower.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _NO_WAIT = 5e-6  # seconds that passing a copy which is there already may take
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A measured call beside the modelled one. Sizes are bytes, times seconds.
+    """A measured forward pass beside the estimated one. Sizes are bytes, times seconds.
 
     Attributes:
-        plan: of the call.
+        plan: of the forward pass.
         measured: its measured timeline and peaks.
     """
 
@@ -49,7 +49,7 @@ class Profile:
 
     @property
     def seconds(self) -> float:
-        """What the call took, marks included."""
+        """Measured time of the forward pass, marks included."""
         return self.measured.timeline.seconds
 
     @property
@@ -59,11 +59,11 @@ class Profile:
 
     @property
     def peak_bytes(self) -> Mapping[DeviceKey, int]:
-        """Device key -> the most bytes that were allocated; not of the CPU, which counts none."""
+        """Device key -> the most bytes that were allocated; the CPU is not measured."""
         return self.measured.peak_bytes
 
     def summary(self) -> str:
-        """A table: measured and modelled seconds and peaks of each device."""
+        """A table: measured and estimated seconds and peaks of each device."""
         rows = []
         for key in self.plan.topology.keys:
             times = [
@@ -73,14 +73,16 @@ class Profile:
             sizes = [size_text(self.plan.peak_bytes[key]), "-" if peak is None else size_text(peak)]
             rows.append([str(key), *times, *sizes])
         header = ["key", "compute", "measured", "peak", "measured"]
-        whole = f"one call: {time_text(self.plan.makespan)} modelled, {time_text(self.seconds)} measured"
+        whole = (
+            f"one forward pass: {time_text(self.plan.makespan)} estimated, {time_text(self.seconds)} measured"
+        )
         return "\n".join([whole, "", *table_lines(header, rows)])
 
     def __str__(self) -> str:
         return self.summary()
 
     def save_html(self, path: str | Path, *, title: str = "") -> None:
-        """Write the page of the plan, with what was measured beside what was modelled."""
+        """Write the page of the plan, with measured values beside the estimates."""
         Path(path).write_text(to_html(self.plan, title, self.measured), encoding="utf-8")
 
     def save_trace(self, path: str | Path) -> None:
@@ -92,7 +94,7 @@ class Profile:
         Path(path).write_text(to_svg(self.plan, title, self.measured), encoding="utf-8")
 
     def save_model_explorer(self, path: str | Path, *, title: str = "Plan") -> None:
-        """Write the plan for Model Explorer, with the measured seconds as one more way to colour it."""
+        """Write the plan for Model Explorer, with the measured seconds as one more colouring."""
         save_model_explorer(self.plan, Path(path), title, self.measured)
 
 

@@ -60,7 +60,7 @@ def measure_devices(
         InputError: no repetitions.
     """
     if repetitions < 1:
-        raise InputError(f"repetitions={repetitions}: each figure takes at least one")
+        raise InputError(f"repetitions={repetitions}: each figure needs at least one")
     topology = read_max_memory(max_memory)
     require_present(topology)
     with suspended(), torch.inference_mode():
@@ -79,7 +79,7 @@ class _Bench:
 
     def _is_measured(self, spec: DeviceSpec) -> bool:
         if not spec.computes:
-            self.notes[spec.key] = "not measured: it computes nothing"
+            self.notes[spec.key] = "not measured: it cannot run operations"
         elif spec.type == SIMULATED:
             self.notes[spec.key] = "not measured: it is simulated on the CPU, so its speed says nothing"
             warn(f"device {spec.key!r} is {self.notes[spec.key]}")

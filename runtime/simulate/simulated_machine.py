@@ -35,7 +35,7 @@ class SimulatedTransfer:
 
 @dataclass
 class SimulatedMachine:
-    """The simulated devices and what happened on them.
+    """The simulated devices, their peaks and the copies between them.
 
     Attributes:
         capacities: device index -> bytes.

@@ -35,7 +35,7 @@ def simulate(
     Args:
         capacities: device index -> bytes or text such as ``"1GiB"``; ``"cpu"`` may be among them
             and is passed on in ``machine.max_memory``.
-        links: what the planner should believe of the links between them.
+        links: the links between them, for the planner's cost model.
         workspace: bytes that each device loses at its first matrix product, as to cuBLAS on CUDA.
 
     Raises:

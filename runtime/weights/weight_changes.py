@@ -21,7 +21,7 @@ def require_planned(
         raise PlanError(
             f"{name!r} is {weight.dtype} of shape {list(weight.shape)} on {weight.device}, the plan has it "
             f"as {dtype} of shape {list(shape)} on {device}: a placed model cannot be moved or converted, "
-            "only partitioned anew"
+            "only partitioned again"
         )
 
 

@@ -186,12 +186,12 @@ def test_a_pin_may_name_what_only_one_call_runs() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"calls": []}, "calls must list"),
-        ({"calls": PREFILL}, "calls must list"),
-        ({"weights": [1]}, "calls must list"),
+        ({"calls": []}, "calls must be a list"),
+        ({"calls": PREFILL}, "calls must be a list"),
+        ({"weights": [1]}, "calls must be a list"),
         ({"calls": [X]}, r"pair \(args, kwargs\)"),
         ({"calls": [(X, {})]}, r"pair \(args, kwargs\)"),
-        ({"calls": [PREFILL], "weights": [1, 2]}, "1 calls and 2 weights"),
+        ({"calls": [PREFILL], "weights": [1, 2]}, "calls has 1 entries and weights 2"),
         ({"calls": [PREFILL], "weights": [0]}, "positive"),
         ({"calls": [PREFILL], "weights": [True]}, "positive"),
         ({"calls": [PREFILL], "kwargs": PREFILL}, "not in both"),

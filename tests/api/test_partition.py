@@ -295,7 +295,7 @@ def test_without_inputs_the_first_call_is_captured() -> None:
     with graphplan.simulate(budgets_of(model, {0: 0.6, 1: 0.6}, 4096)) as machine:
         with pytest.warns(UserWarning, match="first call"):
             placed = graphplan.partition(model, machine.max_memory)
-        with pytest.raises(graphplan.PlanError, match="call the module once"):
+        with pytest.raises(graphplan.PlanError, match="run the model once"):
             _ = placed.plan
         assert largest_difference(placed(x), model(x)) < 1e-5
         assert len(placed.plan.stages) == 2

@@ -161,7 +161,7 @@ def test_plan_of_a_folder_prints_the_summary_and_writes_the_plan(made: Made) -> 
     plan = graphplan.Plan.from_json(made.plan.read_text(encoding="utf-8"))
     plan.verify()
     assert plan.summary() in made.result.out
-    assert "LlamaForCausalLM, called with input_ids (1, 16)" in made.result.out
+    assert "LlamaForCausalLM, example inputs: input_ids (1, 16)" in made.result.out
     assert plan.activations_known
     assert [spec.device for spec in plan.topology.devices] == ["cuda:0", "cuda:1", "cpu"]
     assert not (made.folder / "unpickled").exists()
@@ -307,7 +307,7 @@ BAD: list[tuple[list[str], int, str]] = [
     (["plan", "factories:absent"], 2, "no attribute 'absent'"),
     (["plan", "no_such_module:factory"], 2, "No module named 'no_such_module'"),
     (["plan", "factories:fails"], 2, "RuntimeError: no luck"),
-    (["plan", "factories:number"], 2, "makes a int"),
+    (["plan", "factories:number"], 2, "returns a int"),
     (["plan", "factories:pair", "--length", "4"], 2, "are for transformers models"),
     (["plan", "factories:pair", "--max-memory", "0=1KiB"], 3, "no placement fits"),
     (["plan", "factories:untraceable", "--max-memory", "cpu=1MiB"], 4, "Branching could not be captured"),

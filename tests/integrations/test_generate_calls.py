@@ -66,7 +66,9 @@ def test_where_the_first_placement_has_no_room_there_are_others(
     with graphplan.simulate(budgets) as machine, caplog.at_level(logging.INFO, "graphplan"):
         placed = graphplan.partition(model, machine.max_memory, kwargs=example_of("llama"), **limits)
         how = (
-            "planning all calls of generate() together" if together else "the call of generate() that lacked"
+            "planning all forward passes of generate() together"
+            if together
+            else "the forward pass of generate() that lacked"
         )
         assert how in caplog.text
         assert len(placed.plans) == 3
@@ -96,7 +98,7 @@ def test_with_a_disk_nothing_is_planned_together(
         assert "disk" in placed.plan.placement.values()
     said = [str(one.message) for one in recwarn if issubclass(one.category, graphplan.GraphplanWarning)]
     assert said == [
-        "the budgets have room for the example's call, and not for generate() up to max_batch and "
+        "the budgets have room for the example inputs, but not for generate() up to max_batch and "
         "max_length: no room"
     ]
 

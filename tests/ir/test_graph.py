@@ -49,7 +49,7 @@ def test_root_follows_views_of_views() -> None:
     ("operation", "values", "message"),
     [
         (Operation("b", "f", ("nowhere",), ("b",)), [Value("b")], "reads 'nowhere' before it is made"),
-        (Operation("b", "f", ("x",), ("x",)), [], "makes 'x', which exists already"),
+        (Operation("b", "f", ("x",), ("x",)), [], "outputs 'x', which exists already"),
         (Operation("b", "f", ("x",), ("b",)), [], "not among the values"),
         (Operation("b", "f", (), ("b",), ("x",)), [Value("b")], "mutates 'x', which it does not read"),
         (Operation("b", "f", ("x", "x"), ("b",)), [Value("b")], "names an input twice"),

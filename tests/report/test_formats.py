@@ -137,7 +137,7 @@ def check_trace(text: str) -> list[dict[str, Any]]:
     return events
 
 
-def test_trace_is_the_modelled_timeline(plan: Plan, tmp_path: Path) -> None:
+def test_trace_is_the_estimated_timeline(plan: Plan, tmp_path: Path) -> None:
     plan.save_trace(tmp_path / "trace.json")
     events = check_trace((tmp_path / "trace.json").read_text(encoding="utf-8"))
     slices = [event for event in events if event["ph"] == "X"]

@@ -101,7 +101,7 @@ def test_opens_with_stages_lanes_and_summary(show: Open) -> None:
     assert not {i for i in opened.ids() if i.startswith("o") and i != "out"}
     figures = page.inner_text("#figures")
     assert plan.proof in figures
-    assert f"{len(plan.streams)} copies a call" in figures
+    assert f"{len(plan.streams)} copies per forward pass" in figures
     opened.shoot("light", whole=True)
 
 
@@ -162,7 +162,7 @@ def test_hovering_an_operation_says_what_it_costs(show: Open) -> None:
     point = opened.js("id => GraphView.point(id)", f"o{index}")
     opened.page.mouse.move(point["x"], point["y"])
     tip = opened.page.inner_text("#tip")
-    for word in ("FLOPs", "makes", "time", "module", "source"):
+    for word in ("FLOPs", "output size", "time", "module", "source"):
         assert word in tip
     assert plan.graph.operations[name].module_path in tip
     assert "modeling_llama.py:" in tip
@@ -180,13 +180,13 @@ def test_search_finds_a_parameter_a_module_and_an_operation(show: Open) -> None:
     details = page.inner_text("#details")
     assert "model.layers.2.self_attn.q_proj.weight" in details
     home = plan.placement["model.layers.2.self_attn.q_proj.weight"]
-    assert f"lives on\n{home}" in details.replace("\t", "\n")
+    assert f"resides on\n{home}" in details.replace("\t", "\n")
     page.fill("#search", "model.layers.1.mlp")
     page.keyboard.press("Enter")
     assert "module" in page.inner_text("#details")
     assert "mlp" in page.inner_text("#details h3")
     page.fill("#search", "no such thing")
-    assert "Nothing has this name" in page.inner_text("#hits")
+    assert "No matches" in page.inner_text("#hits")
 
 
 def test_memory_shows_weights_activations_budget_and_peak(show: Open) -> None:
@@ -199,7 +199,7 @@ def test_memory_shows_weights_activations_budget_and_peak(show: Open) -> None:
         assert plan.peaks[key].operation in chart.locator(".peak text").text_content()
         assert chart.locator("path.activations").count() == 1
         assert chart.locator("rect.weights").count() == 1
-        assert chart.locator("rect.prefetch buffer").count() == any(
+        assert chart.locator("rect.buffer").count() == any(
             buffer.device == key for buffer in plan.schedule.prefetch_buffers
         )
         assert budget_is_above(chart)
@@ -407,14 +407,14 @@ def test_ten_thousand_operations_make_few_elements(show: Open) -> None:
     opened.shoot("large-open")
 
 
-def test_a_measured_call_is_beside_the_modelled_one(show: Open) -> None:
+def test_a_measured_call_is_beside_the_estimated_one(show: Open) -> None:
     model, x = UNet().eval(), torch.ones(1, 4, 32, 32)
     with graphplan.simulate({0: "700KiB", 1: "700KiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory, (x,), pin={"down": 0, "up": 1})
         profile = placed.profile(x)
     opened = show(placed.plan, html=to_html(placed.plan, "Measured", profile.measured))
     groups = opened.page.locator("svg.timeline text.group").all_text_contents()
-    assert [text.partition(",")[0] for text in groups] == ["modelled", "measured"]
+    assert [text.partition(",")[0] for text in groups] == ["estimated", "measured"]
     assert opened.page.locator("svg.memory line.measured").count() == 2
     for key, nbytes in profile.peak_bytes.items():
         text = opened.page.text_content(f'svg.memory[data-device="{key}"] .peak text')

@@ -1,4 +1,4 @@
-"""One measured call beside the modelled one, on simulated devices."""
+"""One measured call beside the estimated one, on simulated devices."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def test_every_step_is_measured_once(profile: Profile) -> None:
     plan = profile.plan
     free = {e.name for e in plan.timeline.events if e.kind == "run" and e.start == e.end}
     for kind in ("run", "move", "load"):
-        modelled = [(e.name, e.device) for e in plan.timeline.events if e.kind == kind]
+        estimated = [(e.name, e.device) for e in plan.timeline.events if e.kind == kind]
         measured = [(e.name, e.device) for e in profile.timeline.events if e.kind == kind]
-        left_out = {name for name, _ in modelled} - {name for name, _ in measured}
+        left_out = {name for name, _ in estimated} - {name for name, _ in measured}
         assert left_out <= free  # two equal views are one in the code
-        assert measured == [item for item in modelled if item[0] not in left_out]
+        assert measured == [item for item in estimated if item[0] not in left_out]
     assert plan.streamed_bytes > 0
     assert plan.transfer_bytes > 0
 
@@ -47,7 +47,7 @@ def test_measured_times_follow_one_another(profile: Profile) -> None:
     assert events[-1].end <= profile.seconds
 
 
-def test_measured_peaks_are_within_the_modelled(profile: Profile) -> None:
+def test_measured_peaks_are_within_the_estimates(profile: Profile) -> None:
     plan = profile.plan
     assert set(profile.peak_bytes) == {0, 1}
     for key, nbytes in profile.peak_bytes.items():
@@ -56,7 +56,7 @@ def test_measured_peaks_are_within_the_modelled(profile: Profile) -> None:
 
 def test_the_summary_has_both(profile: Profile) -> None:
     text = str(profile)
-    assert "modelled" in text
+    assert "estimated" in text
     assert "measured" in text
     assert len(text.splitlines()) == 4 + len(profile.plan.topology.devices)
 

@@ -56,7 +56,7 @@ class Early(nn.Module):
 
 WARNED = (
     r"Early could not be captured:[\s\S]*at .*test_module_by_module\.py:\d+, in forward: if stop"
-    r"[\s\S]*one by one"
+    r"[\s\S]*module by module"
 )
 
 
@@ -298,7 +298,7 @@ def test_caches_go_with_their_layers_and_prefill_stays_a_graph() -> None:
     pin = {"model.layers.0": 0, "model.layers.1": 1}
     with graphplan.simulate({0: "8MiB", 1: "8MiB"}) as machine:
         made = graphplan.partition(model, machine.max_memory, kwargs=inputs, pin=pin)
-        with pytest.warns(UserWarning, match=r"could not be captured[\s\S]*one by one") as caught:
+        with pytest.warns(UserWarning, match=r"could not be captured[\s\S]*module by module") as caught:
             found = made.generate(**inputs, max_new_tokens=5, do_sample=False)
         assert len(caught) == 1
         assert torch.equal(found, expected)

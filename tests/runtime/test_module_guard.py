@@ -99,7 +99,7 @@ def test_changes_are_followed(machine: Any, change: Callable[[Any], Any]) -> Non
     placed, net, x = placed_net(machine)
     change(net)
     change(placed)
-    with pytest.warns(GraphplanWarning, match="captured anew") as found:
+    with pytest.warns(GraphplanWarning, match="captured again") as found:
         assert torch.allclose(placed(x), net(x), atol=1e-5)
     assert len(found) == 1
     assert not torch.allclose(placed(x + 1), Net().eval()(x + 1))
@@ -117,7 +117,7 @@ def test_a_module_that_someone_holds_stays_that_of_the_model(machine: Any) -> No
     assert placed.norm is norm
     assert placed.embed.weight is weight
     norm.eps = net.norm.eps = 0.25
-    with pytest.warns(GraphplanWarning, match="captured anew"):
+    with pytest.warns(GraphplanWarning, match="captured again"):
         assert torch.allclose(placed(x), net(x), atol=1e-5)
 
 
@@ -125,11 +125,11 @@ def test_a_module_that_someone_holds_stays_that_of_the_model(machine: Any) -> No
 def test_copies_are_of_the_changed_module(machine: Any, copied: Callable[[Any], Any]) -> None:
     placed, net, x = placed_net(machine)
     placed.k = net.k = 7.0
-    with pytest.warns(GraphplanWarning, match="captured anew"):
+    with pytest.warns(GraphplanWarning, match="captured again"):
         other = copied(placed)
     assert torch.allclose(other(x), net(x), atol=1e-5)
     other.k = net.k = 8.0
-    with pytest.warns(GraphplanWarning, match="captured anew"):
+    with pytest.warns(GraphplanWarning, match="captured again"):
         assert torch.allclose(other(x), net(x), atol=1e-5)
 
 

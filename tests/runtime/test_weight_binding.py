@@ -97,7 +97,7 @@ def parametrize(net: Any) -> None:
 
 def parametrized(change: Any) -> Any:
     """Where other weights are read by another class, the model is captured anew."""
-    return pytest.warns(graphplan.GraphplanWarning, match="anew") if change is parametrize else nullcontext()
+    return pytest.warns(graphplan.GraphplanWarning, match="again") if change is parametrize else nullcontext()
 
 
 CHANGES = [

@@ -40,8 +40,8 @@ def infer_auto_device_map(
     """A device map for ``model``, for accelerate's ``dispatch_model`` and transformers' ``from_pretrained``.
 
     A drop-in for accelerate's function of this name. What fits the accelerators together is never
-    offloaded; where something is, room for the largest offloaded block is kept on the accelerator that
-    accelerate's hooks run it on, and no more. Modules that have parameters or buffers of their own are kept
+    offloaded; where something is, memory for the largest offloaded block is reserved on the accelerator
+    that accelerate's hooks run it on, and no more. Modules that have parameters or buffers of their own stay
     whole where they fit, since hooks reach modules only.
 
     Args:
@@ -53,7 +53,7 @@ def infer_auto_device_map(
         verbose: whether to print where each block goes.
         clean_result: False for an entry for each block, True for the shortest map.
         offload_buffers: whether the buffers of offloaded modules are offloaded too.
-        fallback_allocation: taken, and not needed: every block is tried on every device.
+        fallback_allocation: accepted and ignored: every block is tried on every device.
     """
     from accelerate.utils import get_max_memory
 
@@ -122,7 +122,7 @@ def _warn_of_buffers(blocks: list[Block], packing: Packing, capacities: list[int
     if kept and capacities and set(packing.places) == {None} and kept > capacities[main]:
         warn(
             f"the {kept} bytes of offloaded modules that stay on the accelerator (buffers, and parameters "
-            "that no hook reaches) do not fit: give offload_buffers=True"
+            "that no hook reaches) do not fit: pass offload_buffers=True"
         )
 
 

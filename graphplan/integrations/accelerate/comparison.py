@@ -2,7 +2,7 @@
 
 Neither knows of activations: where the evaluator finds a budget passed, they are asked again with less
 room. What they place on the CPU is judged as if it were streamed ahead as graphplan streams it, which
-their hooks do not do: their modelled seconds are a lower bound of what they take.
+their hooks do not do: their estimated seconds are a lower bound of what they take.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Baseline:
     Attributes:
         name: whose it is.
         strategy: how it was asked, for those that can be asked in several ways.
-        seconds: modelled seconds of a call; None where it placed nothing.
+        seconds: estimated seconds of a call; None where it placed nothing.
         over: bytes by which the fullest device is over its budget; 0 where all are kept.
         offloaded: bytes of weights that live on no accelerator, of those that are read.
         used: bytes that weights take in the allocations of the accelerators where they live.
@@ -59,7 +59,7 @@ class Baseline:
         error: what it raised instead.
         excess: device -> bytes by which it is over its budget.
         first_over: bytes by which the first answer was over, where another is taken instead.
-        first_seconds: the modelled seconds of that.
+        first_seconds: the estimated seconds of that.
         transfer_bytes: bytes of activations that cross between devices in a call.
         streamed_bytes: bytes of weights that are copied in a call.
     """

@@ -72,7 +72,7 @@ def fall_back(
     placed = fallback.place(str(error))
     warn(
         f"{error}\naccelerate's hooks run the model instead, module by module: its operations are not "
-        "planned, weights on the CPU are copied when they are needed. strict=True makes this an error"
+        "planned, and weights on the CPU are copied when they are used. strict=True makes this an error"
     )
     return placed
 
@@ -86,9 +86,8 @@ def later_refused(error: NoGraphError) -> None:
     if isinstance(error.__cause__, ConstraintViolationError):
         raise error
     warn(
-        f"{error}\nThe modules of the placed model run calls of this structure one "
-        "by one, where their weights are: what they compute is not planned, and must fit beside the weights. "
-        "strict=True makes this an error"
+        f"{error}\nThe placed model runs such inputs module by module, where the weights reside: "
+        "activations are not planned, and must fit beside the weights. strict=True makes this an error"
     )
 
 

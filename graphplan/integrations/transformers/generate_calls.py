@@ -77,12 +77,12 @@ def rehearse(compiler: Compiler, call: BoundCall) -> list[Rehearsed]:
         for prompt in _prompts(on_cpu(call), compiler.options.size_limits.max_length):
             _generate(stage, prompt)
     except NoGraphError as error:
-        logger.info("no room is kept for a call of generate() that has no graph: %s", error)
+        logger.info("no memory is reserved for a forward pass of generate() that cannot be traced: %s", error)
     except Exception as error:  # the model's own code may raise anything
         said = str(error) if isinstance(error, GraphplanError) else first_line(error)
         warn(
-            f"what generate() would call is not known, so that no room is kept for it ({said}): give "
-            "partition a prefill and a decode as calls="
+            f"the prefill and decode of generate() could not be traced ahead, so no memory is reserved for "
+            f"them ({said}): pass a prefill and a decode to partition as calls="
         )
     return stage.calls
 
@@ -180,7 +180,7 @@ def _zeros(result: Any, sizes: Mapping[Any, int]) -> Any:
 def _known(size: Any, sizes: Mapping[Any, int], result: Any) -> int:
     found = exact_size(size, sizes)
     if found is None:
-        raise CaptureError(f"the data decides the size of {result}, a result of a call that it makes")
+        raise CaptureError(f"the data decides the size of {result}, a result that generate() reads")
     return found
 
 

@@ -55,7 +55,7 @@ def plan_first(compiler: Compiler, call: BoundCall | None, entry: str = "") -> l
     if again is not None:
         return again
     warn(
-        "the budgets have room for the example's call, and not for generate() up to max_batch and "
+        "the budgets have room for the example inputs, but not for generate() up to max_batch and "
         f"max_length: {str(lacking.error).splitlines()[0]}"
     )
     compiler.restart()
@@ -77,7 +77,7 @@ def _plannable(compiler: Compiler, others: Sequence[Rehearsed]) -> Iterator[Rehe
         try:
             compiler.pose(other.asked)
         except (LimitError, CaptureError) as error:
-            logger.info("no room is kept for a call of generate(): %s", error)
+            logger.info("no memory is reserved for a forward pass of generate(): %s", error)
         else:
             yield other
 
@@ -101,13 +101,13 @@ def _plan_around(
     compiler: Compiler, hardest: EntryCall, example: EntryCall, others: Sequence[Rehearsed]
 ) -> list[Planned] | None:
     """Plan and commit all calls, with the weights where one of them has room; None where others lack it."""
-    logger.info("planning the call of generate() that lacked room first")
+    logger.info("planning the forward pass of generate() that lacked memory first")
     compiler.restart()
     try:
         compiler.commit(compiler.plan(hardest.call, hardest.entry))
         first = compiler.plan(example.call, example.entry)
     except InfeasibleError as error:
-        logger.info("no room for all calls of generate(): %s", error)
+        logger.info("no memory for all forward passes of generate(): %s", error)
         return None
     compiler.commit(first)
     found, lacking = _plan_in_turn(compiler, others, first)
@@ -121,13 +121,13 @@ def _plan_all(compiler: Compiler, example: EntryCall, others: Sequence[Rehearsed
     """
     if DISK in compiler.topology:
         return None
-    logger.info("planning all calls of generate() together")
+    logger.info("planning all forward passes of generate() together")
     compiler.restart()
     calls = [example, *(other.asked for other in others)]
     try:
         planned = list(compiler.plan_together(calls, [1.0] * len(calls), advise=False))
     except InfeasibleError as error:
-        logger.info("no room for generate(): %s", error)
+        logger.info("no memory for generate(): %s", error)
         return None
     for one in planned:
         compiler.commit(one)

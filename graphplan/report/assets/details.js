@@ -12,16 +12,16 @@ const Details = (() => {
       kind: "operation",
       title: columns.name[op],
       rows: some([
-        ["calls", columns.target[op]],
+        ["target", columns.target[op]],
         ["device", Model.deviceName(columns.device[op])],
         ["time", Format.seconds(columns.seconds[op])],
         ["measured", measuredSeconds(op)],
         ["starts at", Format.seconds(Model.start(op))],
         ["FLOPs", columns.flops[op] ? Format.flops(columns.flops[op]) : ""],
-        ["makes", Format.bytes(columns.made[op])],
-        ["result", columns.result[op]],
-        ["weights", reads.length ? Format.bytes(reads.reduce((sum, weight) => sum + weight.bytes, 0)) : ""],
-        ["reads", reads.map((weight) => weight.name).join(", ")],
+        ["output size", Format.bytes(columns.made[op])],
+        ["output", columns.result[op]],
+        ["weight size", reads.length ? Format.bytes(reads.reduce((sum, weight) => sum + weight.bytes, 0)) : ""],
+        ["weights", reads.map((weight) => weight.name).join(", ")],
         ["module", Model.module(op)],
         ["source", Model.source(op)],
       ]),
@@ -43,7 +43,7 @@ const Details = (() => {
   function group(node) {
     const item = Plan.groups[node];
     return {
-      kind: item.kind === "run" ? "operations in a row" : item.kind,
+      kind: item.kind === "run" ? "consecutive operations" : item.kind,
       title: Model.isStage(node) ? `${Model.label(node)} on ${Model.deviceName(Model.device(node))}` : item.label,
       rows: some([
         ["modules", Model.isStage(node) ? item.label : ""],
@@ -53,7 +53,7 @@ const Details = (() => {
         ["operations", item.count.toLocaleString("en")],
         ["FLOPs", item.flops ? Format.flops(item.flops) : ""],
         ["weights", Format.bytes(item.weights)],
-        ["makes", Format.bytes(item.made)],
+        ["output size", Format.bytes(item.made)],
       ]),
     };
   }
@@ -65,10 +65,10 @@ const Details = (() => {
       kind: item.kind,
       title: item.name,
       rows: some([
-        ["lives on", Model.deviceName(item.home)],
+        ["resides on", Model.deviceName(item.home)],
         ["bytes", Format.bytes(item.bytes)],
-        ["form", item.form],
-        ["tied to", item.names.join(", ")],
+        ["shape", item.shape],
+        ["shared with", item.names.join(", ")],
         ["part of", item.partOf],
         ["read by", readers.map((op) => Plan.operations.name[op]).join(", ") || "nothing"],
       ]),

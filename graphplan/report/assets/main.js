@@ -17,13 +17,13 @@
     const bounded = summary.lowerBound > 0 || summary.makespan === 0;
     const measured = summary.measuredSeconds === null ? "" : ` · ${Format.seconds(summary.measuredSeconds)} measured`;
     byId("figures").append(
-      figure("Time of a call", Format.seconds(summary.makespan), `${hooked ? "copies alone: what hooks run has no model" : "modelled"}${measured}`),
+      figure("Forward pass", Format.seconds(summary.makespan), `${hooked ? "copies only: hooks run the modules" : "estimated"}${measured}`),
       figure("Gap to the lower bound", bounded ? Format.percent(summary.gap) : "unknown", bounded ? `bound ${Format.seconds(summary.lowerBound)}: ${summary.proof}` : summary.proof),
       figure("Transferred", Format.bytes(summary.transferBytes), `${Format.count(summary.transfers, "value")} between devices`),
-      figure("Weights streamed", Format.bytes(summary.streamedBytes), `${Format.count(summary.streams, "copy", "copies")} a call`),
-      figure("Work", summary.flops || !hooked ? Format.flops(summary.flops) : "unknown", `${Format.count(Model.stages.length, "stage")}${summary.calls > 1 ? `, one of ${summary.calls} calls` : ""}`),
+      figure("Weights streamed", Format.bytes(summary.streamedBytes), `${Format.count(summary.streams, "copy", "copies")} per forward pass`),
+      figure("Compute", summary.flops || !hooked ? Format.flops(summary.flops) : "unknown", `${Format.count(Model.stages.length, "stage")}${summary.calls > 1 ? `, one of ${summary.calls} example inputs` : ""}`),
     );
-    if (!summary.activationsKnown) byId("summary").append(el("p", { class: "warning" }, "Planned without example inputs: activations are unknown, and memory counts weights only."));
+    if (!summary.activationsKnown) byId("summary").append(el("p", { class: "warning" }, "No example inputs were given: activation sizes are unknown, and memory counts weights only."));
   }
 
   function usage() {

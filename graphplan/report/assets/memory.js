@@ -114,12 +114,12 @@ const MemoryCharts = (() => {
       cursor.setAttribute("x2", at);
       cursor.setAttribute("visibility", "visible");
       const box = root.getBoundingClientRect();
-      const name = position < Model.operations ? Plan.operations.name[position] : "end of the call";
+      const name = position < Model.operations ? Plan.operations.name[position] : "end of the forward pass";
       const fixed = device.weights + device.buffer;
       const rows = [
         ["total", Format.bytes(values[position])],
         ["weights", Format.bytes(device.weights)],
-        ...(device.buffer ? [["streamed", Format.bytes(device.buffer)]] : []),
+        ...(device.buffer ? [["prefetch buffers", Format.bytes(device.buffer)]] : []),
         ["activations", Format.bytes(Math.max(0, values[position] - fixed))],
         ...(position < Model.operations ? [["module", Model.module(position) || "(root)"], ["runs on", Model.deviceName(Plan.operations.device[position])]] : []),
       ];
@@ -153,8 +153,8 @@ const MemoryCharts = (() => {
 
   function start() {
     const item = (name, text) => Dom.el("li", {}, Dom.el("i", { class: `key ${name}` }), text);
-    Dom.byId("memory-legend").append(item("weights", "weights that live there"), item("activations", "activations, copies and workspace"),
-      ...(Plan.devices.some((device) => device.buffer) ? [item("buffer", "slots for streamed weights")] : []), item("budget", "budget"), item("peak", "peak"),
+    Dom.byId("memory-legend").append(item("weights", "resident weights"), item("activations", "activations, copies and workspace"),
+      ...(Plan.devices.some((device) => device.buffer) ? [item("buffer", "prefetch buffers")] : []), item("budget", "budget"), item("peak", "peak"),
       ...(Plan.measured ? [item("measured", "measured peak")] : []));
     draw();
   }

@@ -19,8 +19,8 @@ const Model = (() => {
   const readers = weights.map(() => []);
   operations.reads.forEach((read, op) => read.forEach((weight) => readers[weight].push(op)));
   const starts = new Float64Array(total);
-  Plan.modelled.what.forEach((what, i) => {
-    if (Plan.modelled.kind[i] === "r") starts[what] = Plan.modelled.start[i];
+  Plan.estimated.what.forEach((what, i) => {
+    if (Plan.estimated.kind[i] === "r") starts[what] = Plan.estimated.start[i];
   });
 
   const isGroup = (node) => node >= 0;

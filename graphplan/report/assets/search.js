@@ -55,7 +55,7 @@ const Search = (() => {
     list.replaceChildren(...hits.map((hit, position) => Dom.el("li", {
       role: "option", id: `hit-${position}`, "aria-selected": String(position === at), onmousedown: (event) => { event.preventDefault(); take(position); },
     }, Dom.el("span", { class: "kind" }, hit.kind), Dom.el("span", { class: "label" }, hit.text))));
-    if (input.value.trim() && !hits.length) list.append(Dom.el("li", { class: "none" }, "Nothing has this name."));
+    if (input.value.trim() && !hits.length) list.append(Dom.el("li", { class: "none" }, "No matches."));
     open(Boolean(input.value.trim()));
     mark();
   }

@@ -60,8 +60,8 @@ const Tables = (() => {
     const streamed = new Set(Plan.flows.filter((flow) => flow.kind === "weight").flatMap((flow) => flow.names));
     make(Dom.byId("weights"), Plan.weights.map((weight, index) => ({ weight, index })), [
       { title: "Weight", value: ({ weight }) => weight.name, text: ({ weight }) => weight.name, wide: true },
-      { title: "Lives on", value: ({ weight }) => weight.home, text: ({ weight }) => Model.deviceName(weight.home) },
-      { title: "Form", value: ({ weight }) => weight.form, text: ({ weight }) => weight.form, optional: true },
+      { title: "Resides on", value: ({ weight }) => weight.home, text: ({ weight }) => Model.deviceName(weight.home) },
+      { title: "Shape", value: ({ weight }) => weight.shape, text: ({ weight }) => weight.shape, optional: true },
       { title: "Streamed", value: ({ weight }) => (streamed.has(weight.name) ? 1 : 0), text: ({ weight }) => (streamed.has(weight.name) ? "yes" : ""), optional: true },
       { title: "Bytes", value: ({ weight }) => weight.bytes, text: ({ weight }) => Format.bytes(weight.bytes), number: true },
     ], 4, ({ index }) => View.choose({ weight: index }, { centre: true }));

@@ -1,11 +1,11 @@
 "use strict";
-// When each device computes, receives and streams; the measured call, if there is one, below the modelled.
+// When each device computes, receives and streams; the measured call, if there is one, below the estimated.
 
 const Timeline = (() => {
   const box = Dom.byId("timeline-charts");
   const ROW = 20, LEFT = 132, RIGHT = 14, AXIS = 24, SPLIT = 10;
   const KINDS = { r: "compute", m: "transfers in", l: "streams", w: "waits" };
-  // What is shown, as parts of each call's own length: a measured call may be far longer than the modelled.
+  // What is shown, as parts of each call's own length: a measured call may be far longer than the estimated.
   let from = 0, to = 1;
 
   // One row for each device and kind that has events; waits are in the row of streamed weights.
@@ -24,7 +24,7 @@ const Timeline = (() => {
     return { name, length, rows: sorted };
   }
 
-  const calls = [rowsOf(Plan.modelled, "modelled"), ...(Plan.measured ? [rowsOf(Plan.measured, "measured")] : [])];
+  const calls = [rowsOf(Plan.estimated, "estimated"), ...(Plan.measured ? [rowsOf(Plan.measured, "measured")] : [])];
 
   // Events that would share a pixel are drawn as one bar.
   function bars(row, x, first, last) {
@@ -118,7 +118,7 @@ const Timeline = (() => {
       Dom.svg("rect", { width: 5, height: 5, fill: "var(--surface)" }), Dom.svg("rect", { width: 2, height: 5, fill: "var(--muted)" })));
     const root = Dom.svg("svg", {
       class: "chart timeline", width, height: y, viewBox: `0 0 ${width} ${y}`, tabindex: "0", role: "img",
-      "aria-label": `Timeline of one call: ${calls.map((call) => `${Format.seconds(call.length)} ${call.name}`).join(", ")}`,
+      "aria-label": `Timeline of one forward pass: ${calls.map((call) => `${Format.seconds(call.length)} ${call.name}`).join(", ")}`,
     }, pattern, parts);
     listen(root, width - LEFT - RIGHT);
     const focused = box.contains(document.activeElement);
@@ -157,12 +157,12 @@ const Timeline = (() => {
 
   function start() {
     const item = (name, text) => Dom.el("li", {}, Dom.el("i", { class: `key ${name}` }), text);
-    const has = (kind) => Plan.modelled.kind.includes(kind);
+    const has = (kind) => Plan.estimated.kind.includes(kind);
     Dom.byId("time-legend").append(...[
       item("compute", "compute"),
       has("m") ? item("moved", "transfers in") : null,
       has("l") ? item("streamed", "streamed weights") : null,
-      has("w") ? item("waiting", "waits for a weight") : null,
+      has("w") ? item("waiting", "waiting for a weight") : null,
     ].filter(Boolean));
     const hidden = Plan.summary.hiddenSeconds;
     Dom.byId("timeline-hint").textContent = hidden > 0 ? `${Format.seconds(hidden)} of the weight streaming is hidden behind other work.` : "When each device computes and receives.";

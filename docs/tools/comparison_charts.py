@@ -1,0 +1,130 @@
+"""Charts of the comparison page: estimated times of other planners' placements over graphplan's.
+
+Colours are CSS variables of ``docs/extra.css``, so that the charts follow the light and the dark scheme.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from doc_tables import CASES, RESULTS, map_of, ratio_of
+
+_WIDTH, _ROW, _TOP, _LABELS = 900, 22, 46, 178  # pixels of the view box
+_FASTER, _SLOWER = "var(--chart-faster, #3f51b5)", "var(--chart-slower, #c2410c)"
+_OTHER, _GRID = "var(--chart-other, #00897b)", "var(--chart-grid, #0003)"
+_TICKS = (1, 2, 5, 10, 20)
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """A logarithmic axis of ratios between two x positions."""
+
+    left: float
+    right: float
+    low: float = 0.9
+    high: float = 30.0
+
+    def x(self, ratio: float) -> float:
+        """The position of a ratio, which must lie between ``low`` and ``high``."""
+        if not self.low <= ratio <= self.high:
+            raise ValueError(f"the ratio {ratio:.3g} is off the axis: widen it")
+        part = math.log(ratio / self.low) / math.log(self.high / self.low)
+        return self.left + part * (self.right - self.left)
+
+    def grid(self, bottom: float) -> list[str]:
+        """A line and a label for each tick."""
+        parts = []
+        for tick in _TICKS:
+            at, width = self.x(tick), 1.5 if tick == 1 else 0.75
+            parts.append(
+                f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP - 6}" y2="{bottom:.0f}" '
+                f'style="stroke:{_GRID};stroke-width:{width}"/>'
+            )
+            parts.append(_text(at, _TOP - 12, f"{tick}×", anchor="middle", size=11))
+        return parts
+
+
+def charts(results: Path = RESULTS) -> dict[str, str]:
+    """File name -> chart."""
+    models = json.loads((results / "real_models.json").read_text(encoding="utf-8"))["rows"]
+    graphs = json.loads((results / "placement.json").read_text(encoding="utf-8"))["results"]
+    return {"models.svg": models_svg(models), "graphs.svg": graphs_svg(graphs)}
+
+
+def models_svg(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A panel for each set of devices, a row for each model; a mark is accelerate's time over graphplan's."""
+    sizes = {row["model"]: row["weights"] for row in rows}
+    names = sorted(sizes, key=lambda name: -sizes[name])
+    found = {(row["model"], row["case"]): ratio_of(row) for row in rows}
+    bottom = _TOP + _ROW * len(names)
+    panel = (_WIDTH - _LABELS) / len(CASES)
+    parts = [
+        _text(0, _TOP + _ROW * number + 16, f"{name}, {sizes[name] / 1e9:.1f} GB")
+        for number, name in enumerate(names)
+    ]
+    for column, (case, title) in enumerate(CASES.items()):
+        left = _LABELS + column * panel
+        axis = _Axis(left + 6, left + panel - 30)
+        parts += [_text(axis.x(1), 14, title, weight=600), *axis.grid(bottom)]
+        for number, name in enumerate(names):
+            ratio = found.get((name, case))
+            if ratio is not None:
+                parts += _bar(axis, ratio, _TOP + _ROW * number, f"{name}, {title}")
+    return _svg(parts, bottom + 8, "Accelerate's estimated time over graphplan's, by model and devices")
+
+
+def _bar(axis: _Axis, ratio: float, top: float, title: str) -> list[str]:
+    """A line from 1 to the ratio with a dot at its end, and the ratio as a number."""
+    one, end, middle = axis.x(1), axis.x(ratio), top + _ROW / 2
+    colour = _SLOWER if ratio < 0.99 else _FASTER
+    told = html.escape(f"{title}: {ratio:.3f}")
+    return [
+        f'<line x1="{one:.1f}" x2="{end:.1f}" y1="{middle:.1f}" y2="{middle:.1f}" '
+        f'style="stroke:{colour};stroke-width:4"/>',
+        f'<circle cx="{end:.1f}" cy="{middle:.1f}" r="4.5" style="fill:{colour}">'
+        f"<title>{told}</title></circle>",
+        _text(max(one, end) + 8, middle + 4, f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}", size=11),
+    ]
+
+
+def graphs_svg(results: Sequence[Mapping[str, Any]]) -> str:
+    """A row for each benchmark graph, with a mark for accelerate's map and one for sequential fill."""
+    bottom = _TOP + _ROW * len(results)
+    axis = _Axis(_LABELS + 90, _WIDTH - 40)
+    legend = (("accelerate", _FASTER), ("sequential fill", _OTHER))
+    parts = axis.grid(bottom)
+    for number, (name, colour) in enumerate(legend):
+        parts.append(f'<circle cx="{6 + 130 * number}" cy="10" r="5" style="fill:{colour}"/>')
+        parts.append(_text(16 + 130 * number, 14, name))
+    for number, row in enumerate(results):
+        middle = _TOP + _ROW * number + _ROW / 2
+        run = next((run for run in row["runs"] if run["limit"] is None), None)
+        parts.append(_text(0, middle + 5, f"{row['instance']}, {row['operations']} operations"))
+        for name, colour in legend if run else ():
+            other = map_of(row, name)
+            if other["seconds"] is None:
+                continue
+            ratio = other["seconds"] / run["seconds"]
+            told = f"{row['instance']}: {name} {ratio:.3f}" + (", over budget" if other["over"] else "")
+            paint = f"fill:{'none' if other['over'] else colour};stroke:{colour};stroke-width:2"
+            parts.append(
+                f'<circle cx="{axis.x(ratio):.1f}" cy="{middle:.1f}" r="5" style="{paint}">'
+                f"<title>{html.escape(told)}</title></circle>"
+            )
+    return _svg(parts, bottom + 8, "Estimated times of other placements over graphplan's, by graph")
+
+
+def _text(x: float, y: float, text: str, *, anchor: str = "start", size: int = 13, weight: int = 400) -> str:
+    look = f'text-anchor="{anchor}" font-size="{size}" font-weight="{weight}"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" fill="currentColor" {look}>{html.escape(text)}</text>'
+
+
+def _svg(parts: Sequence[str], height: float, label: str) -> str:
+    start = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:.0f}" role="img" '
+    return f'{start}aria-label="{html.escape(label)}" font-family="sans-serif">' + "".join(parts) + "</svg>"
