@@ -47,8 +47,9 @@ def export_patches() -> list[ExportPatch]:
 
     assert exporter_dynamo  # importing it fills the list
     listed = private(utils, "_PATCHES", "transformers", _TESTED)["dynamo"]
-    found = ((_imported(path), name, factory) for path, name, factory in listed)
-    return [ExportPatch(owner, name, factory) for owner, name, factory in found if hasattr(owner, name)]
+    # transformers 5.17 lists the owners themselves, later releases their paths
+    owners = ((_imported(one) if isinstance(one, str) else one, name, made) for one, name, made in listed)
+    return [ExportPatch(owner, name, factory) for owner, name, factory in owners if hasattr(owner, name)]
 
 
 def _imported(path: str) -> Any:
@@ -76,8 +77,13 @@ def mask_is_left_out() -> tuple[ModuleType, str]:
 
 
 def masks_of_packed_texts() -> tuple[ModuleType, str]:
-    """The function that keeps several texts in a row apart: its module and name."""
-    return _of_masks("packed_sequence_compatibility_function")
+    """What makes the function that keeps several texts in a row apart: its module and name."""
+    return _of_masks("packed_sequence_mask_function")
+
+
+def joined_masks() -> tuple[ModuleType, str]:
+    """What makes one function of several that all have to allow a token: its module and name."""
+    return _of_masks("and_masks")
 
 
 def _of_masks(name: str) -> tuple[ModuleType, str]:

@@ -19,7 +19,12 @@ from typing import Any
 
 import torch
 
-from graphplan._compat.transformers import local_entries, mask_is_left_out, masks_of_packed_texts
+from graphplan._compat.transformers import (
+    joined_masks,
+    local_entries,
+    mask_is_left_out,
+    masks_of_packed_texts,
+)
 from graphplan.capture.thread_patches import Patch, patched
 
 __all__ = ["masks_as_in_eager"]
@@ -86,6 +91,7 @@ class _Masks:
 
     made: dict[int, tuple[torch.Tensor, _Question]] = field(default_factory=dict)
     asked: list[_Question] = field(default_factory=list)
+    apart: dict[int, tuple[Any, torch.Tensor]] = field(default_factory=dict)
     packing: dict[int, tuple[Any, torch.Tensor]] = field(default_factory=dict)
 
     def note(self, mask: Any, question: _Question | None) -> None:
@@ -117,7 +123,8 @@ def masks_as_in_eager() -> Iterator[None]:
     masks = _Masks()
     with patched(
         Patch.of(*mask_is_left_out(), lambda own: _asking(own, masks)),
-        Patch.of(*masks_of_packed_texts(), lambda own: _packing(own, masks)),
+        Patch.of(*masks_of_packed_texts(), lambda own: _keeping_apart(own, masks)),
+        Patch.of(*joined_masks(), lambda own: _joining(own, masks)),
         _entry(ALL_MASK_ATTENTION_FUNCTIONS, lambda own: _making(own, masks)),
         _entry(ALL_ATTENTION_FUNCTIONS, lambda own: _attending(own, masks)),
     ):
@@ -138,15 +145,26 @@ def _asking(own: Callable[..., bool], masks: _Masks) -> Callable[..., bool]:
     return ignore
 
 
-def _packing(own: Callable[..., Any], masks: _Masks) -> Callable[..., Any]:
+def _keeping_apart(own: Callable[..., Any], masks: _Masks) -> Callable[..., Any]:
     """In a trace every text that has positions, and no padding, is taken for several in a row."""
 
-    def function(mask_function: Any, *args: Any) -> Any:
-        made = own(mask_function, *args)
-        masks.packing[id(made)] = made, args[-1]
+    def function(packed: torch.Tensor) -> Any:
+        made = own(packed)
+        masks.apart[id(made)] = made, packed
         return made
 
     return function
+
+
+def _joining(own: Callable[..., Any], masks: _Masks) -> Callable[..., Any]:
+    def join(*functions: Any) -> Any:
+        made = own(*functions)
+        for known in (masks.apart.get(id(function)) for function in functions):
+            if known is not None:
+                masks.packing[id(made)] = made, known[1]
+        return made
+
+    return join
 
 
 def _making(own: Callable[..., Any], masks: _Masks) -> Callable[..., Any]:
