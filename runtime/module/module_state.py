@@ -71,9 +71,10 @@ class ModuleState:
 
     ``codes`` are bound to one module's weights, so a copy of the module makes its own.
     ``start`` places the module at its next call: where there were no inputs to plan with, and where
-    pickling has dropped the programs. ``restart`` is what pickling keeps for that. ``turns`` is held by a run
-    that streams weights, or goes module by module: they use the same memory. What is added to ``programs`` is
-    added under the capture lock; nothing is ever taken away.
+    pickling has dropped the programs. ``restart`` is what pickling keeps for that. ``as_written`` are methods
+    that run as they are. ``turns`` is held by a run that streams weights, or goes module by module: they use
+    the same memory. What is added to ``programs`` is added under the capture lock; nothing is ever taken
+    away.
     """
 
     programs: list[Program]
@@ -85,6 +86,7 @@ class ModuleState:
     refused: Refused | None = None
     start: Start | None = None
     device: torch.device | None = None
+    as_written: set[str] = field(default_factory=set)
     codes: dict[int, Code] = field(default_factory=dict)
     routes: list[KnownForm] = field(default_factory=list)
     reader: ModeReader | None = None
