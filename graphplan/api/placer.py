@@ -20,7 +20,7 @@ from torch import nn
 from graphplan.api.eager_check import require_equal
 from graphplan.api.example_calls import Examples
 from graphplan.capture.model_copy import ModelCopy
-from graphplan.capture.model_methods import RunAsItIs
+from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.model_weights import tensor_bytes
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.code_generation import Planned
@@ -97,7 +97,8 @@ class Placer:
         try:
             return self._placed(model, compiler, plan, examples)
         except NoGraphError as error:
-            if self.recipe.strict or call is None or isinstance(error, RunAsItIs):
+            own_code = isinstance(error, RunAsItIs | UntracedMethodError)
+            if self.recipe.strict or call is None or own_code:
                 raise
             failed = error
         if self.recipe.homes is not None:  # its modules run this call where their weights are
@@ -198,6 +199,11 @@ class FirstCall:
     def known_plan(self) -> PlanData | None:
         """The plan that put the weights where they are, if any has."""
         return self.placer.recipe.known_plan
+
+    @property
+    def strict(self) -> bool:
+        """Whether what cannot be captured is an error."""
+        return self.placer.recipe.strict
 
     def __call__(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str

@@ -11,11 +11,15 @@ from torch import nn
 
 from graphplan.errors import InputError, NoGraphError
 
-__all__ = ["RunAsItIs", "entry_named", "method_of", "pure_method", "with_forward"]
+__all__ = ["RunAsItIs", "UntracedMethodError", "entry_named", "method_of", "pure_method", "with_forward"]
 
 
 class RunAsItIs(NoGraphError):  # noqa: N818  # said to the runtime, not to the caller
     """A method that no graph stands for: it calls the model itself, changes it, or computes nothing."""
+
+
+class UntracedMethodError(NoGraphError):
+    """A method that could not be traced, of a module without tensors of its own: its submodules compute."""
 
 
 def method_of(model: nn.Module, entry: str) -> Callable[..., Any]:

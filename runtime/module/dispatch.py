@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from graphplan.capture.capture_lock import CAPTURE_LOCK
-from graphplan.capture.model_methods import RunAsItIs
+from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.modes import ModeReader, Modes
 from graphplan.capture.signature import BoundCall, bind_call
 from graphplan.errors import NoGraphError
@@ -133,7 +133,7 @@ def _captured(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> 
     try:
         state.programs.append(state.compile(call, modes, entry))
     except NoGraphError as error:
-        if state.refused is None or isinstance(error, RunAsItIs):
+        if state.refused is None or isinstance(error, RunAsItIs | UntracedMethodError):
             raise
         state.refused(error)
         return ServedByModules(state.modulewise.note(entry, call, modes), call)

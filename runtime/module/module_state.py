@@ -41,6 +41,10 @@ class Start(Protocol):
     def known_plan(self) -> PlanData | None:
         """The plan that put the weights where they are, if any has."""
 
+    @property
+    def strict(self) -> bool:
+        """Whether what cannot be captured is an error."""
+
     def __call__(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str
     ) -> nn.Module:
@@ -101,6 +105,11 @@ class ModuleState:
         """Of a module that was unpickled, the plan that put its weights where they are."""
         unpickled = self.start or (None if self.programs else self.restart)
         return None if unpickled is None else unpickled.known_plan
+
+    @property
+    def strict(self) -> bool:
+        """Whether what cannot be captured is an error."""
+        return self.refused is None if self.start is None else self.start.strict
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
         # constants of the code may be written to, so each copy has its own

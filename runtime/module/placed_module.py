@@ -133,11 +133,13 @@ def _place_now(module: PlacedModule, entry: str, args: tuple[Any, ...], kwargs: 
             return
         _notice_changes(module)
         if module._graphplan.start is not None:
+            as_written = module._graphplan.as_written
             started = module._graphplan.start(module, args, kwargs, entry)
             object.__setattr__(module, "__dict__", started.__dict__)  # at once, for other threads
             if not isinstance(started, PlacedModule):  # hooks run it
                 module.__class__ = type(started)  # type: ignore[assignment]  # of the same original
             else:
+                started._graphplan.as_written = as_written
                 link(module)
 
 

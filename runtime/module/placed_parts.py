@@ -26,14 +26,20 @@ import torch
 from torch import nn
 
 from graphplan._compat.torch import call_of, set_call
-from graphplan.capture.model_methods import RunAsItIs, method_of
+from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError, method_of
 from graphplan.capture.structure import leaves_of
 from graphplan.errors import PlanError
+from graphplan.warnings import warn
 
 __all__ = ["PlacedPart", "as_written", "link", "methods_of", "unlink"]
 
 _LIBRARIES = {"accelerate", "lightning", "peft", "pytorch_lightning", "torch"}
 _OF_TRANSFORMERS = re.compile(r"(encode|decode|get_(image|video|audio|text|qformer)_features)$")
+
+_OWN_CODE = (
+    "\nIts own code runs instead, and the submodules that it calls run as graphs of their own: what it "
+    "computes between them is not planned. strict=True makes this an error"
+)
 
 _own_thread = threading.local()
 
@@ -219,6 +225,11 @@ def _entry(original: type[nn.Module], name: str) -> Callable[..., Any]:
             try:
                 return _enter(whole, entry, signature[0], args, kwargs)
             except RunAsItIs:
+                own.add(entry)
+            except UntracedMethodError as error:
+                if whole._graphplan.strict:
+                    raise
+                warn(f"{error}{_OWN_CODE}")
                 own.add(entry)
         return method(self, *args, **kwargs)
 

@@ -192,6 +192,41 @@ def test_a_method_that_cannot_be_traced_runs_module_by_module() -> None:
             assert largest_difference(made.until_small(X), expected) < 1e-5
 
 
+class Gaussian:
+    """As in diffusers: a result that no graph has."""
+
+    def __init__(self, moments: torch.Tensor) -> None:
+        self.mean, self.logvar = moments.chunk(2, dim=1)
+
+
+class Sampling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = stack(), nn.Linear(16, 32)
+
+    def encode(self, x: torch.Tensor) -> Gaussian:
+        return Gaussian(self.encoder(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        require_rows(x)
+        return self.decoder(self.encoder(x)[:, :16])
+
+
+@pytest.mark.parametrize("called", [True, False], ids=["with", "without examples"])
+def test_a_method_over_submodules_that_cannot_be_traced_runs_its_own_code(called: bool) -> None:
+    model = Sampling().eval()
+    with placed(model, called=called) as (_, made):
+        with pytest.warns(GraphplanWarning, match=r"Sampling.encode could not be captured(?s:.*)own code"):
+            made.encode(X)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            expected = eager(model, lambda m: m.encode(X).mean)
+            assert largest_difference(made.encode(X).mean, expected) < 1e-5
+        assert len(made.plans) == 1 + called
+    with placed(model, called=called, strict=True) as (_, made), pytest.raises(graphplan.NoGraphError):
+        made.encode(X)
+
+
 def test_strict_refuses_a_method_that_cannot_be_traced() -> None:
     with placed(Autoencoder().eval(), strict=True) as (_, made):
         with pytest.raises(graphplan.NoGraphError):
