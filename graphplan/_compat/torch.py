@@ -15,11 +15,13 @@ from graphplan._compat.private_names import private
 
 __all__ = [
     "Registry",
+    "call_of",
     "compiled_as_constant",
     "conditions_of",
     "export_tracer",
     "hide_tracer",
     "read_functions",
+    "set_call",
 ]
 
 _TESTED = "2.13"
@@ -36,6 +38,17 @@ def compiled_as_constant(function: Callable[[], int]) -> Callable[[], int]:
     """As ``torch.compiler.assume_constant_result``, which imports all of dynamo to set one attribute."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def call_of(module: torch.nn.Module) -> Any:
+    """What runs in place of a module's call; None for its own."""
+    return private(module, "_compiled_call_impl", "torch", _TESTED)
+
+
+def set_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
+    """Have a call of a module run this, as its ``compile()`` does; None for its own."""
+    private(module, "_compiled_call_impl", "torch", _TESTED)
+    vars(module)["_compiled_call_impl"] = call
 
 
 def export_tracer() -> type:

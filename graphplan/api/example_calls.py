@@ -11,19 +11,23 @@ from typing import Any
 from torch import nn
 
 from graphplan.capture.model_copy import ModelCopy
+from graphplan.capture.model_methods import entry_named
 from graphplan.capture.signature import BoundCall
+from graphplan.compiler.pipeline import EntryCall
 from graphplan.errors import InputError
 
 __all__ = ["ExampleCall", "Examples", "read_example", "read_examples"]
 
-ExampleCall = Mapping[str, Any] | tuple[Sequence[Any], Mapping[str, Any]]
+ExampleCall = (
+    Mapping[str, Any] | tuple[Sequence[Any], Mapping[str, Any]] | tuple[str, Sequence[Any], Mapping[str, Any]]
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Examples:
     """Several example calls, and how much each counts."""
 
-    calls: tuple[BoundCall, ...]
+    calls: tuple[EntryCall, ...]
     weights: tuple[float, ...]
 
 
@@ -57,16 +61,19 @@ def read_examples(
     return Examples(tuple(_bound(model_copy, call) for call in calls), tuple(map(float, counts)))
 
 
-def _bound(model_copy: ModelCopy, call: ExampleCall) -> BoundCall:
+def _bound(model_copy: ModelCopy, call: ExampleCall) -> EntryCall:
     if isinstance(call, Mapping):
-        return model_copy.bind((), call)
-    if isinstance(call, tuple | list) and len(call) == 2:
-        args, kwargs = call
-        if isinstance(args, tuple | list) and isinstance(kwargs, Mapping):
-            return model_copy.bind(tuple(args), kwargs)
+        call = (), call
+    if isinstance(call, tuple | list) and 2 <= len(call) <= 3:
+        *name, args, kwargs = call
+        named = all(isinstance(one, str) for one in name)
+        if named and isinstance(args, tuple | list) and isinstance(kwargs, Mapping):
+            entry = entry_named(model_copy.module, *name) if name else ""
+            return EntryCall(model_copy.part(entry).bind(tuple(args), kwargs), entry)
     kind = type(call).__name__
     raise InputError(
-        f"each of calls must be a mapping of names or a pair (args, kwargs), as ((x,), {{}}), not a {kind}"
+        f"each of calls must be a mapping of names, a pair (args, kwargs), as ((x,), {{}}), or ('decode', args, "
+        f"kwargs) for another method or a submodule, not a {kind}"
     )
 
 

@@ -24,7 +24,7 @@ from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.capture.size_limits import SizeLimits
 from graphplan.compiler.options import Options
-from graphplan.compiler.pipeline import Compiler, EntryCall
+from graphplan.compiler.pipeline import Compiler
 from graphplan.devices.max_memory import MaxMemory, Reserve, read_max_memory, require_present
 from graphplan.devices.speeds import Measurements, Speed, with_speeds
 from graphplan.devices.topology import DeviceKey, Link
@@ -91,7 +91,8 @@ def plan(
         devices: device key -> :class:`graphplan.Speed`, or what :func:`graphplan.measure_devices` found.
             Without, known cards count at their makers' figures and others at a common one.
         calls: several example calls, in place of ``args`` and ``kwargs``: each a mapping of named
-            inputs, or a pair ``(args, kwargs)``. One placement of the weights serves them all, keeps
+            inputs, a pair ``(args, kwargs)``, or ``("vae.decode", args, kwargs)`` for another method or a
+            submodule than ``forward``. One placement of the weights serves them all, keeps
             every budget in each, and minimises the weighted sum of their seconds. What is returned is
             the plan of the first; the others' are in its ``others``.
         weights: how much each of ``calls`` counts, 1 each by default: ``[1, 200]`` for a prefill
@@ -125,8 +126,7 @@ def plan(
     compiler = Compiler(model_copy, topology, options)
     if calls is not None or weights is not None:
         examples = read_examples(model_copy, args, kwargs, calls, weights)
-        calls_to_plan = [EntryCall(call) for call in examples.calls]
-        return compiler.plan_together(calls_to_plan, examples.weights)[0].plan
+        return compiler.plan_together(examples.calls, examples.weights)[0].plan
     return plan_first(compiler, read_example(model, model_copy, args, kwargs))[0].plan
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from graphplan.api.eager_check import require_equal
 from graphplan.api.example_calls import Examples
 from graphplan.capture.model_copy import ModelCopy
+from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.model_weights import tensor_bytes
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.code_generation import Planned
@@ -79,6 +80,7 @@ class Placer:
         check: whether results are compared with eager's.
         plan: to carry out, in place of a search.
         warm: whether allocators reserve the planned bytes of activations now.
+        in_place: whether the modules of the model become those of the placed one.
     """
 
     recipe: Recipe
@@ -86,66 +88,64 @@ class Placer:
     check: bool = False
     warm: bool = False
     plan: PlanData | None = None
+    in_place: bool = False
 
     def place(
         self, model: nn.Module, model_copy: ModelCopy, call: BoundCall | None, entry: str = ""
     ) -> nn.Module:
-        """A placed copy of ``model``; ``entry`` is the path of the submodule that is called, if it is one."""
-        compiler, examples = self._compiler(model_copy), [] if call is None else [call]
+        """A placed copy of ``model``; ``entry`` is what is called, if not the model itself."""
+        compiler, examples = self._compiler(model_copy), [] if call is None else [EntryCall(call, entry)]
         plan = partial(plan_first, compiler, call, entry)
         try:
-            return self._placed(model, compiler, plan, examples, entry)
+            return self._placed(model, compiler, plan, examples)
         except NoGraphError as error:
-            if self.recipe.strict or call is None:
+            own_code = isinstance(error, RunAsItIs | UntracedMethodError)
+            if self.recipe.strict or call is None or own_code:
                 raise
             failed = error
         if self.recipe.homes is not None:  # its modules run this call where their weights are
             return self._attached(model, compiler, [])
-        return self._hooked(model, model_copy, call, failed, examples, entry)
+        return self._hooked(model, model_copy, EntryCall(call, entry), failed, examples)
 
     def place_together(self, model: nn.Module, model_copy: ModelCopy, examples: Examples) -> nn.Module:
         """A placed copy of ``model``, for several calls; hooks keep room for that with the largest inputs."""
-        compiler = self._compiler(model_copy)
-        calls = [EntryCall(call) for call in examples.calls]
+        compiler, calls = self._compiler(model_copy), examples.calls
+        plan = partial(compiler.plan_and_commit, calls, examples.weights)
         try:
-            return self._placed(
-                model, compiler, lambda: compiler.plan_and_commit(calls, examples.weights), examples.calls
-            )
+            return self._placed(model, compiler, plan, calls)
         except NoGraphError as error:
-            if self.recipe.strict:
+            if self.recipe.strict or isinstance(error, RunAsItIs):
                 raise
             failed = error
-        call = max(examples.calls, key=lambda call: sum(map(tensor_bytes, call.tensors)))
-        return self._hooked(model, model_copy, call, failed, examples.calls)
+        call = max(calls, key=lambda one: sum(map(tensor_bytes, one.call.tensors)))
+        return self._hooked(model, model_copy, call, failed, calls)
 
     def _placed(
         self,
         model: nn.Module,
         compiler: Compiler,
         plan: Callable[[], Sequence[Planned]],
-        examples: Sequence[BoundCall],
-        entry: str = "",
+        examples: Sequence[EntryCall],
     ) -> nn.Module:
         placed = self._attached(model, compiler, plan())
-        for call in examples if self.check else ():
-            require_equal(model, placed, call, entry)
+        for one in examples if self.check else ():
+            require_equal(model, placed, one.call, one.entry)
         return placed
 
     def _hooked(
         self,
         model: nn.Module,
         model_copy: ModelCopy,
-        call: BoundCall,
+        asked: EntryCall,
         failed: NoGraphError,
-        examples: Sequence[BoundCall],
-        entry: str = "",
+        examples: Sequence[EntryCall],
     ) -> nn.Module:
         recipe = self.recipe
         placed = fall_back(
-            model, model_copy, call, recipe.topology, recipe.options, self.source, failed, entry
+            model, model_copy, asked.call, recipe.topology, recipe.options, self.source, failed, asked.entry
         )
         for one in examples if self.check else ():
-            require_equal(model, placed, one, entry)
+            require_equal(model, placed, one.call, one.entry)
         return placed
 
     def _compiler(self, model_copy: ModelCopy) -> Compiler:
@@ -162,7 +162,13 @@ class Placer:
         programs = [compiler.lower(one) for one in planned]
         owned = recipe.homes is not None
         made = place_model(
-            model, model_copy.weights, compiler.layout(), placed_class, self.source, owned=owned
+            model,
+            model_copy.weights,
+            compiler.layout(),
+            placed_class,
+            self.source,
+            owned=owned,
+            in_place=self.in_place,
         )
         first = planned[0].plan if planned else recipe.known_plan
         attach(
@@ -196,10 +202,16 @@ class FirstCall:
         """The plan that put the weights where they are, if any has."""
         return self.placer.recipe.known_plan
 
+    @property
+    def strict(self) -> bool:
+        """Whether what cannot be captured is an error."""
+        return self.placer.recipe.strict
+
     def __call__(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str
     ) -> nn.Module:
         """Place the module as it is now, at a call of it."""
         model = unplaced(module)
         model_copy = ModelCopy(model)
-        return self.placer.place(model, model_copy, model_copy.part(entry).bind(args, kwargs), entry)
+        call = model_copy.part(entry).bind(args, kwargs)
+        return replace(self.placer, in_place=True).place(model, model_copy, call, entry)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-__all__ = ["method_of", "with_forward"]
+from graphplan.errors import InputError, NoGraphError
+
+__all__ = ["RunAsItIs", "UntracedMethodError", "entry_named", "method_of", "pure_method", "with_forward"]
+
+
+class RunAsItIs(NoGraphError):  # noqa: N818  # said to the runtime, not to the caller
+    """A method that no graph stands for: it calls the model itself, changes it, or computes nothing."""
+
+
+class UntracedMethodError(NoGraphError):
+    """A method that could not be traced, of a module without tensors of its own: its submodules compute."""
 
 
 def method_of(model: nn.Module, entry: str) -> Callable[..., Any]:
@@ -17,6 +28,23 @@ def method_of(model: nn.Module, entry: str) -> Callable[..., Any]:
     module = model.get_submodule(path)
     found: Callable[..., Any] = getattr(module, method) if method else module
     return found
+
+
+def entry_named(model: nn.Module, name: str) -> str:
+    """The entry of what a caller writes as ``"decode"``, ``"vae.decode"`` or ``"text_model"``.
+
+    Raises:
+        InputError: the model has neither such a submodule nor such a method.
+    """
+    parts = dict(model.named_modules())
+    path, _, method = name.rpartition(".")
+    if name in parts:
+        return name
+    if method == "forward" and path in parts:
+        return path
+    if path not in parts or not callable(getattr(parts[path], method, None)):
+        raise InputError(f"{type(model).__name__} has no submodule and no method {name!r} to call")
+    return f"{path}:{method}"
 
 
 @contextmanager
@@ -30,3 +58,70 @@ def with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[Non
         vars(module).pop("forward", None)  # a patch of the model may have taken it away
         if own is not None:
             module.forward = own
+
+
+def pure_method(module: nn.Module, name: str) -> Callable[..., Any]:
+    """A method to trace as the ``forward`` of its module: what it does beside its result is not done.
+
+    When called it raises :class:`RunAsItIs` where the method calls the module, or sets attributes.
+    """
+    method, running = getattr(module, name), list[str]()
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if running:
+            raise RunAsItIs(f"{name!r} calls the model itself: give its calls of the model")
+        running.append(name)
+        before = _attributes(module)
+        try:
+            result = method(*args, **kwargs)
+        finally:
+            running.clear()
+            changed = _put_back(module, before)
+        if changed:
+            raise RunAsItIs(f"{name!r} changes {changed[0]!r}")
+        return result
+
+    return run
+
+
+_TORCHS = {*vars(nn.Module()), "forward"}
+
+
+def _attributes(module: nn.Module) -> list[dict[str, tuple[Any, Any]]]:
+    """For each module, name -> attribute, and what is in it if it is a container."""
+    found = []
+    for part in module.modules():
+        own = {name: value for name, value in vars(part).items() if name not in _TORCHS}
+        found.append({name: (value, _contents(value)) for name, value in own.items()})
+    return found
+
+
+def _contents(value: Any) -> Any:
+    return value.copy() if type(value) in (list, dict, set) else None
+
+
+def _put_back(module: nn.Module, before: list[dict[str, tuple[Any, Any]]]) -> list[str]:
+    """Undo changes of attributes; their names."""
+    changed = []
+    for part, known in zip(module.modules(), before, strict=True):
+        table = vars(part)
+        for name in [name for name in table if name not in known and name not in _TORCHS]:
+            changed.append(name)
+            del table[name]
+        for name, (value, contents) in known.items():
+            if table.get(name) is not value:
+                changed.append(name)
+                table[name] = value
+            if contents is not None and not _same(value, contents):
+                changed.append(name)
+                value.clear()
+                value.extend(contents) if isinstance(value, list) else value.update(contents)
+    return changed
+
+
+def _same(value: Any, contents: Any) -> bool:
+    """Whether a container holds the very objects that it held."""
+    if isinstance(value, dict):
+        value, contents = [*value, *value.values()], [*contents, *contents.values()]
+    return len(value) == len(contents) and set(map(id, value)) == set(map(id, contents))

@@ -26,7 +26,7 @@ from graphplan.capture.export_here import exporting
 from graphplan.capture.exported_program import from_program
 from graphplan.capture.given_ranges import require_in_range
 from graphplan.capture.model_copy import ModelCopy
-from graphplan.capture.model_methods import with_forward
+from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError, pure_method, with_forward
 from graphplan.capture.quiet import quiet
 from graphplan.capture.signature import BoundCall
 from graphplan.capture.source_lines import failed_line
@@ -136,7 +136,10 @@ def _with_examples(model_copy: ModelCopy, host: BoundCall, dynamic_shapes: Any, 
     own = eager_error(model_copy, host)  # outside of the handlers: it is to have no context but its own
     if own is not None:
         raise own
-    raise NoGraphError(_not_captured(model_copy, failures)) from failures["torch.export"]
+    module = model_copy.module
+    alone = model_copy.method == "forward" or module._parameters or module._buffers
+    kind = NoGraphError if alone else UntracedMethodError
+    raise kind(_not_captured(model_copy, failures)) from failures["torch.export"]
 
 
 def _not_captured(model_copy: ModelCopy, failures: Mapping[str, Exception]) -> str:
@@ -144,7 +147,8 @@ def _not_captured(model_copy: ModelCopy, failures: Mapping[str, Exception]) -> s
     last = failures["torch.export"]
     lines = [f"{way}: {first_line(error)}" for way, error in failures.items()]
     decides = isinstance(last, GuardOnDataDependentSymNode)
-    said = f"{type(model_copy.module).__name__} could not be captured:\n  " + "\n  ".join(lines)
+    method = "" if model_copy.method == "forward" else f".{model_copy.method}"
+    said = f"{type(model_copy.module).__name__}{method} could not be captured:\n  " + "\n  ".join(lines)
     return said + failed_line(last) + (_DATA_DECIDES if decides else "")
 
 
@@ -196,7 +200,8 @@ def _grad(keep_grad: bool) -> torch.set_grad_enabled:
 
 def _through_export(model_copy: ModelCopy, call: BoundCall, dynamic_shapes: Any, keep_grad: bool) -> Capture:
     module = model_copy.module
-    original = getattr(module, model_copy.method)
+    own = model_copy.method == "forward"
+    original = module.forward if own else pure_method(module, model_copy.method)
     changed: list[bool] = []
 
     @wraps(original)
@@ -225,7 +230,10 @@ def _through_export(model_copy: ModelCopy, call: BoundCall, dynamic_shapes: Any,
             f"{type(module).__name__} puts something into a list or dict that it is given: a placed model "
             "does not, it only returns results"
         )
-    return from_program(program, call, model_copy, "export")
+    found = from_program(program, call, model_copy, "export")
+    if not own and not any(node.op == "call_function" for node in found.graph.nodes):
+        raise RunAsItIs(f"{model_copy.method!r} computes nothing")
+    return found
 
 
 def _by_name(model_copy: ModelCopy, call: BoundCall, dynamic_shapes: Any) -> Any:

@@ -90,7 +90,8 @@ class Captures:
 
     def _trace(self, call: BoundCall | None, entry: str) -> Capture:
         options = self.options
-        found = capture(self.model_copy.part(entry), call, options.dynamic_shapes, keep_grad=options.grad)
+        shapes = None if entry else options.dynamic_shapes  # they are of forward's arguments
+        found = capture(self.model_copy.part(entry), call, shapes, keep_grad=options.grad)
         simplify(found, keep_grad=options.grad)
         name_apart(found, [other.capture for other in self.known])
         return found

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -333,8 +333,17 @@ def _run(
         hooks.append(part.register_forward_pre_hook(call.before, with_kwargs=True, prepend=True))
         hooks.append(part.register_forward_hook(call.after, with_kwargs=True, always_call=True))
     try:
-        method: Callable[..., Any] = method_of(tree, entry)
-        return method(*args, **kwargs)
+        run = method_of(tree, entry)
+        if isinstance(run, nn.Module):
+            return run(*args, **kwargs)
+        owner = tree.get_submodule(entry.partition(":")[0])  # its own tensors are used, but it is not called
+        args, kwargs = call.before(owner, args, kwargs)
+        try:
+            result = run(*args, **kwargs)
+        except BaseException:
+            call.after(owner, args, kwargs, None)
+            raise
+        return call.after(owner, args, kwargs, result)
     finally:
         for hook in hooks:
             hook.remove()

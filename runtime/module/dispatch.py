@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from graphplan.capture.capture_lock import CAPTURE_LOCK
+from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.modes import ModeReader, Modes
 from graphplan.capture.signature import BoundCall, bind_call
 from graphplan.errors import NoGraphError
@@ -71,7 +72,7 @@ def serve(
     Args:
         module: that is called.
         state: of it.
-        entry: path of the submodule that is called; empty for the module itself.
+        entry: what is called, as in :func:`graphplan.capture.model_methods.method_of`.
         signature: of what is called.
         args: of the call, by position.
         kwargs: of the call, by name.
@@ -187,7 +188,7 @@ def _captured(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> 
     try:
         state.programs.append(state.compile(call, modes, entry))
     except NoGraphError as error:
-        if state.refused is None:
+        if state.refused is None or isinstance(error, RunAsItIs | UntracedMethodError):
             raise
         state.refused(error)
         return ServedByModules(state.modulewise.note(entry, call, modes), call)

@@ -36,7 +36,7 @@ _ADAPTERS = {
     "active_adapter",
     "merged_adapters",
 }
-_NOT_READ = {*vars(nn.Module()), "_graphplan", *_ADAPTERS}
+_NOT_READ = {*vars(nn.Module()), "_graphplan", "_compiled_call_impl", *_ADAPTERS}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LONGEST = 60  # characters of a value in a message
 

@@ -41,6 +41,10 @@ class Start(Protocol):
     def known_plan(self) -> PlanData | None:
         """The plan that put the weights where they are, if any has."""
 
+    @property
+    def strict(self) -> bool:
+        """Whether what cannot be captured is an error."""
+
     def __call__(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str
     ) -> nn.Module:
@@ -71,9 +75,10 @@ class ModuleState:
 
     ``codes`` are bound to one module's weights, so a copy of the module makes its own.
     ``start`` places the module at its next call: where there were no inputs to plan with, and where
-    pickling has dropped the programs. ``restart`` is what pickling keeps for that. ``turns`` is held by a run
-    that streams weights, or goes module by module: they use the same memory. What is added to ``programs`` is
-    added under the capture lock; nothing is ever taken away.
+    pickling has dropped the programs. ``restart`` is what pickling keeps for that. ``as_written`` are methods
+    that run as they are. ``turns`` is held by a run that streams weights, or goes module by module: they use
+    the same memory. What is added to ``programs`` is added under the capture lock; nothing is ever taken
+    away.
     """
 
     programs: list[Program]
@@ -85,6 +90,7 @@ class ModuleState:
     refused: Refused | None = None
     start: Start | None = None
     device: torch.device | None = None
+    as_written: set[str] = field(default_factory=set)
     codes: dict[int, Code] = field(default_factory=dict)
     routes: list[KnownForm] = field(default_factory=list)
     by_sizes: dict[tuple[Any, ...], tuple[KnownForm, ...]] = field(default_factory=dict)
@@ -100,6 +106,11 @@ class ModuleState:
         """Of a module that was unpickled, the plan that put its weights where they are."""
         unpickled = self.start or (None if self.programs else self.restart)
         return None if unpickled is None else unpickled.known_plan
+
+    @property
+    def strict(self) -> bool:
+        """Whether what cannot be captured is an error."""
+        return self.refused is None if self.start is None else self.start.strict
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
         # constants of the code may be written to, so each copy has its own

@@ -39,6 +39,7 @@ from graphplan.runtime.module.dispatch import (
 )
 from graphplan.runtime.module.module_guard import ModuleGuard
 from graphplan.runtime.module.module_state import Compile, ModuleState, Refused, Start
+from graphplan.runtime.module.placed_parts import link
 from graphplan.runtime.module.placed_view import PlacedView
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.program_run import run
@@ -84,6 +85,9 @@ class PlacedModule(ShortNames):
         """Run the placed model on the model's own arguments."""
         return self._graphplan_enter("", self._graphplan.signature, args, kwargs)
 
+    def _graphplan_entry(self) -> tuple[nn.Module, str]:
+        return self, ""
+
     def _graphplan_enter(
         self,
         entry: str,
@@ -92,7 +96,7 @@ class PlacedModule(ShortNames):
         kwargs: dict[str, Any],
         record: Record | None = None,
     ) -> Any:
-        """Run the module, or a submodule of it, on its own arguments."""
+        """Run an entry of the module on its own arguments."""
         state = vars(self).get("_graphplan")  # None while another thread finds that hooks are to run it
         if state is None or state.start is not None or _change(self) is not None:
             _place_now(self, entry, args, kwargs)
@@ -127,6 +131,7 @@ class PlacedModule(ShortNames):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # of torch
+        link(self)
         if self._graphplan.start is None:
             self._graphplan.reader, self._graphplan.guard = ModeReader(self), ModuleGuard(self)
 
@@ -143,10 +148,14 @@ def _place_now(module: PlacedModule, entry: str, args: tuple[Any, ...], kwargs: 
             return
         _notice_changes(module)
         if module._graphplan.start is not None:
+            as_written = module._graphplan.as_written
             started = module._graphplan.start(module, args, kwargs, entry)
             object.__setattr__(module, "__dict__", started.__dict__)  # at once, for other threads
             if not isinstance(started, PlacedModule):  # hooks run it
                 module.__class__ = type(started)  # type: ignore[assignment]  # of the same original
+            else:
+                started._graphplan.as_written = as_written
+                link(module)
 
 
 def _change(module: PlacedModule) -> str | None:
@@ -251,6 +260,7 @@ def attach(
     share_prefetch_buffers(programs)
     state = ModuleState(programs, compile, signature, restart, keep_grad, return_outputs, refused)
     state.streams.pages.extend(memory)
+    link(module)
     state.reader, state.guard = ModeReader(module), ModuleGuard(module)
     module.__dict__["_graphplan"] = state
     for index in range(len(programs)):
@@ -259,4 +269,5 @@ def attach(
 
 def attach_start(module: nn.Module, start: Start) -> None:
     """Give a copy that is not placed yet the way to be, at its first call."""
+    link(module)
     module.__dict__["_graphplan"] = ModuleState([], start=start)

@@ -13,6 +13,7 @@ from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.module.code_assembly import named_tensors
 from graphplan.runtime.module.dispatch import Served
 from graphplan.runtime.module.module_state import Code
+from graphplan.runtime.module.placed_parts import as_written
 from graphplan.runtime.module.program import Program
 
 __all__ = ["run"]
@@ -48,7 +49,11 @@ def run(module: nn.Module, program: Program, code: Code, served: Served) -> Any:
         if tensors[state.position].device != state.home:
             tensors[state.position] = tensors[state.position].to(state.home)
     try:
-        results = code.bound(tensors)
+        if program.signature.symbolic:  # its code calls modules
+            with as_written():
+                results = code.bound(tensors)
+        else:
+            results = code.bound(tensors)
     except RuntimeError as error:
         _explain_moved_weights(module, program.plan, error)
         raise

@@ -72,6 +72,7 @@ def place_model(
     source: Checkpoint | None = None,
     *,
     owned: bool = False,
+    in_place: bool = False,
 ) -> Placement:
     """A copy of ``model`` whose weights are on their devices.
 
@@ -85,6 +86,7 @@ def place_model(
         placed_class: from the class of the model to that of the copy.
         source: where the data is read from instead of the model (a checkpoint).
         owned: whether ``model`` gives its weights away, so that what is in place is not copied.
+        in_place: whether its modules become those of the copy.
 
     Raises:
         InputError: a weight is on the meta device, so there is nothing to place.
@@ -102,7 +104,7 @@ def place_model(
     memo: dict[int, object] = {}
     for name, tensor in _all_tensors(model):
         memo[id(tensor)] = _like(tensor, placing.placed[weights.first[name]], memo)
-    copied = _refilled(model, memo) if owned else copy_to_run(model, memo)
+    copied = _refilled(model, memo) if in_place else copy_to_run(model, memo)
     copied.__dict__.pop("forward", None)  # a patched forward was traced; the class's is ours
     copied.__class__ = placed_class(type(model))
     return Placement(copied, tuple(placing.pages), () if source is None else source.files)

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from graphplan.capture.capture_lock import one_at_a_time
 from graphplan.capture.dynamic_sizes import exact_size, sizes_of_call
@@ -28,6 +27,8 @@ from graphplan.capture.signature import BoundCall, bind_call
 from graphplan.capture.tracing import on_cpu
 from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.errors import CaptureError, GraphplanError, NoGraphError, first_line
+from graphplan.runtime.module.module_state import ModuleState
+from graphplan.runtime.module.placed_parts import as_written, link, unlink
 from graphplan.runtime.module.result_structure import given_layouts, rebuilder
 from graphplan.runtime.module.transformers_methods import answers
 from graphplan.warnings import silenced, warn
@@ -92,7 +93,7 @@ def _generate(stage: _Stage, prompt: Mapping[str, torch.Tensor]) -> None:
     shell = _shell_of(stage)
     plainly: dict[str, Any] = {"do_sample": False, "num_beams": 1}
     try:
-        with silenced("transformers"), _refusing_to_compute(stage):
+        with silenced("transformers"), _linked(shell):
             shell.generate(**prompt, max_new_tokens=_TOKENS, min_new_tokens=_TOKENS, **plainly)
     except _Seen:
         pass
@@ -133,7 +134,6 @@ class _Stage:
     def __init__(self, compiler: Compiler, example: BoundCall) -> None:
         self.compiler = compiler
         self.calls: list[Rehearsed] = []
-        self.busy = False
         self._seen = [compiler.trace(example)]
         self._made: dict[int, tuple[int, int]] = {}  # identity of a result -> as in Rehearsed
         self._kept: list[Any] = []  # so that no identity comes again
@@ -141,11 +141,8 @@ class _Stage:
     def play(self, entry: str, signature: inspect.Signature, args: Any, kwargs: Any) -> Any:
         """One call."""
         call = bind_call(signature, args, kwargs)
-        self.busy = True
-        try:
+        with as_written():
             capture = self.compiler.trace(call, entry)
-        finally:
-            self.busy = False
         number = next((i for i, seen in enumerate(self._seen) if seen is capture), len(self._seen))
         made = {i: self._made[id(leaf)] for i, leaf in enumerate(call.leaves) if id(leaf) in self._made}
         if number == len(self._seen):
@@ -191,6 +188,9 @@ class _OnStage:
         stage, signature = self.__dict__["_graphplan_stage"], self.__dict__["_graphplan_signature"]
         return stage.play("", signature, args, kwargs)
 
+    def _graphplan_entry(self) -> tuple[Any, str]:
+        return self, ""
+
     def _graphplan_enter(self, entry: str, signature: inspect.Signature, args: Any, kwargs: Any) -> Any:
         return self.__dict__["_graphplan_stage"].play(entry, signature, args, kwargs)
 
@@ -203,21 +203,19 @@ def _shell_of(stage: _Stage) -> Any:
     body = {name: getattr(original, name) for name in names} | answers(_OnStage, original)
     shell: Any = object.__new__(type(original.__name__, (_OnStage, original), body))
     shell.__dict__.update(module.__dict__)
-    shell.__dict__.update(_graphplan_stage=stage, _graphplan_signature=stage.compiler.model_copy.signature)
+    shell.__dict__.update(
+        _graphplan=ModuleState([]),
+        _graphplan_stage=stage,
+        _graphplan_signature=stage.compiler.model_copy.signature,
+    )
     return shell
 
 
 @contextmanager
-def _refusing_to_compute(stage: _Stage) -> Iterator[None]:
-    """Inside, modules of the model run only to be traced: their weights are as large as they are."""
-    parts = {id(part): name for name, part in stage.compiler.model_copy.module.named_modules()}
-
-    def refuse(part: nn.Module, _inputs: Any) -> None:
-        if id(part) in parts and not stage.busy:
-            raise CaptureError(f"it calls {parts[id(part)] or 'the model'!r} by itself")
-
-    hook = register_module_forward_pre_hook(refuse)
+def _linked(shell: nn.Module) -> Iterator[None]:
+    """Inside, calls of submodules and of methods go to the stage too: they are traced, not computed."""
+    link(shell)
     try:
         yield
     finally:
-        hook.remove()
+        unlink(shell)

@@ -1,0 +1,240 @@
+"""Submodules and methods of a placed module, called by themselves: each has graphs of its own.
+
+Each is an *entry* of the whole, a path and perhaps a method, over the weights where they are::
+
+    placed.text_model(ids)     "text_model"    torch asks a module for what compile() put in place of its call
+    placed.encode(x)           ":encode"       the class that is made from the model's has such a method
+    placed.vae.decode(z)       "vae:decode"    likewise the class of the submodule
+
+Copies and pickles of submodules have none of this: they are plain modules, which is also why what is traced,
+or runs module by module, does not come back here.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphplan._compat.torch import call_of, set_call
+from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError, method_of
+from graphplan.capture.structure import leaves_of
+from graphplan.errors import PlanError
+from graphplan.warnings import warn
+
+__all__ = ["PlacedPart", "as_written", "link", "methods_of", "unlink"]
+
+_LIBRARIES = {"accelerate", "lightning", "peft", "pytorch_lightning", "torch"}
+_OF_TRANSFORMERS = re.compile(r"(encode|decode|get_(image|video|audio|text|qformer)_features)$")
+
+_OWN_CODE = (
+    "\nIts own code runs instead, and the submodules that it calls run as graphs of their own: what it "
+    "computes between them is not planned. strict=True makes this an error"
+)
+
+_own_thread = threading.local()
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """A block in which submodules and methods, called in this thread, run their own code."""
+    before = getattr(_own_thread, "as_written", False)
+    _own_thread.as_written = True
+    try:
+        yield
+    finally:
+        _own_thread.as_written = before
+
+
+class _Link:
+    """Sends calls of a submodule to its placed whole. It keeps neither alive; a copy of it is None."""
+
+    def __init__(self, whole: nn.Module, path: str, part: nn.Module) -> None:
+        self._whole, self._path, self._part = weakref.ref(whole), path, weakref.ref(part)
+        self._signature: inspect.Signature | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        part: Any = self._part()
+        whole = self.whole()
+        if whole is None:
+            return part._call_impl(*args, **kwargs)
+        if self._signature is None:
+            self._signature = inspect.signature(part.forward)
+        return _enter(whole, self._path, self._signature, args, kwargs)
+
+    def whole(self) -> nn.Module | None:
+        """The placed whole; None where the part is to run its own code: inside, or after it was replaced.
+
+        Raises:
+            PlanError: there is no whole any more.
+        """
+        if getattr(_own_thread, "as_written", False):
+            return None
+        whole = self._whole()
+        if whole is None:
+            raise PlanError(
+                f"{self._path!r} is a submodule of a placed model that is gone: keep the model that "
+                "partition returned as long as its submodules are called"
+            )
+        found: Any = whole
+        for name in self._path.split("."):
+            found = None if found is None else found._modules.get(name)
+        return whole if found is self._part() else None
+
+    def entry(self) -> tuple[nn.Module, str] | None:
+        """The whole and the path; None as :meth:`whole`."""
+        whole = self.whole()
+        return None if whole is None else (whole, self._path)
+
+    def __deepcopy__(self, _memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def _enter(whole: Any, entry: str, signature: inspect.Signature, args: Any, kwargs: Any) -> Any:
+    enter = getattr(type(whole), "_graphplan_enter", None)
+    if enter is None:  # hooks run it
+        return method_of(whole, entry)(*args, **kwargs)
+    return enter(whole, entry, signature, args, kwargs)
+
+
+class PlacedPart(nn.Module):
+    """A submodule of a placed module, of a class that has methods that may compute."""
+
+    def _graphplan_entry(self) -> tuple[nn.Module, str] | None:
+        found = call_of(self)
+        return found.entry() if isinstance(found, _Link) else None
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
+        plain = memo.get((PlacedPart, id(self)))  # one for all: it may refer to itself
+        if plain is None:
+            plain = memo[PlacedPart, id(self)] = _plain(self)
+        return copy.deepcopy(plain, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = _plain(self).__reduce_ex__(protocol)
+        made_by_class = not isinstance(reduced, str) and reduced[0].__name__ == "__newobj__"
+        return (_new, *reduced[1:]) if made_by_class else reduced
+
+
+def _new(cls: type[nn.Module], *args: Any) -> nn.Module:
+    """What ``copyreg.__newobj__`` makes; pickle lets that make objects of the pickled one's class only."""
+    return cls.__new__(cls, *args)
+
+
+def _original(part: PlacedPart) -> type[nn.Module]:
+    found: type[nn.Module] = type(part).__bases__[1]
+    return found
+
+
+def _plain(part: PlacedPart) -> nn.Module:
+    """The same module, seen as its own class."""
+    plain = object.__new__(_original(part))
+    object.__setattr__(plain, "__dict__", part.__dict__)
+    return plain
+
+
+def link(whole: nn.Module) -> None:
+    """Have the submodules that hold tensors, and their methods, answer through the whole."""
+    parts = dict(whole.named_modules())
+    for path in sorted(_with_tensors(parts) - {""}):
+        part = parts[path]
+        set_call(part, _Link(whole, path, part))
+        if not isinstance(part, PlacedPart):
+            part.__class__ = _part_class(type(part))
+
+
+def unlink(whole: nn.Module) -> None:
+    """Undo :func:`link`."""
+    for part in whole.modules():
+        if isinstance(call_of(part), _Link):
+            set_call(part, None)
+        if isinstance(part, PlacedPart):
+            part.__class__ = _original(part)  # type: ignore[assignment]  # what it was
+
+
+def _with_tensors(parts: dict[str, nn.Module]) -> set[str]:
+    """The paths of those that hold tensors, or have children that do."""
+    found: set[str] = set()
+    for path, part in parts.items():
+        if any(t is not None for t in (*part._parameters.values(), *part._buffers.values())):
+            steps = path.split(".")
+            found.update(".".join(steps[:depth]) for depth in range(len(steps) + 1))
+    return found & parts.keys()
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _part_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The class of placed submodules; the original itself where it has no methods that may compute."""
+    if original not in _classes:
+        methods = methods_of(original)
+        names = ("__module__", "__qualname__", "__doc__")
+        body = {name: getattr(original, name) for name in names} | methods
+        _classes[original] = type(original.__name__, (PlacedPart, original), body) if methods else original
+    return _classes[original]
+
+
+def methods_of(original: type[nn.Module]) -> dict[str, Any]:
+    """Name -> method that a placed class has in place of one of the model's own that may compute.
+
+    Given no tensor, or where it turns out to call the whole model or to change it, it runs as it is; what it
+    calls is placed then.
+    """
+    return {name: _entry(original, name) for name in dir(original) if _may_compute(original, name)}
+
+
+def _may_compute(original: type, name: str) -> bool:
+    if name.startswith("_") or hasattr(nn.Module, name):
+        return False
+    owner = next((cls for cls in original.__mro__ if name in vars(cls)), object)
+    found, library = vars(owner).get(name), owner.__module__.partition(".")[0]
+    if library in _LIBRARIES or (library == "transformers" and not _OF_TRANSFORMERS.match(name)):
+        return False
+    return inspect.isfunction(found) and not (
+        inspect.isgeneratorfunction(found) or inspect.iscoroutinefunction(found)
+    )
+
+
+def _entry(original: type[nn.Module], name: str) -> Callable[..., Any]:
+    method = getattr(original, name)
+    signature: list[inspect.Signature] = []
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = self._graphplan_entry() if _has_tensor((args, kwargs)) else None
+        if found is None:
+            return method(self, *args, **kwargs)
+        if not signature:
+            signature.append(inspect.signature(method.__get__(self)))
+        whole, path = found
+        entry, own = f"{path}:{name}", whole._graphplan.as_written
+        if entry not in own:
+            try:
+                return _enter(whole, entry, signature[0], args, kwargs)
+            except RunAsItIs:
+                own.add(entry)
+            except UntracedMethodError as error:
+                if whole._graphplan.strict:
+                    raise
+                warn(f"{error}{_OWN_CODE}")
+                own.add(entry)
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+def _has_tensor(arguments: Sequence[Any]) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(arguments))

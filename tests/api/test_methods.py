@@ -1,0 +1,380 @@
+"""Methods and submodules of a placed model run by themselves, over the weights where they are."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from builders import bytes_of, largest_difference
+from torch import nn
+
+import graphplan
+from graphplan import GraphplanWarning
+
+
+def stack(count: int = 3, width: int = 32) -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(count)))
+
+
+def require_rows(x: torch.Tensor) -> None:
+    """A check that no symbolic trace takes: models without example inputs wait for their first call."""
+    if x.shape[0] == 0:
+        raise ValueError("no rows")
+
+
+class Autoencoder(nn.Module):
+    """As in diffusers: both ways have convolutions of their own beside the whole's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder, self.quant = stack(), stack(), nn.Linear(32, 32)
+        self.shift = nn.Parameter(torch.randn(32))
+        self.tiled, self.kept = False, list[Any]()
+
+    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"latent": self.quant(self.encoder(x)) + self.shift}
+
+    def decode(self, z: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        found: torch.Tensor = self.decoder(z - self.shift) * scale
+        return found
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        require_rows(x)
+        return self.decode(self.encode(x)["latent"])
+
+    def use_tiling(self) -> str:
+        self.tiled = True
+        return "tiled"
+
+    def keep(self, x: torch.Tensor) -> None:
+        self.kept.append(x)
+
+    def repeat(self, x: torch.Tensor, times: int) -> torch.Tensor:
+        for _ in range(times):
+            x = self(x)
+        return x
+
+    def until_small(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.quant(x) + self.shift
+        while float(x.abs().max()) > 0.5:
+            x = x / 2
+        return self.decoder(x)
+
+
+class Pair(nn.Module):
+    """A model whose part has methods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vae, self.head = Autoencoder(), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        require_rows(x)
+        return self.head(self.vae(x))
+
+
+class Features(nn.Module):
+    """As in timm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.norm, self.head = stack(4), nn.BatchNorm1d(32), nn.Linear(32, 10)
+        self.register_buffer("offset", torch.randn(32))
+
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.blocks(x + self.offset))
+
+    def forward_head(self, x: torch.Tensor, pre_logits: bool = False) -> torch.Tensor:
+        return x if pre_logits else self.head(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        require_rows(x)
+        return self.forward_head(self.forward_features(x))
+
+
+X = torch.randn(4, 32)
+
+
+def over_two_devices(model: nn.Module) -> dict[Any, Any]:
+    room = int(0.6 * bytes_of(model)) + 8192
+    return {0: room, 1: room}
+
+
+@contextmanager
+def placed(model: nn.Module, *, called: bool = True, **options: Any) -> Iterator[tuple[Any, Any]]:
+    """(machine, the model over two devices of which none holds it)."""
+    with graphplan.simulate(over_two_devices(model)) as machine:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="(?s).*first call")
+            made: Any = graphplan.partition(model, machine.max_memory, (X,) if called else (), **options)
+        machine.reset_peaks()
+        yield machine, made
+        for key in (0, 1):
+            assert machine.peak_bytes(key) <= machine.max_memory[key]
+        del made
+        gc.collect()
+
+
+def eager(model: nn.Module, call: Callable[[Any], Any]) -> Any:
+    with torch.no_grad():
+        return call(copy.deepcopy(model))
+
+
+ENTRIES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
+    "a method": (Autoencoder, lambda m: m.encode(X)),
+    "a method with an option": (Autoencoder, lambda m: m.decode(X, scale=2.0)),
+    "a submodule": (Autoencoder, lambda m: m.decoder(X)),
+    "one of a Sequential": (lambda: stack(8), lambda m: m[1](X)),
+    "a deep submodule": (Autoencoder, lambda m: m.encoder[0][0](X)),
+    "a method of a submodule": (Pair, lambda m: m.vae.decode(X)),
+    "features": (Features, lambda m: m.forward_features(X)),
+    "features and head": (Features, lambda m: m.forward_head(m.forward_features(X))),
+    "no head": (Features, lambda m: m.forward_head(X, pre_logits=True)),
+    "by its path": (Pair, lambda m: m.get_submodule("vae").encode(X)),
+    "layers one by one": (lambda: stack(8), lambda m: [layer(X) for layer in m]),
+    "around the model": (Autoencoder, lambda m: m.repeat(X, 3)),
+}
+
+
+@pytest.mark.parametrize("called", [True, False], ids=["with", "without examples"])
+@pytest.mark.parametrize("name", ENTRIES)
+def test_entries_equal_eager(name: str, called: bool) -> None:
+    make, call = ENTRIES[name]
+    model = make().eval()
+    with placed(model, called=called) as (_, made), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            assert largest_difference(call(made), eager(model, call)) < 1e-5
+        assert largest_difference(made(X), eager(model, lambda m: m(X))) < 1e-5
+        assert {p.device.index for p in made.parameters()} == {0, 1}
+        assert isinstance(made, type(model))
+        assert call(made)[0].device == X.device if name == "layers one by one" else True
+
+
+def test_each_has_one_graph_over_the_same_weights() -> None:
+    with placed(Autoencoder().eval()) as (machine, made):
+        gc.collect()
+        live = {key: machine.live_bytes(key) for key in (0, 1)}
+        for _ in range(3):
+            made.encode(X)
+            made.decoder(X)
+        gc.collect()
+        assert len(made.plans) == 3
+        assert {key: machine.live_bytes(key) for key in (0, 1)} == live
+
+
+def test_what_only_touches_attributes_runs_as_it_is() -> None:
+    with placed(Autoencoder().eval()) as (_, made), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made.keep(X)
+        made.keep(X)
+        assert [one is X for one in made.kept] == [True, True]
+        assert made.use_tiling() == "tiled"
+        assert made.tiled
+        assert len(made.plans) == 1
+
+
+def test_a_method_that_cannot_be_traced_runs_module_by_module() -> None:
+    model = Autoencoder().eval()
+    with placed(model) as (_, made):
+        expected = eager(model, lambda m: m.until_small(X))
+        with pytest.warns(GraphplanWarning, match="one by one"):
+            assert largest_difference(made.until_small(X), expected) < 1e-5
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert largest_difference(made.until_small(X), expected) < 1e-5
+
+
+class Gaussian:
+    """As in diffusers: a result that no graph has."""
+
+    def __init__(self, moments: torch.Tensor) -> None:
+        self.mean, self.logvar = moments.chunk(2, dim=1)
+
+
+class Sampling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = stack(), nn.Linear(16, 32)
+
+    def encode(self, x: torch.Tensor) -> Gaussian:
+        return Gaussian(self.encoder(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        require_rows(x)
+        return self.decoder(self.encoder(x)[:, :16])
+
+
+@pytest.mark.parametrize("called", [True, False], ids=["with", "without examples"])
+def test_a_method_over_submodules_that_cannot_be_traced_runs_its_own_code(called: bool) -> None:
+    model = Sampling().eval()
+    with placed(model, called=called) as (_, made):
+        with pytest.warns(GraphplanWarning, match=r"Sampling.encode could not be captured(?s:.*)own code"):
+            made.encode(X)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            expected = eager(model, lambda m: m.encode(X).mean)
+            assert largest_difference(made.encode(X).mean, expected) < 1e-5
+        assert len(made.plans) == 1 + called
+    with placed(model, called=called, strict=True) as (_, made), pytest.raises(graphplan.NoGraphError):
+        made.encode(X)
+
+
+def test_strict_refuses_a_method_that_cannot_be_traced() -> None:
+    with placed(Autoencoder().eval(), strict=True) as (_, made):
+        with pytest.raises(graphplan.NoGraphError):
+            made.until_small(X)
+        assert largest_difference(made.repeat(X, 2), made(made(X))) < 1e-6
+
+
+def test_errors_of_a_method_are_the_models() -> None:
+    with placed(Features().eval()) as (_, made), pytest.raises(RuntimeError, match="size of tensor"):
+        made.forward_features(torch.randn(4, 31))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_copies_have_entries_of_their_own(copied: Callable[[Any], Any]) -> None:
+    model = Pair().eval()
+    with placed(model) as (machine, made), machine.unmetered():
+        made.vae.decode(X)
+        other = copied(made)
+        assert largest_difference(other.vae.decode(X), eager(model, lambda m: m.vae.decode(X))) < 1e-5
+        assert largest_difference(other.head(X), eager(model, lambda m: m.head(X))) < 1e-5
+        with torch.no_grad():
+            other.head.weight.zero_()
+        assert largest_difference(made.head(X), eager(model, lambda m: m.head(X))) < 1e-5
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_of_a_submodule_is_a_plain_module(copied: Callable[[Any], Any]) -> None:
+    model = Pair().eval()
+    with placed(model) as (machine, made), machine.unmetered():
+        part = copied(made.vae).cpu()
+        assert type(part) is Autoencoder
+        del made
+        gc.collect()
+        assert largest_difference(part.decode(X), eager(model, lambda m: m.vae.decode(X))) < 1e-5
+        assert type(graphplan.unplace(copied(_placed_again(model, machine))).vae) is Autoencoder
+
+
+def _placed_again(model: nn.Module, machine: Any) -> nn.Module:
+    return graphplan.partition(model, machine.max_memory, (X,))
+
+
+def test_a_submodule_of_a_model_that_is_gone_says_so() -> None:
+    with graphplan.simulate({0: "1MiB"}):
+        part = graphplan.partition(Pair().eval(), {"cpu": "1MiB"}, (X,)).head
+        with pytest.raises(graphplan.PlanError, match="keep the model"):
+            part(X)
+
+
+def test_names_weights_and_classes_of_submodules_stay() -> None:
+    model = Pair().eval()
+    with placed(model) as (_, made):
+        assert list(made.state_dict()) == list(model.state_dict())
+        assert [type(part).__name__ for part in made.modules()][1:] == [
+            type(part).__name__ for part in model.modules()
+        ][1:]
+        assert type(made.head) is nn.Linear
+        assert isinstance(made.vae, Autoencoder)
+        assert made.vae is made.get_submodule("vae")
+        assert made.head.weight is dict(made.named_parameters())["head.weight"]
+
+
+def test_hooks_of_a_submodule_run_when_it_is_called() -> None:
+    model, seen = Pair().eval(), list[int]()
+    with placed(model) as (_, made):
+        made.vae.register_forward_hook(lambda *_: seen.append(1))
+        with pytest.warns(GraphplanWarning, match="hooks were added"):
+            result = made.vae(X)
+        assert largest_difference(result, eager(model, lambda m: m.vae(X))) < 1e-5
+        assert seen == [1]
+
+
+def test_changes_of_a_submodule_are_followed() -> None:
+    model = Pair().eval()
+    with placed(model) as (_, made):
+        made.vae.decode(X)
+        part = made.vae
+        model.vae.decoder[0][1] = nn.ReLU()
+        made.vae.decoder[0][1] = nn.ReLU()
+        with pytest.warns(GraphplanWarning, match="captured anew"):
+            assert largest_difference(made.vae.decode(X), eager(model, lambda m: m.vae.decode(X))) < 1e-5
+        assert largest_difference(made.head(X), eager(model, lambda m: m.head(X))) < 1e-5
+        assert part is made.vae
+
+
+def test_a_submodule_that_was_held_before_the_first_call_is_placed() -> None:
+    model = Pair().eval()
+    with placed(model, called=False) as (_, made):
+        part = made.vae
+        for _ in range(2):
+            assert largest_difference(part.decode(X), eager(model, lambda m: m.vae.decode(X))) < 1e-5
+        assert part is made.vae
+        assert len(made.plans) == 1
+
+
+def test_a_symbolic_trace_calls_its_modules_themselves() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).eval()
+    x = torch.randn(3, 8)
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        made = graphplan.partition(model, machine.max_memory)
+        assert made.plan.method == "symbolic_trace"
+        assert largest_difference(made(x), eager(model, lambda m: m(x))) < 1e-6
+        assert len(made.plans) == 1
+        assert largest_difference(made[1](x), eager(model, lambda m: m[1](x))) < 1e-6
+
+
+def test_methods_are_planned_for_by_name() -> None:
+    model = Pair().eval()
+    calls = [("vae.encode", (X,), {}), ("vae.decode", (X,), {}), ("head", (X,), {}), ((X,), {})]
+    with placed(model) as (machine, made), machine.unmetered():
+        assert len(graphplan.plan(model, machine.max_memory, calls=calls).others) == 3
+    with graphplan.simulate(over_two_devices(model)) as machine:
+        made = graphplan.partition(model, machine.max_memory, calls=calls, check=True)
+        assert len(made.plans) == 4
+        made.vae.encode(X), made.vae.decode(X), made.head(X), made(X)
+        assert len(made.plans) == 4
+    with pytest.raises(graphplan.InputError, match=r"no submodule and no method 'vae\.code'"):
+        graphplan.plan(model, {"cpu": "1GiB"}, calls=[("vae.code", (X,), {})])
+
+
+def test_shapes_of_forward_are_not_those_of_methods() -> None:
+    model = Features().eval()
+    batch = torch.export.Dim("batch", min=1, max=8)
+    with placed(model, dynamic_shapes={"x": {0: batch}}) as (_, made):
+        assert largest_difference(made.head(X), eager(model, lambda m: m.head(X))) < 1e-5
+
+
+def test_clip() -> None:
+    from transformers import CLIPConfig, CLIPModel
+
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {**small, "vocab_size": 99, "max_position_embeddings": 16}
+    model = CLIPModel(
+        CLIPConfig(text_config=text, vision_config={**small, "image_size": 32, "patch_size": 16})
+    ).eval()
+    ids, image = torch.arange(1, 13).reshape(2, 6), torch.randn(2, 3, 32, 32)
+    entries: list[Callable[[Any], Any]] = [
+        lambda m: m.get_text_features(input_ids=ids).pooler_output,
+        lambda m: m.get_image_features(image).pooler_output,
+        lambda m: m.text_model(ids).last_hidden_state,
+        lambda m: m.vision_model(pixel_values=image).pooler_output,
+        lambda m: m.text_model.embeddings(ids),
+        lambda m: m.visual_projection(torch.ones(2, 32)),
+    ]
+    inputs = {"input_ids": ids, "pixel_values": image}
+    with graphplan.simulate(over_two_devices(model)) as machine:
+        made = graphplan.partition(model, machine.max_memory, kwargs=inputs)
+        machine.reset_peaks()
+        for entry in entries:
+            assert largest_difference(entry(made), eager(model, entry)) < 1e-5
+        assert len(made.plans) == 1 + len(entries)
+        assert all(machine.peak_bytes(key) <= machine.max_memory[key] for key in (0, 1))
