@@ -1,12 +1,15 @@
 """How planning time grows: stage by stage with the depth of a model, and of the search with operations.
 
-python benchmarks/planning_time.py [--layers 2 32 80] [--operations 500 1000 2000 4000 8000]
-                                   [--devices 2 4 8 16]
+python benchmarks/planning_time.py [--layers 2 32 80] [--models llama-3-8b ...]
+                                   [--operations 500 1000 2000 4000 8000] [--devices 2 4 8 16]
 
-Llamas of the 70B's width on the meta device are planned over eight devices. The search alone is given two
-kinds of graph: layers of a Llama on like cards, and random operations on cards of two speeds. For each kind
-and number of devices, seconds = a * operations^p is fitted by least squares on logarithms. Seconds are those
-of the processor, so that what else a machine does is not in them.
+Llamas of the 70B's width on the meta device are planned over eight devices, and well-known models in their
+true sizes over two. Beside these is plain ``torch.export.export`` of the same call: of its sizes alone, and
+with batches and lengths that vary, as they do in ours. Language models are exported without a cache, whose
+class it does not know. The search alone is given two kinds of graph: layers of a Llama on like cards, and
+random operations on cards of two speeds. For each kind and number of devices, seconds = a * operations^p is
+fitted by least squares on logarithms. Seconds are those of the processor, so that what else a machine does
+is not in them.
 """
 
 from __future__ import annotations
@@ -15,14 +18,16 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import transformers as hf
 from instances import Instance, random_chain, stack
-from models import LLAMA_70B
+from models import LLAMA_70B, MODELS, Model
 from report import table, write
-from transformers import LlamaForCausalLM
+from torch.fx.experimental import _config as symbolic_config
 
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.compiler.options import Options
@@ -42,28 +47,90 @@ KINDS: dict[str, Callable[[int, int], Instance]] = {
 # -- stage by stage --------------------------------------------------------------------------------
 
 
-def stages(layers: int, devices: int = MODEL_DEVICES) -> dict[str, Any]:
-    """Seconds of each stage of planning a Llama of the 70B's width."""
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LLAMA_70B(num_hidden_layers=layers)).to(torch.bfloat16).eval()
-        ids = torch.zeros(1, 512, dtype=torch.long)
+def llama_70b(layers: int) -> Model:
+    """A Llama of the 70B's width."""
+    config = partial(LLAMA_70B, num_hidden_layers=layers)
+    return Model(hf.LlamaForCausalLM, config, MODELS["llama-3-70b"].inputs)
+
+
+_BERT = partial(
+    hf.BertConfig, hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16
+)
+_LLAMA_8B = partial(
+    LLAMA_70B, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32
+)
+FULL_SIZE = {
+    "llama-3-8b": Model(hf.LlamaForCausalLM, _LLAMA_8B, MODELS["llama-3-70b"].inputs),
+    "bert-large": Model(hf.BertForMaskedLM, _BERT, MODELS["llama-3-70b"].inputs),
+    **{name: MODELS[name] for name in ("whisper-large", "segformer-b5", "resnet-152")},
+}
+
+
+def timed(seconds: dict[str, float], stage: str, work: Callable[[], T]) -> T:
+    """What ``work`` returns; its seconds of the processor are noted."""
+    start = time.process_time()
+    result = work()
+    seconds[stage] = time.process_time() - start
+    return result
+
+
+def stages(known: Model, devices: int) -> dict[str, Any]:
+    """Seconds of each stage of planning a model."""
+    model, inputs = known.build(), known.example()
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     topology = read_max_memory({i: int(size / devices * 1.15) + (6 << 30) for i in range(devices)})
     seconds: dict[str, float] = {}
+    model_copy = timed(seconds, "copy", lambda: ModelCopy(model))
+    compiler = Compiler(model_copy, topology, Options())
+    call = model_copy.bind((), inputs)
+    timed(seconds, "capture", lambda: compiler.trace(call))
+    timed(seconds, "annotate", lambda: compiler.pose(EntryCall(call)))
+    planned = timed(seconds, "place", lambda: compiler.plan(call))
+    return {
+        "operations": len(planned.plan.graph.operations),
+        "gap": planned.plan.gap,
+        "seconds": seconds,
+    }
 
-    def timed(stage: str, work: Callable[[], T]) -> T:
-        start = time.process_time()
-        result = work()
-        seconds[stage] = time.process_time() - start
-        return result
 
-    compiler = Compiler(timed("copy", lambda: ModelCopy(model)), topology, Options())
-    call = compiler.model_copy.bind((), {"input_ids": ids})
-    timed("capture", lambda: compiler.trace(call))
-    timed("annotate", lambda: compiler.pose(EntryCall(call)))
-    planned = timed("place", lambda: compiler.plan(call))
-    operations, gap = len(planned.plan.graph.operations), planned.plan.gap
-    return {"layers": layers, "operations": operations, "gap": gap, "seconds": seconds}
+def exported(known: Model) -> dict[str, float]:
+    """Seconds of plain ``torch.export`` of the call: of its sizes, and of batches and lengths that vary."""
+    model, inputs = known.build(), known.example()
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False
+    auto = torch.export.Dim.AUTO
+    varying = {
+        name: dict.fromkeys([0] if tensor.is_floating_point() else [0, 1], auto)
+        for name, tensor in inputs.items()
+    }
+    seconds: dict[str, float] = {}
+
+    def export(shapes: Any) -> None:
+        with torch.no_grad(), symbolic_config.patch(backed_size_oblivious=True):
+            torch.export.export(model, (), inputs, dynamic_shapes=shapes, strict=False)
+
+    timed(seconds, "export", lambda: export(None))
+    timed(seconds, "export, sizes vary", lambda: export(varying))
+    return seconds
+
+
+def model_row(name: str, known: Model) -> dict[str, Any]:
+    """A model in its true size: planned, and exported; the least of three of each."""
+    runs = [(stages(known, 2), exported(known)) for _ in range(3)]
+    best = min((run for run, _ in runs), key=lambda run: sum(run["seconds"].values()))
+    plain = {way: min(seconds[way] for _, seconds in runs) for way in runs[0][1]}
+    return {"model": name, **best, "plain": plain}
+
+
+def model_table(rows: Sequence[dict[str, Any]]) -> str:
+    """A line for each model: stages, plain export, and how often that is in what comes before the search."""
+    lines = []
+    for row in rows:
+        before = sum(row["seconds"][stage] for stage in ("copy", "capture", "annotate"))
+        line = [row["model"], row["operations"], *(f"{s:.2f}" for s in row["seconds"].values())]
+        ratios = [f"{s:.2f} ({before / s:.2f} x)" for s in row["plain"].values()]
+        lines.append([*line, *ratios])
+    return table(["model", "operations", *rows[0]["seconds"], *rows[0]["plain"]], lines)
 
 
 def stage_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -127,12 +194,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 32, 80])
+    parser.add_argument("--models", nargs="+", default=list(FULL_SIZE), choices=list(FULL_SIZE))
     parser.add_argument("--operations", type=int, nargs="+", default=[500, 1000, 2000, 4000, 8000])
     parser.add_argument("--devices", type=int, nargs="+", default=[2, 4, 8, 16])
     asked = parser.parse_args()
-    stages(1, 2)  # imports and first-use caches
-    models = [stages(layers) for layers in asked.layers]
-    print(stage_table(models))
+    stages(llama_70b(1), 2)  # imports and first-use caches
+    depths = [{"layers": layers, **stages(llama_70b(layers), MODEL_DEVICES)} for layers in asked.layers]
+    print(stage_table(depths))
+    models = [model_row(name, FULL_SIZE[name]) for name in asked.models]
+    print("\n" + model_table(models))
     rows: list[Row] = []
     for kind in KINDS:
         search(kind, asked.operations[0], asked.devices[0])  # first-use caches
@@ -142,7 +212,8 @@ def main() -> None:
     for law in laws(rows):
         print(f"{law.kind}, {law.devices} devices: {law.scale:.3g} s x operations^{law.exponent:.2f}")
     searches = {"searches": [asdict(row) for row in rows], "laws": [asdict(law) for law in laws(rows)]}
-    print(f"wrote {write('planning_time', {'devices': MODEL_DEVICES, 'rows': models, **searches})}")
+    planned = {"devices": MODEL_DEVICES, "rows": depths, "models": models}
+    print(f"wrote {write('planning_time', {**planned, **searches})}")
 
 
 if __name__ == "__main__":

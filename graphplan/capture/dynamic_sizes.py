@@ -115,7 +115,7 @@ def with_splits(graph: fx.Graph, sizes: Mapping[Any, int]) -> dict[Any, int]:
 
 
 def _is_open(expression: Any) -> bool:
-    return getattr(expression, "is_symbol", False) and str(expression).startswith("u")
+    return getattr(expression, "is_symbol", False) and expression.name.startswith("u")
 
 
 def _largest(size: Any, sizes: Mapping[Any, int]) -> int | None:

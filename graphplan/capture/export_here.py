@@ -7,13 +7,15 @@ make other masks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from graphplan._compat.export_work import less_work
 from graphplan._compat.torch import export_tracer
+from graphplan.capture.source_lines import calling_line
 from graphplan.capture.structure import torch_knows
 from graphplan.capture.thread_patches import Patch, patched
 
@@ -21,8 +23,12 @@ __all__ = ["exporting"]
 
 
 @contextmanager
-def exporting() -> Iterator[None]:
-    """A block for a ``torch.export`` of what graphplan can look inside."""
+def exporting(*, keep_grad: bool) -> Iterator[None]:
+    """A block for a ``torch.export`` of what graphplan can look inside.
+
+    Args:
+        keep_grad: changes of the gradient mode are part of the graph.
+    """
     tracer: Any = export_tracer()
     flags = torch.compiler
     with (
@@ -32,6 +38,8 @@ def exporting() -> Iterator[None]:
             Patch(flags, "is_compiling", flags.is_dynamo_compiling, flags.is_compiling),
             Patch(tracer, "call_module", _call, tracer.call_module),
             Patch(tracer, "getattr", _value, tracer.getattr),
+            Patch.of(tracer, "create_node", _with_calling_line),
+            *(Patch.of(*replacement) for replacement in less_work(keep_grad=keep_grad)),
         ),
     ):
         yield
@@ -47,3 +55,16 @@ def _call(_tracer: Any, _module: Any, forward: Any, args: Any, kwargs: Any) -> A
 
 def _value(_tracer: Any, _name: str, value: Any, _known: Any) -> Any:
     return value
+
+
+def _with_calling_line(own: Callable[..., Any]) -> Callable[..., Any]:
+    """``create_node`` that notes one line of the model's code instead of the text of the whole stack."""
+
+    def create_node(tracer: Any, *args: Any, **kwargs: Any) -> Any:
+        tracer.record_stack_traces = False
+        node = own(tracer, *args, **kwargs)
+        if node.op == "call_function":
+            node.meta["stack_trace"] = calling_line()
+        return node
+
+    return create_node

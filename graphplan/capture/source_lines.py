@@ -7,13 +7,15 @@ import sys
 import traceback
 from functools import lru_cache
 from pathlib import PurePath
+from types import FrameType
 
 import torch
 
-__all__ = ["failed_line", "source_line"]
+__all__ = ["calling_line", "failed_line", "source_line"]
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _NOT_THE_MODELS = (f"{PurePath(torch.__file__).parent}/", f"{PurePath(__file__).parents[1]}/")
+_EXPORT = f"{PurePath(torch.__file__).parent}/export/"
 _AROUND = ("/transformers/exporters/", "/contextlib.py", "/functools.py")
 
 
@@ -27,6 +29,23 @@ def source_line(stack: str) -> str:
     own = [frame for frame in frames if not frame["file"].startswith(_NOT_THE_MODELS)]
     chosen = (own or frames)[-1:]
     return "".join(f"{_from_root(frame['file'])}:{frame['line']}" for frame in chosen)
+
+
+def calling_line() -> str:
+    """Inside an export: the line of the innermost ``forward`` outside torch and graphplan, as in a stack.
+
+    Torch's own where there is no other.
+    """
+    torchs = ""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith(_EXPORT):
+        if frame.f_code.co_name == "forward":
+            line = f'File "{frame.f_code.co_filename}", line {frame.f_lineno}'
+            if not frame.f_code.co_filename.startswith(_NOT_THE_MODELS):
+                return line
+            torchs = torchs or line
+        frame = frame.f_back
+    return torchs
 
 
 def failed_line(error: BaseException) -> str:

@@ -217,7 +217,7 @@ def _through_export(model_copy: ModelCopy, call: BoundCall, dynamic_shapes: Any,
     shapes = _by_name(model_copy, call, dynamic_shapes)
     require_in_range(call, shapes)
     masks = masks_as_in_eager() if is_transformers_model(module) else nullcontext()
-    with quiet(), _grad(keep_grad), masks, with_forward(module, forward), exporting():
+    with quiet(), _grad(keep_grad), masks, with_forward(module, forward), exporting(keep_grad=keep_grad):
         program = torch.export.export(
             module,
             call.args,

@@ -34,6 +34,7 @@ class Annotator:
     ) -> None:
         self.capture, self.weights, self.device_types = capture, weights, device_types
         self.interpreter = Interpreter(device_types, capture.sizes)
+        self._as_it_is: Graph | None = None
 
     def of(self, capture: Capture) -> Annotator:
         """An annotator of another capture of the model, which knows what this one has measured."""
@@ -55,7 +56,14 @@ class Annotator:
         Raises:
             CaptureError: an operation that cannot be run on fake tensors and has no recorded result.
         """
-        reader = GraphReader(self.capture, self.weights, kinds or {})
+        if schedule is not None:
+            return self._read(schedule, kinds or {})
+        if self._as_it_is is None:
+            self._as_it_is = self._read(None, {})
+        return self._as_it_is
+
+    def _read(self, schedule: Schedule | None, kinds: Mapping[DeviceKey, str]) -> Graph:
+        reader = GraphReader(self.capture, self.weights, kinds)
         if self.capture.method == "symbolic_trace":
             reader.read_unknown()
         else:

@@ -16,7 +16,8 @@ import pytest
 import torch
 from builders import largest_difference
 from language_models import VOCABULARY, build
-from torch import nn
+from torch import fx, nn
+from torch.fx.experimental import sym_node
 from torch.utils import _pytree as pytree
 
 import graphplan
@@ -104,6 +105,7 @@ def patched_globals() -> dict[str, Any]:
     found["attention"] = ALL_ATTENTION_FUNCTIONS["sdpa"]
     found["functional"] = functional.scaled_dot_product_attention
     found["call"], found["getattr"] = nn.Module.__call__, nn.Module.__getattr__
+    found["code"], found["sizes"] = fx.GraphModule.recompile, sym_node.SymNode.mul
     found["stderr"] = sys.stderr
     return found
 

@@ -123,7 +123,7 @@ def _export(module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool,
     with (
         with_forward(module, forward),
         _patched_for_export(module, inputs, flags, keep_grad=keep_grad, uniform=uniform),
-        exporting(),
+        exporting(keep_grad=keep_grad),
     ):
         traced = forwards_of(module)
         program = torch.export.export(

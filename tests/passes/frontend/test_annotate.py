@@ -104,6 +104,13 @@ def test_equal_operations_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(measured) == 1
 
 
+def test_a_graph_is_read_once() -> None:
+    model_copy = ModelCopy(nn.Linear(4, 4))
+    found = capture(model_copy, model_copy.bind((torch.ones(2, 4),), {}))
+    annotator = Annotator(found, model_copy.weights)
+    assert annotator.graph() is annotator.graph()
+
+
 def test_what_is_written_to_is_known() -> None:
     graph = graph_of(nn.BatchNorm1d(4).train(), torch.randn(8, 4))
     written = {name for op in graph.operations.values() for name in op.mutates}

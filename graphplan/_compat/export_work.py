@@ -1,0 +1,116 @@
+"""What ``torch.export`` does beside tracing that no capture needs. Tested with torch 2.13.
+
+It is half of the time of a Llama's export: Python code is compiled for every graph that a pass makes,
+``no_grad`` blocks are split off and put back, and sizes are computed anew, symbol by symbol, in each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental import proxy_tensor, sym_node
+
+from graphplan._compat.private_names import private
+
+__all__ = ["Replacement", "less_work"]
+
+_TESTED = "2.13"
+
+Replacement = tuple[Any, str, Callable[[Any], Any]]
+"""A class, the name of its method, and what makes another of the method."""
+
+_OF_TWO_SIZES = ("add", "sub", "mul", "eq", "ne", "gt", "ge", "lt", "le", "sym_max")
+
+
+def less_work(*, keep_grad: bool) -> list[Replacement]:
+    """What to replace while ``torch.export`` is at work; the graph is the same.
+
+    Args:
+        keep_grad: leave changes of the gradient mode in the graph.
+    """
+    found: list[Replacement] = [(fx.GraphModule, "recompile", _when_called)]
+    sizes = private(sym_node, "SymNode", "torch", _TESTED)
+    found += [(sizes, name, _remembered) for name in _OF_TWO_SIZES if private(sizes, name, "torch", _TESTED)]
+    found.append((sizes, "maybe_as_int", _number))
+    private(proxy_tensor, "_extract_tensor_metadata", "torch", _TESTED)
+    found.append((proxy_tensor, "_extract_tensor_metadata", lambda _: _nothing))
+    if not keep_grad:
+        mode = private(proxy_tensor, "PreDispatchTorchFunctionMode", "torch", _TESTED)
+        found.append((mode, "__torch_function__", _without_grad_mode))
+    return found
+
+
+def _when_called(own: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """``GraphModule.recompile`` that leaves the code to the first call of the module."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own(self)
+        return self(*args, **kwargs)
+
+    def recompile(self: Any) -> None:
+        codegen = self.graph._codegen
+        if hasattr(codegen, "pytree_info"):
+            self._in_spec, self._out_spec = codegen.pytree_info.in_spec, codegen.pytree_info.out_spec
+        type(self).forward = forward
+
+    return recompile
+
+
+def _without_grad_mode(own: Callable[..., Any]) -> Callable[..., Any]:
+    """The mode that writes ``set_grad_enabled`` into the graph, without that."""
+
+    def function(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._C._set_grad_enabled:
+            return func(*args)
+        return own(self, func, types, args, kwargs)
+
+    return function
+
+
+def _remembered(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """An operation of two sizes that is computed once; its results are objects of their own."""
+    tracing, kind = proxy_tensor.get_proxy_mode, sym_node.SymNode
+    known: dict[Any, tuple[Any, Any, Any]] = {}  # with the operands, so that no other has their id
+
+    def operation(a: Any, b: Any) -> Any:
+        if tracing() is not None:  # it goes into the graph
+            return own(a, b)
+        x, y, env = a._expr, b._expr, a.shape_env
+        key = (id(x), id(y), id(env), env._replacements_version_counter, a.pytype, b.pytype)
+        entry = known.get(key)
+        if entry is None:
+            entry = known[key] = x, y, own(a, b)
+        found = entry[2]
+        return kind(
+            found._expr,
+            env,
+            found.pytype,
+            found._hint,
+            found.constant,
+            found.fx_node,
+            found._optimized_summation,
+        )
+
+    return operation
+
+
+def _number(own: Callable[[Any], int | None]) -> Callable[[Any], int | None]:
+    """Whether a size is a number, and which, looked up once."""
+    known: dict[Any, tuple[Any, int | None]] = {}
+
+    def maybe_as_int(size: Any) -> int | None:
+        expression, env = size._expr, size.shape_env
+        key = (id(expression), id(env), env._replacements_version_counter)
+        found = known.get(key)
+        if found is None:
+            found = known[key] = size, own(size)
+        return found[1]
+
+    return maybe_as_int
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """In the place of a second description of each tensor, beside ``meta["val"]``."""

@@ -1,0 +1,111 @@
+"""The export leaves out work that no capture needs, and its graph is that of torch's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from language_models import build
+from torch import fx, nn
+
+from graphplan._compat import export_work
+from graphplan.capture import export_here
+from graphplan.capture.captured_graph import Capture
+from graphplan.capture.model_copy import ModelCopy
+from graphplan.capture.tracing import capture
+from graphplan.passes.frontend.annotate import annotate
+
+
+class Switching(nn.Module):
+    """Changes the gradient mode on its way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            x = self.linear(x)
+        with torch.enable_grad():
+            x = self.linear(x).chunk(2, -1)[0]
+        return x.relu()
+
+
+def captured(model: nn.Module, **kwargs: Any) -> Capture:
+    model_copy = ModelCopy(model)
+    return capture(model_copy, model_copy.bind((), kwargs))
+
+
+def lines(graph: fx.Graph) -> list[tuple[Any, ...]]:
+    """Each node with its value; numbers in the place of names."""
+    number = {node: index for index, node in enumerate(graph.nodes)}
+    return [
+        (
+            node.target if node.op == "call_function" else node.op,
+            str(node.meta.get("val")),
+            fx.map_arg((node.args, node.kwargs), lambda source: f"%{number[source]}"),
+        )
+        for node in graph.nodes
+    ]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "t5"])
+def test_the_graph_is_that_of_the_whole_work(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = build(family), torch.randint(1, 20, (2, 7))
+    kwargs = {"input_ids": ids, **({"decoder_input_ids": ids} if family == "t5" else {})}
+    short = captured(model, **kwargs)
+    monkeypatch.setattr(export_here, "less_work", lambda **_: [])
+    whole = captured(model, **kwargs)
+    assert lines(short.graph) == lines(whole.graph)
+    assert [guard.text for guard in short.signature.guards] == [g.text for g in whole.signature.guards]
+    assert str(short.signature.leaves) == str(whole.signature.leaves)
+
+
+def test_no_python_code_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    generated: list[fx.Graph] = []
+    own = fx.Graph.python_code
+    monkeypatch.setattr(
+        fx.Graph, "python_code", lambda graph, *a, **k: generated.append(graph) or own(graph, *a, **k)
+    )
+    captured(Switching(), x=torch.ones(2, 4))
+    assert not generated
+
+
+def test_a_module_without_code_generates_it_when_it_is_called() -> None:
+    found = captured(Switching(), x=torch.ones(2, 4))
+    parameters = [dict(Switching().named_parameters())[f"linear.{name}"] for name in ("weight", "bias")]
+    assert found.module(*parameters, torch.ones(2, 4))[0].shape == (2, 2)
+
+
+def test_modes_of_gradients_are_no_subgraphs_where_none_are_kept() -> None:
+    found = captured(Switching(), x=torch.ones(2, 4))
+    assert {node.op for node in found.graph.nodes} == {"placeholder", "call_function", "output"}
+    assert not any("grad" in str(node.target) for node in found.graph.nodes)
+
+
+def test_an_operation_of_sizes_is_computed_once_and_its_results_are_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    env = torch.fx.experimental.symbolic_shapes.ShapeEnv()
+    source = torch._dynamo.source.ConstantSource("x")
+    size = env.create_symintnode(env.create_symbol(5, source), hint=5, source=source).node
+    computed: list[Any] = []
+    own = type(size).mul
+    operation = export_work._remembered(lambda a, b: computed.append(b) or own(a, b))
+    first, second = operation(size, size), operation(size, size)
+    assert len(computed) == 1
+    assert first is not second
+    assert (first.expr, first.hint, first.pytype) == (second.expr, 25, int)
+
+
+def test_a_line_of_the_model_is_noted_and_torchs_own_where_there_is_none() -> None:
+    def sources(model: nn.Module, **kwargs: Any) -> list[str]:
+        model_copy = ModelCopy(model)
+        graph = annotate(capture(model_copy, model_copy.bind((), kwargs)), model_copy.weights)
+        return [operation.source.partition(":")[0] for operation in graph.operations.values()]
+
+    assert {source.rpartition("/")[2] for source in sources(Switching(), x=torch.ones(2, 4))} == {
+        "test_export_work.py"
+    }
+    assert sources(nn.Sequential(nn.Linear(4, 4)), input=torch.ones(2, 4)) == ["torch/nn/modules/linear.py"]
