@@ -72,8 +72,8 @@ def _bound(model_copy: ModelCopy, call: ExampleCall) -> EntryCall:
             return EntryCall(model_copy.part(entry).bind(tuple(args), kwargs), entry)
     kind = type(call).__name__
     raise InputError(
-        f"each of calls must be a mapping of names, a pair (args, kwargs), as ((x,), {{}}), or ('decode', args, "
-        f"kwargs) for another method or a submodule, not a {kind}"
+        f"each of calls must be a mapping of names, a pair (args, kwargs), as ((x,), {{}}), or "
+        f"('decode', args, kwargs) for another method or a submodule, not a {kind}"
     )
 
 
