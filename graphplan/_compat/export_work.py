@@ -103,6 +103,8 @@ def _number(own: Callable[[Any], int | None]) -> Callable[[Any], int | None]:
 
     def maybe_as_int(size: Any) -> int | None:
         expression, env = size._expr, size.shape_env
+        if env is None:
+            return own(size)
         key = (id(expression), id(env), env._replacements_version_counter)
         found = known.get(key)
         if found is None:
