@@ -57,6 +57,6 @@ def test_warnings_of_runs_without_a_graph_point_at_the_caller() -> None:
             line, _ = here(), graphplan.partition(Deciding(), machine.max_memory, (x,))
         assert [(one.filename, one.lineno) for one in caught] == [(__file__, line)]
         placed = graphplan.partition(Deciding(), machine.max_memory, (x, False))
-        with pytest.warns(graphplan.GraphplanWarning, match="one by one") as caught:
+        with pytest.warns(graphplan.GraphplanWarning, match="module by module") as caught:
             line, _ = here(), placed(x)
         assert [(one.filename, one.lineno) for one in caught] == [(__file__, line)]

@@ -181,7 +181,7 @@ def _notice_changes(module: PlacedModule) -> None:
     if changed is not None:
         if state.reader is not None:
             state.reader.read(module)  # adapters that were put in are an error
-        warn(f"{changed}: {type(module).__name__} is captured anew, as it is now")
+        warn(f"{changed}: {type(module).__name__} is captured again, as it is now")
         state.start = state.restart
 
 

@@ -196,7 +196,7 @@ def test_what_hooks_cannot_do_is_an_error() -> None:
 def test_what_fits_in_no_way_is_told_at_once() -> None:
     with (
         graphplan.simulate({0: 3000}) as machine,
-        pytest.raises(graphplan.InfeasibleError, match="raise max_memory"),
+        pytest.raises(graphplan.InfeasibleError, match="Budgets that would do: max_memory="),
     ):
         graphplan.partition(Undecided(), machine.max_memory, (X,))
 
