@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.experimental import proxy_tensor, sym_node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphplan._compat.private_names import private
 
@@ -33,8 +34,10 @@ def less_work(*, keep_grad: bool) -> list[Replacement]:
     """
     found: list[Replacement] = [(fx.GraphModule, "recompile", _when_called)]
     sizes = private(sym_node, "SymNode", "torch", _TESTED)
-    found += [(sizes, name, _remembered) for name in _OF_TWO_SIZES if private(sizes, name, "torch", _TESTED)]
-    found.append((sizes, "maybe_as_int", _number))
+    if hasattr(ShapeEnv(), "_replacements_version_counter"):  # torch 2.11 does not say what it has replaced
+        known = [name for name in _OF_TWO_SIZES if private(sizes, name, "torch", _TESTED)]
+        found += [(sizes, name, _remembered) for name in known]
+        found.append((sizes, "maybe_as_int", _number))
     private(proxy_tensor, "_extract_tensor_metadata", "torch", _TESTED)
     found.append((proxy_tensor, "_extract_tensor_metadata", lambda _: _nothing))
     if not keep_grad:

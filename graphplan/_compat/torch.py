@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.fx import _symbolic_trace
 from torch.fx.experimental import proxy_tensor
+from torch.nn.modules import module as nn_module
 from torch.utils import _pytree as pytree
 
 from graphplan._compat.private_names import private
@@ -22,10 +24,12 @@ __all__ = [
     "hide_tracer",
     "read_functions",
     "set_call",
+    "without_left_hooks",
 ]
 
 _TESTED = "2.13"
 _ABSENT = object()
+_OF_AN_EXPORT = "torch._functorch._aot_autograd.utils"
 
 
 def conditions_of(program: torch.export.ExportedProgram) -> list[str]:
@@ -49,6 +53,19 @@ def set_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
     """Have a call of a module run this, as its ``compile()`` does; None for its own."""
     private(module, "_compiled_call_impl", "torch", _TESTED)
     vars(module)["_compiled_call_impl"] = call
+
+
+@contextmanager
+def without_left_hooks() -> Iterator[None]:
+    """Take back the hook on all modules that an export adds: torch 2.11 leaves it where that fails."""
+    hooks: dict[int, Any] = private(nn_module, "_global_buffer_registration_hooks", "torch", _TESTED)
+    before = set(hooks)
+    try:
+        yield
+    finally:
+        for key in [key for key in hooks if key not in before]:
+            if hooks[key].__module__ == _OF_AN_EXPORT:
+                del hooks[key]
 
 
 def export_tracer() -> type:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from graphplan._compat.export_work import less_work
-from graphplan._compat.torch import export_tracer
+from graphplan._compat.torch import export_tracer, without_left_hooks
 from graphplan.capture.source_lines import calling_line
 from graphplan.capture.structure import torch_knows
 from graphplan.capture.thread_patches import Patch, patched
@@ -33,6 +33,7 @@ def exporting(*, keep_grad: bool) -> Iterator[None]:
     flags = torch.compiler
     with (
         torch_knows(),
+        without_left_hooks(),
         patched(
             Patch(flags, "is_exporting", _not_here, flags.is_exporting),
             Patch(flags, "is_compiling", flags.is_dynamo_compiling, flags.is_compiling),

@@ -8,7 +8,7 @@ import torch
 from builders import bytes_of, largest_difference, run_placed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import nn
+from random_modules import STEPS, WIDTH, RandomModule
 
 import graphplan
 from graphplan import Graph, Operation, Value, Weight
@@ -20,71 +20,6 @@ from graphplan.passes.placement.problem import Problem
 SLOW = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
-STEPS = (
-    "linear",
-    "relu_",
-    "add",
-    "iadd",
-    "view",
-    "norm",
-    "tied",
-    "skip",
-    "write",
-    "split",
-    "buffer",
-    "arange",
-)
-
-
-class Random(nn.Module):
-    """A module that does the steps it is given, over a growing list of values."""
-
-    def __init__(self, steps: list[tuple[str, int]], width: int = 24) -> None:
-        super().__init__()
-        self.steps = steps
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in steps)
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in steps)
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> dict[str, Any]:
-        values = [x + 0]
-        for (step, pick), layer, norm in zip(self.steps, self.layers, self.norms, strict=True):
-            last, other = values[-1], values[pick % len(values)]
-            values.append(self.apply_step(step, last, other, layer, norm))
-        return {"out": values[-1], "all": tuple(values[1::2]), "none": None}
-
-    def apply_step(
-        self, step: str, last: torch.Tensor, other: torch.Tensor, layer: nn.Module, norm: nn.Module
-    ) -> torch.Tensor:
-        if step == "linear":
-            return layer(last)
-        if step == "tied":
-            return self.layers[0](last)
-        if step == "norm":
-            return norm(last)
-        if step == "relu_":
-            return last.clone().relu_()
-        if step == "add":
-            return last + other
-        if step == "iadd":
-            last += other.detach().mean()
-            return last * 1
-        if step == "view":
-            return last.reshape(-1).view_as(last)
-        if step == "write":
-            other[0].mul_(0.5)
-            return last + other.sum() * 0.01
-        if step == "split":
-            left, right = last.chunk(2, -1)
-            return torch.cat([right, left], -1)
-        if step == "buffer":
-            self.count.add_(1)
-            return last + self.count * 0.01
-        if step == "arange":
-            return last + torch.arange(last.shape[-1], device=last.device) * 0.01
-        return torch.tanh(other)
-
-
 steps = st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 20)), min_size=1, max_size=10)
 shares = st.sampled_from(
     [{0: 0.5, 1: 0.7}, {0: 0.4, 1: 0.4, 2: 0.4}, {0: 0.3, "cpu": 9.0}, {3: 0.2, 1: 0.3, "cpu": 9.0}, {0: 2.0}]
@@ -95,8 +30,8 @@ shares = st.sampled_from(
 @given(steps, shares, st.integers(0, 12_000))
 def test_random_modules(steps: list[tuple[str, int]], shares: dict[Any, float], slack: int) -> None:
     torch.manual_seed(0)
-    model = Random(steps).eval()
-    x = torch.randn(4, 24)
+    model = RandomModule(steps).eval()
+    x = torch.randn(4, WIDTH)
     size = bytes_of(model)
     budgets = {key: int(share * size) + slack for key, share in shares.items()}
     with torch.no_grad(), graphplan.simulate(budgets) as machine:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from language_models import build
 from torch import fx, nn
+from torch._functorch._aot_autograd.utils import register_buffer_assignment_hook
+from torch.nn.modules import module
 
 from graphplan._compat import export_work
 from graphplan.capture import export_here
@@ -109,3 +111,12 @@ def test_a_line_of_the_model_is_noted_and_torchs_own_where_there_is_none() -> No
         "test_export_work.py"
     }
     assert sources(nn.Sequential(nn.Linear(4, 4)), input=torch.ones(2, 4)) == ["torch/nn/modules/linear.py"]
+
+
+def test_an_export_leaves_no_hook_behind() -> None:
+    """torch 2.11 leaves one that every module calls for each buffer that it is given."""
+    hooks = module._global_buffer_registration_hooks
+    before = dict(hooks)
+    with export_here.exporting(keep_grad=False):
+        register_buffer_assignment_hook(nn.Linear(2, 2), {})
+    assert dict(hooks) == before

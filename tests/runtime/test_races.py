@@ -12,7 +12,8 @@ from builders import KIB, bytes_of, chain, largest_difference
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from races import ClockedQueues, races_of
-from test_properties import Random, graphs, steps
+from random_modules import RandomModule
+from test_properties import graphs, steps
 
 import graphplan
 from graphplan import Graph, VerificationError
@@ -128,7 +129,7 @@ def run_with_clocks(
 @given(steps, st.integers(1, 4), st.integers(2, 3))
 def test_random_modules_have_no_races(steps: list[tuple[str, int]], slots: int, calls: int) -> None:
     torch.manual_seed(0)
-    model = Random([("linear", 0), *steps, ("linear", 1)]).eval()
+    model = RandomModule([("linear", 0), *steps, ("linear", 1)]).eval()
     x = torch.randn(4, 24)
     pin = {f"layers.{i}": "cpu" for i in range(len(model.layers))}
     parameters = {f"{name}.weight": "cpu" for name in pin}
