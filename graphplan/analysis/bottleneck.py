@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from graphplan.analysis.plan_problem import plain_problem
 from graphplan.analysis.sensitivity import Bottleneck, Growth, Thing
-from graphplan.devices.topology import ALIGNMENT, DeviceKey, DeviceSpec, Link, Topology
+from graphplan.devices.topology import ALIGNMENT, DeviceKey, DeviceSpec, Topology
 from graphplan.errors import InfeasibleError
 from graphplan.ir.cost_model import move_seconds
 from graphplan.ir.plan_data import PlanData
@@ -156,12 +156,12 @@ class _BottleneckSearch:
 
     def memory(self) -> Iterator[Callable[[], Growth]]:
         """For each kind of device, what more memory on it saves."""
-        kinds: dict[object, list[DeviceSpec]] = {}
+        kinds: dict[DeviceSpec, list[DeviceSpec]] = {}
         named = {*self.plan.constraints.pin.values(), *self.plan.fixed_weights.values()}
         for spec in self.topology.devices:
-            special = spec.key if self.topology.links or spec.key in named else None
-            speeds = (spec.flops, spec.bandwidth, spec.overhead)
-            kinds.setdefault((spec.type, spec.memory, spec.withheld, speeds, special), []).append(spec)
+            special = spec.key if self.topology.links or spec.key in named else ""
+            kind = replace(spec, key=special, device=spec.type, reserve=spec.withheld, taken=0)
+            kinds.setdefault(kind, []).append(spec)
         for members in kinds.values():
             if members[0].computes:
                 like = tuple(spec.key for spec in members[1:])
@@ -224,10 +224,7 @@ class _BottleneckSearch:
             yield partial(self._link, pair)
 
     def _link(self, pair: tuple[DeviceKey, DeviceKey]) -> Growth:
-        a, b = pair
-        faster = {ends: _faster(self.topology.link(*ends)) for ends in ((a, b), (b, a))}
-        topology = replace(self.topology, links={**self.topology.links, **faster})
-        return self._sped("link", pair, topology)
+        return self._sped("link", pair, self.topology.with_faster_link(*pair, _TWICE))
 
     def speeds(self) -> Iterator[Callable[[], Growth]]:
         """For each device that runs operations, what one twice as fast saves."""
@@ -251,7 +248,3 @@ class _BottleneckSearch:
     ) -> Growth:
         self.tried[what, devices] = topology
         return self._growth(what, devices, self._place(topology))
-
-
-def _faster(link: Link) -> Link:
-    return Link(link.bandwidth * _TWICE, link.latency / _TWICE)

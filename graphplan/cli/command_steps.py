@@ -52,7 +52,7 @@ def plan_named(
         named.args,
         named.kwargs,
         links=topology.links,
-        devices={s.key: Speed(s.flops, s.bandwidth, s.overhead) for s in topology.devices if s.computes},
+        devices={spec.key: Speed.of(spec) for spec in topology.devices if spec.computes},
         reserve={spec.key: spec.reserve for spec in topology.devices},
         pin=pin,
         offload=offload,

@@ -28,6 +28,8 @@ _FORMAT = Format("graphplan.measurements", 1, "measurements")
 class Speed:
     """The speed of one device; None keeps the datasheet value or default.
 
+    Each field is one of :class:`~graphplan.devices.topology.DeviceSpec` too.
+
     Attributes:
         flops: FLOP/s that a large matrix product reaches.
         bandwidth: bytes/s of the device's own memory, reads and writes together.
@@ -43,6 +45,11 @@ class Speed:
             value = getattr(self, item.name)
             if value is not None and not is_figure(value, may_be_zero=item.name == "overhead"):
                 raise DeviceError(f"Speed({item.name}={value!r}): write a positive number, or None")
+
+    @classmethod
+    def of(cls, spec: DeviceSpec) -> Speed:
+        """The figures that a device that computes has."""
+        return cls(**{item.name: getattr(spec, item.name) for item in fields(cls)})
 
     def applied(self, spec: DeviceSpec) -> DeviceSpec:
         """The device with the figures that are not None."""

@@ -170,7 +170,7 @@ class Topology:
     default_link: Link = Link()
 
     def link(self, source: DeviceKey, destination: DeviceKey) -> Link:
-        """The link from one device to another."""
+        """The link from one device to another: what every copy costs is counted by this link."""
         found = self.links.get((source, destination)) or self.links.get((destination, source))
         return found or (_DISK_LINK if DISK in (source, destination) else self.default_link)
 
@@ -193,6 +193,14 @@ class Topology:
         """The same devices with every budget times ``factor``."""
         grown = (replace(spec, memory=int(spec.memory * factor)) for spec in self.devices)
         return replace(self, devices=tuple(grown))
+
+    def with_faster_link(self, one: DeviceKey, other: DeviceKey, factor: float) -> Topology:
+        """The same devices with the link between two ``factor`` times as fast, in both directions."""
+        faster = {}
+        for ends in ((one, other), (other, one)):
+            link = self.link(*ends)
+            faster[ends] = replace(link, bandwidth=link.bandwidth * factor, latency=link.latency / factor)
+        return replace(self, links={**self.links, **faster})
 
     def with_memory(self, memory: Mapping[DeviceKey, int]) -> Topology:
         """The same devices with the budgets of ``memory`` (bytes) where it names them."""

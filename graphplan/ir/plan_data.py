@@ -104,7 +104,7 @@ class PlanData:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """The runs of operations between which the device changes."""
+        """The runs of operations between which the device changes; what runs on the host only is in none."""
         runs = [run for run in self.schedule.runs() if not self.graph.operations[run.operation].host_only]
         grouped = groupby(runs, key=lambda run: run.device)
         return tuple(

@@ -68,6 +68,14 @@ def test_links_are_found_in_either_direction() -> None:
     assert fast.seconds(100_000) == pytest.approx(2e-6)
 
 
+def test_a_faster_link_is_faster_in_both_directions() -> None:
+    slow = {(0, 1): Link(1e9, 4e-6), (1, 0): Link(2e9, 0.0)}
+    topology = read_max_memory({0: "1GiB", 1: "1GiB"}, slow)
+    faster = topology.with_faster_link(1, 0, 2.0)
+    assert (faster.link(0, 1), faster.link(1, 0)) == (Link(2e9, 2e-6), Link(4e9, 0.0))
+    assert faster.link("cpu", 0) == topology.link("cpu", 0)
+
+
 def test_allocations_are_rounded_as_the_allocator_does() -> None:
     cuda, cpu = read_max_memory({"cuda:0": 10, "cpu": 10}).devices
     assert [cpu.allocated(n) for n in (0, 1, 512, 513)] == [0, 512, 512, 1024]

@@ -64,6 +64,13 @@ def test_the_callers_figures_are_the_plans() -> None:
     assert (cpu.flops, cpu.bandwidth, cpu.overhead) == (2e12, 3e9, 4e-6)
 
 
+def test_the_speed_of_a_device_says_all_of_it() -> None:
+    spec = read_max_memory({0: "1GiB"})[0]
+    changed = Speed(2e12, 3e9, 4e-6).applied(spec)
+    assert Speed.of(changed).flops == 2e12
+    assert Speed.of(spec).applied(changed) == spec
+
+
 def test_a_faster_device_gets_the_work() -> None:
     problem = Problem(chain(6, flops=10**10), read_max_memory({0: "1MiB", 1: "1MiB"}), "cpu")
     fast = with_speeds(problem.topology, {1: Speed(flops=1e16)})

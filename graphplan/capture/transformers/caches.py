@@ -36,8 +36,19 @@ __all__ = [
     "layout_of",
 ]
 
+# What is known of a cache by names alone: a class that uses other names needs them here, and nothing else.
+
 COUNTERS = frozenset({"cumulative_length", "cumulative_length_int", "_seen_tokens"})
 """Attributes that count tokens: a trace must not take their values for constants."""
+
+_TOKEN_AXIS = {("keys", 4): 2, ("values", 4): 2}
+"""(attribute, its number of dimensions) -> the axis along which it grows with the tokens."""
+
+_ROOM_FOR_ALL = "max_cache_len"
+"""An object with this attribute has its full size from the start: nothing in it grows."""
+
+_OWN_ENDING = "Cache"
+"""How a class ends that a model's own file defines, and that is no subclass of transformers' ``Cache``."""
 
 _CONSTANTS = (bool, int, float, str, type, torch.dtype, torch.layout, torch.Size)
 
@@ -94,7 +105,7 @@ def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
 def _own_caches(module: nn.Module) -> Iterator[type]:
     """Caches of a model that are not transformers' ``Cache``; they are named so."""
     for _, found in inspect.getmembers(inspect.getmodule(type(module)), inspect.isclass):
-        if found.__module__ == type(module).__module__ and found.__name__.endswith("Cache"):
+        if found.__module__ == type(module).__module__ and found.__name__.endswith(_OWN_ENDING):
             yield found
 
 
@@ -135,8 +146,8 @@ def _unflatten(leaves: Iterable[Any], layout: LayoutPart) -> Any:
 def _describe(value: Any, leaves: list[Any], name: str, fixed: bool) -> LayoutPart:
     if isinstance(value, torch.Tensor):
         leaves.append(value)
-        grows = (2,) if value.dim() == 4 and name in ("keys", "values") and not fixed else ()
-        return LayoutPart("leaf", value=grows)
+        axis = None if fixed else _TOKEN_AXIS.get((name, value.dim()))
+        return LayoutPart("leaf", value=() if axis is None else (axis,))
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         known = _settled(value)
         if known is None:
@@ -159,7 +170,7 @@ def _describe(value: Any, leaves: list[Any], name: str, fixed: bool) -> LayoutPa
     if isinstance(value, types.MethodType | types.FunctionType) or not hasattr(value, "__dict__"):
         return LayoutPart("constant", cls, value=value)
     state = vars(value)
-    fixed = fixed or "max_cache_len" in state
+    fixed = fixed or _ROOM_FOR_ALL in state
     return LayoutPart(
         "object", cls, tuple(state), tuple(_describe(v, leaves, k, fixed) for k, v in state.items())
     )
