@@ -13,6 +13,7 @@ from graphplan.analysis.relocation import Alternative
 from graphplan.analysis.sensitivity import Bottleneck, Growth
 from graphplan.api.load import load
 from graphplan.api.partition import partition, plan
+from graphplan.api.pipeline import PlacedComponents, partition_pipeline
 from graphplan.devices.speeds import Measurements, Speed
 from graphplan.devices.topology import DeviceSpec, Link, Topology
 from graphplan.errors import (
@@ -67,6 +68,7 @@ __all__ = [
     "NoGraphError",
     "Operation",
     "Peak",
+    "PlacedComponents",
     "Plan",
     "PlanError",
     "Profile",
@@ -87,6 +89,7 @@ __all__ = [
     "load",
     "measure_devices",
     "partition",
+    "partition_pipeline",
     "plan",
     "simulate",
     "unplace",

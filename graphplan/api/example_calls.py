@@ -1,26 +1,32 @@
-"""The calls that a caller gives as examples."""
+"""The calls that a caller gives as examples, or code that makes them."""
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
+from graphplan.capture.capture_lock import one_at_a_time
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.model_methods import entry_named
 from graphplan.capture.signature import BoundCall
-from graphplan.compiler.pipeline import EntryCall
+from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.errors import InputError
+from graphplan.integrations.rehearsal import Rehearsal
 
-__all__ = ["ExampleCall", "Examples", "read_example", "read_examples"]
+__all__ = ["ExampleCall", "ExampleRun", "Examples", "read_example", "read_examples"]
 
 ExampleCall = (
     Mapping[str, Any] | tuple[Sequence[Any], Mapping[str, Any]] | tuple[str, Sequence[Any], Mapping[str, Any]]
 )
+
+ExampleRun = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +41,20 @@ def read_examples(
     model_copy: ModelCopy,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
-    calls: Sequence[ExampleCall] | None,
+    calls: Sequence[ExampleCall] | ExampleRun | None,
     weights: Sequence[float] | None,
-) -> Examples:
-    """The caller's calls and weights.
+) -> Callable[[Compiler], Examples]:
+    """What gives the caller's calls and weights to a compiler, which rehearses code that makes them.
 
     Raises:
         InputError: they are not what :func:`graphplan.plan` takes.
     """
     if args or kwargs:
         raise InputError("give example inputs in calls=, or in args= and kwargs=, not in both")
+    if callable(calls):
+        if weights is not None:
+            raise InputError("calls is a function, whose calls are counted: leave weights out")
+        return partial(_rehearsed, calls)
     if isinstance(calls, Mapping | str) or not isinstance(calls, Sequence) or not calls:
         raise InputError(
             "calls must be a list of example inputs, each a mapping of names or a pair (args, kwargs)"
@@ -58,7 +68,25 @@ def read_examples(
         number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
         if not number or not (0 < weight < math.inf):
             raise InputError(f"weights must be positive numbers, not {weight!r}")
-    return Examples(tuple(_bound(model_copy, call) for call in calls), tuple(map(float, counts)))
+    found = Examples(tuple(_bound(model_copy, call) for call in calls), tuple(map(float, counts)))
+    return lambda _compiler: found
+
+
+@one_at_a_time
+def _rehearsed(run: ExampleRun, compiler: Compiler) -> Examples:
+    """The calls that some code makes of the model, which are traced, not computed."""
+    rehearsal = Rehearsal(compiler)
+    with rehearsal.model() as model, torch.random.fork_rng(devices=()):
+        try:
+            run(model)
+        except Exception as error:
+            error.add_note("graphplan ran this on zeros, to find the calls to plan for; nothing was placed")
+            raise
+    if not rehearsal.calls:
+        raise InputError("the function that is given as calls= makes no call of the model")
+    return Examples(
+        tuple(one.asked for one in rehearsal.calls), tuple(float(one.count) for one in rehearsal.calls)
+    )
 
 
 def _bound(model_copy: ModelCopy, call: ExampleCall) -> EntryCall:

@@ -1,4 +1,4 @@
-"""The two doors: :func:`plan` decides, :func:`partition` also places and returns what runs."""
+"""The two entry points: :func:`plan` decides, :func:`partition` also places and returns what runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graphplan.api.arguments import (
     read_given_plan,
     read_model,
 )
-from graphplan.api.example_calls import ExampleCall, read_example, read_examples
+from graphplan.api.example_calls import ExampleCall, ExampleRun, read_example, read_examples
 from graphplan.api.placer import FirstCall, Placer, Recipe
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.shared_attributes import copy_to_run
@@ -59,7 +59,7 @@ def plan(
     balance: bool = False,
     reserve: Reserve = 0,
     devices: Mapping[DeviceKey, Speed] | Measurements | None = None,
-    calls: Sequence[ExampleCall] | None = None,
+    calls: Sequence[ExampleCall] | ExampleRun | None = None,
     weights: Sequence[float] | None = None,
     max_batch: int | None = None,
     max_length: int | None = None,
@@ -94,7 +94,8 @@ def plan(
             inputs, a pair ``(args, kwargs)``, or ``("vae.decode", args, kwargs)`` for another method or a
             submodule than ``forward``. One placement of the weights serves them all, keeps
             every budget in each, and minimises the weighted sum of their seconds. What is returned is
-            the plan of the first; the others' are in its ``others``.
+            the plan of the first; the others' are in its ``others``. Or a function of the model that makes
+            the calls, ``lambda m: m.decode(m.encode(x))``: it runs on zeros, and nothing is computed.
         weights: how much each of ``calls`` counts, 1 each by default: ``[1, 200]`` for a prefill
             that 200 decodes follow.
         max_batch: for a transformers model, the most sequences in a call, beams counted. Memory is
@@ -125,7 +126,7 @@ def plan(
     model_copy = ModelCopy(model)
     compiler = Compiler(model_copy, topology, options)
     if calls is not None or weights is not None:
-        examples = read_examples(model_copy, args, kwargs, calls, weights)
+        examples = read_examples(model_copy, args, kwargs, calls, weights)(compiler)
         return compiler.plan_together(examples.calls, examples.weights)[0].plan
     return plan_first(compiler, read_example(model, model_copy, args, kwargs))[0].plan
 
@@ -150,7 +151,7 @@ def partition(
     balance: bool = False,
     reserve: Reserve = 0,
     devices: Mapping[DeviceKey, Speed] | Measurements | None = None,
-    calls: Sequence[ExampleCall] | None = None,
+    calls: Sequence[ExampleCall] | ExampleRun | None = None,
     weights: Sequence[float] | None = None,
     check: bool = False,
     max_batch: int | None = None,

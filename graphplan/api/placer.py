@@ -107,9 +107,13 @@ class Placer:
             return self._attached(model, compiler, [])
         return self._hooked(model, model_copy, EntryCall(call, entry), failed, examples)
 
-    def place_together(self, model: nn.Module, model_copy: ModelCopy, examples: Examples) -> nn.Module:
+    def place_together(
+        self, model: nn.Module, model_copy: ModelCopy, find: Callable[[Compiler], Examples]
+    ) -> nn.Module:
         """A placed copy of ``model``, for several calls; hooks keep room for that with the largest inputs."""
-        compiler, calls = self._compiler(model_copy), examples.calls
+        compiler = self._compiler(model_copy)
+        examples = find(compiler)
+        calls = examples.calls
         plan = partial(compiler.plan_and_commit, calls, examples.weights)
         try:
             return self._placed(model, compiler, plan, calls)

@@ -60,6 +60,7 @@ def from_program(
     """
     _refuse_vmap(program.graph)
     taken = _read_inputs(program, model_copy)
+    _name_modules(program.graph, model_copy.entry.partition(":")[0])
     inputs = taken.of_call
     _flatten_outputs(program)
     bound = call if traced is None else bound_call(traced)
@@ -103,6 +104,14 @@ def _refuse_vmap(graph: fx.Graph) -> None:
         )
 
 
+def _name_modules(graph: fx.Graph, path: str) -> None:
+    """Give the modules of a submodule that was traced alone their paths in the whole model."""
+    for node in graph.nodes if path else ():
+        stack = node.meta.get("nn_module_stack") or {}
+        named = {key: (f"{path}.{name}" if name else path, kind) for key, (name, kind) in stack.items()}
+        node.meta["nn_module_stack"] = named
+
+
 @dataclass(frozen=True, slots=True)
 class _Inputs:
     """What a program takes.
@@ -137,7 +146,10 @@ def _read_inputs(program: torch.export.ExportedProgram, model_copy: ModelCopy) -
             if known is None:
                 found.constants[spec.target] = tensor
         else:
-            raise CaptureError(f"the trace has an input of kind {spec.kind.name}, which cannot be placed")
+            raise NoGraphError(
+                f"forward computes with {spec.target!r}, an object that is no tensor (such as a "
+                "torch.Generator), which a graph cannot have"
+            )
     return found
 
 

@@ -153,6 +153,8 @@ class _FormReader:
             return _is_tensor
         if value is None or kind in _CONSTANTS or (self.objects and isinstance(value, type)):
             return _constant(value)
+        if isinstance(value, torch.Generator):
+            return _is_generator
         if kind is list or kind is tuple:
             return _sequence(kind, [self.match(v) for v in value])
         if kind is dict:
@@ -226,6 +228,10 @@ def _is_tensor(value: Any, tensors: list[Any]) -> bool:
         return False
     tensors.append(value)
     return True
+
+
+def _is_generator(value: Any, _tensors: list[Any]) -> bool:
+    return isinstance(value, torch.Generator)  # no graph reads it
 
 
 def _constant(known: Any) -> Match:

@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -29,9 +29,10 @@ from graphplan._compat.torch import call_of, set_call
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError, method_of
 from graphplan.capture.structure import leaves_of
 from graphplan.errors import PlanError
+from graphplan.runtime.weights.weight_changes import require_in_place
 from graphplan.warnings import warn
 
-__all__ = ["PlacedPart", "as_written", "link", "methods_of", "unlink"]
+__all__ = ["PlacedPart", "as_written", "device_of", "link", "methods_of", "unlink"]
 
 _LIBRARIES = {"accelerate", "lightning", "peft", "pytorch_lightning", "torch"}
 _OF_TRANSFORMERS = re.compile(r"(encode|decode|get_(image|video|audio|text|qformer)_features)$")
@@ -110,11 +111,18 @@ def _enter(whole: Any, entry: str, signature: inspect.Signature, args: Any, kwar
 
 
 class PlacedPart(nn.Module):
-    """A submodule of a placed module, of a class that has methods that may compute."""
+    """A submodule of a placed module, of a class that has methods that may compute, or a device."""
 
     def _graphplan_entry(self) -> tuple[nn.Module, str] | None:
         found = call_of(self)
         return found.entry() if isinstance(found, _Link) else None
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """As that of the whole: to the CPU, where calls may come from, it moves nothing."""
+        if self._graphplan_entry() is None:
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # of torch
+        require_in_place(self, lambda probe: probe._apply(fn, recurse), calls_from_cpu=True)
+        return self
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
         plain = memo.get((PlacedPart, id(self)))  # one for all: it may refer to itself
@@ -182,8 +190,9 @@ def _part_class(original: type[nn.Module]) -> type[nn.Module]:
     if original not in _classes:
         methods = methods_of(original)
         names = ("__module__", "__qualname__", "__doc__")
-        body = {name: getattr(original, name) for name in names} | methods
-        _classes[original] = type(original.__name__, (PlacedPart, original), body) if methods else original
+        body = methods | device_of(original)
+        own = {name: getattr(original, name) for name in names} | body
+        _classes[original] = type(original.__name__, (PlacedPart, original), own) if body else original
     return _classes[original]
 
 
@@ -194,6 +203,26 @@ def methods_of(original: type[nn.Module]) -> dict[str, Any]:
     calls is placed then.
     """
     return {name: _entry(original, name) for name in dir(original) if _may_compute(original, name)}
+
+
+def device_of(original: type[nn.Module]) -> dict[str, Any]:
+    """The ``device`` of placed modules of a class that has one: where the tensors of calls are, as planned.
+
+    Code around a model makes its inputs there, as pipelines and ``generate`` do.
+    """
+    own: Any = inspect.getattr_static(original, "device", None)
+    if not isinstance(own, property) or own.fget is None:
+        return {}
+    get = own.fget
+
+    def device(self: Any) -> torch.device:
+        found = self._graphplan_entry()
+        state: Any = None if found is None else vars(found[0]).get("_graphplan")
+        planned = state is not None and bool(state.programs)
+        answer: torch.device = (state.device or state.programs[0].host) if planned else get(self)
+        return answer
+
+    return {"device": property(device, doc=device_of.__doc__)}
 
 
 def _may_compute(original: type, name: str) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from graphplan.errors import PlanError
-from graphplan.runtime.module.placed_parts import methods_of
+from graphplan.runtime.module.placed_parts import device_of, methods_of
 
 __all__ = ["answers"]
 
@@ -41,28 +41,15 @@ def answers(placed: type, original: type[nn.Module]) -> dict[str, Any]:
         original: the model's own.
     """
     body: dict[str, Any] = {"forward": functools.wraps(original.forward)(_forward_of(placed))}
-    body |= methods_of(original)
+    body |= methods_of(original) | device_of(original)
     if not any(cls.__name__ == "PreTrainedModel" for cls in original.__mro__):
         return body
-    body["device"] = property(_device_of(original))
     body["to"] = _to
     body |= {name: _to_like(getattr(original, name), dtype) for name, dtype in _CONVERSIONS.items()}
     body |= {name: _to_like(getattr(original, name), torch.device(name)) for name in ("cpu", "cuda")}
     if hasattr(original, "_valid_auto_compile_criteria"):
         body["_valid_auto_compile_criteria"] = _never
     return body
-
-
-def _device_of(original: type[nn.Module]) -> Any:
-    def device(self: Any) -> torch.device:
-        """Where the tensors of calls are, as planned."""
-        state = self.__dict__.get("_graphplan")
-        planned = state is not None and bool(state.programs)
-        own: Any = getattr(original, "device")  # noqa: B009  # a property of PreTrainedModel
-        found: torch.device = (state.device or state.programs[0].host) if planned else own.fget(self)
-        return found
-
-    return device
 
 
 def _to(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,8 @@ from graphplan.compiler.code_generation import Planned
 from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.devices.topology import DISK
 from graphplan.errors import CaptureError, InfeasibleError, LimitError
-from graphplan.integrations.transformers.generate_calls import Rehearsed, rehearse
+from graphplan.integrations.rehearsal import Rehearsed
+from graphplan.integrations.transformers.generate_calls import calls_of_generate
 from graphplan.warnings import warn
 
 __all__ = ["plan_first"]
@@ -46,7 +47,7 @@ def plan_first(compiler: Compiler, call: BoundCall | None, entry: str = "") -> l
     alone = settled or compiler.given is not None
     if call is None or entry or alone or not options.size_limits.given or options.grad:
         return [first]
-    others = list(_plannable(compiler, rehearse(compiler, call)))
+    others = list(_plannable(compiler, calls_of_generate(compiler, call)))
     found, lacking = _plan_in_turn(compiler, others, first)
     if lacking is None:
         return found

@@ -1,0 +1,172 @@
+"""The calls that some code makes of a model, found without computing any of them.
+
+The code runs on the copy of the model that is traced. Each call of the model, of its submodules or of its
+methods is traced, and answered with zeros of the shapes that the trace has::
+
+    with rehearsal.model() as model:
+        model.encode(x)        traced; answered with zeros
+        model.decode(z)        likewise
+    rehearsal.calls            one of each structure, and how often it was made
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from graphplan.capture.captured_graph import Capture
+from graphplan.capture.dynamic_sizes import exact_size, sizes_of_call
+from graphplan.capture.signature import BoundCall, bind_call
+from graphplan.compiler.pipeline import Compiler, EntryCall
+from graphplan.errors import CaptureError
+from graphplan.runtime.module.module_state import ModuleState
+from graphplan.runtime.module.placed_parts import as_written, link, unlink
+from graphplan.runtime.module.result_structure import given_layouts, rebuilder
+from graphplan.runtime.module.transformers_methods import answers
+
+__all__ = ["Rehearsal", "Rehearsed"]
+
+
+@dataclass(slots=True)
+class Rehearsed:
+    """A call that is made.
+
+    Attributes:
+        number: of its structure, in the order in which they come.
+        asked: the first call of that structure.
+        made_by: leaf -> what has made it: the number of an earlier call, and the position among its results.
+        count: of calls of that structure.
+    """
+
+    number: int
+    asked: EntryCall
+    made_by: Mapping[int, tuple[int, int]]
+    count: int = 1
+
+
+class Rehearsal:
+    """Where calls are made in place of a model: traced, and answered with zeros.
+
+    Args:
+        compiler: of the model; it remembers what is traced here.
+        example: a call that comes first.
+
+    Attributes:
+        calls: one of each structure, in order.
+    """
+
+    def __init__(self, compiler: Compiler, example: BoundCall | None = None) -> None:
+        self.compiler = compiler
+        self.calls: list[Rehearsed] = []
+        self._seen: list[Capture] = []
+        self._made: dict[int, tuple[int, int]] = {}  # identity of a result -> as in Rehearsed
+        self._kept: list[Any] = []  # so that no identity comes again
+        self._until_repeated = False
+        if example is not None:
+            self._seen.append(compiler.trace(example))
+            self.calls.append(Rehearsed(0, EntryCall(example), {}))
+
+    @contextmanager
+    def model(self) -> Iterator[Any]:
+        """The model, with its own methods, to make calls of."""
+        shell = _shell_of(self)
+        link(shell)
+        try:
+            yield shell
+        finally:
+            unlink(shell)
+
+    def until_repeated(self, code: Callable[[], Any]) -> None:
+        """Run code until a call reads a state that an earlier one has made: what follows repeats it."""
+        self._until_repeated = True
+        try:
+            code()
+        except _Repeated:
+            pass
+        finally:
+            self._until_repeated = False
+
+    def play(self, entry: str, signature: inspect.Signature, args: Any, kwargs: Any) -> Any:
+        """One call."""
+        call = bind_call(signature, args, kwargs)
+        with as_written():
+            capture = self.compiler.trace(call, entry)
+        number = next((i for i, seen in enumerate(self._seen) if seen is capture), len(self._seen))
+        made = {i: self._made[id(leaf)] for i, leaf in enumerate(call.leaves) if id(leaf) in self._made}
+        if number == len(self._seen):
+            self._seen.append(capture)
+            self.calls.append(Rehearsed(number, EntryCall(call, entry), made))
+        else:
+            self.calls[number].count += 1
+        if self._until_repeated and any(index in made for index in capture.states.values()):
+            raise _Repeated
+        return self._answer(number, call)
+
+    def _answer(self, number: int, call: BoundCall) -> Any:
+        capture = self._seen[number]
+        traced = call if capture.prepare is None else capture.prepare(call)
+        sizes = sizes_of_call(capture.graph, capture.inputs, traced.leaves)
+        flat = [_zeros(result, sizes) for result in capture.outputs]
+        self._kept.append(flat)
+        self._made |= {id(t): (number, i) for i, t in enumerate(flat) if isinstance(t, torch.Tensor)}
+        given = given_layouts(capture.signature.spec, capture.caches)
+        return rebuilder(capture.out_spec, given)(flat, {name: call.kwargs[name] for name in capture.caches})
+
+
+class _Repeated(Exception):  # noqa: N818  # no error
+    """What follows repeats what has been traced."""
+
+
+def _zeros(result: Any, sizes: Mapping[Any, int]) -> Any:
+    """Zeros, in memory that is never touched, for a result of a trace; the number for an integer."""
+    val = result.meta.get("val") if isinstance(result, fx.Node) else result
+    if isinstance(val, torch.SymInt):
+        return _known(val, sizes, result)
+    if not isinstance(val, torch.Tensor):
+        return val
+    shape = [_known(size, sizes, result) for size in val.shape]
+    return torch.zeros(shape, dtype=val.dtype)
+
+
+def _known(size: Any, sizes: Mapping[Any, int], result: Any) -> int:
+    found = exact_size(size, sizes)
+    if found is None:
+        raise CaptureError(f"the data decides the size of {result}, a result that is read later")
+    return found
+
+
+class _OnStage:
+    """A model whose calls a :class:`Rehearsal` answers."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        rehearsal, signature = self.__dict__["_graphplan_rehearsal"], self.__dict__["_graphplan_signature"]
+        return rehearsal.play("", signature, args, kwargs)
+
+    def _graphplan_entry(self) -> tuple[Any, str]:
+        return self, ""
+
+    def _graphplan_enter(self, entry: str, signature: inspect.Signature, args: Any, kwargs: Any) -> Any:
+        return self.__dict__["_graphplan_rehearsal"].play(entry, signature, args, kwargs)
+
+
+def _shell_of(rehearsal: Rehearsal) -> Any:
+    """The model, whose calls go to the rehearsal."""
+    model_copy = rehearsal.compiler.model_copy
+    module: nn.Module = model_copy.module
+    original = type(module)
+    names = ("__module__", "__qualname__", "__doc__")
+    body = {name: getattr(original, name) for name in names} | answers(_OnStage, original)
+    shell: Any = object.__new__(type(original.__name__, (_OnStage, original), body))
+    shell.__dict__.update(module.__dict__)
+    shell.__dict__.update(
+        _graphplan=ModuleState([]),
+        _graphplan_rehearsal=rehearsal,
+        _graphplan_signature=model_copy.signature,
+    )
+    return shell

@@ -1,0 +1,272 @@
+"""Several models that work together are placed together, within one budget."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import bytes_of
+from torch import nn
+
+import graphplan
+from graphplan import InputError, PlanError
+
+
+class Encoder(nn.Module):
+    """As the models of diffusers, it says where it is."""
+
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)
+
+    def decode(self, z: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.blocks(z).tanh()
+        return found
+
+    def forward(self, x: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x) + step
+
+
+class Pipe:
+    """Encodes once, refines often, decodes once, as diffusers do; and keeps what it did."""
+
+    def __init__(self, width: int = 64) -> None:
+        torch.manual_seed(0)
+        self.text, self.refiner, self.vae = Encoder(width, 2), Encoder(width, 4), Encoder(width, 1)
+        self.runs: list[int] = []
+
+    def __call__(self, x: torch.Tensor, steps: int = 5) -> torch.Tensor:
+        self.runs.append(steps)
+        with torch.no_grad():
+            state: torch.Tensor = self.text.encode(x.to(self.refiner.device))
+            for step in range(steps):
+                state = self.refiner(state, torch.tensor(float(step)))
+            found: torch.Tensor = self.vae.decode(state)
+        return found
+
+
+X = torch.randn(2, 64)
+LAYER = 64 * 65 * 4  # bytes
+
+
+def test_a_pipeline_equals_eager_within_one_budget() -> None:
+    pipe = Pipe()
+    with graphplan.simulate({0: 5 * LAYER, 1: 4 * LAYER}) as machine:
+        placed = graphplan.partition_pipeline(pipe, machine.max_memory, x=X, steps=20)
+        machine.reset_peaks()
+        for _ in range(2):
+            assert torch.allclose(placed(X, steps=7), pipe(X, steps=7), atol=1e-6)
+        assert all(machine.peak_bytes(key) <= machine.max_memory[key] for key in (0, 1))
+        assert {t.device.index for t in placed.graphplan.parameters()} == {0, 1}
+        assert len(placed.graphplan.plans) == 3  # nothing was captured again
+
+
+def test_what_runs_often_gets_the_accelerator() -> None:
+    width, rows = 1024, 256  # so much that an accelerator is worth its transfers
+    layer = 4 * width * (width + 1)
+    with graphplan.simulate({0: 5 * layer + 6 * 4 * rows * width}) as machine:
+        budgets = {**machine.max_memory, "cpu": "1GiB"}
+        placed = graphplan.partition_pipeline(Pipe(width), budgets, x=torch.randn(rows, width), steps=50)
+        assert {t.device.type for t in placed.refiner.parameters()} == {"sim"}
+        assert "cpu" in {t.device.type for t in placed.graphplan.parameters()}
+
+
+def test_the_pipeline_is_left_as_it_was() -> None:
+    pipe = Pipe()
+    before = {name: (value, type(value)) for name, value in vars(pipe).items()}
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition_pipeline(pipe, machine.max_memory, x=X)
+        assert {name: (value, type(value)) for name, value in vars(pipe).items()} == before
+        assert not pipe.runs
+        assert type(placed) is Pipe
+        assert isinstance(placed.vae, Encoder)
+        assert not hasattr(pipe, "graphplan")
+
+
+def test_the_run_draws_no_random_numbers_and_uses_up_no_generator() -> None:
+    class Drawing(Pipe):
+        def __call__(self, generator: torch.Generator) -> torch.Tensor:
+            return super().__call__(torch.randn(2, 64, generator=generator) + torch.randn(2, 64))
+
+    generator, pipe = torch.Generator().manual_seed(3), Drawing()
+    before, everywhere = generator.get_state(), torch.get_rng_state()
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        graphplan.partition_pipeline(pipe, machine.max_memory, generator=generator)
+    assert torch.equal(generator.get_state(), before)
+    assert torch.equal(torch.get_rng_state(), everywhere)
+
+
+def test_a_dict_of_models() -> None:
+    pipe = Pipe()
+    models = {"text": pipe.text, "vae": pipe.vae, "name": "words"}
+
+    def run(parts: Any) -> torch.Tensor:
+        found: torch.Tensor = parts["vae"].decode(parts["text"].encode(X))
+        return found
+
+    with graphplan.simulate({0: 3 * LAYER, 1: 3 * LAYER}) as machine, torch.no_grad():
+        placed = graphplan.partition_pipeline(models, machine.max_memory, run=run)
+        assert torch.allclose(run(placed), run(models), atol=1e-6)
+        assert placed["name"] == "words"
+        assert len(placed.graphplan.plans) == 2
+        assert models["vae"] is pipe.vae
+
+
+def test_options_of_partition() -> None:
+    with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine:
+        placed = graphplan.partition_pipeline(
+            Pipe(), machine.max_memory, options={"pin": {"vae": 1, "text": 0}}, x=X
+        )
+        assert {t.device.index for t in placed.vae.parameters()} == {1}
+        assert {t.device.index for t in placed.text.parameters()} == {0}
+
+
+def test_modules_have_their_names_in_the_whole() -> None:
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition_pipeline(Pipe(), machine.max_memory, x=X)
+        paths = {one.module_path for plan in placed.graphplan.plans for one in plan.graph.operations.values()}
+        assert {"text.blocks.0", "refiner.blocks.3", "refiner", "vae"} <= paths
+
+
+def test_a_new_generator_is_no_new_structure() -> None:
+    class Decoder(nn.Linear):
+        def forward(self, x: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+            return super().forward(x)
+
+    model = Decoder(8, 8)
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        x = torch.randn(2, 8)
+        placed = graphplan.partition(model, machine.max_memory, (x,), {"generator": torch.Generator()})
+        for _ in range(3):
+            assert torch.allclose(placed(x, generator=torch.Generator()), model(x))
+        assert len(placed.plans) == 1
+
+
+def test_inputs_are_welcome_where_the_device_says() -> None:
+    with graphplan.simulate({0: 5 * LAYER, 1: 4 * LAYER}) as machine:
+        placed = graphplan.partition_pipeline(Pipe(), machine.max_memory, x=X)
+        assert placed.refiner.device == X.device
+
+
+def test_moving_a_placed_part() -> None:
+    with graphplan.simulate({0: 5 * LAYER, 1: 4 * LAYER}) as machine:
+        placed = graphplan.partition_pipeline(Pipe(), machine.max_memory, x=X)
+        before = {name: t.device for name, t in placed.refiner.named_parameters()}
+        placed.refiner.to("cpu")  # as a pipeline's own .to does: calls come from there
+        assert {name: t.device for name, t in placed.refiner.named_parameters()} == before
+        with pytest.raises(PlanError, match="unplace"):
+            placed.refiner.to(torch.float16)
+
+
+def test_memory_is_given_back_with_the_pipeline() -> None:
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition_pipeline(Pipe(), machine.max_memory, x=X)
+        placed(X)
+        del placed
+        gc.collect()
+        assert machine.live_bytes(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("pipe", "options", "said"),
+    [
+        ({"a": nn.Linear(2, 2)}, {}, "run="),
+        ({"a": nn.Linear(2, 2)}, {"run": lambda _parts: None}, "no call"),
+        (nn.Linear(2, 2), {"x": X}, "one model"),
+        ({"a": 1}, {"run": len}, "no torch.nn.Module"),
+        (Pipe(), {"run": lambda pipe: pipe(X), "x": X}, "not both: x"),
+    ],
+)
+def test_errors_say_what_to_do(pipe: Any, options: dict[str, Any], said: str) -> None:
+    with graphplan.simulate({0: "1MiB"}) as machine, pytest.raises(InputError, match=said):
+        graphplan.partition_pipeline(pipe, machine.max_memory, **options)
+
+
+def test_the_pipelines_own_error_comes_through() -> None:
+    with graphplan.simulate({0: "1MiB"}) as machine, pytest.raises(TypeError, match="unexpected") as caught:
+        graphplan.partition_pipeline(Pipe(), machine.max_memory, prompt="a cat")
+    assert "zeros" in caught.value.__notes__[0]
+
+
+def test_calls_may_be_a_function() -> None:
+    model = Encoder(64, 3)
+
+    def run(found: Encoder) -> None:
+        state = found.encode(X)
+        for _ in range(9):
+            state = found(state, torch.tensor(1.0))
+
+    with graphplan.simulate({0: 2 * LAYER, 1: 3 * LAYER}) as machine, torch.no_grad():
+        plan = graphplan.plan(copy.deepcopy(model).to("meta"), machine.max_memory, calls=run)
+        assert [one.call_weight for one in (plan, *plan.others)] == [1.0, 9.0]
+        placed = graphplan.partition(model, machine.max_memory, calls=run)
+        assert torch.allclose(placed.encode(X), model.encode(X), atol=1e-6)
+        assert len(placed.plans) == 2
+        with pytest.raises(InputError, match="leave weights out"):
+            graphplan.plan(model, machine.max_memory, calls=run, weights=[1, 9])
+
+
+# -- diffusers ----------------------------------------------------------------------------------------
+
+
+def images(pipe: Any, **inputs: Any) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    found = pipe(num_inference_steps=3, generator=generator, output_type="pt", **inputs).images
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def check_pipeline(pipe: Any, inputs: dict[str, Any], share: float, **others: Any) -> Any:
+    """The pipeline equals eager where accelerators hold this share of its weights each."""
+    models = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
+    room = int(share * sum(map(bytes_of, models)))
+    expected = images(pipe, **inputs)
+    with graphplan.simulate({0: room, **dict.fromkeys(others.get("more", ()), room)}) as machine:
+        budgets = {**machine.max_memory, **others.get("cpu", {})}
+        generator = torch.Generator()
+        placed = graphplan.partition_pipeline(
+            pipe, budgets, num_inference_steps=3, generator=generator, output_type="pt", **inputs
+        )
+        planned = len(placed.graphplan.plans)
+        machine.reset_peaks()
+        assert (images(placed, **inputs) - expected).abs().max() < 1e-5
+        assert all(machine.peak_bytes(key) <= machine.max_memory[key] for key in machine.max_memory)
+        assert len(placed.graphplan.plans) == planned
+        placed.to("cpu")
+        with pytest.raises(PlanError, match="unplace"):
+            placed.to(torch.float16)
+    assert torch.equal(images(pipe, **inputs), expected)
+    return placed
+
+
+def test_stable_diffusion(tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    from diffusion import stable_diffusion
+
+    placed = check_pipeline(stable_diffusion(tmp_path), {"prompt": "a cat"}, 0.8, more=[1])
+    assert sorted(placed.graphplan._modules) == ["text_encoder", "unet", "vae"]
+
+
+def test_stable_diffusion_beside_the_cpu(tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    from diffusion import stable_diffusion
+
+    check_pipeline(stable_diffusion(tmp_path), {"prompt": "a cat"}, 0.7, cpu={"cpu": "1GiB"})
+
+
+def test_flux() -> None:
+    pytest.importorskip("diffusers")
+    from diffusion import flux, flux_inputs
+
+    check_pipeline(flux(), flux_inputs(), 0.8, more=[1])
