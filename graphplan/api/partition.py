@@ -21,7 +21,7 @@ from graphplan.api.arguments import (
 from graphplan.api.example_calls import ExampleCall, ExampleRun, read_example, read_examples
 from graphplan.api.placer import FirstCall, Placer, Recipe
 from graphplan.capture.model_copy import ModelCopy
-from graphplan.capture.shared_attributes import copy_to_run
+from graphplan.capture.shared_attributes import copy_to_run, of_class
 from graphplan.capture.size_limits import SizeLimits
 from graphplan.compiler.options import Options
 from graphplan.compiler.pipeline import Compiler
@@ -247,7 +247,7 @@ def partition(
         said = error if isinstance(error, GraphplanError) else first_line(error)
         warn(f"{said} (the first call will be captured instead)")
     shell = copy_to_run(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
-    shell.__class__ = placed_class(type(model))
+    shell = of_class(shell, placed_class(type(model)))
     attach_start(shell, FirstCall(placer))
     return shell
 

@@ -16,7 +16,7 @@ from torch import nn
 from graphplan.capture.structure import leaves_of
 from graphplan.errors import CaptureError, NoGraphError, first_line
 
-__all__ = ["copy_to_run", "copy_to_trace"]
+__all__ = ["copy_to_run", "copy_to_trace", "of_class"]
 
 
 def copy_to_run(model: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
@@ -30,6 +30,19 @@ def copy_to_run(model: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
         CaptureError: something that has tensors or modules in it cannot be copied.
     """
     return _copied(model, memo, lambda _, value: value)[0]
+
+
+def of_class(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
+    """A module as one of another class: itself, or another object over its attributes.
+
+    The latter where Python cannot change its class, as that of an abstract base class (``ABC, nn.Module``).
+    """
+    try:
+        module.__class__ = cls  # type: ignore[assignment]
+    except TypeError:
+        attributes, module = module.__dict__, object.__new__(cls)
+        object.__setattr__(module, "__dict__", attributes)
+    return module
 
 
 def copy_to_trace(model: nn.Module, memo: Mapping[int, Any]) -> tuple[nn.Module, dict[str, Any]]:

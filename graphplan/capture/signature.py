@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from graphplan.capture.structure import flatten, flatten_with_path, know_dataclasses
+from graphplan.capture.structure import flatten, flatten_with_path, know_containers
 from graphplan.errors import InputError
 
 __all__ = [
@@ -83,8 +84,8 @@ def bind_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping
         elif not _is_default(value, parameter.default):
             named[name] = value
     leaves, spec = flatten((tuple(positional), named))
-    if any(dataclasses.is_dataclass(leaf) for leaf in leaves):
-        know_dataclasses(leaves)
+    if any(dataclasses.is_dataclass(leaf) or isinstance(leaf, UserDict) for leaf in leaves):
+        know_containers(leaves)
         leaves, spec = flatten((tuple(positional), named))
     return BoundCall(tuple(positional), named, tuple(leaves), spec)
 

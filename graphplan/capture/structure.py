@@ -13,7 +13,7 @@ traces::
 from __future__ import annotations
 
 import dataclasses
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +26,7 @@ __all__ = [
     "flatten",
     "flatten_with_path",
     "know",
-    "know_dataclasses",
+    "know_containers",
     "leaves_of",
     "map_leaves",
     "node_of",
@@ -60,12 +60,27 @@ def know(cls: type, flatten: Flatten, unflatten: Unflatten, key: Callable[[Any],
     _own[cls] = pytree.NodeDef(cls, flatten, unflatten, with_keys)
 
 
-def know_dataclasses(tree: Any) -> None:
-    """Look inside every plain dataclass instance in ``tree``."""
+def know_containers(tree: Any) -> None:
+    """Look inside every plain dataclass instance and every ``UserDict`` (a ``BatchEncoding``) in ``tree``."""
     for leaf in leaves_of(tree):
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        if isinstance(leaf, UserDict):
+            _know_mapping(type(leaf))
+            know_containers(list(leaf.values()))
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             _know_dataclass(type(leaf))
-            know_dataclasses([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+            know_containers([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+
+
+def _know_mapping(cls: type[UserDict[Any, Any]]) -> None:
+    """As a dict."""
+
+    def flat(value: Any) -> tuple[list[Any], Any]:
+        return list(value.values()), tuple(value)
+
+    def made(parts: Iterable[Any], names: Sequence[Any]) -> Any:
+        return cls(dict(zip(names, parts, strict=True)))
+
+    know(cls, flat, made, lambda value: [pytree.MappingKey(name) for name in value])
 
 
 def _know_dataclass(cls: type) -> None:

@@ -13,7 +13,7 @@ from graphplan.capture.captured_graph import OWN_NAMES, Capture
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.signature import InputSignature
 from graphplan.capture.source_lines import failed_line
-from graphplan.capture.structure import flatten, know_dataclasses
+from graphplan.capture.structure import flatten, know_containers
 from graphplan.errors import CaptureError, first_line
 
 __all__ = ["trace_symbolically"]
@@ -98,7 +98,7 @@ def _from_symbolic(model_copy: ModelCopy, graph: fx.Graph, required: Sequence[st
             weights[node.name] = first
     output = graph.output_node()
     results = _plain(output.args[0])
-    know_dataclasses(results)
+    know_containers(results)
     flat, out_spec = flatten(results)
     output.args = (tuple(flat),)
     spec = flatten(((), dict.fromkeys(required, 0)))[1]

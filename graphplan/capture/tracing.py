@@ -30,7 +30,7 @@ from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError, pure
 from graphplan.capture.quiet import quiet
 from graphplan.capture.signature import BoundCall
 from graphplan.capture.source_lines import failed_line
-from graphplan.capture.structure import flatten, know_dataclasses, leaves_of, tell_torch, unflatten
+from graphplan.capture.structure import flatten, know_containers, leaves_of, tell_torch, unflatten
 from graphplan.capture.symbolic_trace import trace_symbolically
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager
 from graphplan.capture.transformers.exporter import export_transformers
@@ -209,7 +209,7 @@ def _through_export(model_copy: ModelCopy, call: BoundCall, dynamic_shapes: Any,
         hide_tracer()
         before = flatten((args, kwargs))[1]
         result = original(*args, **kwargs)
-        know_dataclasses(result)
+        know_containers(result)
         tell_torch()
         changed.append(flatten((args, kwargs))[1] != before)
         return result

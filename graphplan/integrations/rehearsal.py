@@ -165,7 +165,7 @@ def _shell_of(rehearsal: Rehearsal) -> Any:
     shell: Any = object.__new__(type(original.__name__, (_OnStage, original), body))
     shell.__dict__.update(module.__dict__)
     shell.__dict__.update(
-        _graphplan=ModuleState([]),
+        _graphplan=ModuleState([], refused=lambda _error: None),  # its parts are traced instead
         _graphplan_rehearsal=rehearsal,
         _graphplan_signature=model_copy.signature,
     )

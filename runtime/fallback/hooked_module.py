@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphplan.capture.shared_attributes import copy_to_run
+from graphplan.capture.shared_attributes import copy_to_run, of_class
 from graphplan.errors import PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.fallback.short_names import ShortNames
@@ -201,8 +201,7 @@ def dispatch(
     made.__dict__["_graphplan"] = _Hooked(
         dict(devices), main, plan, reason, grad, home, frozenset().union(*added)
     )
-    made.__class__ = _hooked_class(type(model))
-    return made
+    return of_class(made, _hooked_class(type(model)))
 
 
 def _hooked_again(plain: nn.Module, known: _Hooked) -> nn.Module:

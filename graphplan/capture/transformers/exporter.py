@@ -33,7 +33,7 @@ from graphplan.capture.signature import BoundCall, Guard
 from graphplan.capture.structure import (
     flatten,
     flatten_with_path,
-    know_dataclasses,
+    know_containers,
     leaves_of,
     map_leaves,
     node_of,
@@ -250,7 +250,7 @@ def _shapes(value: Any, roles: Iterator[Roles]) -> Any:
 
 def _with_caches(result: Any, caches: dict[str, Any]) -> Any:
     """The result, in which marks stand for the caches that were given; and what became of these."""
-    know_dataclasses(result)
+    know_containers(result)
     tell_torch()
     if not caches:
         return result
