@@ -18,7 +18,6 @@ import torch
 from comparison_charts import graphs_svg, models_svg
 from doc_blocks import Block, blocks_of, command, outputs_of
 from doc_pages import COMMANDS, pages
-from doc_pictures import example, memory_svg, timeline_svg
 from doc_tables import CASES, markdown, tables
 from house import PARTS, filled
 
@@ -34,8 +33,6 @@ PICTURES = (
     "summary.txt",
     "placed.svg",
     "plan.svg",
-    "timeline.svg",
-    "memory.svg",
     "models.svg",
     "graphs.svg",
     "code.txt",
@@ -179,16 +176,6 @@ def test_charts_have_a_mark_for_each_placement_within_the_budgets() -> None:
     assert drawn.count("fill:none") == 1
     with pytest.raises(ValueError, match="off the axis"):
         graphs_svg([{**row, "runs": [{**run, "seconds": 1e-6}]}])
-
-
-def test_pictures_show_the_plan() -> None:
-    plan = example(1, {0: "3MiB", "cpu": "64MiB"})
-    timed = [event for event in plan.timeline.events if event.end > event.start]
-    drawn = timeline_svg(plan)
-    legend = len({event.kind for event in timed})
-    assert drawn.count("<rect") == len(timed) + legend
-    steps = len(plan.memory.profile[0])
-    assert memory_svg(plan).count("<rect") == 2 * steps + 1 + 3  # weights and the rest; budget; legend
 
 
 @pytest.mark.skipif(

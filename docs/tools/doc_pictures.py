@@ -6,12 +6,9 @@ some are streamed.
 
 from __future__ import annotations
 
-import html
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from comparison_charts import charts
@@ -19,18 +16,7 @@ from torch import nn
 
 import graphplan
 from graphplan.analysis.plan import Plan
-from graphplan.devices.topology import DeviceKey
-from graphplan.ir.timeline import Event
 from graphplan.report.svg import to_svg
-
-_COLOURS = {"run": "#4c78a8", "move": "#e45756", "load": "#54a24b", "wait": "#b8b8b8"}
-_WORDS = {
-    "run": "operations",
-    "move": "moves",
-    "load": "weights streamed ahead",
-    "wait": "waiting for weights",
-}
-_WIDTH, _LANE, _LEFT = 900, 26, 70
 
 
 class Block(nn.Module):
@@ -38,11 +24,8 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-        )
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))))
@@ -69,8 +52,6 @@ def pictures() -> dict[str, str]:
         "summary.txt": large.summary(),
         "placed.svg": _drawn(large),
         "plan.svg": to_svg(large, "Four blocks over two accelerators and the CPU"),
-        "timeline.svg": timeline_svg(large),
-        "memory.svg": memory_svg(large),
         **charts(),
         "code.txt": _code(),
     }
@@ -99,98 +80,7 @@ def _drawn(plan: Plan) -> str:
     return done.stdout[done.stdout.index("<svg") :]
 
 
-# -- charts ----------------------------------------------------------------------------------------------
-
-
-def timeline_svg(plan: Plan) -> str:
-    """Lanes of operations, moves and streamed weights over the time of one forward pass."""
-    lanes = _lanes(plan)
-    scale = (_WIDTH - _LEFT - 10) / plan.timeline.seconds
-    parts = []
-    for row, (name, events) in enumerate(lanes.items()):
-        y = 10 + row * (_LANE + 6)
-        parts.append(_text(4, y + 17, name))
-        for event in events:
-            x, width = _LEFT + event.start * scale, max((event.end - event.start) * scale, 0.7)
-            title = f"{event.name}: {1e6 * (event.end - event.start):.1f} µs on {event.device}"
-            parts.append(_rect(x, y, width, _LANE, _COLOURS[event.kind], title))
-    bottom = 10 + len(lanes) * (_LANE + 6) + 12
-    parts.append(_text(_LEFT, bottom, "0"))
-    parts.append(_text(_WIDTH - 70, bottom, f"{1e6 * plan.timeline.seconds:.0f} µs"))
-    shown = dict.fromkeys(event.kind for event in plan.timeline.events if event.end > event.start)
-    parts += _legend([(_COLOURS[kind], _WORDS[kind]) for kind in shown], bottom + 16)
-    return _svg(parts, bottom + 32)
-
-
-def _lanes(plan: Plan) -> dict[str, list[Event]]:
-    """A lane for each device, and one for what is copied to it ahead."""
-    lanes: dict[str, list[Event]] = {}
-    for key in plan.topology.keys:
-        lanes[str(key)] = []
-        if any(event.kind == "load" and event.device == key for event in plan.timeline.events):
-            lanes[f"to {key}"] = []
-    for event in plan.timeline.events:
-        if event.end > event.start:
-            lanes[f"to {event.device}" if event.kind == "load" else str(event.device)].append(event)
-    return {name: events for name, events in lanes.items() if events}
-
-
-def memory_svg(plan: Plan) -> str:
-    """Bytes on each accelerator at each step, with the budget."""
-    parts: list[str] = []
-    height, top = 90, 10
-    for spec in (spec for spec in plan.topology.devices if spec.is_accelerator):
-        profile = plan.memory.profile[spec.key]
-        parts += _area(plan, spec.key, spec.memory, profile, top, height)
-        top += height + 30
-    parts += _legend(
-        [("#9ecae9", "weights"), ("#4c78a8", "activations and copies"), ("#e45756", "budget")], top
-    )
-    return _svg(parts, top + 16)
-
-
-def _area(
-    plan: Plan, key: DeviceKey, budget: int, profile: Sequence[int], top: int, height: int
-) -> Iterator[str]:
-    step = (_WIDTH - _LEFT - 10) / len(profile)
-    scale = height / (1.1 * budget)
-    weights = plan.peaks[key].weights
-    yield _text(4, top + height - 4, str(key))
-    for index, nbytes in enumerate(profile):
-        x = _LEFT + index * step
-        for low, high, colour in ((0, weights, "#9ecae9"), (weights, nbytes, "#4c78a8")):
-            y = top + height - high * scale
-            yield _rect(
-                x, y, step + 0.3, max(0.0, (high - low) * scale), colour, f"step {index}: {high:,} bytes"
-            )
-    y = top + height - budget * scale
-    yield _rect(_LEFT, y, _WIDTH - _LEFT - 10, 1.5, "#e45756", f"budget: {budget:,} bytes")
-
-
-def _legend(entries: Sequence[tuple[str, str]], y: float) -> Iterator[str]:
-    for index, (colour, text) in enumerate(entries):
-        x = _LEFT + 200 * index
-        yield _rect(x, y - 10, 12, 12, colour, text)
-        yield _text(x + 18, y, text)
-
-
-def _rect(x: float, y: float, width: float, height: float, colour: str, title: str) -> str:
-    box = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{colour}"'
-    return f"<rect {box}><title>{html.escape(title)}</title></rect>"
-
-
-def _text(x: float, y: float, text: str) -> str:
-    return f'<text x="{x:.2f}" y="{y:.2f}" fill="currentColor">{html.escape(text)}</text>'
-
-
-def _svg(parts: Sequence[str], height: float) -> str:
-    start = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:.0f}" '
-    return start + 'font-family="sans-serif" font-size="13">' + "".join(parts) + "</svg>"
-
-
-def write(folder: Path) -> dict[str, Any]:
+def write(folder: Path) -> None:
     """Write all of them into a folder."""
-    made = pictures()
-    for name, text in made.items():
+    for name, text in pictures().items():
         (folder / name).write_text(text.rstrip() + "\n", encoding="utf-8")
-    return made

@@ -20,7 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from graphplan.runtime.checkpoint.parallel_reads import Request
-from graphplan.runtime.checkpoint.safetensors_header import Entry, FileHeader
+from graphplan.runtime.checkpoint.safetensors_header import FileTensor
 
 __all__ = ["Deferred", "requests_of"]
 
@@ -35,20 +35,14 @@ class _Recipe:
 
     Attributes:
         fill: from a tensor that is to hold it to the reads that fill it; None where there are none.
-        entry: where it is in a file as it is, so that rows of it are too.
-        header: of that file.
+        source: the tensor of a file that it is, so that rows of it are one too.
     """
 
     fill: Fill
-    entry: Entry | None = None
-    header: FileHeader | None = None
+    source: FileTensor | None = None
 
 
-def _impossible(_: torch.Tensor) -> None:
-    return None
-
-
-_OPAQUE = _Recipe(_impossible)
+_OPAQUE = _Recipe(lambda _: None)
 
 
 class Deferred(torch.Tensor):
@@ -66,10 +60,9 @@ class Deferred(torch.Tensor):
         return made
 
     @classmethod
-    def of(cls, header: FileHeader, entry: Entry) -> Deferred:
+    def of(cls, source: FileTensor) -> Deferred:
         """A tensor of a file."""
-        like = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-        return cls(like, _source(header, entry))
+        return cls(torch.empty(source.shape, dtype=source.dtype, device="meta"), _read(source))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares the disabled implementation
@@ -96,8 +89,8 @@ def _shape_of(leaf: Any) -> Any:
     return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, Deferred) else leaf
 
 
-def _source(header: FileHeader, entry: Entry) -> _Recipe:
-    return _Recipe(lambda target: [Request(header, entry, target)], entry, header)
+def _read(source: FileTensor) -> _Recipe:
+    return _Recipe(lambda target: [Request(source, target)], source)
 
 
 def _same(x: Any, *_: Any, **__: Any) -> _Recipe | None:
@@ -123,12 +116,12 @@ def _cat(parts: Sequence[Any], dim: int = 0) -> _Recipe:
     return _Recipe(lambda target: _joined(parts, target.split(sizes, dim)))
 
 
-def _transpose(x: Any, a: int, b: int) -> _Recipe | None:
+def _transpose(x: Any, a: int = 0, b: int = 1) -> _Recipe:
     return _Recipe(lambda target: requests_of(x, target.transpose(a, b)))
 
 
-def _t(x: Any) -> _Recipe | None:
-    return _transpose(x, 0, 1) if x.dim() == 2 else None
+def _t(x: Any) -> _Recipe:
+    return _transpose(x) if x.dim() == 2 else x.recipe
 
 
 def _permute(x: Any, dims: Sequence[int]) -> _Recipe:
@@ -146,13 +139,12 @@ def _view(x: Any, *_: Any) -> _Recipe:
 
 def _rows(x: Any, start: int, stop: int) -> _Recipe:
     """Rows of a file's tensor are a tensor of the file."""
-    entry, header = x.recipe.entry, x.recipe.header
-    if entry is None or header is None or not entry.shape[0]:
+    source = x.recipe.source
+    if source is None or not source.shape[0]:
         return _OPAQUE
-    row = entry.nbytes // entry.shape[0]
-    shape = (stop - start, *entry.shape[1:])
-    part = replace(entry, shape=shape, start=entry.start + start * row, nbytes=(stop - start) * row)
-    return _source(header, part)
+    row = source.nbytes // source.shape[0]
+    shape = (stop - start, *source.shape[1:])
+    return _read(replace(source, shape=shape, start=source.start + start * row, nbytes=(stop - start) * row))
 
 
 def _split(x: Any, size: int | Sequence[int], dim: int = 0) -> list[_Recipe] | None:

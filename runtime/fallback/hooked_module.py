@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import nn
 from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.errors import PlanError
 from graphplan.ir.plan_data import PlanData
-from graphplan.runtime.fallback.short_names import ShortNames
+from graphplan.runtime.fallback.short_names import ShortNames, made_class, unplaced
 from graphplan.runtime.memory.shared_memory import join_memory
 from graphplan.warnings import silenced, unwarned
 
@@ -122,11 +123,8 @@ def _plain(module: HookedModule) -> nn.Module:
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(here, tensor.requires_grad) if is_parameter else here
     added = module._graphplan.added
-    original: type[nn.Module] = type(module).__bases__[1]
-    root = object.__new__(original)
-    root.__dict__.update({name: value for name, value in vars(module).items() if name != "_graphplan"})
     memo |= {id(vars(part)[name]): False for part in module.modules() for name in added & vars(part).keys()}
-    plain = copy.deepcopy(root, memo)
+    plain = copy.deepcopy(unplaced(module), memo)
     for part in plain.modules():
         for name in added & vars(part).keys():
             del vars(part)[name]
@@ -145,15 +143,9 @@ def _kept_by_hooks(module: nn.Module, name: str) -> torch.Tensor:
     raise PlanError(f"{name!r} is on the meta device, and no hook has its values")
 
 
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
+@functools.cache
 def _hooked_class(original: type[nn.Module]) -> type[nn.Module]:
-    if original not in _classes:
-        names = ("__module__", "__qualname__", "__doc__")
-        body = {name: getattr(original, name) for name in names}
-        _classes[original] = type(original.__name__, (HookedModule, original), body)
-    return _classes[original]
+    return made_class(original, HookedModule)
 
 
 def dispatch(

@@ -32,7 +32,7 @@ from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf, l
 from graphplan.capture.structure import map_leaves
 from graphplan.capture.transformers.caches import is_cache
 from graphplan.errors import CaptureError, GraphplanError, first_line
-from graphplan.runtime.memory.wrapper_tensors import moved
+from graphplan.runtime.memory.arena import moved
 from graphplan.runtime.simulate.simulated_tensor import SimulatedTensor
 
 __all__ = ["Modulewise"]

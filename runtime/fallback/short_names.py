@@ -1,4 +1,4 @@
-"""What graphplan says of a module that it has placed: as ``placed.graphplan``, and under short names.
+"""Classes made of a model's own, under its name, and what graphplan says of a module that it has placed.
 
 ::
 
@@ -8,12 +8,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
-__all__ = ["ShortNames"]
+__all__ = ["ShortNames", "made_class", "original_class", "unplaced"]
+
+
+def made_class(
+    original: type[nn.Module], base: type[nn.Module], body: Mapping[str, Any] | None = None
+) -> type[nn.Module]:
+    """A class of ``base`` and a model's own class, whose name and documentation it has."""
+    names = ("__module__", "__qualname__", "__doc__")
+    own = {name: getattr(original, name) for name in names}
+    return type(original.__name__, (base, original), {**own, **(body or {})})
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The model's own class, of a module of a class that :func:`made_class` has made."""
+    found: type[nn.Module] = type(module).__bases__[1]
+    return found
+
+
+def unplaced(module: nn.Module) -> nn.Module:
+    """The module as its own class, with the attributes and weights that it has now."""
+    plain = object.__new__(original_class(module))
+    plain.__dict__.update({k: v for k, v in module.__dict__.items() if k != "_graphplan"})
+    return plain
 
 
 class ShortNames(nn.Module):

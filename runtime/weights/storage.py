@@ -21,9 +21,8 @@ from graphplan.errors import InputError, readable_bytes
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.checkpoint.mapped_files import MappedFile
 from graphplan.runtime.memory.allocation import allocating
-from graphplan.runtime.memory.arena import Arena, is_plain
+from graphplan.runtime.memory.arena import Arena, is_plain, moved
 from graphplan.runtime.memory.host_pages import HostPages
-from graphplan.runtime.memory.wrapper_tensors import moved
 
 __all__ = ["Layout", "Placement", "place_model", "require_data"]
 
