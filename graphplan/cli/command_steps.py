@@ -9,8 +9,7 @@ from pathlib import Path
 
 import graphplan
 from graphplan.analysis.plan import Plan
-from graphplan.cli.console import working
-from graphplan.cli.model_argument import Ask, NamedModel, load_named
+from graphplan.cli.model_argument import NamedModel
 from graphplan.cli.option_parsing import read_budgets, read_links, read_measurements, read_speeds
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.devices.speeds import Speed, with_speeds
@@ -19,7 +18,7 @@ from graphplan.errors import DeviceError, InfeasibleError
 from graphplan.integrations.accelerate.comparison import Baseline, ours
 from graphplan.passes.placement.problem import Problem
 
-__all__ = ["judge_ours", "load_word", "plan_named", "read_topology", "write_plan"]
+__all__ = ["judge_ours", "plan_named", "read_topology", "write_plan"]
 
 _ROOMY = 1 << 50  # bytes of each device where only the graph is wanted
 
@@ -75,12 +74,6 @@ def read_topology(
         raise DeviceError("give --measured or --device, not both")
     speeds = read_speeds(device or ()) if measured is None else read_measurements(measured)
     return with_speeds(read_max_memory(budgets, links, reserve), speeds or None)
-
-
-def load_word(word: str, ask: Ask) -> NamedModel:
-    """The model that a word names, built while a spinner turns."""
-    with working(f"building {word}"):
-        return load_named(word, ask)
 
 
 def write_plan(found: Plan, out: Path | None, html: Path | None, title: str) -> None:

@@ -29,7 +29,7 @@ from graphplan.cli.command_options import (
     TimeLimit,
     Trust,
 )
-from graphplan.cli.command_steps import judge_ours, load_word, plan_named, read_topology, write_plan
+from graphplan.cli.command_steps import judge_ours, plan_named, read_topology, write_plan
 from graphplan.cli.console import (
     complain,
     exit_code,
@@ -40,7 +40,7 @@ from graphplan.cli.console import (
     working,
 )
 from graphplan.cli.demo import run_demo
-from graphplan.cli.model_argument import Ask
+from graphplan.cli.model_argument import Ask, load_named
 from graphplan.cli.option_parsing import read_budgets, read_pins, read_plan
 from graphplan.cli.result_text import comparison_text, demo_text, device_digest, devices_text, plan_digest
 from graphplan.devices.max_memory import read_max_memory, require_present
@@ -155,7 +155,7 @@ def plan(
     """Plan a placement without running it. The devices need not exist on this machine."""
     require_writable(out, html)
     topology, pins = read_topology(max_memory, device, link, measured, reserve), read_pins(pin or ())
-    named = load_word(model, Ask(batch, length, dtype, trust_remote_code, meta))
+    named = load_named(model, Ask(batch, length, dtype, trust_remote_code, meta))
     with working(f"tracing and planning {named.name}"):
         found = plan_named(named, topology, pin=pins, offload=offload, balance=balance, time_limit=time_limit)
     write_plan(found, out, html, named.name)
@@ -213,7 +213,7 @@ def compare(
 ) -> None:
     """Compare graphplan's plan with accelerate's and transformers' device maps."""
     topology = read_topology(max_memory, device, link, measured, reserve)
-    named = load_word(model, Ask(batch, length, dtype, trust_remote_code, meta))
+    named = load_named(model, Ask(batch, length, dtype, trust_remote_code, meta))
     with working(f"tracing and planning {named.name}"):
         rows, problem = judge_ours(named, topology)
     with working("computing the maps of accelerate and transformers"):
