@@ -12,7 +12,6 @@ these included, as they are written in ``BEST``.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import math
@@ -24,13 +23,14 @@ from typing import Any
 
 from baselines import baselines
 from instances import INSTANCES, Instance, random_chain
-from report import RESULTS, table, write
+from report import RESULTS, parser_of, table, write
 from second_set import second_set
 
-from graphplan.errors import InfeasibleError, readable_bytes
+from graphplan.errors import InfeasibleError
 from graphplan.integrations.accelerate.comparison import LESS, Baseline
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.limits import Limits
+from graphplan.report.text import size_text
 
 _EQUAL = 1 + 1e-9  # ratio up to which two times are equal
 
@@ -178,15 +178,11 @@ def _ratio_cell(result: Result, other: Baseline) -> str:
         return other.error[:40]
     ms = f"{1e3 * other.seconds:.3f} ms"
     if other.first_over and LESS in other.strategy:
-        ms += f"; first {1e3 * (other.first_seconds or 0.0):.3f} ms, over by {_short(other.first_over)}"
+        ms += f"; first {1e3 * (other.first_seconds or 0.0):.3f} ms, over by {size_text(other.first_over)}"
     if other.over:
-        return f"over by {_short(other.over)} ({ms})"
+        return f"over by {size_text(other.over)} ({ms})"
     ratio = result.ratio(other)
     return ms if ratio is None else f"{ratio:.4f} ({ms})" + ("  !" if ratio > _EQUAL else "")
-
-
-def _short(nbytes: int) -> str:
-    return readable_bytes(nbytes).partition(" (")[0]
 
 
 # -- results ---------------------------------------------------------------------------------------
@@ -240,9 +236,7 @@ def _read_limit(text: str) -> float | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--set", choices=("first", "second"), default="first")
     parser.add_argument("--seed", type=int, help="of the second set")
     parser.add_argument("--instances", help="names, separated by commas; by default the whole set")

@@ -11,7 +11,6 @@ Results are written after each model, in place of those that were there of the s
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import json
@@ -24,7 +23,7 @@ from typing import Any
 from baselines import peak_activation
 from instances import GIB, A, B, C, Card, Speed, devices
 from models import MODELS
-from report import RESULTS, table, write
+from report import RESULTS, parser_of, table, write
 from torch import nn
 
 from graphplan.analysis.plan import Plan
@@ -185,9 +184,7 @@ def keep(rows: Sequence[Row], failed: Mapping[str, str], results: Path = RESULTS
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--cases", default=",".join(CASES))
     options = parser.parse_args()

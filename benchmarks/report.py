@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -16,6 +17,13 @@ import torch
 from graphplan.report.text import table_lines
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """A parser of options whose help is a script's docstring."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def machine() -> dict[str, Any]:

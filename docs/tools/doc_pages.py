@@ -1,13 +1,12 @@
 """What the pages take in: what their code prints, the benchmarks' tables, pictures, the command's help.
 
-python docs/tools/doc_pages.py [--docs docs]
+python docs/tools/doc_pages.py
 
-Writes ``generated/`` in the folder of the pages; ``make docs`` does this first.
+Writes ``docs/generated/``; ``make docs`` does this first.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import tempfile
@@ -47,11 +46,7 @@ def write_rest(into: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--docs", type=Path, default=Path(__file__).parents[1])
-    docs: Path = parser.parse_args().docs.resolve()
+    docs = Path(__file__).resolve().parents[1]
     into = docs / "generated"
     shutil.rmtree(into, ignore_errors=True)
     into.mkdir()

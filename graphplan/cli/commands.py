@@ -11,24 +11,7 @@ from typing import Annotated
 import typer
 
 import graphplan
-from graphplan.cli.command_options import (
-    Batch,
-    Budgets,
-    Cards,
-    Dtype,
-    Json,
-    Length,
-    Links,
-    Measured,
-    Meta,
-    Model,
-    Name,
-    Pins,
-    PlanFile,
-    Reserve,
-    TimeLimit,
-    Trust,
-)
+from graphplan.cli import command_options as options
 from graphplan.cli.command_steps import judge_ours, plan_named, read_topology, write_plan
 from graphplan.cli.console import (
     complain,
@@ -105,7 +88,7 @@ def demo(
     out: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Where to write plan.html, plan.json and plan.dot.")
     ] = Path("out"),
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Place a sentence encoder over two accelerators and the CPU, and compare its results."""
     with working("loading, planning and placing all-MiniLM-L6-v2"):
@@ -127,30 +110,30 @@ def demo(
 
 @app.command()
 def plan(
-    model: Model,
-    max_memory: Budgets = None,
-    device: Cards = None,
-    link: Links = None,
-    measured: Measured = None,
-    pin: Pins = None,
-    reserve: Reserve = "0",
+    model: options.Model,
+    max_memory: options.Budgets = None,
+    device: options.Cards = None,
+    link: options.Links = None,
+    measured: options.Measured = None,
+    pin: options.Pins = None,
+    reserve: options.Reserve = "0",
     offload: Annotated[
         bool, typer.Option(help="Whether the CPU may hold and compute what the accelerators do not hold.")
     ] = True,
     balance: Annotated[
         bool, typer.Option("--balance", help="Spread the work evenly over the accelerators.")
     ] = False,
-    batch: Batch = None,
-    length: Length = None,
-    dtype: Dtype = None,
-    time_limit: TimeLimit = None,
-    trust_remote_code: Trust = False,
-    meta: Meta = False,
+    batch: options.Batch = None,
+    length: options.Length = None,
+    dtype: options.Dtype = None,
+    time_limit: options.TimeLimit = None,
+    trust_remote_code: options.Trust = False,
+    meta: options.Meta = False,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the plan to this JSON file.")
     ] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page of the plan.")] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Plan a placement without running it. The devices need not exist on this machine."""
     require_writable(out, html)
@@ -171,14 +154,14 @@ def plan(
 
 @app.command()
 def show(
-    path: PlanFile,
+    path: options.PlanFile,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page of the plan.")] = None,
     dot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a Graphviz file.")] = None,
     bottleneck: Annotated[
         bool,
         typer.Option("--bottleneck", help="Find the budget, link or device whose growth saves most time."),
     ] = False,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Show a saved plan."""
     require_writable(html, dot)
@@ -198,18 +181,18 @@ def show(
 
 @app.command()
 def compare(
-    model: Model,
-    max_memory: Budgets = None,
-    device: Cards = None,
-    link: Links = None,
-    measured: Measured = None,
-    reserve: Reserve = "0",
-    batch: Batch = None,
-    length: Length = None,
-    dtype: Dtype = None,
-    trust_remote_code: Trust = False,
-    meta: Meta = False,
-    as_json: Json = False,
+    model: options.Model,
+    max_memory: options.Budgets = None,
+    device: options.Cards = None,
+    link: options.Links = None,
+    measured: options.Measured = None,
+    reserve: options.Reserve = "0",
+    batch: options.Batch = None,
+    length: options.Length = None,
+    dtype: options.Dtype = None,
+    trust_remote_code: options.Trust = False,
+    meta: options.Meta = False,
+    as_json: options.Json = False,
 ) -> None:
     """Compare graphplan's plan with accelerate's and transformers' device maps."""
     topology = read_topology(max_memory, device, link, measured, reserve)
@@ -231,11 +214,11 @@ def devices(
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure devices and links. Takes seconds.")
     ] = False,
-    max_memory: Budgets = None,
+    max_memory: options.Budgets = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the measurements to this file, for --measured.")
     ] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Show this machine's devices and the speeds that the planner assumes."""
     if out is not None and not measure:
@@ -265,7 +248,7 @@ def devices(
 
 
 @app.command()
-def explain(path: PlanFile, name: Name, as_json: Json = False) -> None:
+def explain(path: options.PlanFile, name: options.Name, as_json: options.Json = False) -> None:
     """Explain why a module, operation or weight is where it is, and what other devices would cost."""
     with working("evaluating the other devices"):
         found = read_plan(path).explain(name)

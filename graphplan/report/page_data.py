@@ -7,7 +7,7 @@ operation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import Any
 
 from graphplan.devices.topology import CPU, DeviceKey
@@ -31,18 +31,9 @@ def page_data(plan: PlanData, measured: Measured | None = None) -> dict[str, Any
     return _PageWriter(plan, measured).data()
 
 
-@dataclass(slots=True)
-class _Table:
-    """Strings, each once."""
-
-    rows: list[str] = field(default_factory=list)
-    known: dict[str, int] = field(default_factory=dict)
-
-    def index(self, text: str) -> int:
-        if text not in self.known:
-            self.known[text] = len(self.rows)
-            self.rows.append(text)
-        return self.known[text]
+def _positions(items: Iterable[Any]) -> dict[Any, int]:
+    """Item -> its position among those that differ."""
+    return {item: index for index, item in enumerate(dict.fromkeys(items))}
 
 
 class _PageWriter:
@@ -50,11 +41,12 @@ class _PageWriter:
         self.plan, self.graph, self.measured = plan, plan.graph, measured
         specs = [spec.key for spec in plan.topology.devices]
         self.keys = specs if plan.schedule.host in specs else [*specs, plan.schedule.host]
-        self.device = {key: index for index, key in enumerate(self.keys)}
-        self.operation = {name: index for index, name in enumerate(self.graph.operations)}
-        self.weight = {name: index for index, name in enumerate(self.graph.weights)}
+        self.device = _positions(self.keys)
+        self.operation, self.weight = _positions(self.graph.operations), _positions(self.graph.weights)
         self.seconds = run_seconds(plan.timeline)
-        self.modules, self.sources = _Table(), _Table()
+        operations = self.graph.operations.values()
+        self.modules = _positions(operation.module_path for operation in operations)
+        self.sources = _positions(operation.source for operation in operations)
         self.groups: list[dict[str, Any]] = []
 
     def data(self) -> dict[str, Any]:
@@ -69,8 +61,8 @@ class _PageWriter:
             "groups": self.groups,
             "operations": self._operations(),
             "weights": [self._weight(name) for name in self.graph.weights],
-            "modules": self.modules.rows,
-            "sources": self.sources.rows,
+            "modules": list(self.modules),
+            "sources": list(self.sources),
             "dependencies": self._dependencies(),
             "flows": self._flows(),
             "estimated": self._events(self.plan.timeline),
@@ -168,8 +160,8 @@ class _PageWriter:
         return {
             "name": [operation.name for operation in every],
             "target": [operation.target for operation in every],
-            "module": [self.modules.index(operation.module_path) for operation in every],
-            "source": [self.sources.index(operation.source) for operation in every],
+            "module": [self.modules[operation.module_path] for operation in every],
+            "source": [self.sources[operation.source] for operation in every],
             "device": [self.device[assigned[operation.name]] for operation in every],
             "seconds": [self.seconds.get(operation.name, 0.0) for operation in every],
             "flops": [operation.flops for operation in every],

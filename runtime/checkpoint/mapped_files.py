@@ -17,6 +17,7 @@ import torch
 
 from graphplan.errors import CheckpointError
 from graphplan.runtime.checkpoint.safetensors_header import FileState, FileTensor
+from graphplan.runtime.memory.host_pages import Pages
 
 __all__ = ["MappedFile"]
 
@@ -24,7 +25,7 @@ __all__ = ["MappedFile"]
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0  # mmap.MAP_NORESERVE from Python 3.13 on
 
 
-class MappedFile:
+class MappedFile(Pages):
     """A safetensors file in memory.
 
     Args:
@@ -40,11 +41,10 @@ class MappedFile:
         self.check()
         try:
             flags, access = mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-            self._mapping = mmap.mmap(self._file, state.size, flags=flags, prot=access)
+            mapping = mmap.mmap(self._file, state.size, flags=flags, prot=access)
         except OSError as error:
             raise CheckpointError(f"{state.path} cannot be mapped: {error.strerror}") from error
-        self.start = self._bytes(0, state.size).data_ptr()
-        self.end = self.start + state.size
+        super().__init__(mapping, state.size)
 
     def check(self) -> None:
         """Raise CheckpointError if the file has changed since its header was read."""
@@ -60,19 +60,8 @@ class MappedFile:
                 "it at each call. Partition the model again"
             )
 
-    def _bytes(self, offset: int, nbytes: int) -> torch.Tensor:
-        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes, offset=offset)
-
     def tensor(self, tensor: FileTensor) -> torch.Tensor:
         """A tensor of the file, in place."""
         if not tensor.nbytes:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         return self._bytes(tensor.start, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-
-    def holds(self, address: int) -> bool:
-        """Whether an address is in the mapping."""
-        return self.start <= address < self.end
-
-    def bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
-        """The bytes from an address on."""
-        return self._bytes(address - self.start, nbytes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from graphplan.errors import PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.fallback.short_names import ShortNames, made_class, unplaced
 from graphplan.runtime.memory.shared_memory import join_memory
+from graphplan.runtime.weights.storage import named_tensors
 from graphplan.warnings import silenced, unwarned
 
 __all__ = ["HookedModule", "dispatch"]
@@ -115,8 +115,7 @@ class HookedModule(ShortNames):
 def _plain(module: HookedModule) -> nn.Module:
     """A copy of the model without hooks, of its own class, with weights of its own on the CPU."""
     memo: dict[int, Any] = {}
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    for name, tensor in named:
+    for name, tensor in named_tensors(module).items():
         if id(tensor) not in memo:
             value = _kept_by_hooks(module, name) if tensor.device.type == "meta" else tensor
             here = value.detach().to("cpu", copy=True)
@@ -141,11 +140,6 @@ def _kept_by_hooks(module: nn.Module, name: str) -> torch.Tensor:
             value: torch.Tensor = weights[own]
             return value
     raise PlanError(f"{name!r} is on the meta device, and no hook has its values")
-
-
-@functools.cache
-def _hooked_class(original: type[nn.Module]) -> type[nn.Module]:
-    return made_class(original, HookedModule)
 
 
 def dispatch(
@@ -193,7 +187,7 @@ def dispatch(
     made.__dict__["_graphplan"] = _Hooked(
         dict(devices), main, plan, reason, grad, home, frozenset().union(*added)
     )
-    made.__class__ = _hooked_class(type(model))
+    made.__class__ = made_class(type(model), HookedModule)
     return made
 
 

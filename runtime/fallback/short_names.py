@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -16,13 +16,18 @@ from torch import nn
 __all__ = ["ShortNames", "made_class", "original_class", "unplaced"]
 
 
+_made: dict[tuple[type, type], type[nn.Module]] = {}
+
+
 def made_class(
-    original: type[nn.Module], base: type[nn.Module], body: Mapping[str, Any] | None = None
+    original: type[nn.Module], base: type[nn.Module], body: Callable[[], Mapping[str, Any]] = dict
 ) -> type[nn.Module]:
-    """A class of ``base`` and a model's own class, whose name and documentation it has."""
-    names = ("__module__", "__qualname__", "__doc__")
-    own = {name: getattr(original, name) for name in names}
-    return type(original.__name__, (base, original), {**own, **(body or {})})
+    """The one class of ``base`` and a model's own class, whose name and documentation it has."""
+    key = base, original
+    if key not in _made:
+        own = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+        _made[key] = type(original.__name__, key, {**own, **body()})
+    return _made[key]
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

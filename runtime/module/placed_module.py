@@ -27,9 +27,8 @@ from graphplan.capture.modes import ModeReader
 from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.errors import PlanError
 from graphplan.ir.plan_data import PlanData
-from graphplan.runtime.checkpoint.mapped_files import MappedFile
 from graphplan.runtime.fallback.short_names import ShortNames, made_class, original_class, unplaced
-from graphplan.runtime.memory.host_pages import HostPages
+from graphplan.runtime.memory.host_pages import Pages
 from graphplan.runtime.module.code_assembly import code_of
 from graphplan.runtime.module.dispatch import (
     ServedByModules,
@@ -203,10 +202,9 @@ def _rebuild(original: type[nn.Module]) -> nn.Module:
     return cls.__new__(cls)
 
 
-@functools.cache
 def placed_class(original: type[nn.Module]) -> type[nn.Module]:
     """The class of the placed copies of a model, under the model's own name."""
-    return made_class(original, PlacedModule, answers(PlacedModule, original))
+    return made_class(original, PlacedModule, lambda: answers(PlacedModule, original))
 
 
 def unplace(module: nn.Module) -> nn.Module:
@@ -239,7 +237,7 @@ def attach(
     keep_grad: bool,
     return_outputs: bool,
     refused: Refused | None = None,
-    memory: Sequence[HostPages | MappedFile] = (),
+    memory: Sequence[Pages] = (),
 ) -> None:
     """Give a placed copy its programs, the way to make more, and the memory of its weights."""
     share_prefetch_buffers(programs)

@@ -163,11 +163,14 @@ def _with_tensors(parts: dict[str, nn.Module]) -> set[str]:
     return found & parts.keys()
 
 
-@functools.cache
+_methods: dict[type[nn.Module], dict[str, Any]] = {}
+
+
 def _part_class(original: type[nn.Module]) -> type[nn.Module]:
     """The class of placed submodules; the original itself where it has no methods that may compute."""
-    methods = methods_of(original)
-    return made_class(original, PlacedPart, methods) if methods else original
+    if original not in _methods:
+        _methods[original] = methods_of(original)
+    return made_class(original, PlacedPart, lambda: _methods[original]) if _methods[original] else original
 
 
 def methods_of(original: type[nn.Module]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from graphplan.runtime.checkpoint.mapped_files import MappedFile
 from graphplan.runtime.memory.allocation import allocating
 from graphplan.runtime.memory.arena import shaped
 from graphplan.runtime.memory.copy_queues import Queues, queues_of
-from graphplan.runtime.memory.host_pages import HostPages
+from graphplan.runtime.memory.host_pages import HostPages, Pages
 from graphplan.runtime.memory.pinned_buffers import StagedPart, Staging, flat_bytes
 from graphplan.runtime.weights.weight_changes import require_planned
 
@@ -221,7 +221,7 @@ class ModuleStreams:
     def __init__(self, make_queues: Callable[[torch.device], Queues] = queues_of) -> None:
         self.make_queues = make_queues
         self.storages: dict[torch.device, _Storage] = {}
-        self.pages: list[HostPages | MappedFile] = []
+        self.pages: list[Pages] = []
 
     def check_files(self) -> None:
         """Raise CheckpointError if a file that weights are read from has changed."""
@@ -272,7 +272,7 @@ class ModuleStreams:
             tensor.data = pages.adopt(tensor.data)
         self.pages.append(pages)
 
-    def _pages_of(self, tensor: torch.Tensor) -> HostPages | MappedFile | None:
+    def _pages_of(self, tensor: torch.Tensor) -> Pages | None:
         return next((pages for pages in self.pages if pages.holds(tensor.data_ptr())), None)
 
     def bind(
