@@ -15,7 +15,7 @@ import torch
 from graphplan.capture.model_weights import ModelWeights
 from graphplan.errors import CheckpointError
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
-from graphplan.runtime.checkpoint.deferred_tensors import Deferred, requests_of
+from graphplan.runtime.checkpoint.deferred_reads import DeferredReads
 from graphplan.runtime.checkpoint.mapped_files import MappedFile
 from graphplan.runtime.checkpoint.parallel_reads import Request, read_into
 from graphplan.runtime.checkpoint.safetensors_header import FileTensor
@@ -33,7 +33,7 @@ class Conversion:
     Attributes:
         sources: in the order that ``make`` takes.
         dtype: to which sources are converted first.
-        make: from the sources to the weights, by name; takes deferred tensors too.
+        make: from the sources to the weights, by name; takes meta tensors too.
     """
 
     sources: tuple[FileTensor, ...]
@@ -42,7 +42,7 @@ class Conversion:
 
     def outline(self) -> Mapping[str, Any]:
         """The weights without their data."""
-        return self.make(list(map(Deferred.of, self.sources)))
+        return self.make(DeferredReads(self.sources).tensors)
 
     def results(self, progress: Callable[[int], object]) -> Mapping[str, Any]:
         """The weights, made of sources that are read into host memory."""
@@ -77,14 +77,16 @@ class ConvertedCheckpoint(Checkpoint):
         """As :meth:`Checkpoint.read`."""
         requests = [Request(self.found[name], targets[name]) for name in targets if name in self.found]
         computed: dict[Conversion, list[str]] = {}
-        outlines: dict[Conversion, Mapping[str, Any]] = {}
+        outlines: dict[Conversion, tuple[DeferredReads, Mapping[str, Any]]] = {}
         for name, target in targets.items():
             conversion = self.made.get(name)
             if conversion is None:
                 continue
             if conversion not in outlines:
-                outlines[conversion] = conversion.outline()
-            reads = requests_of(self._of(name, outlines[conversion]), target)
+                with DeferredReads(conversion.sources) as deferred:
+                    outlines[conversion] = deferred, conversion.make(deferred.tensors)
+            deferred, outline = outlines[conversion]
+            reads = deferred.requests(self._of(name, outline), target)
             if reads is None:
                 computed.setdefault(conversion, []).append(name)
             else:

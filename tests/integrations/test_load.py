@@ -21,7 +21,7 @@ import graphplan
 from graphplan.api.load import open_pretrained
 from graphplan.capture.model_weights import ModelWeights
 from graphplan.runtime.checkpoint.converted_checkpoint import Conversion, ConvertedCheckpoint
-from graphplan.runtime.checkpoint.deferred_tensors import Deferred, requests_of
+from graphplan.runtime.checkpoint.deferred_reads import DeferredReads
 from graphplan.runtime.checkpoint.parallel_reads import read_into
 from graphplan.runtime.checkpoint.safetensors_header import FileTensor, read_header
 from graphplan.runtime.weights.storage import Layout, place_model
@@ -296,19 +296,29 @@ def two_tensors(folder: Path) -> tuple[list[FileTensor], list[torch.Tensor]]:
 def test_movements_are_turned_round(name: str, tmp_path: Path) -> None:
     files, tensors = two_tensors(tmp_path)
     expected = MOVEMENTS[name](*tensors)
-    deferred = MOVEMENTS[name](*map(Deferred.of, files))
-    assert deferred.shape == expected.shape
+    with DeferredReads(files) as deferred:
+        made = MOVEMENTS[name](*deferred.tensors)
+    assert made.shape == expected.shape
     target = torch.full_like(expected, -1)
-    requests = requests_of(deferred, target)
+    requests = deferred.requests(made, target)
     assert requests is not None
     read_into(requests, lambda _: None)
     assert torch.equal(target, expected)
 
 
-@pytest.mark.parametrize("make", [lambda a, b: a + b, lambda a, b: torch.cat([a[:, :2], b[:, 2:]], dim=1)])
+COMPUTED = {
+    "sum": lambda a, b: a + b,
+    "columns": lambda a, b: torch.cat([a[:, :2], b[:, 2:]], dim=1),
+    "in place": lambda a, b: torch.cat([a, b]).mul_(2)[:6],
+    "one for many": lambda a, b: a[0].expand(6, 4),
+}
+
+
+@pytest.mark.parametrize("make", COMPUTED.values(), ids=COMPUTED)
 def test_what_is_no_movement_of_whole_rows_is_computed(make: Any, tmp_path: Path) -> None:
     files, tensors = two_tensors(tmp_path)
-    assert requests_of(make(*map(Deferred.of, files)), torch.empty(6, 4)) is None
+    with DeferredReads(files) as deferred:
+        assert deferred.requests(make(*deferred.tensors), torch.empty(6, 4)) is None
     model = nn.Linear(4, 6, bias=False)
     conversion = Conversion(tuple(files), torch.float32, lambda made: {"weight": make(*made)})
     source = ConvertedCheckpoint(ModelWeights(model), {}, {"weight": conversion})
