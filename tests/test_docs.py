@@ -17,7 +17,7 @@ import pytest
 import torch
 from comparison_charts import graphs_svg, models_svg
 from doc_blocks import Block, blocks_of, command, outputs_of
-from doc_pages import COMMANDS, pages
+from doc_pages import COMMANDS, pages, pictures
 from doc_tables import CASES, markdown, tables
 from house import PARTS, filled
 
@@ -176,6 +176,15 @@ def test_charts_have_a_mark_for_each_placement_within_the_budgets() -> None:
     assert drawn.count("fill:none") == 1
     with pytest.raises(ValueError, match="off the axis"):
         graphs_svg([{**row, "runs": [{**run, "seconds": 1e-6}]}])
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="graphviz is not installed")
+def test_pictures_are_those_of_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    drawn = pictures()
+    assert set(drawn) == set(PICTURES)
+    assert all("<svg" in text for name, text in drawn.items() if name.endswith(".svg"))
+    assert "def forward" in drawn["code.txt"]
 
 
 @pytest.mark.skipif(

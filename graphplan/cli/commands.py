@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import graphplan
+from graphplan.analysis.plan import Plan
 from graphplan.cli import command_options as options
-from graphplan.cli.command_steps import judge_ours, plan_named, read_topology, write_plan
 from graphplan.cli.console import (
     complain,
     exit_code,
@@ -23,16 +24,20 @@ from graphplan.cli.console import (
     working,
 )
 from graphplan.cli.demo import run_demo
-from graphplan.cli.model_argument import Ask, load_named
-from graphplan.cli.option_parsing import read_budgets, read_pins, read_plan
+from graphplan.cli.model_argument import Ask, NamedModel, load_named
+from graphplan.cli.option_parsing import read_budgets, read_pins, read_plan, read_topology
 from graphplan.cli.result_text import comparison_text, demo_text, device_digest, devices_text, plan_digest
 from graphplan.devices.max_memory import read_max_memory, require_present
-from graphplan.devices.speeds import with_speeds
-from graphplan.errors import GraphplanError, InputError
-from graphplan.integrations.accelerate.comparison import device_maps
+from graphplan.devices.speeds import Speed, with_speeds
+from graphplan.devices.topology import Topology
+from graphplan.errors import GraphplanError, InfeasibleError, InputError
+from graphplan.integrations.accelerate.comparison import Baseline, device_maps, ours
+from graphplan.passes.placement.problem import Problem
 from graphplan.runtime.profile.device_benchmark import measure_devices
 
 __all__ = ["app", "run"]
+
+_ROOMY = 1 << 50  # bytes of each device where only the graph is wanted
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 # what typer raises for a wrong command line: its own class, or click's in older releases
@@ -140,8 +145,8 @@ def plan(
     topology, pins = read_topology(max_memory, device, link, measured, reserve), read_pins(pin or ())
     named = load_named(model, Ask(batch, length, dtype, trust_remote_code, meta))
     with working(f"tracing and planning {named.name}"):
-        found = plan_named(named, topology, pin=pins, offload=offload, balance=balance, time_limit=time_limit)
-    write_plan(found, out, html, named.name)
+        found = _planned(named, topology, pin=pins, offload=offload, balance=balance, time_limit=time_limit)
+    _write_plan(found, out, html, named.name)
     if as_json:
         print_json({"model": named.name, "inputs": named.inputs, **plan_digest(found)})
         return
@@ -166,7 +171,7 @@ def show(
     """Show a saved plan."""
     require_writable(html, dot)
     found = read_plan(path)
-    write_plan(found, None, html, path.stem)
+    _write_plan(found, None, html, path.stem)
     if dot is not None:
         found.save_dot(dot)
     wanted = found.bottleneck(progress=sys.stderr.isatty()) if bottleneck else None
@@ -198,7 +203,7 @@ def compare(
     topology = read_topology(max_memory, device, link, measured, reserve)
     named = load_named(model, Ask(batch, length, dtype, trust_remote_code, meta))
     with working(f"tracing and planning {named.name}"):
-        rows, problem = judge_ours(named, topology)
+        rows, problem = _judge_ours(named, topology)
     with working("computing the maps of accelerate and transformers"):
         no_split = sorted(getattr(named.model, "_no_split_modules", None) or ())
         rows += device_maps(problem, named.model, no_split)
@@ -253,3 +258,37 @@ def explain(path: options.PlanFile, name: options.Name, as_json: options.Json = 
     with working("evaluating the other devices"):
         found = read_plan(path).explain(name)
     say(found.to_json() if as_json else found)
+
+
+def _judge_ours(named: NamedModel, topology: Topology) -> tuple[list[Baseline], Problem]:
+    """Our row, and the problem for the others: of our graph, or without a plan of one with more room."""
+    start = time.perf_counter()
+    try:
+        found = _planned(named, topology)
+        return [ours(found, time.perf_counter() - start)], found.plain_problem
+    except InfeasibleError as error:
+        row = Baseline("graphplan", error=str(error), planning=time.perf_counter() - start)
+    roomy = topology.with_memory(dict.fromkeys(topology.keys, _ROOMY))
+    return [row], replace(_planned(named, roomy).plain_problem, topology=topology)
+
+
+def _planned(named: NamedModel, topology: Topology, **constraints: Any) -> Plan:
+    """A plan for devices that have been described; the constraints are those of :func:`graphplan.plan`."""
+    return graphplan.plan(
+        named.model,
+        {spec.key: spec.memory for spec in topology.devices},
+        named.args,
+        named.kwargs,
+        links=topology.links,
+        devices={s.key: Speed(s.flops, s.bandwidth, s.overhead) for s in topology.devices if s.computes},
+        reserve={spec.key: spec.reserve for spec in topology.devices},
+        **constraints,
+    )
+
+
+def _write_plan(found: Plan, out: Path | None, html: Path | None, title: str) -> None:
+    """Write a plan to the files that were asked for."""
+    if out is not None:
+        found.save_json(out)
+    if html is not None:
+        found.save_html(html, title=title)

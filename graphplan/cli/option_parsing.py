@@ -14,8 +14,9 @@ from accelerate.utils import convert_file_size_to_int
 
 from graphplan.analysis.plan import Plan
 from graphplan.devices.datasheets import card_names, find_card
-from graphplan.devices.speeds import Measurements, Speed
-from graphplan.devices.topology import CPU, DeviceKey, Link
+from graphplan.devices.max_memory import read_max_memory
+from graphplan.devices.speeds import Measurements, Speed, with_speeds
+from graphplan.devices.topology import CPU, DeviceKey, Link, Topology
 from graphplan.errors import BudgetError, DeviceError, GraphplanError, PlanError
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "read_pins",
     "read_plan",
     "read_speeds",
+    "read_topology",
 ]
 
 Held = TypeVar("Held")
@@ -140,3 +142,19 @@ def _read(path: Path, decode: Callable[[str], Held], where: str, noun: str) -> H
         raise PlanError(f"{where} holds no {noun}: it is no text") from error
     except PlanError as error:
         raise PlanError(f"{where}: {error}") from error
+
+
+def read_topology(
+    max_memory: list[str] | None,
+    device: list[str] | None,
+    link: list[str] | None,
+    measured: Path | None,
+    reserve: str,
+) -> Topology:
+    """The devices that the words of a command describe."""
+    budgets = read_budgets(max_memory or ())
+    links = read_links(link or (), budgets)
+    if measured is not None and device:
+        raise DeviceError("give --measured or --device, not both")
+    speeds = read_speeds(device or ()) if measured is None else read_measurements(measured)
+    return with_speeds(read_max_memory(budgets, links, reserve), speeds or None)

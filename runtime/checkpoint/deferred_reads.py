@@ -77,7 +77,7 @@ class DeferredReads(TorchDispatchMode):
         target = target.permute(order)
         source, joined = self._sources.get(_memory(made)), self._joined.get(_memory(made))
         if source is not None:  # of which it may be some rows
-            start = source.start + made.storage_offset() * source.dtype.itemsize
+            start = source.start + int(made.storage_offset()) * source.dtype.itemsize
             nbytes = made.numel() * source.dtype.itemsize
             part = replace(source, shape=tuple(target.shape), start=start, nbytes=nbytes)
             return [Request(part, target)]
@@ -106,15 +106,17 @@ class DeferredReads(TorchDispatchMode):
 
 def _memory(tensor: torch.Tensor) -> int:
     """What tensors of one memory have in common."""
-    return tensor.untyped_storage()._cdata
+    known: int = tensor.untyped_storage()._cdata
+    return known
 
 
 def _memory_order(tensor: torch.Tensor) -> list[int] | None:
     """The dimensions in the order of memory; None where elements have gaps between them."""
-    order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
     sizes = [tensor.shape[dim] for dim in order]
     dense = all(
-        size == 1 or tensor.stride(dim) == math.prod(sizes[index + 1 :])
+        size == 1 or strides[dim] == math.prod(sizes[index + 1 :])
         for index, (dim, size) in enumerate(zip(order, sizes, strict=True))
     )
     return order if dense else None

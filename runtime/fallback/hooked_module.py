@@ -199,19 +199,16 @@ def _hooked_again(plain: nn.Module, known: _Hooked) -> nn.Module:
 
 def _place_own_tensors(model: nn.Module, devices: Mapping[str, torch.device], main: torch.device) -> None:
     """Tensors of modules that the map splits: hooks do not see those that are named one by one."""
+    from accelerate.utils import set_module_tensor_to_device
+
     modules = dict(model.named_modules())
     for name, device in devices.items():
         path, _, own = name.rpartition(".")
         if name in modules or path not in modules:
             continue
-        owner = modules[path]
         target = main if device.type == "cpu" else device
-        for kind in (owner._parameters, owner._buffers):
-            tensor = kind.get(own)
-            if tensor is not None and tensor.device != target and tensor.device.type != "meta":
-                moved = tensor.detach().to(target)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                kind[own] = nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
+        if getattr(modules[path], own).device.type != "meta":
+            set_module_tensor_to_device(modules[path], own, target)
 
 
 def _send_results_back(model: nn.Module, entries: Mapping[str, torch.device]) -> None:
