@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -51,21 +51,6 @@ class Request:
         """Whether the file's bytes are the target's as they are."""
         same = self.target.dtype == self.source.dtype and self.target.is_contiguous()
         return same and self.target.device.type == CPU and type(self.target) is torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Some of a tensor: ``nbytes`` of the file from ``start`` on, of ``dtype`` there."""
-
-    file: FileState
-    start: int
-    nbytes: int
-    dtype: torch.dtype
-    target: torch.Tensor
-
-    @property
-    def end(self) -> int:
-        return self.start + self.nbytes
 
 
 def read_into(requests: Sequence[Request], progress: Progress) -> None:
@@ -103,9 +88,9 @@ def _opened(states: Iterable[FileState]) -> Iterator[Files]:
         yield files
 
 
-def _read(files: Files, batch: Sequence[_Piece], buffers: Iterable[torch.Tensor]) -> None:
+def _read(files: Files, batch: Sequence[Request], buffers: Iterable[torch.Tensor]) -> None:
     """Fill buffers one after another with what a batch has in its file."""
-    state, start = batch[0].file, batch[0].start
+    state, start = batch[0].source.file, batch[0].source.start
     left = deque(memoryview(buffer.numpy().data) for buffer in buffers)
     while left:
         try:
@@ -121,11 +106,11 @@ def _read(files: Files, batch: Sequence[_Piece], buffers: Iterable[torch.Tensor]
             left[0] = left[0][count:]
 
 
-def _batches(requests: Iterable[Request]) -> Iterator[list[_Piece]]:
+def _batches(requests: Iterable[Request]) -> Iterator[list[Request]]:
     """Pieces that lie next to each other in a file, as many as one read takes."""
     pieces = chain.from_iterable(map(_pieces, requests))
-    batch: list[_Piece] = []
-    for piece in sorted(pieces, key=lambda piece: (str(piece.file.path), piece.start)):
+    batch: list[Request] = []
+    for piece in sorted(pieces, key=lambda piece: (str(piece.source.file.path), piece.source.start)):
         if batch and not _goes_on(batch, piece):
             yield batch
             batch = []
@@ -134,30 +119,36 @@ def _batches(requests: Iterable[Request]) -> Iterator[list[_Piece]]:
         yield batch
 
 
-def _goes_on(batch: Sequence[_Piece], piece: _Piece) -> bool:
+def _goes_on(batch: Sequence[Request], piece: Request) -> bool:
     """Whether a piece is behind a batch, and may be read with it."""
-    behind = (batch[-1].file, batch[-1].end) == (piece.file, piece.start)
-    return behind and piece.end - batch[0].start <= _CHUNK and len(batch) < _MOST
+    last, source = batch[-1].source, piece.source
+    behind = (last.file, last.end) == (source.file, source.start)
+    return behind and source.end - batch[0].source.start <= _CHUNK and len(batch) < _MOST
 
 
-def _pieces(request: Request) -> Iterator[_Piece]:
+def _pieces(request: Request) -> Iterator[Request]:
     """A tensor in parts of at most one read each; one that is not contiguous in whole."""
     source, target = request.source, request.target
-    if not target.is_contiguous():
-        yield _Piece(source.file, source.start, source.nbytes, source.dtype, target)
+    if source.nbytes <= _CHUNK or not target.is_contiguous():
+        yield request
         return
     start = source.start
     for part in target.view(-1).split(_CHUNK // source.dtype.itemsize):
-        yield _Piece(source.file, start, part.numel() * source.dtype.itemsize, source.dtype, part)
-        start += part.numel() * source.dtype.itemsize
+        nbytes = part.numel() * source.dtype.itemsize
+        yield Request(replace(source, shape=tuple(part.shape), start=start, nbytes=nbytes), part)
+        start += nbytes
+
+
+def _nbytes(batch: Sequence[Request]) -> int:
+    return batch[-1].source.end - batch[0].source.start
 
 
 def _read_direct(
-    batches: Iterable[Sequence[_Piece]], files: Files, pool: ThreadPoolExecutor, progress: Progress
+    batches: Iterable[Sequence[Request]], files: Files, pool: ThreadPoolExecutor, progress: Progress
 ) -> None:
-    def read(batch: Sequence[_Piece]) -> int:
+    def read(batch: Sequence[Request]) -> int:
         _read(files, batch, (flat_bytes(piece.target) for piece in batch))
-        return batch[-1].end - batch[0].start
+        return _nbytes(batch)
 
     for done in as_completed([pool.submit(read, batch) for batch in batches]):
         progress(done.result())
@@ -165,16 +156,16 @@ def _read_direct(
 
 def _read_staged(
     device: torch.device,
-    batches: Sequence[Sequence[_Piece]],
+    batches: Sequence[Sequence[Request]],
     files: Files,
     pool: ThreadPoolExecutor,
     progress: Progress,
 ) -> None:
     queues = Queues() if device.type == CPU else queues_of(device)
     queues.join()  # the memory that is filled may have had other readers
-    largest = max(sum(round_up(piece.nbytes) for piece in batch) for batch in batches)
+    largest = max(sum(round_up(piece.source.nbytes) for piece in batch) for batch in batches)
     staging = Staging(queues, largest, min(_BUFFERS, len(batches)), pinned=device.type == "cuda")
-    under_way: deque[tuple[Sequence[_Piece], int, Future[None]]] = deque()
+    under_way: deque[tuple[Sequence[Request], int, Future[None]]] = deque()
 
     def finish() -> None:
         batch, index, reading = under_way.popleft()
@@ -182,7 +173,7 @@ def _read_staged(
         for piece, part in zip(batch, _places(batch, staging.buffer(index)), strict=True):
             queues.copy(piece.target, _converted(piece, part))
         staging.give(index)
-        progress(batch[-1].end - batch[0].start)
+        progress(_nbytes(batch))
 
     try:
         for batch in batches:
@@ -197,15 +188,15 @@ def _read_staged(
         queues.drain()  # before the buffers go
 
 
-def _places(batch: Sequence[_Piece], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+def _places(batch: Sequence[Request], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
     """Where a buffer has each piece: at an aligned place."""
     at = 0
     for piece in batch:
-        yield buffer[at : at + piece.nbytes]
-        at += round_up(piece.nbytes)
+        yield buffer[at : at + piece.source.nbytes]
+        at += round_up(piece.source.nbytes)
 
 
-def _converted(piece: _Piece, part: torch.Tensor) -> torch.Tensor:
+def _converted(piece: Request, part: torch.Tensor) -> torch.Tensor:
     """What was read, in the target's dtype; on the host, where the accelerator's memory is not needed."""
-    data = part.view(piece.dtype).view(piece.target.shape)
+    data = part.view(piece.source.dtype).view(piece.target.shape)
     return data if piece.target.device.type == CPU else data.to(piece.target.dtype)

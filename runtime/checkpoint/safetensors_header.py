@@ -47,6 +47,11 @@ class FileTensor:
     start: int
     nbytes: int
 
+    @property
+    def end(self) -> int:
+        """The byte behind its last."""
+        return self.start + self.nbytes
+
 
 def read_header(path: Path) -> dict[str, FileTensor]:
     """The tensors of a file by name.
