@@ -109,7 +109,7 @@ def _drawn(plan: Plan) -> str:
 def write(into: Path, texts: Mapping[str, str]) -> None:
     """Write files by their names."""
     for name, text in texts.items():
-        (into / name).write_text(text.strip("\n") + "\n", encoding="utf-8")
+        (into / name).write_text(text.rstrip() + "\n", encoding="utf-8")
 
 
 def main() -> None:
