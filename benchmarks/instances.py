@@ -13,6 +13,7 @@ from functools import partial
 
 from networks import clip, llama, moe, random_layers, segformer, t5, towers, unet
 
+from graphplan.devices.speeds import Speed
 from graphplan.devices.topology import CPU, DeviceSpec, Link, Topology
 from graphplan.ir.graph import Graph
 from graphplan.passes.placement.problem import Problem
@@ -20,14 +21,6 @@ from graphplan.passes.placement.problem import Problem
 GIB = 1 << 30
 _OVERHEAD = 4e-6  # one kernel launch
 _CPU_OVERHEAD = 20e-6  # what graphplan.devices.max_memory takes for the CPU
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """FLOP/s and bytes/s of a card."""
-
-    flops: float
-    bandwidth: float
 
 
 A = Speed(300e12, 2000e9)

@@ -15,7 +15,6 @@ though the system takes them back when it needs them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -32,7 +31,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch
-from report import table, write
+from report import parser_of, table, write
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -167,9 +166,7 @@ def rounds_of(task: Task, rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--layers", type=int, default=11)
     parser.add_argument("--rounds", type=int, default=9, help="fresh memory is slow in some of them")
     parser.add_argument("--work", nargs="+", help="measure one thing in this process")

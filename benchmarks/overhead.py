@@ -15,19 +15,17 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-import argparse
 import copy
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import cpu_offload, dispatch_model
-from report import table, write
+from report import parser_of, table, write
 from torch import nn
 from torch.utils import _pytree as pytree
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -108,25 +106,18 @@ def forms(workload: Workload) -> dict[str, Callable[[], Any]]:
 def times(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[int]]:
     """Form -> nanoseconds of processor time of each call."""
     found: dict[str, list[int]] = {name: [] for name in calls}
-    with _no_collection(), torch.no_grad():
-        for round_ in range(rounds + WARM):
-            for name, call in calls.items():
-                start = time.process_time_ns()
-                call()
-                taken = time.process_time_ns() - start
-                if round_ >= WARM:
-                    found[name].append(taken)
-    return found
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
     gc.collect()
     gc.disable()
     try:
-        yield
+        with torch.no_grad():
+            for _ in range(rounds + WARM):
+                for name, call in calls.items():
+                    start = time.process_time_ns()
+                    call()
+                    found[name].append(time.process_time_ns() - start)
     finally:
         gc.enable()
+    return {name: taken[WARM:] for name, taken in found.items()}
 
 
 def require_equal(calls: Mapping[str, Callable[[], Any]]) -> None:
@@ -161,9 +152,7 @@ def measure(workload: Workload, rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=200, help="of forward passes")
     parser.add_argument("--generations", type=int, default=5, help="rounds of generate()")
     parser.add_argument("--tokens", type=int, default=128, help="that generate() adds")

@@ -1,36 +1,33 @@
 """The planner on the benchmark's instances: estimated time, proven gap, and what planning costs.
 
-python benchmarks/placement.py [--set first|second] [--seed 7] [--instances unet,clip]
-                               [--limits default,10] [--no-baselines] [--best]
+python benchmarks/placement.py [--instances unet,clip] [--limits default,10] [--no-baselines] [--best]
 
 Each instance is planned once for each limit: ``default`` is the search without a time limit, a number is
 a limit in seconds. Plans are compared with the best one known, and with baselines under the same
-evaluator. New results of an instance replace its old ones. The second set needs the seed that it is drawn
-from. ``--no-baselines`` keeps the baselines of earlier results; ``--best`` prints the best known plans,
-these included, as they are written in ``BEST``.
+evaluator. New results of an instance replace its old ones. ``--no-baselines`` keeps the baselines of
+earlier results; ``--best`` prints the best known plans, these included, as they are written in ``BEST``.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from baselines import baselines
 from instances import INSTANCES, Instance, random_chain
-from report import RESULTS, table, write
-from second_set import second_set
+from report import RESULTS, parser_of, table, write
 
-from graphplan.errors import InfeasibleError, readable_bytes
+from graphplan.errors import InfeasibleError
 from graphplan.integrations.accelerate.comparison import LESS, Baseline
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.limits import Limits
+from graphplan.report.text import size_text
 
 _EQUAL = 1 + 1e-9  # ratio up to which two times are equal
 
@@ -178,15 +175,11 @@ def _ratio_cell(result: Result, other: Baseline) -> str:
         return other.error[:40]
     ms = f"{1e3 * other.seconds:.3f} ms"
     if other.first_over and LESS in other.strategy:
-        ms += f"; first {1e3 * (other.first_seconds or 0.0):.3f} ms, over by {_short(other.first_over)}"
+        ms += f"; first {1e3 * (other.first_seconds or 0.0):.3f} ms, over by {size_text(other.first_over)}"
     if other.over:
-        return f"over by {_short(other.over)} ({ms})"
+        return f"over by {size_text(other.over)} ({ms})"
     ratio = result.ratio(other)
     return ms if ratio is None else f"{ratio:.4f} ({ms})" + ("  !" if ratio > _EQUAL else "")
-
-
-def _short(nbytes: int) -> str:
-    return readable_bytes(nbytes).partition(" (")[0]
 
 
 # -- results ---------------------------------------------------------------------------------------
@@ -239,20 +232,16 @@ def _read_limit(text: str) -> float | None:
     return None if text == "default" else float(text)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--set", choices=("first", "second"), default="first")
-    parser.add_argument("--seed", type=int, help="of the second set")
-    parser.add_argument("--instances", help="names, separated by commas; by default the whole set")
+def main(
+    makers: Mapping[str, Callable[[], Instance]] = INSTANCES, words: Sequence[str] | None = None
+) -> None:
+    """Plan instances of a set, as the words of the command line say."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--instances", help="names, separated by commas; by default all")
     parser.add_argument("--limits", default="default", help="default, or seconds, separated by commas")
     parser.add_argument("--no-baselines", action="store_true")
     parser.add_argument("--best", action="store_true")
-    options = parser.parse_args()
-    if (options.set == "second") != (options.seed is not None):
-        parser.error("--set second and --seed go together")
-    makers = INSTANCES if options.seed is None else second_set(options.seed)
+    options = parser.parse_args(words)
     chosen = options.instances.split(",") if options.instances else list(makers)
     if unknown := set(chosen) - set(makers):
         parser.error(f"no instance {min(unknown)!r}: there are {', '.join(makers)}")

@@ -14,7 +14,6 @@ is not in them.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -26,7 +25,7 @@ import torch
 import transformers as hf
 from instances import Instance, random_chain, stack
 from models import LLAMA_70B, MODELS, Model
-from report import table, write
+from report import parser_of, table, write
 from torch.fx.experimental import _config as symbolic_config
 
 from graphplan.capture.model_copy import ModelCopy
@@ -190,9 +189,7 @@ def laws(rows: Sequence[Row]) -> list[Law]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 32, 80])
     parser.add_argument("--models", nargs="+", default=list(FULL_SIZE), choices=list(FULL_SIZE))
     parser.add_argument("--operations", type=int, nargs="+", default=[500, 1000, 2000, 4000, 8000])

@@ -6,16 +6,11 @@ Each card's budget is its share of the weights plus the most bytes beside weight
 when one card runs all of it. The CPU takes what does not fit. The same budgets are given to accelerate
 and transformers, whose maps are judged by the same evaluator.
 
-Use is what weights that live on accelerators take there, as a share of what an exact packing allows. That is
-given twice: of the whole room beside activations; and beside the prefetch buffer as well, which no plan can
-do without that streams weights.
-
 Results are written after each model, in place of those that were there of the same model and budgets.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import json
@@ -25,29 +20,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from baselines import accelerators, peak_activation
+from baselines import peak_activation
 from instances import GIB, A, B, C, Card, Speed, devices
 from models import MODELS
-from packing import Packing, items, pack, sizes_of
-from report import RESULTS, table, write
+from report import RESULTS, parser_of, table, write
 from torch import nn
 
 from graphplan.analysis.plan import Plan
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.compiler.options import Options
 from graphplan.compiler.pipeline import Compiler
-from graphplan.devices.topology import CPU, DeviceKey, Topology
+from graphplan.devices.topology import CPU, Topology
 from graphplan.errors import GraphplanError, InfeasibleError
-from graphplan.integrations.accelerate.comparison import (
-    Baseline,
-    allocated_weights,
-    device_maps,
-    offloaded_weights,
-)
-from graphplan.ir.graph import Graph
+from graphplan.integrations.accelerate.comparison import Baseline, device_maps, offloaded_weights
 from graphplan.passes.placement.problem import Problem
 
-USE = 0.98  # of what a packing allows, when offloading is forced
 _ROOMY = 1 << 20  # GiB of the card on which a model is measured
 
 # a card for each share of the weights
@@ -64,12 +51,8 @@ class Row:
     """A model on one set of budgets. Sizes are bytes, times seconds.
 
     Attributes:
-        packing: what the budgets allow of whole weights, less activations of one card that runs everything.
-        offloaded: weights that live on no accelerator, of those that are read.
-        used: what those that do take there.
-        buffer: what accelerators keep for weights that are streamed.
-        allowed: as ``packing.most``, of the weights of the plan, of which some may be parts of whole ones.
-        most: weights of the plan that no packing passes in what its prefetch buffers and activations leave.
+        offloaded: weights that reside on no accelerator, of those that are read.
+        buffer: prefetch buffers of the accelerators.
         within: whether every peak is within its budget.
         planning: seconds of planning, without the capture.
         others: accelerate's and transformers' maps.
@@ -80,12 +63,8 @@ class Row:
     case: str
     weights: int
     activations: int
-    packing: Packing
     offloaded: int = 0
-    used: int = 0
     buffer: int = 0
-    allowed: int = 0
-    most: int = 0
     within: bool = False
     makespan: float = 0.0
     gap: float = 0.0
@@ -93,27 +72,6 @@ class Row:
     planning: float = 0.0
     others: list[Baseline] = field(default_factory=list)
     error: str = ""
-
-    @property
-    def use(self) -> float:
-        """What the plan keeps on accelerators, as a share of what a packing of its weights allows."""
-        return self.used / self.allowed if self.allowed else 1.0
-
-    def use_of(self, other: Baseline) -> float:
-        """The same of a map, whose weights are whole."""
-        return other.used / self.packing.most if self.packing.most else 1.0
-
-    @property
-    def use_beside_buffers(self) -> float:
-        """The plan's use of what its prefetch buffer leaves."""
-        return self.used / self.most if self.most else 1.0
-
-    @property
-    def met(self) -> bool:
-        """Within the budgets; nothing offloaded that fits, and the accelerators full where not all does."""
-        if self.error or not self.within:
-            return False
-        return self.offloaded == 0 or (not self.packing.everything and self.use_beside_buffers >= USE)
 
     def beaten_by(self) -> list[str]:
         """Names of those whose map keeps the budgets and is faster."""
@@ -153,10 +111,7 @@ class Measured:
     def measure(self, case: str) -> Row:
         """Our plan beside the others', on one set of budgets."""
         topology = self.topology(case)
-        capacities = [spec.room - self.activations for spec in accelerators(topology)]
-        together = items(self.graph, sizes_of(self.graph, accelerators(topology)[0]))
-        packing = Packing(most_kept(self.graph, topology, capacities), pack(together, capacities).everything)
-        row = Row(self.name, case, self.graph.weight_bytes, self.activations, packing)
+        row = Row(self.name, case, self.graph.weight_bytes, self.activations)
         problem = Problem(self.graph, topology, CPU)
         start = time.perf_counter()
         try:
@@ -173,30 +128,10 @@ class Measured:
 
 
 def _fill(row: Row, found: Plan, problem: Problem) -> None:
-    assignment = found.schedule.assignment
-    row.used = allocated_weights(problem, assignment)
-    row.offloaded = offloaded_weights(problem, assignment)
-    prefetch_buffers = {buffer.device: buffer.nbytes for buffer in found.schedule.prefetch_buffers}
-    row.buffer = sum(prefetch_buffers.values())
-    row.allowed, row.most = _allowed(row, found, {}), _allowed(row, found, prefetch_buffers)
+    row.offloaded = offloaded_weights(problem, found.schedule.assignment)
+    row.buffer = sum(buffer.nbytes for buffer in found.schedule.prefetch_buffers)
     row.within = all(found.peak_bytes[spec.key] <= spec.room for spec in found.topology.devices)
     row.makespan, row.gap, row.proof = found.makespan, found.gap, found.proof
-
-
-def most_kept(graph: Graph, topology: Topology, capacities: Sequence[int]) -> int:
-    """Bytes of weights, each kept or not, that no packing passes."""
-    sizes = sizes_of(graph, accelerators(topology)[0])
-    return pack(sorted(sizes.values(), reverse=True), capacities).most
-
-
-def _allowed(row: Row, found: Plan, prefetch_buffers: Mapping[DeviceKey, int]) -> int:
-    """A card that runs a part only may need less for activations than one that runs everything."""
-    capacities = []
-    for spec in accelerators(found.topology):
-        peak = found.peaks[spec.key]
-        activations = min(row.activations, peak.nbytes - peak.weights)
-        capacities.append(spec.room - activations - prefetch_buffers.get(spec.key, 0))
-    return most_kept(found.graph, found.topology, capacities)
 
 
 # -- tables and results ----------------------------------------------------------------------------
@@ -204,56 +139,36 @@ def _allowed(row: Row, found: Plan, prefetch_buffers: Mapping[DeviceKey, int]) -
 
 def header(rows: Sequence[Row]) -> list[str]:
     """Column names."""
-    names = ["model", "weights GB", "activations GB", "fits"]
-    names += [
-        "offloaded GB",
-        "prefetch buffer GB",
-        "use",
-        "beside prefetch buffer",
-        "within",
-        "ms",
-        "gap",
-        "planning s",
-    ]
-    for other in rows[0].others:
-        names += [f"{other.name}: offloaded GB", "use", "ms", "first over MB"]
-    return [*names, "met"]
+    names = ["model", "weights GB", "activations GB", "offloaded GB", "buffers GB", "within", "ms", "gap"]
+    others = [(f"{other.name}: offloaded GB", "ms", "first over MB") for other in rows[0].others]
+    return [*names, "planning s", *itertools.chain.from_iterable(others)]
 
 
 def cells(row: Row) -> list[str]:
     """One line of the table."""
-    fits = {True: "yes", False: "no", None: "?"}[row.packing.everything]
-    line = [f"{row.model} {row.case}", f"{row.weights / 1e9:.2f}", f"{row.activations / 1e9:.3f}", fits]
+    line = [f"{row.model} {row.case}", f"{row.weights / 1e9:.2f}", f"{row.activations / 1e9:.3f}"]
     if row.error:
-        line += ["-"] * 7 + [row.error.partition(":")[0]]
+        line += ["-"] * 5 + [row.error.partition(":")[0]]
     else:
-        line += [f"{row.offloaded / 1e9:.3f}", f"{row.buffer / 1e9:.3f}"]
-        line += [f"{100 * row.use:.1f} %", f"{100 * row.use_beside_buffers:.1f} %"]
-        line += ["yes" if row.within else "NO", f"{1e3 * row.makespan:.2f}", f"{100 * row.gap:.1f} %"]
-        line.append(f"{row.planning:.1f}")
-    for other in row.others:
-        line += _other_cells(row, other)
-    return [*line, "yes" if row.met else "NO"]
+        line += [f"{row.offloaded / 1e9:.3f}", f"{row.buffer / 1e9:.3f}", "yes" if row.within else "NO"]
+        line += [f"{1e3 * row.makespan:.2f}", f"{100 * row.gap:.1f} %", f"{row.planning:.1f}"]
+    return line + [cell for other in row.others for cell in _other_cells(row, other)]
 
 
 def _other_cells(row: Row, other: Baseline) -> list[str]:
     if other.seconds is None:
-        return ["-", "-", other.error[:30], "-"]
+        return ["-", other.error[:30], "-"]
     ms = f"{1e3 * other.seconds:.2f}"
     first = f"{other.first_over / 1e6:.0f}" if other.first_over else "-"
     over = f" over {other.over / 1e6:.0f} MB" if other.over else ""
     mark = "  !" if other.name in row.beaten_by() else ""
-    return [f"{other.offloaded / 1e9:.3f}", f"{100 * row.use_of(other):.1f} %", ms + over + mark, first]
+    return [f"{other.offloaded / 1e9:.3f}", ms + over + mark, first]
 
 
 def as_data(row: Row) -> dict[str, Any]:
     """For JSON."""
-    others = [
-        {**asdict(other), "excess": None, "feasible": other.feasible, "use": row.use_of(other)}
-        for other in row.others
-    ]
-    shares = {"use": row.use, "use_beside_buffers": row.use_beside_buffers}
-    return {**asdict(row), **shares, "met": row.met, "beaten_by": row.beaten_by(), "others": others}
+    others = [{**asdict(other), "excess": None, "feasible": other.feasible} for other in row.others]
+    return {**asdict(row), "beaten_by": row.beaten_by(), "others": others}
 
 
 def keep(rows: Sequence[Row], failed: Mapping[str, str], results: Path = RESULTS) -> Path:
@@ -265,14 +180,11 @@ def keep(rows: Sequence[Row], failed: Mapping[str, str], results: Path = RESULTS
     kept = [known[key] for key in itertools.product(MODELS, CASES) if key in known]
     planned = {model for model, _ in known}
     missing = {name: why for name, why in {**before["failed"], **failed}.items() if name not in planned}
-    data = {"met": sum(row["met"] for row in kept), "of": len(kept), "failed": missing, "rows": kept}
-    return write("real_models", data, results)
+    return write("real_models", {"failed": missing, "rows": kept}, results)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--cases", default=",".join(CASES))
     options = parser.parse_args()
@@ -295,10 +207,6 @@ def main() -> None:
     if rows:
         print(table(header(rows), [cells(row) for row in rows]))
         print("first over: of the map as users ask for it; where that passes a budget, less is given to it")
-    met = sum(row.met for row in rows)
-    print(
-        f"{met} of {len(rows)}: within budget, nothing offloaded that fits, use >= {100 * USE:g} % otherwise"
-    )
     beaten = [f"{row.model} {row.case}" for row in rows if row.beaten_by()]
     print(f"a map that keeps the budgets is faster on: {', '.join(beaten) or 'none'}")
     print(f"wrote {keep(rows, failed)}")

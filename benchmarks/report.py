@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -13,7 +14,16 @@ from typing import Any
 
 import torch
 
+from graphplan.report.text import table_lines
+
 RESULTS = Path(__file__).parent / "results"
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """A parser of options whose help is a script's docstring."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def machine() -> dict[str, Any]:
@@ -41,17 +51,8 @@ def _processor() -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Rows as text, numbers to the right."""
-    text = [[str(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(len(row[i]) for row in text) for i in range(len(header))]
-    lines = []
-    for row in text:
-        cells = [
-            c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    lines.insert(1, "  ".join("-" * w for w in widths))
-    return "\n".join(lines)
+    """Rows as text."""
+    return "\n".join(table_lines(header, [list(map(str, row)) for row in rows]))
 
 
 def write(name: str, data: Mapping[str, Any], results: Path = RESULTS) -> Path:

@@ -17,8 +17,7 @@ import pytest
 import torch
 from comparison_charts import graphs_svg, models_svg
 from doc_blocks import Block, blocks_of, command, outputs_of
-from doc_pages import COMMANDS, pages
-from doc_pictures import example, memory_svg, timeline_svg
+from doc_pages import COMMANDS, pages, pictures
 from doc_tables import CASES, markdown, tables
 from house import PARTS, filled
 
@@ -34,8 +33,6 @@ PICTURES = (
     "summary.txt",
     "placed.svg",
     "plan.svg",
-    "timeline.svg",
-    "memory.svg",
     "models.svg",
     "graphs.svg",
     "code.txt",
@@ -181,14 +178,13 @@ def test_charts_have_a_mark_for_each_placement_within_the_budgets() -> None:
         graphs_svg([{**row, "runs": [{**run, "seconds": 1e-6}]}])
 
 
-def test_pictures_show_the_plan() -> None:
-    plan = example(1, {0: "3MiB", "cpu": "64MiB"})
-    timed = [event for event in plan.timeline.events if event.end > event.start]
-    drawn = timeline_svg(plan)
-    legend = len({event.kind for event in timed})
-    assert drawn.count("<rect") == len(timed) + legend
-    steps = len(plan.memory.profile[0])
-    assert memory_svg(plan).count("<rect") == 2 * steps + 1 + 3  # weights and the rest; budget; legend
+@pytest.mark.skipif(shutil.which("dot") is None, reason="graphviz is not installed")
+def test_pictures_are_those_of_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    drawn = pictures()
+    assert set(drawn) == set(PICTURES)
+    assert all("<svg" in text for name, text in drawn.items() if name.endswith(".svg"))
+    assert "def forward" in drawn["code.txt"]
 
 
 @pytest.mark.skipif(

@@ -28,7 +28,7 @@ class _Axis:
     left: float
     right: float
     low: float = 0.9
-    high: float = 30.0
+    high: float = 40.0
 
     def x(self, ratio: float) -> float:
         """The position of a ratio, which must lie between ``low`` and ``high``."""

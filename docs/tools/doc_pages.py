@@ -1,23 +1,31 @@
 """What the pages take in: what their code prints, the benchmarks' tables, pictures, the command's help.
 
-python docs/tools/doc_pages.py [--docs docs]
+python docs/tools/doc_pages.py
 
-Writes ``generated/`` in the folder of the pages; ``make docs`` does this first.
+Writes ``docs/generated/``; ``make docs`` does this first. The pictures are of a model of four blocks over two
+accelerators and the CPU, with too little memory for all weights, so that some are streamed.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
+import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import doc_pictures
+import torch
+from comparison_charts import charts
 from doc_blocks import command, outputs_of
 from doc_tables import tables
+from torch import nn
+
+import graphplan
+from graphplan.analysis.plan import Plan
+from graphplan.report.svg import to_svg
 
 COMMANDS = ("demo", "plan", "show", "compare", "devices", "explain")
 
@@ -27,36 +35,92 @@ def pages(docs: Path) -> list[Path]:
     return [docs / "tutorial.md", *sorted((docs / "how-to").glob("*.md"))]
 
 
-def write_outputs(docs: Path, into: Path) -> None:
-    """One file for each block that prints something: ``<page>-<number of the block, from 1>.txt``."""
+def printed(docs: Path) -> dict[str, str]:
+    """What each block prints: ``<page>-<number of the block, from 1>.txt`` -> text."""
+    found = {}
     for page in pages(docs):
         with tempfile.TemporaryDirectory() as folder:
             for number, text in enumerate(outputs_of(page, Path(folder)), 1):
-                (into / f"{page.stem}-{number}.txt").write_text(text.rstrip() + "\n", encoding="utf-8")
+                found[f"{page.stem}-{number}.txt"] = text
+    return found
 
 
-def write_rest(into: Path) -> None:
-    """Tables, pictures and help texts."""
-    for name, text in tables().items():
-        (into / f"{name}.md").write_text(text, encoding="utf-8")
-    doc_pictures.write(into)
-    for name in COMMANDS:
-        (into / f"help-{name}.txt").write_text(
-            command([name, "--help"], into).strip() + "\n", encoding="utf-8"
-        )
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def example(blocks: int, memory: graphplan.devices.max_memory.MaxMemory) -> Plan:
+    """A plan of so many blocks of 2 MiB, with links as slow as to be seen."""
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(Block(256) for _ in range(blocks))), torch.ones(64, 256)
+    link = graphplan.Link(12e9, 5e-6)
+    keys = list(memory)
+    links = {(a, b): link for a in keys for b in keys if a != b}
+    speed = graphplan.Speed(2e12, 200e9, 4e-6)
+    accelerators = [key for key in keys if key != "cpu"]
+    return graphplan.plan(model, memory, (x,), links=links, devices=dict.fromkeys(accelerators, speed))
+
+
+def pictures() -> dict[str, str]:
+    """File name -> text of each picture."""
+    small = example(1, {0: "64MiB"})
+    large = example(4, {0: "4MiB", 1: "3MiB", "cpu": "64MiB"})
+    return {
+        "graph.txt": str(small.graph),
+        "summary.txt": large.summary(),
+        "placed.svg": _drawn(large),
+        "plan.svg": to_svg(large, "Four blocks over two accelerators and the CPU"),
+        **charts(),
+        "code.txt": _code(),
+    }
+
+
+def _code() -> str:
+    """The lowered code of two blocks over two simulated accelerators."""
+    model = nn.Sequential(Block(64), Block(64)).eval()
+    x = torch.ones(8, 64)
+    with graphplan.simulate({0: "160KiB", 1: "160KiB"}) as machine:
+        return str(graphplan.partition(model, machine.max_memory, (x,)).code)
+
+
+def _drawn(plan: Plan) -> str:
+    """The plan's own DOT, by graphviz.
+
+    Raises:
+        RuntimeError: graphviz is not installed.
+    """
+    if shutil.which("dot") is None:
+        raise RuntimeError("the pictures need graphviz: install it, so that there is a command `dot`")
+    path = Path("plan.dot")
+    plan.save_dot(path)
+    done = subprocess.run(["dot", "-Tsvg", str(path)], capture_output=True, text=True, check=True)
+    path.unlink()
+    return done.stdout[done.stdout.index("<svg") :]
+
+
+def write(into: Path, texts: Mapping[str, str]) -> None:
+    """Write files by their names."""
+    for name, text in texts.items():
+        (into / name).write_text(text.rstrip() + "\n", encoding="utf-8")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--docs", type=Path, default=Path(__file__).parents[1])
-    docs: Path = parser.parse_args().docs.resolve()
+    docs = Path(__file__).resolve().parents[1]
     into = docs / "generated"
     shutil.rmtree(into, ignore_errors=True)
     into.mkdir()
-    write_outputs(docs, into)
-    write_rest(into)
+    write(into, printed(docs))
+    write(into, {f"{name}.md": text for name, text in tables().items()})
+    write(into, pictures())
+    write(into, {f"help-{name}.txt": command([name, "--help"], into).strip() for name in COMMANDS})
     print(f"wrote {into}")
 
 

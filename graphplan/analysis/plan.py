@@ -16,7 +16,6 @@ from graphplan.passes.placement.problem import Problem
 from graphplan.report.dot import to_dot
 from graphplan.report.html_page import to_html
 from graphplan.report.model_explorer import save_model_explorer
-from graphplan.report.notebook import to_notebook
 from graphplan.report.perfetto import to_trace
 from graphplan.report.svg import to_svg
 from graphplan.report.text import count_text, summary_text
@@ -123,5 +122,5 @@ class Plan(PlanData):
         save_model_explorer(self, Path(path), title)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        return to_notebook(self)
+        """What a notebook shows: the picture of :meth:`save_svg`."""
+        return to_svg(self)

@@ -8,7 +8,7 @@ is what it takes. A rule that forbids it is an obstacle to be named, not a reaso
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from graphplan.analysis.plan_problem import constrained_problem
@@ -51,14 +51,14 @@ class Alternative:
     device: DeviceKey
     here: bool
     possible: bool
-    makespan: float | None
-    slower: float | None
-    compute_seconds: float | None
-    transfer_seconds: float | None
-    missing_bytes: Mapping[DeviceKey, int]
-    operation: str | None
-    along: tuple[str, ...]
-    obstacle: str
+    makespan: float | None = None
+    slower: float | None = None
+    compute_seconds: float | None = None
+    transfer_seconds: float | None = None
+    missing_bytes: Mapping[DeviceKey, int] = field(default_factory=dict)
+    operation: str | None = None
+    along: tuple[str, ...] = ()
+    obstacle: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Mover:
         """The best way to have it on a device, and what stops it."""
         plan, spec = self.plan, self.plan.topology[key]
         if not spec.computes:
-            return _impossible(key, f"{key!r} runs no operations")
+            return Alternative(key, False, False, obstacle=f"{key!r} runs no operations")
         if self._is_here(key):
             return self._here(key)
         outcomes = [self._judge(*way) for way in self._ways(key)]
@@ -138,11 +138,8 @@ class Mover:
         return all(assignment.operations[op] == key for op in working)
 
     def _here(self, key: DeviceKey) -> Alternative:
-        plan = self.plan
-        copies, compute = plan.timeline.copy_seconds, self._compute(key)
-        return Alternative(
-            key, True, True, plan.weighted_makespan, 0.0, compute, copies, {}, None, (), "it is there"
-        )
+        now, copies = self.plan.weighted_makespan, self.plan.timeline.copy_seconds
+        return Alternative(key, True, True, now, 0.0, self._compute(key), copies, obstacle="it is there")
 
     def _compute(self, key: DeviceKey) -> float:
         """Seconds of its operations: there, or of a weight's readers where they are."""
@@ -267,10 +264,6 @@ def _closure(graph: Graph, names: Sequence[str]) -> list[str]:
 
 def _copies(found: Evaluation, plan: PlanData) -> float:
     return make_timeline(plan.graph, plan.topology, found.schedule).copy_seconds
-
-
-def _impossible(key: DeviceKey, obstacle: str) -> Alternative:
-    return Alternative(key, False, False, None, None, None, None, {}, None, (), obstacle)
 
 
 def _short(outcome: _Outcome) -> str:

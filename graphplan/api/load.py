@@ -18,7 +18,8 @@ from graphplan.devices.max_memory import MaxMemory
 from graphplan.errors import CheckpointError
 from graphplan.integrations.transformers.checkpoint_rules import Matched, finish_weights, match_names
 from graphplan.runtime.checkpoint.checkpoint_files import file_entries
-from graphplan.runtime.checkpoint.converted_checkpoint import ConvertedCheckpoint, FileTensor
+from graphplan.runtime.checkpoint.converted_checkpoint import ConvertedCheckpoint
+from graphplan.runtime.checkpoint.safetensors_header import FileTensor
 from graphplan.warnings import warn
 
 __all__ = ["OpenedFolder", "load", "open_pretrained"]
@@ -146,7 +147,7 @@ def _tensors_of(folder: Path, config: Any) -> dict[str, FileTensor]:
     for extra in getattr(type(config), "extra_files", ()):
         if (folder / extra).is_file():
             found = {**found, **file_entries(folder / extra)}
-    return {name: FileTensor(header, entry) for name, (header, entry) in found.items()}
+    return found
 
 
 def _class_of(folder: Path, config: Any, trust_remote_code: bool) -> type[nn.Module]:
@@ -177,7 +178,7 @@ def _class_of(folder: Path, config: Any, trust_remote_code: bool) -> type[nn.Mod
 def _settle_dtype(config: Any, dtype: torch.dtype | str, tensors: Mapping[str, FileTensor]) -> torch.dtype:
     """The dtype of the weights, written into the config as ``from_pretrained`` does."""
     if dtype == "auto":
-        of_file = (one.entry.dtype for one in tensors.values() if one.entry.dtype.is_floating_point)
+        of_file = (one.dtype for one in tensors.values() if one.dtype.is_floating_point)
         dtype = getattr(config, "dtype", None) or next(of_file, torch.get_default_dtype())
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype.removeprefix("torch."), dtype)

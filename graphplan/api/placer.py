@@ -32,8 +32,9 @@ from graphplan.integrations.accelerate.fallback_placement import fall_back, late
 from graphplan.integrations.transformers.generate_plan import plan_first
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
+from graphplan.runtime.fallback.short_names import unplaced
 from graphplan.runtime.memory.allocation import warm_activations
-from graphplan.runtime.module.placed_module import attach, placed_class, unplaced
+from graphplan.runtime.module.placed_module import attach, placed_class
 from graphplan.runtime.weights.storage import place_model
 from graphplan.warnings import warn
 

@@ -38,7 +38,7 @@ def of_class(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
     The latter where Python cannot change its class, as that of an abstract base class (``ABC, nn.Module``).
     """
     try:
-        module.__class__ = cls  # type: ignore[assignment]
+        module.__class__ = cls
     except TypeError:
         attributes, module = module.__dict__, object.__new__(cls)
         object.__setattr__(module, "__dict__", attributes)

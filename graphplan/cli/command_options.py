@@ -11,25 +11,6 @@ from graphplan.cli.option_parsing import read_plan
 from graphplan.devices.datasheets import card_names
 from graphplan.errors import GraphplanError
 
-__all__ = [
-    "Batch",
-    "Budgets",
-    "Cards",
-    "Dtype",
-    "Json",
-    "Length",
-    "Links",
-    "Measured",
-    "Meta",
-    "Model",
-    "Name",
-    "Pins",
-    "PlanFile",
-    "Reserve",
-    "TimeLimit",
-    "Trust",
-]
-
 
 def _complete_card(incomplete: str) -> list[str]:
     key, equals, name = incomplete.partition("=")

@@ -4,32 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import graphplan
-from graphplan.cli.command_options import (
-    Batch,
-    Budgets,
-    Cards,
-    Dtype,
-    Json,
-    Length,
-    Links,
-    Measured,
-    Meta,
-    Model,
-    Name,
-    Pins,
-    PlanFile,
-    Reserve,
-    TimeLimit,
-    Trust,
-)
-from graphplan.cli.command_steps import judge_ours, load_word, plan_named, read_topology, write_plan
+from graphplan.analysis.plan import Plan
+from graphplan.cli import command_options as options
 from graphplan.cli.console import (
     complain,
     exit_code,
@@ -40,16 +24,20 @@ from graphplan.cli.console import (
     working,
 )
 from graphplan.cli.demo import run_demo
-from graphplan.cli.model_argument import Ask
-from graphplan.cli.option_parsing import read_budgets, read_pins, read_plan
+from graphplan.cli.model_argument import Ask, NamedModel, load_named
+from graphplan.cli.option_parsing import read_budgets, read_pins, read_plan, read_topology
 from graphplan.cli.result_text import comparison_text, demo_text, device_digest, devices_text, plan_digest
 from graphplan.devices.max_memory import read_max_memory, require_present
-from graphplan.devices.speeds import with_speeds
-from graphplan.errors import GraphplanError, InputError
-from graphplan.integrations.accelerate.comparison import device_maps
+from graphplan.devices.speeds import Speed, with_speeds
+from graphplan.devices.topology import Topology
+from graphplan.errors import GraphplanError, InfeasibleError, InputError
+from graphplan.integrations.accelerate.comparison import Baseline, device_maps, ours
+from graphplan.passes.placement.problem import Problem
 from graphplan.runtime.profile.device_benchmark import measure_devices
 
 __all__ = ["app", "run"]
+
+_ROOMY = 1 << 50  # bytes of each device where only the graph is wanted
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 # what typer raises for a wrong command line: its own class, or click's in older releases
@@ -105,7 +93,7 @@ def demo(
     out: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Where to write plan.html, plan.json and plan.dot.")
     ] = Path("out"),
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Place a sentence encoder over two accelerators and the CPU, and compare its results."""
     with working("loading, planning and placing all-MiniLM-L6-v2"):
@@ -127,38 +115,38 @@ def demo(
 
 @app.command()
 def plan(
-    model: Model,
-    max_memory: Budgets = None,
-    device: Cards = None,
-    link: Links = None,
-    measured: Measured = None,
-    pin: Pins = None,
-    reserve: Reserve = "0",
+    model: options.Model,
+    max_memory: options.Budgets = None,
+    device: options.Cards = None,
+    link: options.Links = None,
+    measured: options.Measured = None,
+    pin: options.Pins = None,
+    reserve: options.Reserve = "0",
     offload: Annotated[
         bool, typer.Option(help="Whether the CPU may hold and compute what the accelerators do not hold.")
     ] = True,
     balance: Annotated[
         bool, typer.Option("--balance", help="Spread the work evenly over the accelerators.")
     ] = False,
-    batch: Batch = None,
-    length: Length = None,
-    dtype: Dtype = None,
-    time_limit: TimeLimit = None,
-    trust_remote_code: Trust = False,
-    meta: Meta = False,
+    batch: options.Batch = None,
+    length: options.Length = None,
+    dtype: options.Dtype = None,
+    time_limit: options.TimeLimit = None,
+    trust_remote_code: options.Trust = False,
+    meta: options.Meta = False,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the plan to this JSON file.")
     ] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page of the plan.")] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Plan a placement without running it. The devices need not exist on this machine."""
     require_writable(out, html)
     topology, pins = read_topology(max_memory, device, link, measured, reserve), read_pins(pin or ())
-    named = load_word(model, Ask(batch, length, dtype, trust_remote_code, meta))
+    named = load_named(model, Ask(batch, length, dtype, trust_remote_code, meta))
     with working(f"tracing and planning {named.name}"):
-        found = plan_named(named, topology, pin=pins, offload=offload, balance=balance, time_limit=time_limit)
-    write_plan(found, out, html, named.name)
+        found = _planned(named, topology, pin=pins, offload=offload, balance=balance, time_limit=time_limit)
+    _write_plan(found, out, html, named.name)
     if as_json:
         print_json({"model": named.name, "inputs": named.inputs, **plan_digest(found)})
         return
@@ -171,19 +159,19 @@ def plan(
 
 @app.command()
 def show(
-    path: PlanFile,
+    path: options.PlanFile,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page of the plan.")] = None,
     dot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a Graphviz file.")] = None,
     bottleneck: Annotated[
         bool,
         typer.Option("--bottleneck", help="Find the budget, link or device whose growth saves most time."),
     ] = False,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Show a saved plan."""
     require_writable(html, dot)
     found = read_plan(path)
-    write_plan(found, None, html, path.stem)
+    _write_plan(found, None, html, path.stem)
     if dot is not None:
         found.save_dot(dot)
     wanted = found.bottleneck(progress=sys.stderr.isatty()) if bottleneck else None
@@ -198,24 +186,24 @@ def show(
 
 @app.command()
 def compare(
-    model: Model,
-    max_memory: Budgets = None,
-    device: Cards = None,
-    link: Links = None,
-    measured: Measured = None,
-    reserve: Reserve = "0",
-    batch: Batch = None,
-    length: Length = None,
-    dtype: Dtype = None,
-    trust_remote_code: Trust = False,
-    meta: Meta = False,
-    as_json: Json = False,
+    model: options.Model,
+    max_memory: options.Budgets = None,
+    device: options.Cards = None,
+    link: options.Links = None,
+    measured: options.Measured = None,
+    reserve: options.Reserve = "0",
+    batch: options.Batch = None,
+    length: options.Length = None,
+    dtype: options.Dtype = None,
+    trust_remote_code: options.Trust = False,
+    meta: options.Meta = False,
+    as_json: options.Json = False,
 ) -> None:
     """Compare graphplan's plan with accelerate's and transformers' device maps."""
     topology = read_topology(max_memory, device, link, measured, reserve)
-    named = load_word(model, Ask(batch, length, dtype, trust_remote_code, meta))
+    named = load_named(model, Ask(batch, length, dtype, trust_remote_code, meta))
     with working(f"tracing and planning {named.name}"):
-        rows, problem = judge_ours(named, topology)
+        rows, problem = _judge_ours(named, topology)
     with working("computing the maps of accelerate and transformers"):
         no_split = sorted(getattr(named.model, "_no_split_modules", None) or ())
         rows += device_maps(problem, named.model, no_split)
@@ -231,11 +219,11 @@ def devices(
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure devices and links. Takes seconds.")
     ] = False,
-    max_memory: Budgets = None,
+    max_memory: options.Budgets = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the measurements to this file, for --measured.")
     ] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Show this machine's devices and the speeds that the planner assumes."""
     if out is not None and not measure:
@@ -265,8 +253,42 @@ def devices(
 
 
 @app.command()
-def explain(path: PlanFile, name: Name, as_json: Json = False) -> None:
+def explain(path: options.PlanFile, name: options.Name, as_json: options.Json = False) -> None:
     """Explain why a module, operation or weight is where it is, and what other devices would cost."""
     with working("evaluating the other devices"):
         found = read_plan(path).explain(name)
     say(found.to_json() if as_json else found)
+
+
+def _judge_ours(named: NamedModel, topology: Topology) -> tuple[list[Baseline], Problem]:
+    """Our row, and the problem for the others: of our graph, or without a plan of one with more room."""
+    start = time.perf_counter()
+    try:
+        found = _planned(named, topology)
+        return [ours(found, time.perf_counter() - start)], found.plain_problem
+    except InfeasibleError as error:
+        row = Baseline("graphplan", error=str(error), planning=time.perf_counter() - start)
+    roomy = topology.with_memory(dict.fromkeys(topology.keys, _ROOMY))
+    return [row], replace(_planned(named, roomy).plain_problem, topology=topology)
+
+
+def _planned(named: NamedModel, topology: Topology, **constraints: Any) -> Plan:
+    """A plan for devices that have been described; the constraints are those of :func:`graphplan.plan`."""
+    return graphplan.plan(
+        named.model,
+        {spec.key: spec.memory for spec in topology.devices},
+        named.args,
+        named.kwargs,
+        links=topology.links,
+        devices={spec.key: Speed.of(spec) for spec in topology.devices if spec.computes},
+        reserve={spec.key: spec.reserve for spec in topology.devices},
+        **constraints,
+    )
+
+
+def _write_plan(found: Plan, out: Path | None, html: Path | None, title: str) -> None:
+    """Write a plan to the files that were asked for."""
+    if out is not None:
+        found.save_json(out)
+    if html is not None:
+        found.save_html(html, title=title)

@@ -63,7 +63,7 @@ def complain(error: Exception, message: str, *, as_json: bool) -> None:
     """One line on stderr: text, or a JSON object of the error's type, message and figures."""
     if isinstance(error, OSError) and error.filename and error.strerror:  # without the number of the error
         message = f"{str(error.filename)!r}: {error.strerror}"
-    line = _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", " ".join(message.split()))
+    line = _visible(" ".join(message.split()))
     if not as_json:
         print(f"graphplan: {line}", file=sys.stderr)
         return
@@ -93,7 +93,11 @@ def require_writable(*paths: Path | None) -> None:
 
 def say(text: object) -> None:
     """Text on stdout; what a terminal would obey in a plan's names is shown as numbers."""
-    print(_CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", str(text)))
+    print(_visible(str(text)))
+
+
+def _visible(text: str) -> str:
+    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def print_json(data: Any) -> None:

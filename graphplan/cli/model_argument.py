@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphplan.cli.console import working
 from graphplan.cli.example_inputs import example_inputs
 from graphplan.errors import GraphplanError, InputError
 from graphplan.warnings import warn
@@ -87,7 +88,7 @@ class NamedModel:
 
 
 def load_named(word: str, ask: Ask) -> NamedModel:
-    """The model that ``word`` names.
+    """The model that ``word`` names, built while a spinner turns.
 
     Args:
         word: a folder with a ``config.json`` of transformers, that file, or ``package.module:factory``. A
@@ -99,10 +100,11 @@ def load_named(word: str, ask: Ask) -> NamedModel:
         InputError: nothing of that name, or no model comes of it.
     """
     path = Path(word)
-    if path.exists():
-        return _of_config(path, ask)
-    if _FACTORY.fullmatch(word):
-        return _of_factory(word, ask)
+    with working(f"building {word}"):
+        if path.exists():
+            return _of_config(path, ask)
+        if _FACTORY.fullmatch(word):
+            return _of_factory(word, ask)
     raise InputError(
         f"there is no folder or file {word!r}, and it is no package.module:factory; models are not downloaded"
     )

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,9 +14,10 @@ from accelerate.utils import convert_file_size_to_int
 
 from graphplan.analysis.plan import Plan
 from graphplan.devices.datasheets import card_names, find_card
-from graphplan.devices.speeds import Measurements, Speed
-from graphplan.devices.topology import CPU, DeviceKey, Link
-from graphplan.errors import BudgetError, DeviceError, PlanError
+from graphplan.devices.max_memory import read_max_memory
+from graphplan.devices.speeds import Measurements, Speed, with_speeds
+from graphplan.devices.topology import CPU, DeviceKey, Link, Topology
+from graphplan.errors import BudgetError, DeviceError, GraphplanError, PlanError
 
 __all__ = [
     "read_budgets",
@@ -26,6 +27,7 @@ __all__ = [
     "read_pins",
     "read_plan",
     "read_speeds",
+    "read_topology",
 ]
 
 Held = TypeVar("Held")
@@ -36,6 +38,17 @@ def read_key(text: str) -> DeviceKey:
     return int(text) if text.isdigit() else text
 
 
+def _pairs(
+    words: Iterable[str], option: str, form: str, error: type[GraphplanError]
+) -> Iterator[tuple[str, str]]:
+    """What is before and behind the last ``=`` of each word; else ``error``, with the form that is wanted."""
+    for word in words:
+        left, _, right = word.rpartition("=")
+        if not (left and right):
+            raise error(f"{option} {word!r}: write {form}")
+        yield left, right
+
+
 def read_budgets(words: Sequence[str]) -> dict[DeviceKey, int | float | str] | None:
     """``KEY=BYTES`` each, several in one with commas; None where there are none.
 
@@ -43,13 +56,11 @@ def read_budgets(words: Sequence[str]) -> dict[DeviceKey, int | float | str] | N
         BudgetError: a word that is no such pair, or a key that is given twice.
     """
     found: dict[DeviceKey, int | float | str] = {}
-    for word in (part for whole in words for part in whole.split(",")):
-        key, equals, value = word.partition("=")
-        if not (key and equals and value):
-            raise BudgetError(f"--max-memory {word!r}: write KEY=BYTES, as 0=24GiB or cpu=64GiB")
+    parts = (part for whole in words for part in whole.split(","))
+    for key, size in _pairs(parts, "--max-memory", "KEY=BYTES, as 0=24GiB or cpu=64GiB", BudgetError):
         if read_key(key) in found:
             raise BudgetError(f"--max-memory names {key!r} twice")
-        found[read_key(key)] = value
+        found[read_key(key)] = size
     return found or None
 
 
@@ -60,15 +71,11 @@ def read_speeds(words: Sequence[str]) -> dict[DeviceKey, Speed]:
         DeviceError: a word that is no such pair, or a card that is not known.
     """
     found: dict[DeviceKey, Speed] = {}
-    for word in words:
-        key, _, name = word.partition("=")
-        if not (key and name):
-            raise DeviceError(f"--device {word!r}: write KEY=CARD, as 0=H100")
+    for key, name in _pairs(words, "--device", "KEY=CARD, as 0=H100", DeviceError):
         card = find_card(name)
         if card is None:
-            raise DeviceError(
-                f"--device {word!r}: no card {name!r} is known; known are {', '.join(card_names())}"
-            )
+            known = ", ".join(card_names())
+            raise DeviceError(f"--device '{key}={name}': no card {name!r} is known; known are {known}")
         found[read_key(key)] = Speed(card.flops, card.bandwidth)
     return found
 
@@ -86,20 +93,19 @@ def read_links(
         DeviceError: a word that is none, or a device that has no budget.
     """
     found: dict[tuple[DeviceKey, DeviceKey], Link] = {}
-    for word in words:
-        pair, _, speed = word.partition("=")
+    known, form = None if budgets is None else [*budgets, CPU], "KEY-KEY=BYTES a second, as 0-1=450GB"
+    for pair, speed in _pairs(words, "--link", form, DeviceError):
         source, _, destination = pair.partition("-")
         try:
             bandwidth = float(convert_file_size_to_int(speed.removesuffix("/s")))
         except ValueError:
             bandwidth = 0.0
         if not (source and destination and bandwidth > 0):
-            raise DeviceError(f"--link {word!r}: write KEY-KEY=BYTES a second, as 0-1=450GB")
+            raise DeviceError(f"--link '{pair}={speed}': write {form}")
         ends = read_key(source), read_key(destination)
-        known = None if budgets is None else [*budgets, CPU]
         for key in ends:
             if known is not None and key not in known:
-                raise DeviceError(f"--link {word!r}: --max-memory names no {key!r}")
+                raise DeviceError(f"--link '{pair}={speed}': --max-memory names no {key!r}")
         found[ends] = Link(bandwidth)
     return found
 
@@ -110,13 +116,8 @@ def read_pins(words: Sequence[str]) -> dict[str, DeviceKey]:
     Raises:
         PlanError: a word that is none.
     """
-    found: dict[str, DeviceKey] = {}
-    for word in words:
-        name, _, key = word.rpartition("=")
-        if not (name and key):
-            raise PlanError(f"--pin {word!r}: write NAME=KEY, as lm_head=0")
-        found[name] = read_key(key)
-    return found
+    pairs = _pairs(words, "--pin", "NAME=KEY, as lm_head=0", PlanError)
+    return {name: read_key(key) for name, key in pairs}
 
 
 def read_plan(path: Path) -> Plan:
@@ -141,3 +142,19 @@ def _read(path: Path, decode: Callable[[str], Held], where: str, noun: str) -> H
         raise PlanError(f"{where} holds no {noun}: it is no text") from error
     except PlanError as error:
         raise PlanError(f"{where}: {error}") from error
+
+
+def read_topology(
+    max_memory: list[str] | None,
+    device: list[str] | None,
+    link: list[str] | None,
+    measured: Path | None,
+    reserve: str,
+) -> Topology:
+    """The devices that the words of a command describe."""
+    budgets = read_budgets(max_memory or ())
+    links = read_links(link or (), budgets)
+    if measured is not None and device:
+        raise DeviceError("give --measured or --device, not both")
+    speeds = read_speeds(device or ()) if measured is None else read_measurements(measured)
+    return with_speeds(read_max_memory(budgets, links, reserve), speeds or None)

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from graphplan.devices.topology import DeviceKey
+from graphplan.ir.graph import Graph
+from graphplan.ir.graph_elements import Operation
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import Load, Move, Run
-from graphplan.ir.timeline import Event
+from graphplan.ir.timeline import Event, Timeline
 
-__all__ = ["Flow", "find_flows", "timed_steps"]
+__all__ = ["Flow", "find_flows", "made_bytes", "run_seconds", "timed_steps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,16 @@ class Flow:
     end: float
     maker: str | None
     reader: str | None
+
+
+def run_seconds(timeline: Timeline) -> dict[str, float]:
+    """Operation -> the seconds that it takes."""
+    return {event.name: event.end - event.start for event in timeline.events if event.kind == "run"}
+
+
+def made_bytes(graph: Graph, operation: Operation) -> int:
+    """Bytes of an operation's outputs."""
+    return sum(graph.values[name].nbytes for name in operation.outputs)
 
 
 def timed_steps(plan: PlanData) -> Iterator[tuple[Run | Move | Load, Event]]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from graphplan.ir.plan_data import PlanData
-from graphplan.report.text import COLOURS, size_text
+from graphplan.report.text import COLOURS, count_text, size_text
 
 __all__ = ["MOST_NODES", "to_dot"]
 
@@ -72,14 +72,10 @@ def _boxes(plan: PlanData) -> dict[str, _Node]:
     for stage, name in names:
         members.setdefault((stage, ".".join(paths[name][:depth])), []).append(name)
     return {
-        name: _Node(f"{stage}:{path}", _several(path, len(inside)), stage)
+        name: _Node(f"{stage}:{path}", f"{path or '(root)'}\n{count_text(len(inside), 'operation')}", stage)
         for (stage, path), inside in members.items()
         for name in inside
     }
-
-
-def _several(path: str, count: int) -> str:
-    return f"{path or '(root)'}\n{count} operation{'' if count == 1 else 's'}"
 
 
 def _stage(index: int, boxes: dict[str, _Node], colour: str) -> Iterator[str]:

@@ -13,7 +13,8 @@ from typing import Any
 from graphplan.ir.graph_elements import Operation
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.timeline import Measured
-from graphplan.report.text import COLOURS, size_text, time_text
+from graphplan.report.data_flows import made_bytes, run_seconds
+from graphplan.report.text import COLOURS, shape_text, size_text, time_text
 
 __all__ = ["save_model_explorer", "to_model_explorer"]
 
@@ -93,12 +94,11 @@ def _nodes(plan: PlanData) -> list[dict[str, Any]]:
 
 def _attributes(plan: PlanData, operation: Operation) -> list[dict[str, str]]:
     weights = [plan.graph.weights[name] for name in operation.inputs if name in plan.graph.weights]
-    made = sum(plan.graph.values[name].nbytes for name in operation.outputs)
     facts = {
         "device": str(plan.schedule.assignment.operations[operation.name]),
         "module": operation.module_path,
         "FLOP": f"{operation.flops:,}" if operation.flops else "",
-        "makes": size_text(made),
+        "makes": size_text(made_bytes(plan.graph, operation)),
         "weights": ", ".join(f"{weight.name} ({size_text(weight.nbytes)})" for weight in weights),
         "source": operation.source,
     }
@@ -106,13 +106,12 @@ def _attributes(plan: PlanData, operation: Operation) -> list[dict[str, str]]:
 
 
 def _form(plan: PlanData, name: str) -> list[dict[str, str]]:
-    value = plan.graph.values[name]
-    shape = [{"key": "tensor_shape", "value": f"{value.dtype}{list(value.shape)}"}] if value.dtype else []
-    return [{"key": "name", "value": name}, *shape]
+    shape = shape_text(plan.graph.values[name])
+    return [{"key": "name", "value": name}, *([{"key": "tensor_shape", "value": shape}] if shape else [])]
 
 
 def _groups(plan: PlanData) -> dict[str, dict[str, str]]:
-    runs = _seconds(plan)
+    runs = run_seconds(plan.timeline)
     groups = {
         _stage_name(stage.index, stage.device): {
             "device": str(stage.device),
@@ -130,27 +129,20 @@ def _groups(plan: PlanData) -> dict[str, dict[str, str]]:
     return {"": whole, **groups}
 
 
-def _seconds(plan: PlanData) -> dict[str, float]:
-    return {event.name: event.end - event.start for event in plan.timeline.events if event.kind == "run"}
-
-
 def _node_data(plan: PlanData, measured: Measured | None) -> dict[str, dict[str, Any]]:
-    operations, values = plan.graph.operations.values(), plan.graph.values
-    keys = list(plan.topology.keys)
     homes = plan.schedule.assignment.operations
-    colour = {key: f"{COLOURS[i % len(COLOURS)]}66" for i, key in enumerate(keys)}
-    made = {op.name: sum(values[name].nbytes for name in op.outputs) for op in operations}
+    colour = {key: f"{COLOURS[i % len(COLOURS)]}66" for i, key in enumerate(plan.topology.keys)}
+    made = {op.name: made_bytes(plan.graph, op) for op in plan.graph.operations.values()}
     found = {
         "device": {
             "name": "device",
             "results": {n: {"value": str(k), "bgColor": colour.get(k, "#dddddd")} for n, k in homes.items()},
         },
         "bytes": _graded("bytes made", made),
-        "seconds": _graded("estimated seconds", _seconds(plan)),
+        "seconds": _graded("estimated seconds", run_seconds(plan.timeline)),
     }
     if measured is not None:
-        runs = [event for event in measured.timeline.events if event.kind == "run"]
-        found["measured"] = _graded("measured seconds", {e.name: e.end - e.start for e in runs})
+        found["measured"] = _graded("measured seconds", run_seconds(measured.timeline))
     return found
 
 

@@ -7,17 +7,16 @@ operation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import Any
 
 from graphplan.devices.topology import CPU, DeviceKey
-from graphplan.ir.graph_elements import Value
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import Run
 from graphplan.ir.timeline import Measured, Timeline
-from graphplan.report.data_flows import find_flows
+from graphplan.report.data_flows import find_flows, made_bytes, run_seconds
 from graphplan.report.module_tree import Group, stage_groups
+from graphplan.report.text import shape_text
 
 __all__ = ["page_data"]
 
@@ -32,18 +31,9 @@ def page_data(plan: PlanData, measured: Measured | None = None) -> dict[str, Any
     return _PageWriter(plan, measured).data()
 
 
-@dataclass(slots=True)
-class _Table:
-    """Strings, each once."""
-
-    rows: list[str] = field(default_factory=list)
-    known: dict[str, int] = field(default_factory=dict)
-
-    def index(self, text: str) -> int:
-        if text not in self.known:
-            self.known[text] = len(self.rows)
-            self.rows.append(text)
-        return self.known[text]
+def _positions(items: Iterable[Any]) -> dict[Any, int]:
+    """Item -> its position among those that differ."""
+    return {item: index for index, item in enumerate(dict.fromkeys(items))}
 
 
 class _PageWriter:
@@ -51,12 +41,12 @@ class _PageWriter:
         self.plan, self.graph, self.measured = plan, plan.graph, measured
         specs = [spec.key for spec in plan.topology.devices]
         self.keys = specs if plan.schedule.host in specs else [*specs, plan.schedule.host]
-        self.device = {key: index for index, key in enumerate(self.keys)}
-        self.operation = {name: index for index, name in enumerate(self.graph.operations)}
-        self.weight = {name: index for index, name in enumerate(self.graph.weights)}
-        runs = [event for event in plan.timeline.events if event.kind == "run"]
-        self.seconds = {event.name: event.end - event.start for event in runs}
-        self.modules, self.sources = _Table(), _Table()
+        self.device = _positions(self.keys)
+        self.operation, self.weight = _positions(self.graph.operations), _positions(self.graph.weights)
+        self.seconds = run_seconds(plan.timeline)
+        operations = self.graph.operations.values()
+        self.modules = _positions(operation.module_path for operation in operations)
+        self.sources = _positions(operation.source for operation in operations)
         self.groups: list[dict[str, Any]] = []
 
     def data(self) -> dict[str, Any]:
@@ -71,8 +61,8 @@ class _PageWriter:
             "groups": self.groups,
             "operations": self._operations(),
             "weights": [self._weight(name) for name in self.graph.weights],
-            "modules": self.modules.rows,
-            "sources": self.sources.rows,
+            "modules": list(self.modules),
+            "sources": list(self.sources),
             "dependencies": self._dependencies(),
             "flows": self._flows(),
             "estimated": self._events(self.plan.timeline),
@@ -159,33 +149,26 @@ class _PageWriter:
             "count": len(operations),
             "seconds": sum(self.seconds.get(name, 0.0) for name in group.operations),
             "flops": sum(operation.flops for operation in operations),
-            "made": sum(self._made(operation.outputs) for operation in operations),
+            "made": sum(made_bytes(self.graph, operation) for operation in operations),
             "weights": sum(self.graph.weights[name].nbytes for name in reads),
         }
         return index
 
-    def _made(self, names: Sequence[str]) -> int:
-        return sum(self.graph.values[name].nbytes for name in names)
-
     def _operations(self) -> dict[str, list[Any]]:
-        columns: dict[str, list[Any]] = {
-            name: []
-            for name in ("name", "target", "module", "source", "device", "seconds", "flops", "made", "reads")
+        graph, assigned = self.graph, self.plan.schedule.assignment.operations
+        every = list(graph.operations.values())
+        return {
+            "name": [operation.name for operation in every],
+            "target": [operation.target for operation in every],
+            "module": [self.modules[operation.module_path] for operation in every],
+            "source": [self.sources[operation.source] for operation in every],
+            "device": [self.device[assigned[operation.name]] for operation in every],
+            "seconds": [self.seconds.get(operation.name, 0.0) for operation in every],
+            "flops": [operation.flops for operation in every],
+            "made": [made_bytes(graph, operation) for operation in every],
+            "reads": [[self.weight[n] for n in operation.inputs if n in self.weight] for operation in every],
+            "result": [", ".join(shape_text(graph.values[n]) for n in op.outputs) for op in every],
         }
-        columns["result"] = []
-        assigned = self.plan.schedule.assignment.operations
-        for name, operation in self.graph.operations.items():
-            columns["name"].append(name)
-            columns["target"].append(operation.target)
-            columns["module"].append(self.modules.index(operation.module_path))
-            columns["source"].append(self.sources.index(operation.source))
-            columns["device"].append(self.device[assigned[name]])
-            columns["seconds"].append(self.seconds.get(name, 0.0))
-            columns["flops"].append(operation.flops)
-            columns["made"].append(self._made(operation.outputs))
-            columns["reads"].append([self.weight[n] for n in operation.inputs if n in self.weight])
-            columns["result"].append(", ".join(_form(self.graph.values[n]) for n in operation.outputs))
-        return columns
 
     def _weight(self, name: str) -> dict[str, Any]:
         weight = self.graph.weights[name]
@@ -226,16 +209,15 @@ class _PageWriter:
 
     def _events(self, timeline: Timeline) -> dict[str, Any]:
         """What takes time; an operation by its position, anything else by what it copies."""
-        columns: dict[str, list[Any]] = {name: [] for name in ("kind", "device", "start", "end", "what")}
-        for event in timeline.events:
-            columns["kind"].append("rmlw"[["run", "move", "load", "wait"].index(event.kind)])
-            columns["device"].append(self.device[event.device])
-            columns["start"].append(event.start)
-            columns["end"].append(event.end)
-            is_run = event.kind == "run"
-            columns["what"].append(self.operation.get(event.name, event.name) if is_run else event.name)
-        return {"seconds": timeline.seconds, **columns}
-
-
-def _form(value: Value) -> str:
-    return f"{value.dtype}{list(value.shape)}" if value.dtype else ""
+        events = timeline.events
+        return {
+            "seconds": timeline.seconds,
+            "kind": [event.kind[0] for event in events],
+            "device": [self.device[event.device] for event in events],
+            "start": [event.start for event in events],
+            "end": [event.end for event in events],
+            "what": [
+                self.operation.get(event.name, event.name) if event.kind == "run" else event.name
+                for event in events
+            ],
+        }

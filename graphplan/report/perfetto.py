@@ -16,13 +16,13 @@ from typing import Any
 from graphplan.devices.topology import DeviceKey
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.timeline import Event, Measured, Timeline
-from graphplan.report.data_flows import find_flows, timed_steps
+from graphplan.report.data_flows import find_flows, made_bytes, timed_steps
 
 __all__ = ["to_trace"]
 
 _ESTIMATED, _MEASURED = 1, 2
-_TRACKS = ("run", "move", "load")
-_TITLES = {"run": "compute", "move": "transfers in", "load": "streamed weights"}
+_TITLES = {"run": "compute", "wait": "compute", "move": "transfers in", "load": "streamed weights"}
+_TRACKS = {"run": 1, "wait": 1, "move": 2, "load": 3}
 
 
 def to_trace(plan: PlanData, measured: Measured | None = None) -> str:
@@ -47,24 +47,14 @@ class _TraceWriter:
         self.device = {key: index for index, key in enumerate(dict.fromkeys(keys))}
 
     def _track(self, event: Event) -> int:
-        kind = "run" if event.kind == "wait" else event.kind
-        return self.device[event.device] * len(_TRACKS) + _TRACKS.index(kind) + 1
+        return 3 * self.device[event.device] + _TRACKS[event.kind]
 
     def process(self, pid: int, name: str, timeline: Timeline) -> Iterator[dict[str, Any]]:
-        yield _named("process_name", pid, 0, f"{name} forward pass")
-        tracks = {}
-        for event in timeline.events:
-            kind = "run" if event.kind == "wait" else event.kind
-            tracks[self._track(event)] = f"{event.device} {_TITLES[kind]}"
+        yield _metadata("process_name", pid, 0, name=f"{name} forward pass")
+        tracks = {self._track(event): f"{event.device} {_TITLES[event.kind]}" for event in timeline.events}
         for tid in sorted(tracks):
-            yield _named("thread_name", pid, tid, tracks[tid])
-            yield {
-                "ph": "M",
-                "name": "thread_sort_index",
-                "pid": pid,
-                "tid": tid,
-                "args": {"sort_index": tid},
-            }
+            yield _metadata("thread_name", pid, tid, name=tracks[tid])
+            yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
         for event in timeline.events:
             yield {
                 "ph": "X",
@@ -88,12 +78,11 @@ class _TraceWriter:
                 }
             value = self.plan.graph.values.get(event.name)
             return {} if value is None else {"bytes": value.copy_bytes}
-        made = sum(self.plan.graph.values[name].nbytes for name in operation.outputs)
         return {
             "module": operation.module_path,
             "target": operation.target,
             "flops": operation.flops,
-            "bytes made": made,
+            "bytes made": made_bytes(self.plan.graph, operation),
             "source": operation.source,
         }
 
@@ -129,8 +118,8 @@ class _TraceWriter:
                 yield {"ph": phase, "name": "transfer", "cat": "transfer", "id": number, **place, **end}
 
 
-def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+def _metadata(kind: str, pid: int, tid: int, **arguments: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": arguments}
 
 
 def _counter(pid: int, name: str, seconds: float, weights: int, nbytes: int) -> dict[str, Any]:

@@ -6,8 +6,8 @@ of operations, with its budget.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from html import escape
 
 from graphplan.devices.topology import DeviceKey, DeviceSpec
@@ -38,17 +38,6 @@ def to_svg(plan: PlanData, title: str = "Plan", measured: Measured | None = None
 
 
 _LETTER = 7.0  # width of one, in the sizes of moves
-
-
-@dataclass(slots=True)
-class _Arrow:
-    """Transfers between two devices that follow one another closely."""
-
-    source: DeviceKey
-    destination: DeviceKey
-    start: float
-    end: float
-    nbytes: int
 
 
 class _Picture:
@@ -135,24 +124,22 @@ class _Picture:
                 yield f"<g><title>{escape(note)}</title>"
                 yield _rect(self._x(flow.start), top, width, _STREAM, _colour(index), opacity=0.5) + "</g>"
 
-    def _arrows(self) -> Iterable[_Arrow]:
-        found: list[_Arrow] = []
-        close = 0.06 * self.plan.makespan
+    def _arrows(self) -> Sequence[Flow]:
+        """Transfers; those between the same devices that follow one another closely are one."""
+        found: list[Flow] = []
+        last: dict[tuple[DeviceKey, DeviceKey], int] = {}
         for flow in self.flows:
-            if flow.kind == "activation":
-                self._join(found, flow, close)
+            if flow.kind != "activation":
+                continue
+            index = last.get((flow.source, flow.destination))
+            if index is not None and flow.start - found[index].end < 0.06 * self.plan.makespan:
+                found[index] = replace(found[index], end=flow.end, nbytes=found[index].nbytes + flow.nbytes)
+            else:
+                last[flow.source, flow.destination] = len(found)
+                found.append(flow)
         return found
 
-    def _join(self, found: list[_Arrow], flow: Flow, close: float) -> None:
-        ends = (flow.source, flow.destination)
-        same = (a for a in reversed(found) if (a.source, a.destination) == ends)
-        last = next(same, None)
-        if last is not None and flow.start - last.end < close:
-            last.end, last.nbytes = flow.end, last.nbytes + flow.nbytes
-        else:
-            found.append(_Arrow(flow.source, flow.destination, flow.start, flow.end, flow.nbytes))
-
-    def _arrow(self, arrow: _Arrow) -> Iterator[str]:
+    def _arrow(self, arrow: Flow) -> Iterator[str]:
         source, target = self.lane[arrow.source], self.lane[arrow.destination]
         down = target > source
         start = _HEAD + source * _LANE + 18 + (_BOX if down else 0)

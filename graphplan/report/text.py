@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from graphplan.ir.graph_elements import Value
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import PrefetchBuffer
 
-__all__ = ["COLOURS", "count_text", "gap_text", "size_text", "summary_text", "table_lines", "time_text"]
+__all__ = [
+    "COLOURS",
+    "count_text",
+    "gap_text",
+    "shape_text",
+    "size_text",
+    "summary_text",
+    "table_lines",
+    "time_text",
+]
 
 
 COLOURS = ("#3b6fd4", "#0f8b7d", "#8350c8", "#c2417a", "#4b8b3b", "#2a8fb3", "#b7791f", "#64748b")
@@ -29,6 +39,11 @@ def time_text(seconds: float) -> str:
     if seconds < 1e-3:
         return f"{seconds * 1e6:.1f} µs"
     return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def shape_text(value: Value) -> str:
+    """Dtype and sizes of a value (``float32[2, 4]``); empty where they are unknown."""
+    return f"{value.dtype}{list(value.shape)}" if value.dtype else ""
 
 
 def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -105,8 +120,7 @@ def _sliced(plan: PlanData) -> list[str]:
 
 
 def _buffer_text(buffer: PrefetchBuffer) -> str:
-    count = len(buffer.slots)
-    return f", {size_text(buffer.nbytes)} in {count} slot{'' if count == 1 else 's'} on {buffer.device}"
+    return f", {size_text(buffer.nbytes)} in {count_text(len(buffer.slots), 'slot')} on {buffer.device}"
 
 
 def _devices(plan: PlanData) -> list[str]:

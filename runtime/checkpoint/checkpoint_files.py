@@ -13,14 +13,12 @@ from graphplan.capture.model_weights import ModelWeights
 from graphplan.errors import CheckpointError
 from graphplan.runtime.checkpoint.mapped_files import MappedFile
 from graphplan.runtime.checkpoint.parallel_reads import Request, read_into
-from graphplan.runtime.checkpoint.safetensors_header import Entry, FileHeader, read_header
+from graphplan.runtime.checkpoint.safetensors_header import FileTensor, read_header
 
 __all__ = ["Checkpoint", "file_entries", "read_checkpoint"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-
-_Found = tuple[FileHeader, Entry]
 
 
 class Checkpoint:
@@ -29,7 +27,7 @@ class Checkpoint:
     A buffer that no checkpoint holds (non-persistent) comes from the model itself.
     """
 
-    def __init__(self, weights: ModelWeights, found: Mapping[str, _Found]) -> None:
+    def __init__(self, weights: ModelWeights, found: Mapping[str, FileTensor]) -> None:
         self.weights = weights
         self.found = {
             first: found[name]
@@ -51,19 +49,19 @@ class Checkpoint:
         """Parameters that can be used where they are in their file: of the model's dtype and strides."""
         return frozenset(
             name
-            for name, (_, entry) in self.found.items()
+            for name, one in self.found.items()
             if name in self.weights.parameters
-            and entry.dtype == self.weights.tensors[name].dtype
+            and one.dtype == self.weights.tensors[name].dtype
             and self.weights.tensors[name].is_contiguous()
-            and entry.start % entry.dtype.itemsize == 0
+            and one.start % one.dtype.itemsize == 0
         )
 
     def map(self, name: str) -> torch.Tensor:
         """One weight in its file."""
-        header, entry = self.found[name]
-        if header.path not in self._files:
-            self._files[header.path] = MappedFile(header)
-        return self._files[header.path].tensor(entry)
+        one = self.found[name]
+        if one.file.path not in self._files:
+            self._files[one.file.path] = MappedFile(one.file)
+        return self._files[one.file.path].tensor(one)
 
     def read(self, targets: Mapping[str, torch.Tensor], progress: Callable[[int], object]) -> None:
         """Fill tensors, on any device and of any dtype, with the weights of these names.
@@ -72,8 +70,7 @@ class Checkpoint:
             targets: first name -> what is filled.
             progress: called with bytes as they are read.
         """
-        requests = [Request(*self.found[name], target) for name, target in targets.items()]
-        read_into(requests, progress)
+        read_into([Request(self.found[name], target) for name, target in targets.items()], progress)
 
 
 def read_checkpoint(model: nn.Module, weights: ModelWeights, path: str | Path, *, strict: bool) -> Checkpoint:
@@ -103,16 +100,16 @@ def read_checkpoint(model: nn.Module, weights: ModelWeights, path: str | Path, *
         )
     checkpoint = Checkpoint(weights, found)
     wrong = [
-        f"{header.path.name} has {entry.name!r} of shape {list(entry.shape)}, the model "
+        f"{one.file.path.name} has {one.name!r} of shape {list(one.shape)}, the model "
         f"{list(weights.tensors[name].shape)}"
-        for name, (header, entry) in checkpoint.found.items()
-        if entry.shape != tuple(weights.tensors[name].shape)
+        for name, one in checkpoint.found.items()
+        if one.shape != tuple(weights.tensors[name].shape)
     ]
     wrong += [
-        f"{header.path.name} has {entry.name!r} of {entry.dtype}, the model {weights.tensors[name].dtype}: "
+        f"{one.file.path.name} has {one.name!r} of {one.dtype}, the model {weights.tensors[name].dtype}: "
         "only numbers of one kind are converted"
-        for name, (header, entry) in checkpoint.found.items()
-        if _kind(entry.dtype) != _kind(weights.tensors[name].dtype)
+        for name, one in checkpoint.found.items()
+        if _kind(one.dtype) != _kind(weights.tensors[name].dtype)
     ]
     if wrong:
         raise CheckpointError("; ".join(wrong))
@@ -128,8 +125,11 @@ def _listed(names: list[str]) -> str:
     return ", ".join(map(repr, names)) or "nothing"
 
 
-def file_entries(path: Path) -> dict[str, _Found]:
+def file_entries(path: Path) -> dict[str, FileTensor]:
     """Tensor name -> where it is.
+
+    Args:
+        path: as in :func:`read_checkpoint`.
 
     Raises:
         CheckpointError: no such file, or a damaged one.
@@ -146,17 +146,16 @@ def file_entries(path: Path) -> dict[str, _Found]:
             f"no checkpoint at {path}: give a .safetensors file, or a folder with {_SINGLE}, {_INDEX} or "
             "other .safetensors files"
         )
-    found: dict[str, _Found] = {}
+    found: dict[str, FileTensor] = {}
     for file in files:
-        header = read_header(file)
-        for name, entry in header.entries.items():
+        for name, one in read_header(file).items():
             if name in found:
-                raise CheckpointError(f"{found[name][0].path} and {file} both have {name!r}")
-            found[name] = header, entry
+                raise CheckpointError(f"{found[name].file.path} and {file} both have {name!r}")
+            found[name] = one
     return found
 
 
-def _indexed(index: Path) -> dict[str, _Found]:
+def _indexed(index: Path) -> dict[str, FileTensor]:
     try:
         listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         named = {str(name): index.parent / file for name, file in listed.items()}
@@ -165,6 +164,6 @@ def _indexed(index: Path) -> dict[str, _Found]:
     if lacking := sorted({str(file) for file in named.values() if not file.is_file()}):
         raise CheckpointError(f"{index} names files that are not there: {_listed(lacking)}")
     headers = {file: read_header(file) for file in dict.fromkeys(named.values())}
-    if absent := [name for name, file in named.items() if name not in headers[file].entries]:
+    if absent := [name for name, file in named.items() if name not in headers[file]]:
         raise CheckpointError(f"{index} names tensors that its files do not have: {_listed(absent)}")
-    return {name: (headers[file], headers[file].entries[name]) for name, file in named.items()}
+    return {name: headers[file][name] for name, file in named.items()}

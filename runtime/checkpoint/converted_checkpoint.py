@@ -15,32 +15,15 @@ import torch
 from graphplan.capture.model_weights import ModelWeights
 from graphplan.errors import CheckpointError
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
-from graphplan.runtime.checkpoint.deferred_tensors import Deferred, requests_of
+from graphplan.runtime.checkpoint.deferred_reads import DeferredReads
 from graphplan.runtime.checkpoint.mapped_files import MappedFile
 from graphplan.runtime.checkpoint.parallel_reads import Request, read_into
-from graphplan.runtime.checkpoint.safetensors_header import Entry, FileHeader
+from graphplan.runtime.checkpoint.safetensors_header import FileTensor
+from graphplan.runtime.memory.pinned_buffers import flat_bytes
 
-__all__ = ["Conversion", "ConvertedCheckpoint", "FileTensor", "equal_in_files"]
+__all__ = ["Conversion", "ConvertedCheckpoint", "equal_in_files"]
 
 Make = Callable[[Sequence[Any]], Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class FileTensor:
-    """A tensor of a file."""
-
-    header: FileHeader
-    entry: Entry
-
-    def deferred(self) -> Deferred:
-        """It, without its data."""
-        return Deferred.of(self.header, self.entry)
-
-    def read(self, dtype: torch.dtype, progress: Callable[[int], object]) -> torch.Tensor:
-        """It, in host memory."""
-        made = torch.empty(self.entry.shape, dtype=dtype)
-        read_into([Request(self.header, self.entry, made)], progress)
-        return made
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -50,7 +33,7 @@ class Conversion:
     Attributes:
         sources: in the order that ``make`` takes.
         dtype: to which sources are converted first.
-        make: from the sources to the weights, by name; takes deferred tensors too.
+        make: from the sources to the weights, by name; takes meta tensors too.
     """
 
     sources: tuple[FileTensor, ...]
@@ -59,11 +42,13 @@ class Conversion:
 
     def outline(self) -> Mapping[str, Any]:
         """The weights without their data."""
-        return self.make([source.deferred() for source in self.sources])
+        return self.make(DeferredReads(self.sources).tensors)
 
     def results(self, progress: Callable[[int], object]) -> Mapping[str, Any]:
-        """The weights."""
-        return self.make([source.read(self.dtype, progress) for source in self.sources])
+        """The weights, made of sources that are read into host memory."""
+        sources = [torch.empty(source.shape, dtype=self.dtype) for source in self.sources]
+        read_into(list(map(Request, self.sources, sources)), progress)
+        return self.make(sources)
 
 
 class ConvertedCheckpoint(Checkpoint):
@@ -78,7 +63,7 @@ class ConvertedCheckpoint(Checkpoint):
     def __init__(
         self, weights: ModelWeights, found: Mapping[str, FileTensor], made: Mapping[str, Conversion]
     ) -> None:
-        super().__init__(weights, {name: (one.header, one.entry) for name, one in found.items()})
+        super().__init__(weights, found)
         self.made = {
             weights.first[name]: conversion
             for name, conversion in made.items()
@@ -90,16 +75,18 @@ class ConvertedCheckpoint(Checkpoint):
 
     def read(self, targets: Mapping[str, torch.Tensor], progress: Callable[[int], object]) -> None:
         """As :meth:`Checkpoint.read`."""
-        requests = [Request(*self.found[name], targets[name]) for name in targets if name in self.found]
+        requests = [Request(self.found[name], targets[name]) for name in targets if name in self.found]
         computed: dict[Conversion, list[str]] = {}
-        outlines: dict[Conversion, Mapping[str, Any]] = {}
+        outlines: dict[Conversion, tuple[DeferredReads, Mapping[str, Any]]] = {}
         for name, target in targets.items():
             conversion = self.made.get(name)
             if conversion is None:
                 continue
             if conversion not in outlines:
-                outlines[conversion] = conversion.outline()
-            reads = requests_of(self._of(name, outlines[conversion]), target)
+                with DeferredReads(conversion.sources) as deferred:
+                    outlines[conversion] = deferred, conversion.make(deferred.tensors)
+            deferred, outline = outlines[conversion]
+            reads = deferred.requests(self._of(name, outline), target)
             if reads is None:
                 computed.setdefault(conversion, []).append(name)
             else:
@@ -124,11 +111,7 @@ class ConvertedCheckpoint(Checkpoint):
 
 def equal_in_files(a: FileTensor, b: FileTensor, chunk: int = 1 << 20) -> bool:
     """Whether two tensors of files have the same bytes; neither is copied into memory."""
-    if (a.entry.dtype, a.entry.shape) != (b.entry.dtype, b.entry.shape):
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    left, right = (_bytes(MappedFile(one.header).tensor(one.entry)) for one in (a, b))
+    left, right = (flat_bytes(MappedFile(one.file).tensor(one)) for one in (a, b))
     return all(torch.equal(x, y) for x, y in zip(left.split(chunk), right.split(chunk), strict=True))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)

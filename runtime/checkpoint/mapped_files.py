@@ -16,7 +16,8 @@ import weakref
 import torch
 
 from graphplan.errors import CheckpointError
-from graphplan.runtime.checkpoint.safetensors_header import Entry, FileHeader
+from graphplan.runtime.checkpoint.safetensors_header import FileState, FileTensor
+from graphplan.runtime.memory.host_pages import Pages
 
 __all__ = ["MappedFile"]
 
@@ -24,35 +25,30 @@ __all__ = ["MappedFile"]
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0  # mmap.MAP_NORESERVE from Python 3.13 on
 
 
-class MappedFile:
+class MappedFile(Pages):
     """A safetensors file in memory.
 
     Args:
-        header: of the file.
+        state: of the file.
 
     Raises:
         CheckpointError: the file is gone, or has changed since its header was read.
     """
 
-    def __init__(self, header: FileHeader) -> None:
-        self.header = header
-        try:
-            self._file = os.open(header.path, os.O_RDONLY)
-        except OSError as error:
-            raise CheckpointError(f"{header.path} cannot be read: {error.strerror}") from error
+    def __init__(self, state: FileState) -> None:
+        self.state, self._file = state, state.open()
         weakref.finalize(self, os.close, self._file)
         self.check()
         try:
             flags, access = mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-            self._mapping = mmap.mmap(self._file, header.size, flags=flags, prot=access)
+            mapping = mmap.mmap(self._file, state.size, flags=flags, prot=access)
         except OSError as error:
-            raise CheckpointError(f"{header.path} cannot be mapped: {error.strerror}") from error
-        self.start = self._bytes(0, header.size).data_ptr()
-        self.end = self.start + header.size
+            raise CheckpointError(f"{state.path} cannot be mapped: {error.strerror}") from error
+        super().__init__(mapping, state.size)
 
     def check(self) -> None:
         """Raise CheckpointError if the file has changed since its header was read."""
-        now, then = os.fstat(self._file), self.header
+        now, then = os.fstat(self._file), self.state
         if now.st_size != then.size:
             raise CheckpointError(
                 f"{then.path} had {then.size} bytes when it was opened and has {now.st_size} now: weights "
@@ -64,19 +60,8 @@ class MappedFile:
                 "it at each call. Partition the model again"
             )
 
-    def _bytes(self, offset: int, nbytes: int) -> torch.Tensor:
-        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes, offset=offset)
-
-    def tensor(self, entry: Entry) -> torch.Tensor:
+    def tensor(self, tensor: FileTensor) -> torch.Tensor:
         """A tensor of the file, in place."""
-        if not entry.nbytes:
-            return torch.empty(entry.shape, dtype=entry.dtype)
-        return self._bytes(entry.start, entry.nbytes).view(entry.dtype).view(entry.shape)
-
-    def holds(self, address: int) -> bool:
-        """Whether an address is in the mapping."""
-        return self.start <= address < self.end
-
-    def bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
-        """The bytes from an address on."""
-        return self._bytes(address - self.start, nbytes)
+        if not tensor.nbytes:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return self._bytes(tensor.start, tensor.nbytes).view(tensor.dtype).view(tensor.shape)

@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 
 from graphplan.devices.topology import CPU, round_up
 from graphplan.errors import CheckpointError
-from graphplan.runtime.checkpoint.safetensors_header import Entry, FileHeader
-from graphplan.runtime.memory.copy_queues import Queues, SerialQueues, queues_of
+from graphplan.runtime.checkpoint.safetensors_header import FileState, FileTensor
+from graphplan.runtime.memory.copy_queues import Queues, queues_of
 from graphplan.runtime.memory.pinned_buffers import Staging, flat_bytes
 
 __all__ = ["Request", "read_into"]
@@ -34,54 +35,22 @@ _BUFFERS = 4
 _THREADS = max(2, min(16, os.cpu_count() or 2))
 
 Progress = Callable[[int], object]
+Files = Mapping[FileState, int]
+"""Descriptors of open files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """A tensor of a file, and the tensor of the same shape that is to hold it."""
 
-    header: FileHeader
-    entry: Entry
+    source: FileTensor
     target: torch.Tensor
 
     @property
     def direct(self) -> bool:
         """Whether the file's bytes are the target's as they are."""
-        same = self.target.dtype == self.entry.dtype and self.target.is_contiguous()
+        same = self.target.dtype == self.source.dtype and self.target.is_contiguous()
         return same and self.target.device.type == CPU and type(self.target) is torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Some of a tensor: ``nbytes`` of the file from ``start`` on, of ``dtype`` there."""
-
-    start: int
-    nbytes: int
-    dtype: torch.dtype
-    target: torch.Tensor
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Pieces next to each other in a file."""
-
-    path: Path
-    pieces: list[_Piece]
-    nbytes: int
-
-    @property
-    def start(self) -> int:
-        return self.pieces[0].start
-
-    @property
-    def end(self) -> int:
-        last = self.pieces[-1]
-        return last.start + last.nbytes
-
-    @property
-    def room(self) -> int:
-        """Bytes of a buffer that holds each piece at an aligned place."""
-        return sum(round_up(piece.nbytes) for piece in self.pieces)
 
 
 def read_into(requests: Sequence[Request], progress: Progress) -> None:
@@ -90,14 +59,14 @@ def read_into(requests: Sequence[Request], progress: Progress) -> None:
     Raises:
         CheckpointError: a file is gone, or has changed since its header was read.
     """
-    filled = [request for request in requests if request.entry.nbytes]
+    filled = [request for request in requests if request.source.nbytes]
     by_device: dict[torch.device, list[Request]] = {}
     for request in filled:
         if not request.direct:
             by_device.setdefault(request.target.device, []).append(request)
-    with _Files(filled) as files, ThreadPoolExecutor(_THREADS) as pool:
+    with _opened(request.source.file for request in filled) as files, ThreadPoolExecutor(_THREADS) as pool:
         try:
-            _read_direct(_batches([r for r in filled if r.direct]), files, pool, progress)
+            _read_direct(_batches(request for request in filled if request.direct), files, pool, progress)
             for device, group in by_device.items():
                 _read_staged(device, list(_batches(group)), files, pool, progress)
         except BaseException:  # an interrupt too: what is not begun need not be
@@ -105,89 +74,81 @@ def read_into(requests: Sequence[Request], progress: Progress) -> None:
             raise
 
 
-class _Files:
-    """The files of some requests, open, and as their headers say."""
+@contextmanager
+def _opened(states: Iterable[FileState]) -> Iterator[Files]:
+    """Files, open, and as their headers say."""
+    with ExitStack() as stack:
+        files: dict[FileState, int] = {}
+        for state in dict.fromkeys(states):
+            files[state] = state.open()
+            stack.callback(os.close, files[state])
+            now = os.fstat(files[state])
+            if (now.st_size, now.st_mtime_ns) != (state.size, state.changed_ns):
+                raise CheckpointError(f"{state.path} has changed since its header was read: load it again")
+        yield files
 
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self.headers = {request.header.path: request.header for request in requests}
-        self.open: dict[Path, int] = {}
 
-    def __enter__(self) -> _Files:
+def _read(files: Files, batch: Sequence[Request], buffers: Iterable[torch.Tensor]) -> None:
+    """Fill buffers one after another with what a batch has in its file."""
+    state, start = batch[0].source.file, batch[0].source.start
+    left = deque(memoryview(buffer.numpy().data) for buffer in buffers)
+    while left:
         try:
-            for path, header in self.headers.items():
-                self.open[path] = os.open(path, os.O_RDONLY)
-                state = os.fstat(self.open[path])
-                if (state.st_size, state.st_mtime_ns) != (header.size, header.changed_ns):
-                    raise CheckpointError(f"{path} has changed since its header was read: load it again")
+            count = os.preadv(files[state], list(left), start)
         except OSError as error:
-            self.__exit__()
-            raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from error
-        except CheckpointError:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self.open.values():
-            os.close(file)
-        self.open.clear()
-
-    def read(self, path: Path, start: int, buffers: Sequence[torch.Tensor]) -> None:
-        """Fill buffers one after another with what is in a file from ``start`` on."""
-        left = deque(memoryview(buffer.numpy().data) for buffer in buffers)
-        while left:
-            try:
-                count = os.preadv(self.open[path], list(left), start)
-            except OSError as error:
-                raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-            if not count:
-                raise CheckpointError(f"{path} was cut short at byte {start} while it was read")
-            start += count
-            while left and count >= len(left[0]):
-                count -= len(left.popleft())
-            if count:
-                left[0] = left[0][count:]
+            raise CheckpointError(f"{state.path} cannot be read: {error.strerror}") from error
+        if not count:
+            raise CheckpointError(f"{state.path} was cut short at byte {start} while it was read")
+        start += count
+        while left and count >= len(left[0]):
+            count -= len(left.popleft())
+        if count:
+            left[0] = left[0][count:]
 
 
-def _batches(requests: Sequence[Request]) -> Iterator[_Batch]:
-    batch: _Batch | None = None
-    for request in sorted(requests, key=lambda r: (str(r.header.path), r.entry.start)):
-        for piece in _pieces(request):
-            if batch is not None and (
-                batch.path != request.header.path
-                or batch.end != piece.start
-                or batch.nbytes + piece.nbytes > _CHUNK
-                or len(batch.pieces) == _MOST
-            ):
-                yield batch
-                batch = None
-            if batch is None:
-                batch = _Batch(request.header.path, [], 0)
-            batch.pieces.append(piece)
-            batch.nbytes += piece.nbytes
-    if batch is not None:
+def _batches(requests: Iterable[Request]) -> Iterator[list[Request]]:
+    """Pieces that lie next to each other in a file, as many as one read takes."""
+    pieces = chain.from_iterable(map(_pieces, requests))
+    batch: list[Request] = []
+    for piece in sorted(pieces, key=lambda piece: (str(piece.source.file.path), piece.source.start)):
+        if batch and not _goes_on(batch, piece):
+            yield batch
+            batch = []
+        batch.append(piece)
+    if batch:
         yield batch
 
 
-def _pieces(request: Request) -> Iterator[_Piece]:
+def _goes_on(batch: Sequence[Request], piece: Request) -> bool:
+    """Whether a piece is behind a batch, and may be read with it."""
+    last, source = batch[-1].source, piece.source
+    behind = (last.file, last.end) == (source.file, source.start)
+    return behind and source.end - batch[0].source.start <= _CHUNK and len(batch) < _MOST
+
+
+def _pieces(request: Request) -> Iterator[Request]:
     """A tensor in parts of at most one read each; one that is not contiguous in whole."""
-    entry, target = request.entry, request.target
-    if not target.is_contiguous():
-        yield _Piece(entry.start, entry.nbytes, entry.dtype, target)
+    source, target = request.source, request.target
+    if source.nbytes <= _CHUNK or not target.is_contiguous():
+        yield request
         return
-    flat, size = target.view(-1), entry.dtype.itemsize
-    step = _CHUNK // size
-    for first in range(0, flat.numel(), step):
-        part = flat[first : first + step]
-        yield _Piece(entry.start + first * size, part.numel() * size, entry.dtype, part)
+    start = source.start
+    for part in target.view(-1).split(_CHUNK // source.dtype.itemsize):
+        nbytes = part.numel() * source.dtype.itemsize
+        yield Request(replace(source, shape=tuple(part.shape), start=start, nbytes=nbytes), part)
+        start += nbytes
+
+
+def _nbytes(batch: Sequence[Request]) -> int:
+    return batch[-1].source.end - batch[0].source.start
 
 
 def _read_direct(
-    batches: Iterator[_Batch], files: _Files, pool: ThreadPoolExecutor, progress: Progress
+    batches: Iterable[Sequence[Request]], files: Files, pool: ThreadPoolExecutor, progress: Progress
 ) -> None:
-    def read(batch: _Batch) -> int:
-        files.read(batch.path, batch.start, [flat_bytes(piece.target) for piece in batch.pieces])
-        return batch.nbytes
+    def read(batch: Sequence[Request]) -> int:
+        _read(files, batch, (flat_bytes(piece.target) for piece in batch))
+        return _nbytes(batch)
 
     for done in as_completed([pool.submit(read, batch) for batch in batches]):
         progress(done.result())
@@ -195,24 +156,24 @@ def _read_direct(
 
 def _read_staged(
     device: torch.device,
-    batches: Sequence[_Batch],
-    files: _Files,
+    batches: Sequence[Sequence[Request]],
+    files: Files,
     pool: ThreadPoolExecutor,
     progress: Progress,
 ) -> None:
-    queues: Queues = SerialQueues() if device.type == CPU else queues_of(device)
+    queues = Queues() if device.type == CPU else queues_of(device)
     queues.join()  # the memory that is filled may have had other readers
-    largest = max(batch.room for batch in batches)
+    largest = max(sum(round_up(piece.source.nbytes) for piece in batch) for batch in batches)
     staging = Staging(queues, largest, min(_BUFFERS, len(batches)), pinned=device.type == "cuda")
-    under_way: deque[tuple[_Batch, int, Future[None]]] = deque()
+    under_way: deque[tuple[Sequence[Request], int, Future[None]]] = deque()
 
     def finish() -> None:
         batch, index, reading = under_way.popleft()
         reading.result()
-        for piece, part in zip(batch.pieces, _places(batch, staging.buffer(index)), strict=True):
+        for piece, part in zip(batch, _places(batch, staging.buffer(index)), strict=True):
             queues.copy(piece.target, _converted(piece, part))
         staging.give(index)
-        progress(batch.nbytes)
+        progress(_nbytes(batch))
 
     try:
         for batch in batches:
@@ -220,21 +181,22 @@ def _read_staged(
                 finish()
             index = staging.take()
             places = list(_places(batch, staging.buffer(index)))
-            under_way.append((batch, index, pool.submit(files.read, batch.path, batch.start, places)))
+            under_way.append((batch, index, pool.submit(_read, files, batch, places)))
         while under_way:
             finish()
     finally:
         queues.drain()  # before the buffers go
 
 
-def _places(batch: _Batch, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+def _places(batch: Sequence[Request], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Where a buffer has each piece: at an aligned place."""
     at = 0
-    for piece in batch.pieces:
-        yield buffer[at : at + piece.nbytes]
-        at += round_up(piece.nbytes)
+    for piece in batch:
+        yield buffer[at : at + piece.source.nbytes]
+        at += round_up(piece.source.nbytes)
 
 
-def _converted(piece: _Piece, part: torch.Tensor) -> torch.Tensor:
+def _converted(piece: Request, part: torch.Tensor) -> torch.Tensor:
     """What was read, in the target's dtype; on the host, where the accelerator's memory is not needed."""
-    data = part.view(piece.dtype).view(piece.target.shape)
+    data = part.view(piece.source.dtype).view(piece.target.shape)
     return data if piece.target.device.type == CPU else data.to(piece.target.dtype)

@@ -14,8 +14,9 @@ from torch import nn
 from graphplan.capture.shared_attributes import copy_to_run, of_class
 from graphplan.errors import PlanError
 from graphplan.ir.plan_data import PlanData
-from graphplan.runtime.fallback.short_names import ShortNames
+from graphplan.runtime.fallback.short_names import ShortNames, made_class, unplaced
 from graphplan.runtime.memory.shared_memory import join_memory
+from graphplan.runtime.weights.storage import named_tensors
 from graphplan.warnings import silenced, unwarned
 
 __all__ = ["HookedModule", "dispatch"]
@@ -114,19 +115,15 @@ class HookedModule(ShortNames):
 def _plain(module: HookedModule) -> nn.Module:
     """A copy of the model without hooks, of its own class, with weights of its own on the CPU."""
     memo: dict[int, Any] = {}
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    for name, tensor in named:
+    for name, tensor in named_tensors(module).items():
         if id(tensor) not in memo:
             value = _kept_by_hooks(module, name) if tensor.device.type == "meta" else tensor
             here = value.detach().to("cpu", copy=True)
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(here, tensor.requires_grad) if is_parameter else here
     added = module._graphplan.added
-    original: type[nn.Module] = type(module).__bases__[1]
-    root = object.__new__(original)
-    root.__dict__.update({name: value for name, value in vars(module).items() if name != "_graphplan"})
     memo |= {id(vars(part)[name]): False for part in module.modules() for name in added & vars(part).keys()}
-    plain = copy.deepcopy(root, memo)
+    plain = copy.deepcopy(unplaced(module), memo)
     for part in plain.modules():
         for name in added & vars(part).keys():
             del vars(part)[name]
@@ -143,17 +140,6 @@ def _kept_by_hooks(module: nn.Module, name: str) -> torch.Tensor:
             value: torch.Tensor = weights[own]
             return value
     raise PlanError(f"{name!r} is on the meta device, and no hook has its values")
-
-
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _hooked_class(original: type[nn.Module]) -> type[nn.Module]:
-    if original not in _classes:
-        names = ("__module__", "__qualname__", "__doc__")
-        body = {name: getattr(original, name) for name in names}
-        _classes[original] = type(original.__name__, (HookedModule, original), body)
-    return _classes[original]
 
 
 def dispatch(
@@ -201,7 +187,7 @@ def dispatch(
     made.__dict__["_graphplan"] = _Hooked(
         dict(devices), main, plan, reason, grad, home, frozenset().union(*added)
     )
-    return of_class(made, _hooked_class(type(model)))
+    return of_class(made, made_class(type(model), HookedModule))
 
 
 def _hooked_again(plain: nn.Module, known: _Hooked) -> nn.Module:
@@ -212,19 +198,16 @@ def _hooked_again(plain: nn.Module, known: _Hooked) -> nn.Module:
 
 def _place_own_tensors(model: nn.Module, devices: Mapping[str, torch.device], main: torch.device) -> None:
     """Tensors of modules that the map splits: hooks do not see those that are named one by one."""
+    from accelerate.utils import set_module_tensor_to_device
+
     modules = dict(model.named_modules())
     for name, device in devices.items():
         path, _, own = name.rpartition(".")
         if name in modules or path not in modules:
             continue
-        owner = modules[path]
         target = main if device.type == "cpu" else device
-        for kind in (owner._parameters, owner._buffers):
-            tensor = kind.get(own)
-            if tensor is not None and tensor.device != target and tensor.device.type != "meta":
-                moved = tensor.detach().to(target)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                kind[own] = nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
+        if getattr(modules[path], own).device.type != "meta":
+            set_module_tensor_to_device(modules[path], own, target)
 
 
 def _send_results_back(model: nn.Module, entries: Mapping[str, torch.device]) -> None:

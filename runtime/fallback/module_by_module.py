@@ -32,7 +32,7 @@ from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf, l
 from graphplan.capture.structure import map_leaves
 from graphplan.capture.transformers.caches import is_cache
 from graphplan.errors import CaptureError, GraphplanError, first_line
-from graphplan.runtime.memory.wrapper_tensors import moved
+from graphplan.runtime.memory.arena import moved
 from graphplan.runtime.simulate.simulated_tensor import SimulatedTensor
 
 __all__ = ["Modulewise"]
@@ -123,21 +123,23 @@ class Modulewise:
             self.tree = _shared(plain)
         _follow(self.tree, whole)
         form, device = self.forms[index], call.device or torch.device("cpu")
-        places = _Places(device, instead)
         if index not in self.ways:
-            self.ways[index] = self._first_way(form, call, places)
-        result = _run(self.tree, form.entry, self.ways[index], places, call.args, call.kwargs)
+            self.ways[index] = self._first_way(form, call, device, instead)
+        running = _HookedRun(self.ways[index], device, instead)
+        result = _run(self.tree, form.entry, running, call.args, call.kwargs)
         _take_back(self.tree, whole)
         return _sent(result, device) if home else result
 
-    def _first_way(self, form: _CallForm, call: BoundCall, places: _Places) -> _Way:
+    def _first_way(
+        self, form: _CallForm, call: BoundCall, device: torch.device, instead: torch.device | None
+    ) -> _Way:
         assert self.tree is not None
         failures: list[Exception] = []
         for way in _WAYS:
             args, kwargs = copy.deepcopy((call.args, call.kwargs))
             try:
                 with _undone(self.tree):
-                    _run(self.tree, form.entry, way, places, args, kwargs)
+                    _run(self.tree, form.entry, _HookedRun(way, device, instead), args, kwargs)
             except (RuntimeError, NotImplementedError, GraphplanError) as error:
                 failures.append(error)
                 gc.collect()
@@ -220,47 +222,29 @@ def _undone(tree: nn.Module) -> Iterator[None]:
                         tensor.copy_(before)
 
 
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Devices of a call.
-
-    Attributes:
-        host: where its inputs are.
-        instead: where modules that are on the CPU compute; None: on the CPU.
-    """
-
-    host: torch.device
-    instead: torch.device | None
-
-    def of(self, module: nn.Module) -> torch.device | None:
-        """Where a module with tensors computes."""
-        device = _device_of(module)
-        return None if device is None else self.allowed(device)
-
-    def allowed(self, device: torch.device) -> torch.device:
-        """The device, or the one that computes in its stead."""
-        return self.instead if self.instead is not None and device.type == "cpu" else device
-
-
 @dataclass
 class _HookedRun:
     """One run.
 
     Attributes:
         way: of running.
-        places: devices.
+        host: where the inputs of the call are.
+        instead: where modules that are on the CPU compute; None: on the CPU.
         callers: where the modules that are running compute, the innermost last.
         swapped: for each of them, the tensors that are elsewhere in truth.
     """
 
     way: _Way
-    places: _Places
+    host: torch.device
+    instead: torch.device | None
     callers: list[torch.device] = field(default_factory=list)
     swapped: list[_Swapped] = field(default_factory=list)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Bring a module's inputs, its own tensors, and its layer of the caches, to where it runs."""
-        device = self.places.allowed(self.places.host) if self.way.gathered else self.places.of(module)
+        device = self.host if self.way.gathered else _device_of(module)
+        if device is not None and device.type == "cpu" and self.instead is not None:
+            device = self.instead
         self.callers.append(device or self._device_of_caller())
         self.swapped.append(_Swapped())
         if device is None:
@@ -279,7 +263,7 @@ class _HookedRun:
         return _sent(result, self._device_of_caller()) if self.way.returns else result
 
     def _device_of_caller(self) -> torch.device:
-        return self.callers[-1] if self.callers else self.places.host
+        return self.callers[-1] if self.callers else self.host
 
 
 @dataclass
@@ -320,14 +304,8 @@ def _tell_recurrent(module: nn.Module) -> None:
 
 
 def _run(
-    tree: nn.Module,
-    entry: str,
-    way: _Way,
-    places: _Places,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    tree: nn.Module, entry: str, call: _HookedRun, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    call = _HookedRun(way, places)
     hooks: list[Any] = []
     for part in tree.modules():
         hooks.append(part.register_forward_pre_hook(call.before, with_kwargs=True, prepend=True))
@@ -353,7 +331,7 @@ def _device_of(module: nn.Module) -> torch.device | None:
     """Where most bytes of a module are."""
     found: dict[torch.device, int] = {}
     for tensor in (*module.parameters(), *module.buffers()):
-        found[tensor.device] = found.get(tensor.device, 0) + tensor.numel() * tensor.element_size()
+        found[tensor.device] = found.get(tensor.device, 0) + tensor.nbytes
     return max(found, key=lambda device: found[device], default=None)
 
 

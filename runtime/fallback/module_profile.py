@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,8 +65,8 @@ def profile_call(
     profile = CallProfile()
     handles = []
     for name, part in module.named_modules():
-        handles.append(part.register_forward_pre_hook(_starts(profile, name)))
-        handles.append(part.register_forward_hook(_ends(profile, name)))
+        handles.append(part.register_forward_pre_hook(partial(_starts, profile, name)))
+        handles.append(part.register_forward_hook(partial(_ends, profile, name)))
     tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     try:
         with torch.no_grad(), _LiveBytes([*module.parameters(), *module.buffers(), *tensors]) as watched:
@@ -77,17 +78,11 @@ def profile_call(
     return profile
 
 
-def _starts(profile: CallProfile, name: str) -> Any:
-    def hook(_module: nn.Module, _args: Any) -> None:
-        if name not in profile.order:
-            profile.order.append(name)
-
-    return hook
+def _starts(profile: CallProfile, name: str, _module: nn.Module, _args: Any) -> None:
+    if name not in profile.order:
+        profile.order.append(name)
 
 
-def _ends(profile: CallProfile, name: str) -> Any:
-    def hook(_module: nn.Module, _args: Any, result: Any) -> None:
-        tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
-        profile.outputs[name] = sum(leaf.numel() * leaf.element_size() for leaf in tensors)
-
-    return hook
+def _ends(profile: CallProfile, name: str, _module: nn.Module, _args: Any, result: Any) -> None:
+    tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
+    profile.outputs[name] = sum(leaf.numel() * leaf.element_size() for leaf in tensors)

@@ -1,4 +1,4 @@
-"""What graphplan says of a module that it has placed: as ``placed.graphplan``, and under short names.
+"""Classes made of a model's own, under its name, and what graphplan says of a module that it has placed.
 
 ::
 
@@ -8,12 +8,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
-__all__ = ["ShortNames"]
+__all__ = ["ShortNames", "made_class", "original_class", "unplaced"]
+
+
+_made: dict[tuple[type, type], type[nn.Module]] = {}
+
+
+def made_class(
+    original: type[nn.Module],
+    base: type[nn.Module],
+    body: Callable[[], Mapping[str, Any]] = dict,
+    *,
+    in_place: bool = False,
+) -> type[nn.Module]:
+    """The one class of ``base`` and a model's own class, whose name and documentation it has.
+
+    Args:
+        original: the model's own.
+        base: what it is made into.
+        body: further attributes.
+        in_place: whether modules that are there become of this class. Python allows that for those with an
+            abstract base class too where the original is the first base.
+    """
+    key = base, original
+    if key not in _made:
+        own = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+        own |= {"_graphplan_original": original, **body()}
+        if in_place:
+            own |= {name: value for name, value in vars(base).items() if name not in own and callable(value)}
+        _made[key] = type(original.__name__, (original, base) if in_place else key, own)
+    return _made[key]
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The model's own class, of a module of a class that :func:`made_class` has made."""
+    found: type[nn.Module] = type(module)._graphplan_original  # type: ignore[attr-defined]  # see above
+    return found
+
+
+def unplaced(module: nn.Module) -> nn.Module:
+    """The module as its own class, with the attributes and weights that it has now."""
+    plain = object.__new__(original_class(module))
+    plain.__dict__.update({k: v for k, v in module.__dict__.items() if k != "_graphplan"})
+    return plain
 
 
 class ShortNames(nn.Module):

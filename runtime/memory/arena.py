@@ -11,6 +11,8 @@ over its own bytes, which keeps the allocation alive; it goes with the last of t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.utils.dlpack import from_dlpack
 
@@ -19,7 +21,7 @@ from graphplan.errors import readable_bytes
 from graphplan.runtime.memory.allocation import allocating
 from graphplan.runtime.simulate.simulated_tensor import SimulatedTensor
 
-__all__ = ["Arena", "dense_strides", "is_plain", "shaped"]
+__all__ = ["Arena", "dense_strides", "is_plain", "moved", "shaped"]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -27,6 +29,22 @@ def is_plain(tensor: torch.Tensor) -> bool:
     data = tensor.detach()
     known = type(data) in (torch.Tensor, SimulatedTensor)
     return known and data.layout is torch.strided and not (data.is_conj() or data.is_neg())
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on a device.
+
+    A wrapper of other tensors, such as a quantised weight, is made anew from copies of what it wraps: its
+    own ``.to`` need not know the device.
+    """
+    flatten: Any = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None or type(tensor) is torch.nn.Parameter:
+        return tensor.to(device, copy=True)
+    names, context = flatten()
+    inner = {name: moved(getattr(tensor, name).detach(), device) for name in names}
+    kind: Any = type(tensor)
+    made: torch.Tensor = kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+    return made
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -58,9 +76,8 @@ class Arena:
 
     def reserve(self, like: torch.Tensor) -> torch.Tensor:
         """The next free place, as what a copy of ``like`` would be; not written to yet."""
-        nbytes = like.numel() * like.element_size()
-        place = _apart(self.bytes[self._used : self._used + nbytes])
-        self._used += round_up(nbytes)
+        place = _apart(self.bytes[self._used : self._used + like.nbytes])
+        self._used += round_up(like.nbytes)
         return shaped(place, like)
 
 

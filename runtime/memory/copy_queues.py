@@ -6,100 +6,55 @@ host enqueues, and waits for neither.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-__all__ = ["CudaQueues", "Queues", "SerialQueues", "queues_of"]
+__all__ = ["CudaQueues", "Queues", "queues_of"]
 
 
-class Queues(Protocol):
-    """The two queues of an accelerator: for copies, and for the work of calls."""
+class Queues:
+    """The queues for copies and for the work of calls: here the host itself, which has done all it was told.
+
+    What devices with streams of their own do, :class:`CudaQueues` does.
+    """
 
     def event(self) -> Any:
         """Something to record and to wait for; waiting for one that was never recorded is nothing."""
-        ...
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Enqueue a copy from the host."""
-        ...
-
-    def record_copies(self, event: Any) -> None:
-        """The event happens when the copies so far are done."""
-        ...
-
-    def record_work(self, event: Any) -> None:
-        """The event happens when the work so far is done."""
-        ...
-
-    def copies_wait(self, event: Any) -> None:
-        """What is copied from now on follows the event."""
-        ...
-
-    def work_waits(self, event: Any) -> None:
-        """What is worked on from now on follows the event."""
-        ...
-
-    def enter(self) -> None:
-        """A call begins: its work follows that of the call before."""
-        ...
-
-    def join(self) -> None:
-        """What is copied from now on follows all work so far."""
-        ...
-
-    def wait(self, event: Any) -> None:
-        """Let the host wait for an event."""
-        ...
-
-    def drain(self) -> None:
-        """Let the host wait until all copies are done: before the host memory that they read goes."""
-        ...
-
-    def settle(self) -> None:
-        """Let the host wait until all copies and all work are done: before the memory of both goes."""
-        ...
-
-
-class SerialQueues:
-    """One queue, the host itself: for devices that have no streams of their own."""
-
-    def event(self) -> None:
-        """Nothing to wait for."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy at once."""
         target.copy_(source)
 
     def record_copies(self, event: Any) -> None:
-        """They are done."""
+        """The event happens when the copies so far are done."""
 
     def record_work(self, event: Any) -> None:
-        """It is done."""
+        """The event happens when the work so far is done."""
 
     def copies_wait(self, event: Any) -> None:
-        """It has happened."""
+        """What is copied from now on follows the event."""
 
     def work_waits(self, event: Any) -> None:
-        """It has happened."""
+        """What is worked on from now on follows the event."""
 
     def enter(self) -> None:
-        """It is done."""
+        """A call begins: its work follows that of the call before."""
 
     def join(self) -> None:
-        """It is done."""
+        """What is copied from now on follows all work so far."""
 
     def wait(self, event: Any) -> None:
-        """It has happened."""
+        """Let the host wait for an event."""
 
     def drain(self) -> None:
-        """They are done."""
+        """Let the host wait until all copies are done: before the host memory that they read goes."""
 
     def settle(self) -> None:
-        """They are done."""
+        """Let the host wait until all copies and all work are done: before the memory of both goes."""
 
 
-class CudaQueues:
+class CudaQueues(Queues):
     """A side stream for copies; work goes to whatever stream is current when it is enqueued."""
 
     def __init__(self, device: torch.device) -> None:
@@ -148,4 +103,4 @@ class CudaQueues:
 
 def queues_of(device: torch.device) -> Queues:
     """The queues of a device."""
-    return CudaQueues(device) if device.type == "cuda" else SerialQueues()
+    return CudaQueues(device) if device.type == "cuda" else Queues()

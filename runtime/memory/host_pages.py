@@ -19,10 +19,35 @@ from graphplan.devices.topology import round_up
 from graphplan.runtime.memory.arena import dense_strides, shaped
 from graphplan.warnings import warn
 
-__all__ = ["HostPages"]
+__all__ = ["HostPages", "Pages"]
 
 _HUGE = 2 << 20  # bytes of a huge page: filling them for the first time is several times as fast
 _PORTABLE = 1  # cudaHostRegisterPortable: for every GPU
+
+
+class Pages:
+    """A mapping of host memory, and tensors over its bytes, each with a storage of its own.
+
+    Args:
+        mapping: which each of the tensors keeps.
+        nbytes: of it that are used.
+    """
+
+    def __init__(self, mapping: mmap.mmap, nbytes: int) -> None:
+        self._mapping = mapping
+        self.start = self._bytes(0, max(nbytes, 1)).data_ptr()
+        self.end = self.start + nbytes
+
+    def _bytes(self, offset: int, nbytes: int) -> torch.Tensor:
+        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes, offset=offset)
+
+    def holds(self, address: int) -> bool:
+        """Whether an address is in the mapping."""
+        return self.start <= address < self.end
+
+    def bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
+        """The bytes from an address on."""
+        return self._bytes(address - self.start, nbytes)
 
 
 class _Mapping(mmap.mmap):
@@ -37,8 +62,8 @@ class _Mapping(mmap.mmap):
             self.release = None
 
 
-class HostPages:
-    """A mapping, and what it is given out for.
+class HostPages(Pages):
+    """An anonymous mapping, and what it is given out for.
 
     Args:
         nbytes: of all tensors that it is to hold, each rounded up to whole steps.
@@ -47,16 +72,15 @@ class HostPages:
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
         # private: shared pages, which Python's mmap takes by default, are never huge
-        self._mapping = _Mapping(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = _Mapping(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if nbytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without them
-                self._mapping.madvise(mmap.MADV_HUGEPAGE)
-        self.start = self._bytes(0, max(nbytes, 1)).data_ptr()
-        self.end = self.start + nbytes
-        self.pinned = pinned and self._register(nbytes)
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+        super().__init__(mapping, nbytes)
+        self.pinned = pinned and self._register(mapping, nbytes)
         self._used = 0
 
-    def _register(self, nbytes: int) -> bool:
+    def _register(self, mapping: _Mapping, nbytes: int) -> bool:
         cudart = torch.cuda.cudart()
         try:
             code = int(cudart.cudaHostRegister(self.start, nbytes, _PORTABLE))
@@ -71,12 +95,8 @@ class HostPages:
                 "or let more weights reside on the accelerators"
             )
             return False
-        self._mapping.release = partial(cudart.cudaHostUnregister, self.start)
+        mapping.release = partial(cudart.cudaHostUnregister, self.start)
         return True
-
-    def _bytes(self, offset: int, nbytes: int) -> torch.Tensor:
-        # a storage of its own for each, over the same mapping, which each of them keeps
-        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes, offset=offset)
 
     def reserve(self, like: torch.Tensor) -> torch.Tensor:
         """The next free place, as what a copy of ``like`` would be; not written to yet."""
@@ -90,14 +110,6 @@ class HostPages:
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor at the next free place."""
         return self.reserve(tensor).copy_(tensor)
-
-    def holds(self, address: int) -> bool:
-        """Whether an address is in the mapping."""
-        return self.start <= address < self.end
-
-    def bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
-        """The bytes from an address on."""
-        return self._bytes(address - self.start, nbytes)
 
 
 def _forget_error() -> None:

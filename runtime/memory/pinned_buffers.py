@@ -6,8 +6,7 @@ host waits for it. Each buffer is filled again when what was copied from it last
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 
@@ -15,15 +14,7 @@ from graphplan.devices.topology import round_up
 from graphplan.runtime.memory.copy_queues import Queues
 from graphplan.runtime.memory.host_pages import HostPages
 
-__all__ = ["StagedPart", "Staging", "flat_bytes"]
-
-
-@dataclass(frozen=True, slots=True)
-class StagedPart:
-    """Bytes that go to ``offset`` of what is copied."""
-
-    offset: int
-    data: torch.Tensor
+__all__ = ["Staging", "flat_bytes"]
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,19 +53,16 @@ class Staging:
         """All copies from it are enqueued."""
         self.queues.record_copies(self.events[index])
 
-    def copy(self, target: torch.Tensor, parts: Iterable[StagedPart]) -> None:
-        """Bring parts together, and copy all of them to the bytes of ``target``."""
-        listed, total = list(parts), target.numel()
-        for begin in range(0, total, self.nbytes):
-            end = min(begin + self.nbytes, total)
+    def copy(self, target: torch.Tensor, parts: Mapping[int, torch.Tensor]) -> None:
+        """Copy parts, each by its offset in ``target``, to the bytes of that."""
+        for begin in range(0, target.numel(), self.nbytes):
+            end = min(begin + self.nbytes, target.numel())
             index = self.take()
             buffer = self.buffer(index)
-            for part in listed:
-                first = max(begin, part.offset)
-                last = min(end, part.offset + part.data.numel())
+            for offset, data in parts.items():
+                first, last = max(begin, offset), min(end, offset + data.numel())
                 if first < last:
-                    taken = part.data[first - part.offset : last - part.offset]
-                    buffer[first - begin : last - begin].copy_(taken)
+                    buffer[first - begin : last - begin].copy_(data[first - offset : last - offset])
             try:
                 self.queues.copy(target[begin:end], buffer[: end - begin])
                 self.give(index)

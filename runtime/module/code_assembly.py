@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
-import torch
 from torch import fx, nn
 
 from graphplan.capture.captured_graph import OWN_NAMES
@@ -15,8 +13,9 @@ from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.result_structure import given_layouts, rebuilder
 from graphplan.runtime.module.weight_binding import BoundCode
 from graphplan.runtime.weights.resident_parts import rows_of
+from graphplan.runtime.weights.storage import named_tensors
 
-__all__ = ["code_of", "named_tensors"]
+__all__ = ["code_of"]
 
 
 def code_of(module: nn.Module, state: ModuleState, index: int) -> Code:
@@ -68,7 +67,7 @@ def _bind_streams(module: nn.Module, state: ModuleState, program: Program, code:
     prefetch_buffers = {plan.devices[buffer.device]: buffer for buffer in plan.schedule.prefetch_buffers}
     if not prefetch_buffers:
         return
-    weights = dict(named_tensors(module))
+    weights = named_tensors(module)
     for weight in plan.graph.weights.values():
         if weight.kind == "constant" and constant_attribute(weight.name) in program.constants:
             weights[weight.name] = program.constants[constant_attribute(weight.name)]
@@ -89,15 +88,9 @@ def _bind_parts(module: nn.Module, state: ModuleState, program: Program, code: f
     plan = program.plan
     if not plan.graph.parts:
         return
-    weights, home = dict(named_tensors(module)), plan.schedule.assignment.weights
+    weights, home = named_tensors(module), plan.schedule.assignment.weights
     for index, part in enumerate(plan.graph.parts):
         if home[part.name] != home[part.part_of]:
             device = plan.devices[home[part.name]]
             kept = state.parts.keep(part, weights[part.part_of], device)
             code.__dict__[part_attribute(index)] = kept
-
-
-def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Its parameters and buffers, under each of their names."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)

@@ -11,7 +11,7 @@ call; every other call is bound and flattened. For ``model(ids, mask=None)`` a r
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
@@ -106,14 +106,13 @@ def find_route(
     values = (*args, *kwargs.values())
     try:
         form = _FormReader()
-        matches = tuple(form.match(value) for value in values)
-        marked = [form.marked(value) for value in values]
+        matches, marked = form.read_all(values)
     except _Unknown:
         return None
     call = bind_call(forward, marked[: len(args)], dict(zip(kwargs, marked[len(args) :], strict=True)))
     if call.spec != signature.spec:
         return None
-    checks: list[TensorLeaf | CounterLeaf | None] = [None] * form.count
+    checks: list[TensorLeaf | CounterLeaf | None] = [None] * len(form.marks)
     positions = [form.index_of(leaf) for leaf in call.leaves]
     for position, leaf in zip(positions, signature.leaves, strict=True):
         if (position is None) == isinstance(leaf, TensorLeaf | CounterLeaf):
@@ -127,7 +126,7 @@ def find_route(
     constants = tuple(None if form.index_of(leaf) is not None else leaf for leaf in traced.leaves)
     first = next((position for position in positions if position is not None), None)
     checked = (tuple(checks), signature.guards, tuple(positions))
-    return Route(len(args), tuple(kwargs), matches, *checked, order, constants, first)
+    return Route(len(args), tuple(kwargs), tuple(matches), *checked, order, constants, first)
 
 
 _CONSTANTS = (bool, int, float, str, torch.dtype, torch.device)
@@ -137,7 +136,6 @@ class _FormReader:
     """Reads the form of arguments, and puts marks, which are tensors too, in place of their tensors."""
 
     def __init__(self) -> None:
-        self.count = 0
         self.marks: list[Any] = []
         self.objects = False  # inside an object whose attributes are flattened with it
 
@@ -145,56 +143,43 @@ class _FormReader:
         """Which tensor of the call a leaf stands for; None for a constant."""
         return next((index for index, mark in enumerate(self.marks) if mark is leaf), None)
 
-    def match(self, value: Any) -> Match:
-        """The test for values of this value's form."""
-        kind = type(value)
+    def read(self, value: Any) -> tuple[Match, Any]:
+        """The test for values of this value's form, and the value with marks in place of its tensors."""
+        kind: Any = type(value)
         if isinstance(value, torch.Tensor):
-            self.count += 1
-            return _is_tensor
+            return _is_tensor, self._mark(torch.empty((0,) * value.dim()))
         if value is None or kind in _CONSTANTS or (self.objects and isinstance(value, type)):
-            return _constant(value)
+            return _constant(value), value
         if isinstance(value, torch.Generator):
-            return _is_generator
+            return _is_generator, value
         if kind is list or kind is tuple:
-            return _sequence(kind, [self.match(v) for v in value])
+            matches, marked = self.read_all(value)
+            return _sequence(kind, matches), kind(marked)
         if kind is dict:
-            return _mapping(tuple(value), [self.match(v) for v in value.values()])
-        if (node := node_of(kind)) is not None and is_described(node):
-            return self._object(value)
-        if self.objects and hasattr(value, "__dict__") and not isinstance(value, _SPECIAL):
-            return self._object(value)
-        raise _Unknown
-
-    def _object(self, value: Any) -> Match:
+            matches, marked = self.read_all(value.values())
+            return _mapping(tuple(value), matches), dict(zip(value, marked, strict=True))
+        described = (node := node_of(kind)) is not None and is_described(node)
+        inner = self.objects and hasattr(value, "__dict__") and not isinstance(value, _SPECIAL)
+        if not described and not inner:
+            raise _Unknown
         outside, self.objects = self.objects, True
         parts = [self._attribute(name, part) for name, part in vars(value).items()]
         self.objects = outside
-        return _attributes(type(value), tuple(vars(value)), parts)
+        state = {name: mark for name, (_, mark) in zip(vars(value), parts, strict=True)}
+        return _attributes(kind, tuple(state), [match for match, _ in parts]), make(kind, state)
 
-    def _attribute(self, name: str, value: Any) -> Match:
-        if not _counts(name, value):
-            return self.match(value)
-        self.count += 1
-        return _is_counter
+    def read_all(self, values: Iterable[Any]) -> tuple[list[Match], list[Any]]:
+        """As :meth:`read`, of several."""
+        parts = [self.read(value) for value in values]
+        return [match for match, _ in parts], [marked for _, marked in parts]
 
-    def marked(self, value: Any) -> Any:
-        """The value with marks in place of its tensors."""
-        if isinstance(value, torch.Tensor):
-            self.marks.append(torch.empty((0,) * value.dim()))
-            return self.marks[-1]
-        if isinstance(value, list | tuple):
-            return type(value)([self.marked(v) for v in value])
-        if isinstance(value, dict):
-            return {key: self.marked(v) for key, v in value.items()}
-        if hasattr(value, "__dict__") and not isinstance(value, type):
-            return make(type(value), {key: self._marked_attribute(key, v) for key, v in vars(value).items()})
-        return value
+    def _attribute(self, name: str, value: Any) -> tuple[Match, Any]:
+        counts = name in COUNTERS and type(value) is int and value > 1  # a counter is a leaf of its own
+        return (_is_counter, self._mark(object())) if counts else self.read(value)
 
-    def _marked_attribute(self, name: str, value: Any) -> Any:
-        if not _counts(name, value):
-            return self.marked(value)
-        self.marks.append(object())
-        return self.marks[-1]
+    def _mark(self, mark: Any) -> Any:
+        self.marks.append(mark)
+        return mark
 
 
 # what has attributes and is more than those, or is called
@@ -211,11 +196,6 @@ def _attributes(cls: type, names: tuple[str, ...], parts: Sequence[Match]) -> Ma
         return all(part(item, tensors) for part, item in zip(parts, state.values(), strict=True))
 
     return match
-
-
-def _counts(name: str, value: Any) -> bool:
-    """Whether an attribute is a counter that is a leaf of its own."""
-    return name in COUNTERS and type(value) is int and value > 1
 
 
 def _is_counter(value: Any, tensors: list[Any]) -> bool:

@@ -105,16 +105,8 @@ def _facts(module: nn.Module) -> dict[str, _Fact]:
             found[f"the class of {prefix + name!r}"] = _Fact(_kind(tensor))
             other = prefix + name if tensor is None else first.setdefault(identity(tensor), prefix + name)
             if other != prefix + name:
-                found[f"the memory of {prefix + name!r} and {other!r}"] = _Fact(_SHARED, matters=False)
+                found[f"the memory of {prefix + name!r} and {other!r}"] = _Fact(True, matters=False)
     return found
-
-
-class _Shared:
-    def __repr__(self) -> str:
-        return "one"
-
-
-_SHARED = _Shared()
 
 
 class _Watch:

@@ -27,9 +27,8 @@ from graphplan.capture.modes import ModeReader
 from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.errors import PlanError
 from graphplan.ir.plan_data import PlanData
-from graphplan.runtime.checkpoint.mapped_files import MappedFile
-from graphplan.runtime.fallback.short_names import ShortNames
-from graphplan.runtime.memory.host_pages import HostPages
+from graphplan.runtime.fallback.short_names import ShortNames, made_class, original_class, unplaced
+from graphplan.runtime.memory.host_pages import Pages
 from graphplan.runtime.module.code_assembly import code_of
 from graphplan.runtime.module.dispatch import (
     ServedByModules,
@@ -48,7 +47,7 @@ from graphplan.runtime.profile.call_profile import Recorder
 from graphplan.runtime.weights.weight_changes import require_in_place
 from graphplan.warnings import warn
 
-__all__ = ["PlacedModule", "attach", "attach_start", "placed_class", "unplace", "unplaced"]
+__all__ = ["PlacedModule", "attach", "attach_start", "placed_class", "unplace"]
 
 _FULL = (
     "so many call structures have been captured for one model that all are forgotten, and captured again "
@@ -142,8 +141,7 @@ class PlacedModule(ShortNames):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _notice_changes(self)
-        original = type(self).__bases__[1]
-        return _rebuild, (original,), self.__dict__
+        return _rebuild, (original_class(self),), self.__dict__
 
 
 def _place_now(module: PlacedModule, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -209,24 +207,9 @@ def _rebuild(original: type[nn.Module]) -> nn.Module:
     return cls.__new__(cls)
 
 
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
 def placed_class(original: type[nn.Module]) -> type[nn.Module]:
     """The class of the placed copies of a model, under the model's own name."""
-    if original not in _classes:
-        names = ("__module__", "__qualname__", "__doc__")
-        body = {name: getattr(original, name) for name in names} | answers(PlacedModule, original)
-        _classes[original] = type(original.__name__, (PlacedModule, original), body)
-    return _classes[original]
-
-
-def unplaced(module: nn.Module) -> nn.Module:
-    """The module as its own class, with the attributes and weights that it has now."""
-    original: type[nn.Module] = type(module).__bases__[1]
-    plain = object.__new__(original)
-    plain.__dict__.update({k: v for k, v in module.__dict__.items() if k != "_graphplan"})
-    return plain
+    return made_class(original, PlacedModule, lambda: answers(PlacedModule, original))
 
 
 def unplace(module: nn.Module) -> nn.Module:
@@ -259,7 +242,7 @@ def attach(
     keep_grad: bool,
     return_outputs: bool,
     refused: Refused | None = None,
-    memory: Sequence[HostPages | MappedFile] = (),
+    memory: Sequence[Pages] = (),
 ) -> None:
     """Give a placed copy its programs, the way to make more, and the memory of its weights."""
     share_prefetch_buffers(programs)

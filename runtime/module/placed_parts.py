@@ -29,6 +29,7 @@ from graphplan._compat.torch import call_of, set_call
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError, method_of
 from graphplan.capture.structure import leaves_of
 from graphplan.errors import PlanError
+from graphplan.runtime.fallback.short_names import made_class, original_class, unplaced
 from graphplan.runtime.weights.weight_changes import require_in_place
 from graphplan.warnings import warn
 
@@ -120,7 +121,7 @@ class PlacedPart(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """As that of the whole: to the CPU, where calls may come from, it moves nothing."""
         if self._graphplan_entry() is None:
-            _original(self)._apply(self, fn, recurse)  # type: ignore[no-untyped-call]  # of torch
+            original_class(self)._apply(self, fn, recurse)
             return self
         require_in_place(self, lambda probe: probe._apply(fn, recurse), torch.device("cpu"))
         return self
@@ -128,33 +129,18 @@ class PlacedPart(nn.Module):
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
         plain = memo.get((PlacedPart, id(self)))  # one for all: it may refer to itself
         if plain is None:
-            plain = memo[PlacedPart, id(self)] = _plain(self)
+            plain = memo[PlacedPart, id(self)] = unplaced(self)
         return copy.deepcopy(plain, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = _plain(self).__reduce_ex__(protocol)
+        reduced: Any = unplaced(self).__reduce_ex__(protocol)
         made_by_class = not isinstance(reduced, str) and reduced[0].__name__ == "__newobj__"
         return (_new, *reduced[1:]) if made_by_class else reduced
-
-
-_OF_PARTS = ("_graphplan_entry", "_apply", "__deepcopy__", "__reduce_ex__")
 
 
 def _new(cls: type[nn.Module], *args: Any) -> nn.Module:
     """What ``copyreg.__newobj__`` makes; pickle lets that make objects of the pickled one's class only."""
     return cls.__new__(cls, *args)
-
-
-def _original(part: PlacedPart) -> type[nn.Module]:
-    found: type[nn.Module] = type(part).__bases__[0]
-    return found
-
-
-def _plain(part: PlacedPart) -> nn.Module:
-    """The same module, seen as its own class."""
-    plain = object.__new__(_original(part))
-    object.__setattr__(plain, "__dict__", part.__dict__)
-    return plain
 
 
 def link(whole: nn.Module) -> None:
@@ -173,7 +159,7 @@ def unlink(whole: nn.Module) -> None:
         if isinstance(call_of(part), _Link):
             set_call(part, None)
         if isinstance(part, PlacedPart):
-            part.__class__ = _original(part)  # type: ignore[assignment]  # what it was
+            part.__class__ = original_class(part)  # type: ignore[assignment]  # what it was
 
 
 def _with_tensors(parts: dict[str, nn.Module]) -> set[str]:
@@ -186,20 +172,15 @@ def _with_tensors(parts: dict[str, nn.Module]) -> set[str]:
     return found & parts.keys()
 
 
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
+_bodies: dict[type[nn.Module], dict[str, Any]] = {}
 
 
 def _part_class(original: type[nn.Module]) -> type[nn.Module]:
     """The class of placed submodules; the original itself where it has no methods that may compute."""
-    if original not in _classes:
-        methods = methods_of(original)
-        names = ("__module__", "__qualname__", "__doc__")
-        body = methods | device_of(original)
-        own = {name: getattr(original, name) for name in names} | body
-        own |= {name: vars(PlacedPart)[name] for name in _OF_PARTS}
-        # the original first: else the class of a module with an abstract base class cannot be changed
-        _classes[original] = type(original.__name__, (original, PlacedPart), own) if body else original
-    return _classes[original]
+    if original not in _bodies:
+        _bodies[original] = methods_of(original) | device_of(original)
+    body = _bodies[original]
+    return made_class(original, PlacedPart, lambda: body, in_place=True) if body else original
 
 
 def methods_of(original: type[nn.Module]) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from torch import nn
 
 from graphplan.errors import InputError, PlanError
 from graphplan.ir.plan_data import PlanData
-from graphplan.runtime.module.code_assembly import named_tensors
 from graphplan.runtime.module.dispatch import Served
 from graphplan.runtime.module.module_state import Code
 from graphplan.runtime.module.placed_parts import as_written
 from graphplan.runtime.module.program import Program
+from graphplan.runtime.weights.storage import named_tensors
 
 __all__ = ["run"]
 
@@ -78,7 +78,7 @@ def _refuse_overlap(program: Program, tensors: Sequence[Any]) -> None:
 
 def _explain_moved_weights(module: nn.Module, plan: PlanData, error: RuntimeError) -> None:
     """Where weights are no longer where the plan has put them, say so instead of torch."""
-    named = dict(named_tensors(module))
+    named = named_tensors(module)
     for name, key in plan.placement.items():
         planned = plan.devices[key]
         tensor = named.get(name)

@@ -18,14 +18,6 @@ from graphplan.runtime.module.placed_parts import device_of, methods_of
 __all__ = ["answers"]
 
 
-_CONVERSIONS = {
-    "half": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float": torch.float32,
-    "double": torch.float64,
-}
-
-
 def _forward_of(cls: type) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return cls.forward(self, *args, **kwargs)  # type: ignore[attr-defined]  # both classes have it
@@ -45,8 +37,7 @@ def answers(placed: type, original: type[nn.Module]) -> dict[str, Any]:
     if not any(cls.__name__ == "PreTrainedModel" for cls in original.__mro__):
         return body
     body["to"] = _to
-    body |= {name: _to_like(getattr(original, name), dtype) for name, dtype in _CONVERSIONS.items()}
-    body |= {name: _to_like(getattr(original, name), torch.device(name)) for name in ("cpu", "cuda")}
+    body |= {name: _to_device(getattr(original, name), torch.device(name)) for name in ("cpu", "cuda")}
     if hasattr(original, "_valid_auto_compile_criteria"):
         body["_valid_auto_compile_criteria"] = _never
     return body
@@ -68,8 +59,8 @@ def _to(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self
 
 
-def _to_like(method: Any, place: torch.dtype | torch.device) -> Any:
-    """A method of modules that is short for ``to``."""
+def _to_device(method: Any, place: torch.device) -> Any:
+    """``cpu`` or ``cuda`` of modules, which are short for ``to``."""
 
     @functools.wraps(method)
     def convert(self: Any, device: Any = None) -> Any:

@@ -58,27 +58,12 @@ class BoundCode:
         graph, targets = _with_arguments(self.code.graph)
         sources = _find_sources(self.code, targets)
         if sources is None:  # a parametrization, say: its attribute computes the weight, and is read by name
-            self.binding = _Binding(forward, None, _NOTHING)
+            self.binding = _Binding(forward)
         else:
             shell = fx.GraphModule(nn.Module(), fx.Graph(), class_name=type(self.code).__name__)
             shell.graph = graph
             self.binding = _Binding(forward, type(shell).forward, sources)
         return self.binding
-
-
-@dataclass(frozen=True, slots=True)
-class _Binding:
-    """What was bound at one time; a change makes another.
-
-    Attributes:
-        forward: of the graph module then: recompiling it makes another.
-        function: takes the module, the inputs, the weights; None where weights are not plain entries.
-        sources: of the weights.
-    """
-
-    forward: Any
-    function: Callable[..., Any] | None
-    sources: _Sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +93,19 @@ class _Sources:
             return None
 
 
-_NOTHING = _Sources((), (), (), (), ())
+@dataclass(frozen=True, slots=True)
+class _Binding:
+    """What was bound at one time; a change makes another.
+
+    Attributes:
+        forward: of the graph module then: recompiling it makes another.
+        function: takes the module, the inputs, the weights; None where weights are not plain entries.
+        sources: of the weights.
+    """
+
+    forward: Any
+    function: Callable[..., Any] | None = None
+    sources: _Sources = _Sources((), (), (), (), ())
 
 
 def _with_arguments(graph: fx.Graph) -> tuple[fx.Graph, list[str]]:
@@ -127,7 +124,7 @@ def _find_sources(root: nn.Module, targets: Sequence[str]) -> _Sources | None:
     steps: dict[str, tuple[dict[str, Any], str, nn.Module]] = {}
     owners, names = [], []
     for target in targets:
-        owner, module = None, root
+        module = root
         *path, name = target.split(".")
         for depth, part in enumerate(path):
             children: dict[str, Any] = module._modules if part in module._modules else vars(module)
@@ -138,14 +135,9 @@ def _find_sources(root: nn.Module, targets: Sequence[str]) -> _Sources | None:
             module = child
         places = (module.__dict__, module._parameters, module._buffers)
         owner = next((place for place in places if name in place), None)
-        if owner is None or _is_computed(module, name):
+        if owner is None or hasattr(type(module), name):  # the class answers before its dictionaries do
             return None
         owners.append(owner)
         names.append(name)
     found = list(steps.values())
     return _Sources([s[0] for s in found], [s[1] for s in found], [s[2] for s in found], owners, names)
-
-
-def _is_computed(module: nn.Module, name: str) -> bool:
-    """Whether the module's class answers to the name before its dictionaries do."""
-    return hasattr(type(module), name)

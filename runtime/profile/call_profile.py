@@ -9,7 +9,7 @@ host's clock. Marks take time of their own: where operations are short, the forw
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -98,22 +98,17 @@ class Profile:
         save_model_explorer(self.plan, Path(path), title, self.measured)
 
 
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """A moment: of the host's clock, or of a stream's."""
-
-    host: float
-    event: torch.cuda.Event | None = None
-    device: torch.device | None = None
+Mark = Callable[[], float]
+"""The seconds from the call's begin to a moment, once all work is done."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Measured:
+class _Span:
     kind: Kind
     name: str
     device: DeviceKey
-    start: _Mark
-    end: _Mark
+    start: Mark
+    end: Mark
     weights: tuple[str, ...] = ()
 
 
@@ -128,7 +123,7 @@ class Recorder(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, plan: PlanData) -> None:
         super().__init__(module)
         self.plan = plan
-        self.spans: list[_Measured] = []
+        self.spans: list[_Span] = []
         self.bases: dict[torch.device, torch.cuda.Event] = {}
         self.measured: Measured | None = None
 
@@ -194,7 +189,7 @@ class Recorder(fx.Interpreter):
     ) -> Any:
         start = self._mark(places[0])
         result = super().run_node(node)
-        self.spans.append(_Measured(kind, name, key, start, self._mark(places[1]), weights))
+        self.spans.append(_Span(kind, name, key, start, self._mark(places[1]), weights))
         return result
 
     def _load(self, node: fx.Node, step: Load) -> Any:
@@ -206,27 +201,22 @@ class Recorder(fx.Interpreter):
         start = self._mark(place, copies)
         result = super().run_node(node)
         end = self._mark(place, copies)
-        self.spans.append(_Measured("load", ", ".join(step.weights), step.device, start, end, step.weights))
+        self.spans.append(_Span("load", ", ".join(step.weights), step.device, start, end, step.weights))
         return result
 
-    def _mark(self, device: torch.device | None, stream: torch.cuda.Stream | None = None) -> _Mark:
-        now = time.perf_counter()
+    def _mark(self, device: torch.device | None, stream: torch.cuda.Stream | None = None) -> Mark:
         if device is None or device.type != "cuda":
-            return _Mark(now)
-        event = torch.cuda.Event(enable_timing=True)
+            passed = time.perf_counter() - self.began
+            return lambda: passed
+        base, event = self.bases[device], torch.cuda.Event(enable_timing=True)
         event.record(stream or torch.cuda.current_stream(device))
-        return _Mark(now, event, device)
-
-    def _seconds(self, mark: _Mark) -> float:
-        if mark.event is None or mark.device is None:
-            return mark.host - self.began
-        return float(self.bases[mark.device].elapsed_time(mark.event)) / 1e3
+        return lambda: float(base.elapsed_time(event)) / 1e3
 
     def _timeline(self, ended: float) -> Timeline:
         events = []
         for span in self.spans:
-            start = max(0.0, self._seconds(span.start))
-            end = max(start, self._seconds(span.end))
+            start = max(0.0, span.start())
+            end = max(start, span.end())
             if span.kind != "wait" or end - start > _NO_WAIT:
                 events.append(Event(span.kind, span.name, span.device, start, end, span.weights))
         return Timeline(tuple(events), max([ended - self.began, *(event.end for event in events)]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import permutations
 
@@ -88,26 +88,20 @@ class _Bench:
     def run(self) -> Measurements:
         speeds: dict[DeviceKey, Speed] = {}
         links: dict[tuple[DeviceKey, DeviceKey], Link] = {}
-        pairs = list(self._pairs())
+        pairs = list(permutations(self.specs, 2))
         total = len(self.specs) + len(pairs)
         # a bar that waits a second before it shows
         with tqdm(total=total, desc="measuring devices", delay=1, disable=not self.progress) as bar:
             for spec in self.specs:
-                speeds[spec.key] = self._speed(spec)
+                overhead = self._overhead(spec)
+                speeds[spec.key] = Speed(self._flops(spec), self._bandwidth(spec), overhead)
                 bar.update()
             for source, destination in pairs:
                 links[source.key, destination.key] = self._link(source, destination)
                 bar.update()
         return Measurements(speeds, {**self.topology.links, **links}, self.notes, self.dtypes)
 
-    def _pairs(self) -> Iterator[tuple[DeviceSpec, DeviceSpec]]:
-        return permutations(self.specs, 2)
-
     # -- one device -------------------------------------------------------------------------------
-
-    def _speed(self, spec: DeviceSpec) -> Speed:
-        overhead = self._overhead(spec)
-        return Speed(self._flops(spec), self._bandwidth(spec), overhead)
 
     def _flops(self, spec: DeviceSpec) -> float:
         """FLOP/s of the largest square matrix product that the budget and the patience allow."""

@@ -85,6 +85,14 @@ class SimulationMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return self._control_flow(func, args, kwargs)
+        if torch.is_inference_mode_enabled():  # there torch makes no views of tensor subclasses
+            with torch.inference_mode(False), torch.no_grad(), self:
+                return func(*args, **kwargs)
+        if any(isinstance(value, torch.Tensor) and value.is_inference() for value in args):
+            with self:  # what is to be taken apart before arrives whole for such tensors
+                found = func.decompose(*args, **kwargs)
+            if found is not NotImplemented:
+                return found
         if func is aten._pin_memory.default:
             pinned = args[0].clone()
             pinned._simulated_pinned = True

@@ -118,6 +118,9 @@ class SimulatedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch declares the disabled implementation
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if torch.is_inference_mode_enabled():  # as in SimulationMode
+            with torch.inference_mode(False), torch.no_grad():
+                return func(*args, **(kwargs or {}))
         return run_simulated(func, args, kwargs or {})
 
 
@@ -145,9 +148,6 @@ def _resolve(wanted: Any) -> torch.device:
 
 def run_simulated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run one ATen operation on the data, after checking where its tensors are."""
-    if torch.is_inference_mode_enabled():  # torch cannot make a view of a tensor subclass there
-        with torch.inference_mode(False):
-            return run_simulated(func, args, kwargs)
     if func is aten._copy_from.default:
         return _copy_into(args[1], args[0])
     if func is aten.copy_.default:
@@ -168,27 +168,10 @@ def run_simulated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     out = func(*pytree.tree_map(_inner, args), **inner)
     if device is None:
         return out
-    written = _written_argument(func, args, kwargs) if hasattr(func, "_schema") else None
+    given = {id(_inner(tensor)): tensor for tensor in tensors}  # what is written to is returned as it is
     if not getattr(func, "is_view", False):
-        _watch(tensors, [leaf for leaf in pytree.tree_leaves(written) if isinstance(leaf, torch.Tensor)])
-    if written is not None:
-        return written
-    return pytree.tree_map(lambda leaf: _wrap(leaf, device), out)
-
-
-def _written_argument(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What an in-place operation, or one with ``out=``, returns: the argument itself."""
-    returns = func._schema.returns
-    if not returns or not (returns[0].alias_info and returns[0].alias_info.is_write):
-        return None
-    names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    found = [
-        given[argument.name]
-        for argument in func._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write and argument.name in given
-    ]
-    return found[0] if len(returns) == 1 else tuple(found)
+        _watch(tensors, [given[id(leaf)] for leaf in pytree.tree_leaves(out) if id(leaf) in given])
+    return pytree.tree_map(lambda leaf: given[id(leaf)] if id(leaf) in given else _wrap(leaf, device), out)
 
 
 def _wrap(leaf: Any, device: torch.device) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import nn
@@ -21,11 +22,10 @@ from graphplan.errors import InputError, readable_bytes
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.checkpoint.mapped_files import MappedFile
 from graphplan.runtime.memory.allocation import allocating
-from graphplan.runtime.memory.arena import Arena, is_plain
+from graphplan.runtime.memory.arena import Arena, is_plain, moved
 from graphplan.runtime.memory.host_pages import HostPages
-from graphplan.runtime.memory.wrapper_tensors import moved
 
-__all__ = ["Layout", "Placement", "place_model", "require_data"]
+__all__ = ["Layout", "Placement", "named_tensors", "place_model", "require_data"]
 
 _PROGRESS_FROM = 1 << 30  # bytes above which placing takes long enough to watch
 
@@ -102,7 +102,7 @@ def place_model(
         placing = _Placing(weights, layout, source, owned, bar.update)
         placing.run()
     memo: dict[int, object] = {}
-    for name, tensor in _all_tensors(model):
+    for name, tensor in named_tensors(model).items():
         memo[id(tensor)] = _like(tensor, placing.placed[weights.first[name]], memo)
     copied = _refilled(model, memo) if in_place else copy_to_run(model, memo)
     copied.__dict__.pop("forward", None)  # a patched forward was traced; the class's is ours
@@ -185,11 +185,11 @@ class _Placing:
                 self.progress(tensor_bytes(self.weights.tensors[name]))
 
 
-def _all_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers, under each of their names."""
+    return dict(
+        chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    )
 
 
 def require_data(model: nn.Module, weights: ModelWeights) -> None:

@@ -28,8 +28,8 @@ from graphplan.runtime.checkpoint.mapped_files import MappedFile
 from graphplan.runtime.memory.allocation import allocating
 from graphplan.runtime.memory.arena import shaped
 from graphplan.runtime.memory.copy_queues import Queues, queues_of
-from graphplan.runtime.memory.host_pages import HostPages
-from graphplan.runtime.memory.pinned_buffers import StagedPart, Staging, flat_bytes
+from graphplan.runtime.memory.host_pages import HostPages, Pages
+from graphplan.runtime.memory.pinned_buffers import Staging, flat_bytes
 from graphplan.runtime.weights.weight_changes import require_planned
 
 __all__ = ["ModuleStreams", "WeightStream"]
@@ -116,7 +116,7 @@ class _LoadedSegment:
         call: to be told of its release.
         weights: on the host.
         source: its bytes in one piece in host memory, or None.
-        parts: its bytes where they are in files; none where it is in memory.
+        parts: offset -> its bytes where they are in files; none where it is in memory.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class _LoadedSegment:
         call: _CallProgress,
         weights: Sequence[torch.Tensor],
         source: torch.Tensor | None,
-        parts: Sequence[StagedPart] = (),
+        parts: Mapping[int, torch.Tensor],
     ) -> None:
         self.parts = parts
         self.call, self.names, self.queues = call, segment.weights, call.storage.queues
@@ -193,10 +193,9 @@ class WeightStream:
         self.segments = []
         for segment in buffer.segments:
             here = [weights[name] for name in segment.weights]
-            slot, parts = slots[segment.slot], []
+            slot, parts = slots[segment.slot], dict[int, torch.Tensor]()
             if all(in_file(weight) for weight in here):
-                listed = zip(segment.offsets, here, strict=True)
-                parts = [StagedPart(offset, flat_bytes(weight)) for offset, weight in listed]
+                parts = dict(zip(segment.offsets, map(flat_bytes, here), strict=True))
                 storage.stage(segment.nbytes)
             source = None if parts else find(segment, [weight.data_ptr() for weight in here])
             self.segments.append(_LoadedSegment(segment, slot, self.call, here, source, parts))
@@ -221,7 +220,7 @@ class ModuleStreams:
     def __init__(self, make_queues: Callable[[torch.device], Queues] = queues_of) -> None:
         self.make_queues = make_queues
         self.storages: dict[torch.device, _Storage] = {}
-        self.pages: list[HostPages | MappedFile] = []
+        self.pages: list[Pages] = []
 
     def check_files(self) -> None:
         """Raise CheckpointError if a file that weights are read from has changed."""
@@ -272,7 +271,7 @@ class ModuleStreams:
             tensor.data = pages.adopt(tensor.data)
         self.pages.append(pages)
 
-    def _pages_of(self, tensor: torch.Tensor) -> HostPages | MappedFile | None:
+    def _pages_of(self, tensor: torch.Tensor) -> Pages | None:
         return next((pages for pages in self.pages if pages.holds(tensor.data_ptr())), None)
 
     def bind(

@@ -176,7 +176,7 @@ def test_what_generate_calls_by_itself_is_planned_for() -> None:
 
 
 def test_more_memory_is_never_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate_plan, "rehearse", lambda *_: [])  # for time
+    monkeypatch.setattr(generate_plan, "calls_of_generate", lambda *_: [])  # for time
     model = build("llama")
     for budget in (71212, 73772, 74796, 75820):  # the first suffices
         graphplan.plan(model, {0: budget, 1: budget}, kwargs=inputs_of("llama"), **SHORT)

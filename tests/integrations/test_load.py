@@ -20,10 +20,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, dynamic_modu
 import graphplan
 from graphplan.api.load import open_pretrained
 from graphplan.capture.model_weights import ModelWeights
-from graphplan.runtime.checkpoint.converted_checkpoint import Conversion, ConvertedCheckpoint, FileTensor
-from graphplan.runtime.checkpoint.deferred_tensors import requests_of
+from graphplan.runtime.checkpoint.converted_checkpoint import Conversion, ConvertedCheckpoint
+from graphplan.runtime.checkpoint.deferred_reads import DeferredReads
 from graphplan.runtime.checkpoint.parallel_reads import read_into
-from graphplan.runtime.checkpoint.safetensors_header import read_header
+from graphplan.runtime.checkpoint.safetensors_header import FileTensor, read_header
 from graphplan.runtime.weights.storage import Layout, place_model
 
 FAMILIES = (
@@ -187,10 +187,10 @@ def test_experts_are_read_straight_into_their_places(tmp_path: Path, monkeypatch
     model.save_pretrained(tmp_path)
     assert any("experts.0.w1" in name for name in load_file(tmp_path / "model.safetensors"))
 
-    def refuse(self: FileTensor, *_: Any) -> None:
-        raise AssertionError(f"{self.entry.name} is read into memory of its own")
+    def refuse(self: Conversion, *_: Any) -> None:
+        raise AssertionError(f"{self.sources[0].name} is read into memory of its own")
 
-    monkeypatch.setattr(FileTensor, "read", refuse)
+    monkeypatch.setattr(Conversion, "results", refuse)
     assert_same_tensors(on_the_cpu(tmp_path), type(model).from_pretrained(tmp_path))
 
 
@@ -289,26 +289,36 @@ def two_tensors(folder: Path) -> tuple[list[FileTensor], list[torch.Tensor]]:
     state = {"a": torch.arange(24.0).reshape(6, 4), "b": torch.arange(24.0, 48.0).reshape(6, 4)}
     save_file(state, folder / "ab.safetensors")
     header = read_header(folder / "ab.safetensors")
-    return [FileTensor(header, header.entries[name]) for name in state], list(state.values())
+    return [header[name] for name in state], list(state.values())
 
 
 @pytest.mark.parametrize("name", MOVEMENTS)
 def test_movements_are_turned_round(name: str, tmp_path: Path) -> None:
     files, tensors = two_tensors(tmp_path)
     expected = MOVEMENTS[name](*tensors)
-    deferred = MOVEMENTS[name](*[file.deferred() for file in files])
-    assert deferred.shape == expected.shape
+    with DeferredReads(files) as deferred:
+        made = MOVEMENTS[name](*deferred.tensors)
+    assert made.shape == expected.shape
     target = torch.full_like(expected, -1)
-    requests = requests_of(deferred, target)
+    requests = deferred.requests(made, target)
     assert requests is not None
     read_into(requests, lambda _: None)
     assert torch.equal(target, expected)
 
 
-@pytest.mark.parametrize("make", [lambda a, b: a + b, lambda a, b: torch.cat([a[:, :2], b[:, 2:]], dim=1)])
+COMPUTED = {
+    "sum": lambda a, b: a + b,
+    "columns": lambda a, b: torch.cat([a[:, :2], b[:, 2:]], dim=1),
+    "in place": lambda a, b: torch.cat([a, b]).mul_(2)[:6],
+    "one for many": lambda a, b: a[0].expand(6, 4),
+}
+
+
+@pytest.mark.parametrize("make", COMPUTED.values(), ids=COMPUTED)
 def test_what_is_no_movement_of_whole_rows_is_computed(make: Any, tmp_path: Path) -> None:
     files, tensors = two_tensors(tmp_path)
-    assert requests_of(make(*[file.deferred() for file in files]), torch.empty(6, 4)) is None
+    with DeferredReads(files) as deferred:
+        assert deferred.requests(make(*deferred.tensors), torch.empty(6, 4)) is None
     model = nn.Linear(4, 6, bias=False)
     conversion = Conversion(tuple(files), torch.float32, lambda made: {"weight": make(*made)})
     source = ConvertedCheckpoint(ModelWeights(model), {}, {"weight": conversion})

@@ -107,26 +107,27 @@ def row(dtype: str = "F32", shape: object = (2,), offsets: object = (0, 8)) -> b
 @pytest.mark.parametrize(
     ("header", "data", "length", "message"),
     [
-        (b"{}", b"", 1 << 40, "a header of 1099511627776 bytes in a file of 10"),
-        (b"{}", b"", 0, "a header of 0 bytes"),
-        (b"{]", b"", None, "no JSON"),
-        (b"[]", b"", None, "no JSON object"),
-        (b'{"w": 3}', b"", None, "lacks something"),
-        (row(offsets=(0,)), b"", None, "lacks something"),
-        (row(), b"1234", None, "its tensors end at byte"),
-        (row(), b"1" * 12, None, "its tensors end at byte"),
-        (row(offsets=(8, 0)), b"", None, "in bytes 8 to 0"),
-        (row(shape=(-2,)), b"1" * 8, None, r"shape \[-2\]"),
-        (row(shape=(True,), offsets=(0, 4)), b"1" * 4, None, "shape"),
-        (row(shape=(3,)), b"1" * 8, None, "has 8 bytes"),
-        (row(offsets=(4, 12)), b"1" * 12, None, "begins at byte"),
-        (row("F4"), b"1" * 8, None, "as F4, which is none of"),
+        (b"{}", b"", 1 << 40, "header too large"),
+        (b"{}", b"", 0, "JSON"),
+        (b"{]", b"", None, "JSON"),
+        (b"[]", b"", None, "JSON"),
+        (b'{"w": 3}', b"", None, "invalid type: integer `3`"),
+        (row(offsets=(0,)), b"", None, "expected a tuple of size 2"),
+        (row(), b"1234", None, "not fully covered"),
+        (row(), b"1" * 12, None, "not fully covered"),
+        (row(offsets=(8, 0)), b"", None, "invalid offset for tensor `w`"),
+        (row(shape=(-2,)), b"1" * 8, None, "integer `-2`"),
+        (row(shape=(True,), offsets=(0, 4)), b"1" * 4, None, "boolean `true`"),
+        (row(shape=(3,)), b"1" * 8, None, "invalid shape"),
+        (row(offsets=(4, 12)), b"1" * 12, None, "invalid offset for tensor `w`"),
+        (row("F6_E2M3", (4,), (0, 3)), b"1" * 3, None, "F6_E2M3"),
+        (row("X"), b"1" * 8, None, "unknown variant `X`"),
     ],
 )
 def test_headers_are_not_believed(
     header: bytes, data: bytes, length: int | None, message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(graphplan.CheckpointError, match=message):
+    with pytest.raises(graphplan.CheckpointError, match=f"cut short: .*{message}"):
         read_header(damaged(tmp_path / "w.safetensors", header, data, length))
 
 
@@ -141,10 +142,10 @@ def test_headers_agree_with_safetensors(tmp_path: Path) -> None:
     }
     save_file(state, tmp_path / "all.safetensors", metadata={"format": "pt"})
     header = read_header(tmp_path / "all.safetensors")
-    assert set(header.entries) == set(state)
-    found = MappedFile(header)
+    assert set(header) == set(state)
+    found = MappedFile(header["a"].file)
     for name, tensor in state.items():
-        assert torch.equal(found.tensor(header.entries[name]), tensor)
+        assert torch.equal(found.tensor(header[name]), tensor)
 
 
 def test_a_folder_of_files_without_an_index(tmp_path: Path) -> None:
@@ -192,7 +193,7 @@ def test_every_missing_and_unexpected_name_is_told(tmp_path: Path) -> None:
 
 def requests_of(path: Path, targets: dict[str, torch.Tensor]) -> list[Request]:
     header = read_header(path)
-    return [Request(header, header.entries[name], target) for name, target in targets.items()]
+    return [Request(header[name], target) for name, target in targets.items()]
 
 
 @pytest.mark.parametrize("chunk", [64, 4096, 1 << 20])

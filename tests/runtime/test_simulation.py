@@ -102,3 +102,13 @@ def test_tensors_are_made_of_simulated_numbers() -> None:
         assert str(made.device) == "sim:0"
         assert made.tolist() == [4, 3, 5]
         assert torch.tensor([numbers[0], 2]).tolist() == [3, 2]
+
+
+def test_inference_mode_counts_copies_and_makes_views() -> None:
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        buffer = torch.arange(8.0).to("sim:0")
+        with torch.inference_mode():
+            moved = torch.arange(8.0).to("sim:0")
+            assert moved.device == torch.device("sim:0")
+            assert len(machine.transfers) == 2
+            assert torch.equal((buffer[2:5] + moved[2:5]).cpu(), torch.arange(8.0)[2:5] * 2)

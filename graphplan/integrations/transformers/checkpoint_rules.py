@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from graphplan.errors import CheckpointError
-from graphplan.runtime.checkpoint.converted_checkpoint import Conversion, FileTensor, equal_in_files
+from graphplan.runtime.checkpoint.converted_checkpoint import Conversion, equal_in_files
+from graphplan.runtime.checkpoint.safetensors_header import FileTensor
 
 __all__ = ["Matched", "finish_weights", "match_names"]
 
@@ -135,7 +136,7 @@ def _add_conversion(
 
 
 def _check_shapes(matched: Matched, state: Mapping[str, torch.Tensor]) -> None:
-    shapes = {name: one.entry.shape for name, one in matched.found.items()}
+    shapes = {name: one.shape for name, one in matched.found.items()}
     for conversion in dict.fromkeys(matched.made.values()):
         for name, value in conversion.outline().items():
             shapes[name] = tuple((value[0] if isinstance(value, list) else value).shape)

@@ -1,5 +1,7 @@
 """A second set of instances for the placement benchmark, drawn from one seed.
 
+python tests/helpers/second_set.py --seed 7 [options of benchmarks/placement.py]
+
 The planner is developed on the first set (``instances.py``). The second one shows what it does on
 graphs that it was not tuned on: its seed is chosen after the planner's last change. 16 instances of
 100 to 2,000 operations: six networks of ``networks.py`` with random sizes, and ten random graphs, on one
@@ -9,11 +11,17 @@ have 105 to 130 %, two of them with the CPU.
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import placement
 from baselines import peak_activation
 from instances import GIB, HOST, Card, Instance, Speed, devices
 from random_networks import NETWORKS, SHAPES
@@ -128,3 +136,16 @@ def _largest_operation(graph: Graph) -> int:
     """Bytes of the weights of the operation that reads most."""
     weights = graph.weights
     return max(sum(weights[n].nbytes for n in o.inputs if n in weights) for o in graph.operations.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False
+    )
+    parser.add_argument("--seed", type=int, required=True)
+    options, words = parser.parse_known_args()
+    placement.main(second_set(options.seed), words)
+
+
+if __name__ == "__main__":
+    main()
