@@ -16,8 +16,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphplan._compat.private_names import private
 
-__all__ = ["Replacement", "less_work"]
-
 _TESTED = "2.13"
 
 Replacement = tuple[Any, str, Callable[[Any], Any]]

@@ -7,8 +7,6 @@ from typing import Any
 
 from graphplan.errors import GraphplanError
 
-__all__ = ["private"]
-
 
 def private(owner: Any, name: str, package: str, tested: str) -> Any:
     """An attribute that its package may change without notice.

@@ -15,18 +15,6 @@ from torch.utils import _pytree as pytree
 
 from graphplan._compat.private_names import private
 
-__all__ = [
-    "Registry",
-    "call_of",
-    "compiled_as_constant",
-    "conditions_of",
-    "export_tracer",
-    "hide_tracer",
-    "read_functions",
-    "set_call",
-    "without_left_hooks",
-]
-
 _TESTED = "2.13"
 _ABSENT = object()
 _OF_AN_EXPORT = "torch._functorch._aot_autograd.utils"

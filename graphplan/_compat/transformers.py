@@ -10,15 +10,6 @@ from typing import Any
 
 from graphplan._compat.private_names import private
 
-__all__ = [
-    "ExportPatch",
-    "export_patches",
-    "local_entries",
-    "mask_is_left_out",
-    "masks_of_packed_texts",
-    "vision_stand_in",
-]
-
 _TESTED = "5.23"
 
 

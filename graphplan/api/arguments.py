@@ -18,8 +18,6 @@ from graphplan.errors import DeviceError, InputError, PlanError
 from graphplan.ir.constraints import Constraints
 from graphplan.warnings import warn
 
-__all__ = ["budgeted", "pin_sparse", "read_compile", "read_constraints", "read_given_plan", "read_model"]
-
 
 def read_model(model: Any) -> nn.Module:
     """The module to trace.

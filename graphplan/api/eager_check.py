@@ -18,8 +18,6 @@ from graphplan.errors import NoGraphError
 from graphplan.runtime.module.placed_module import PlacedModule
 from graphplan.warnings import warn
 
-__all__ = ["Disagreement", "compare", "require_equal"]
-
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 

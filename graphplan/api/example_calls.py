@@ -16,8 +16,6 @@ from graphplan.capture.signature import BoundCall
 from graphplan.compiler.pipeline import EntryCall
 from graphplan.errors import InputError
 
-__all__ = ["ExampleCall", "Examples", "read_example", "read_examples"]
-
 ExampleCall = (
     Mapping[str, Any] | tuple[Sequence[Any], Mapping[str, Any]] | tuple[str, Sequence[Any], Mapping[str, Any]]
 )

@@ -21,8 +21,6 @@ from graphplan.runtime.checkpoint.checkpoint_files import file_entries
 from graphplan.runtime.checkpoint.converted_checkpoint import ConvertedCheckpoint, FileTensor
 from graphplan.warnings import warn
 
-__all__ = ["OpenedFolder", "load", "open_pretrained"]
-
 _CONFIG = "config.json"
 _GENERATION = "generation_config.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")

@@ -36,8 +36,6 @@ from graphplan.runtime.module.placed_module import attach_start, placed_class
 from graphplan.runtime.weights.storage import require_data
 from graphplan.warnings import warn
 
-__all__ = ["partition", "plan"]
-
 _SHARED = "{!r} ({}) cannot be copied: the placed model shares it with the original"
 
 Links = Mapping[tuple[DeviceKey, DeviceKey], Link]

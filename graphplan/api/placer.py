@@ -37,8 +37,6 @@ from graphplan.runtime.module.placed_module import attach, placed_class, unplace
 from graphplan.runtime.weights.storage import place_model
 from graphplan.warnings import warn
 
-__all__ = ["FirstCall", "Placer", "Recipe"]
-
 _IN_MEMORY = (
     "weights that were on 'disk' have been unpickled and are in memory now, beyond the CPU's budget: "
     "partition the model again, with checkpoint=, to leave them on disk"

@@ -11,8 +11,6 @@ import threading
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-__all__ = ["CAPTURE_LOCK", "one_at_a_time"]
-
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 

@@ -20,17 +20,6 @@ from torch.utils import _pytree as pytree
 from graphplan.capture.signature import CounterLeaf, TensorLeaf
 from graphplan.warnings import warn
 
-__all__ = [
-    "UNBOUNDED",
-    "exact_size",
-    "finite_bound",
-    "largest_sizes",
-    "sizes_of_call",
-    "sizes_of_example",
-    "symbols_of",
-    "with_splits",
-]
-
 
 def finite_bound(bound: Any) -> int | None:
     """An upper bound of the tracer's as an int; None where it is none."""

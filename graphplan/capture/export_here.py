@@ -19,8 +19,6 @@ from graphplan.capture.source_lines import calling_line
 from graphplan.capture.structure import torch_knows
 from graphplan.capture.thread_patches import Patch, patched
 
-__all__ = ["exporting"]
-
 
 @contextmanager
 def exporting(*, keep_grad: bool) -> Iterator[None]:

@@ -27,8 +27,6 @@ from graphplan.capture.structure import node_of
 from graphplan.capture.transformers.caches import is_described
 from graphplan.errors import CaptureError, NoGraphError
 
-__all__ = ["from_program"]
-
 
 def from_program(
     program: torch.export.ExportedProgram,

@@ -10,8 +10,6 @@ import torch
 from graphplan.capture.signature import BoundCall
 from graphplan.errors import InputError
 
-__all__ = ["require_in_range"]
-
 
 def require_in_range(call: BoundCall, shapes: Any) -> None:
     """Raise InputError where a size is outside of its range, with the names of the argument and the axis.

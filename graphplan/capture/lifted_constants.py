@@ -10,8 +10,6 @@ import torch
 from graphplan.capture.captured_graph import Capture
 from graphplan.devices.topology import DeviceKey, Topology
 
-__all__ = ["PlacedConstant", "PlacedConstants", "name_apart"]
-
 
 @dataclass(frozen=True, slots=True)
 class PlacedConstant:

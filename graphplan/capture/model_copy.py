@@ -23,9 +23,6 @@ from graphplan.capture.shared_attributes import copy_to_trace
 from graphplan.capture.signature import BoundCall, bind_call
 from graphplan.capture.transformers.caches import know_caches
 
-__all__ = ["ModelCopy"]
-
-
 _ROOT_HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",

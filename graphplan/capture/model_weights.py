@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["ModelWeights", "identity", "is_dense", "is_wrapper", "memory_of", "tensor_bytes"]
-
 
 class ModelWeights:
     """The parameters and buffers of a model by name, with ties resolved.

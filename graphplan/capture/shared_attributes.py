@@ -16,8 +16,6 @@ from torch import nn
 from graphplan.capture.structure import leaves_of
 from graphplan.errors import CaptureError, NoGraphError, first_line
 
-__all__ = ["copy_to_run", "copy_to_trace"]
-
 
 def copy_to_run(model: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
     """A deep copy that shares with the model what cannot be copied.

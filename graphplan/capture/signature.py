@@ -19,16 +19,6 @@ from torch.utils import _pytree as pytree
 from graphplan.capture.structure import flatten, flatten_with_path, know_dataclasses
 from graphplan.errors import InputError
 
-__all__ = [
-    "BoundCall",
-    "CounterLeaf",
-    "Guard",
-    "InputSignature",
-    "Prepared",
-    "TensorLeaf",
-    "bind_call",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class BoundCall:

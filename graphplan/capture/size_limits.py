@@ -17,8 +17,6 @@ from graphplan.capture.dynamic_sizes import UNBOUNDED, largest_sizes, with_split
 from graphplan.capture.signature import BoundCall, CounterLeaf, TensorLeaf
 from graphplan.errors import InputError, LimitError
 
-__all__ = ["SizeLimits", "bounded"]
-
 _STEP = 8  # tokens by which such a plan reaches ahead at least where room is short
 _LEAST = 64  # tokens that a plan is for which is made while a text grows
 

@@ -22,19 +22,6 @@ from torch.utils import _pytree as pytree
 
 from graphplan._compat.torch import Registry
 
-__all__ = [
-    "flatten",
-    "flatten_with_path",
-    "know",
-    "know_dataclasses",
-    "leaves_of",
-    "map_leaves",
-    "node_of",
-    "tell_torch",
-    "torch_knows",
-    "unflatten",
-]
-
 Flatten = Callable[[Any], tuple[list[Any], Any]]
 Unflatten = Callable[[Iterable[Any], Any], Any]
 IsLeaf = Callable[[Any], bool]

@@ -16,8 +16,6 @@ from graphplan.capture.source_lines import failed_line
 from graphplan.capture.structure import flatten, know_dataclasses
 from graphplan.errors import CaptureError, first_line
 
-__all__ = ["trace_symbolically"]
-
 
 class _OpenTracer(fx.Tracer):
     """Traces into torch's weight-bearing layers, so that their weights are the graph's to place.

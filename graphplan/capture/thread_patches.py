@@ -18,8 +18,6 @@ from typing import Any, Self
 
 from graphplan._compat.torch import compiled_as_constant
 
-__all__ = ["Patch", "patched", "unpatched"]
-
 _ABSENT = object()
 
 

@@ -38,8 +38,6 @@ from graphplan.devices.machine import suspended
 from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError, first_line
 from graphplan.warnings import warn
 
-__all__ = ["capture", "is_transformers_model", "on_cpu"]
-
 _DATA_DECIDES = (
     "\nThe values of tensors decide what this line does, and a graph does not see them: torch.cond keeps "
     "both branches in the graph; graphplan.partition, unless strict=True, runs the model without a graph"

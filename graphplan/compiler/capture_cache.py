@@ -17,8 +17,6 @@ from graphplan.compiler.options import Options
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.frontend.simplify import simplify
 
-__all__ = ["Captured", "Captures"]
-
 logger = logging.getLogger("graphplan")
 
 

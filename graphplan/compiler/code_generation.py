@@ -24,8 +24,6 @@ from graphplan.passes.lowering.stage_modules import cut_stages
 from graphplan.passes.lowering.verify_devices import verify_lowered
 from graphplan.runtime.module.program import Program, State
 
-__all__ = ["Planned", "lower_planned"]
-
 
 @dataclass(frozen=True, slots=True)
 class Planned:

@@ -15,8 +15,6 @@ from graphplan.passes.placement.joint import Call
 from graphplan.passes.placement.limits import Limits
 from graphplan.passes.placement.problem import Problem
 
-__all__ = ["Choice", "CompileState", "Member", "in_parts"]
-
 
 @dataclass(frozen=True, slots=True)
 class Member:

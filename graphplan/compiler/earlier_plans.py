@@ -14,8 +14,6 @@ from graphplan.ir.graph import Graph
 from graphplan.ir.schedule import Assignment, prefetch_bytes
 from graphplan.runtime.weights.storage import Layout
 
-__all__ = ["Commitments"]
-
 _ALLOCATOR_SLACK = 2 << 20  # bytes by which CUDA's allocator may count a larger prefetch buffer differently
 
 

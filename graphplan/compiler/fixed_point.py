@@ -18,8 +18,6 @@ from graphplan.passes.placement.joint import Call, place_jointly
 from graphplan.passes.placement.shared_buffers import fit_together
 from graphplan.warnings import warn
 
-__all__ = ["place_calls"]
-
 _ROUNDS = 4  # times that a placement is made again because its own moves made operations take more
 _NOT_ON_DISK = (
     "with calls= no weight is left on 'disk'; give the most important example inputs alone to use it"

@@ -21,8 +21,6 @@ from graphplan.passes.frontend.graph_weights import part_weight
 from graphplan.passes.placement.constrain import constrain
 from graphplan.passes.placement.problem import Problem
 
-__all__ = ["Company", "Formulation", "company_of", "host_key"]
-
 
 @dataclass(frozen=True, slots=True)
 class Company:

@@ -17,8 +17,6 @@ from graphplan.passes.placement.certificate import Bound, certify
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.joint import Call
 
-__all__ = ["place_as_planned"]
-
 _KINDS = ("operations", "values", "weights", "inputs", "outputs", "together")
 
 

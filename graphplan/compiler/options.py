@@ -10,8 +10,6 @@ from graphplan.capture.size_limits import SizeLimits
 from graphplan.errors import InputError
 from graphplan.ir.constraints import Constraints
 
-__all__ = ["Options"]
-
 
 @dataclass(frozen=True, slots=True)
 class Options:

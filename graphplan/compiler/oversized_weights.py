@@ -17,8 +17,6 @@ from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Weight
 from graphplan.passes.placement.problem import Problem, cpu_key
 
-__all__ = ["Oversized", "find_oversized", "offered_parts"]
-
 _FACTORS = (1, 2, 4, 8)
 _MOST = 64  # parts of a weight
 

@@ -43,8 +43,6 @@ from graphplan.passes.placement.problem import Problem
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.weights.storage import Layout
 
-__all__ = ["Compiler", "EntryCall"]
-
 logger = logging.getLogger("graphplan")
 
 _PLACED = (

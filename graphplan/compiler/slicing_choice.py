@@ -13,8 +13,6 @@ from graphplan.passes.frontend.slicing import is_sliceable
 from graphplan.passes.placement.driver import probe
 from graphplan.passes.placement.problem import cpu_key
 
-__all__ = ["place_whole_or_sliced", "reuse_slices"]
-
 _CROWDED = 0.4  # of what an accelerator has for a weight: larger ones are sliced where nothing fits whole
 _HOPE = 1.1  # a probe of more than so many times the seconds of another plan is not worth refining
 

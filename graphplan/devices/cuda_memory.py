@@ -12,8 +12,6 @@ import re
 
 import torch
 
-__all__ = ["taken_beside"]
-
 _HOPPER, _OTHERS = 4096 * 8 << 10, (4096 * 2 + 16 * 8) << 10  # bytes of PyTorch's own choice
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["Card", "card_names", "find_card"]
-
 
 @dataclass(frozen=True, slots=True)
 class Card:

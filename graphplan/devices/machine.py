@@ -12,15 +12,6 @@ from accelerate.utils import get_max_memory
 
 from graphplan.devices.topology import SIMULATED, DeviceKey, Link
 
-__all__ = [
-    "Machine",
-    "accelerator_type",
-    "current_machine",
-    "detect_max_memory",
-    "suspended",
-    "unmetered",
-]
-
 
 class Machine(Protocol):
     """What stands in for this machine's accelerators while it is current (see ``simulate``)."""

@@ -25,8 +25,6 @@ from graphplan.errors import VerificationError
 from graphplan.ir.graph_elements import Operation, Value, Weight
 from graphplan.versioned_json import decode
 
-__all__ = ["Graph"]
-
 
 class Graph:
     """Operations in trace order, with the values and weights between them.

@@ -9,8 +9,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphplan.devices.topology import round_up
 
-__all__ = ["LiveStorages"]
-
 
 class LiveStorages:
     """Counts storages that are not known before.

@@ -21,8 +21,6 @@ from graphplan.errors import VerificationError
 from graphplan.ir.graph import Graph
 from graphplan.ir.schedule import STAGED_BYTES, Move, Run, Schedule, Step, Wait, read_in_place
 
-__all__ = ["Memory", "Peak", "measure_memory"]
-
 _Instance = tuple[str, DeviceKey]
 
 

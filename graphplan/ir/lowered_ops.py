@@ -23,20 +23,6 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = [
-    "Loaded",
-    "Resident",
-    "Stream",
-    "constant_attribute",
-    "load_segment",
-    "part_attribute",
-    "release_segment",
-    "resident_part",
-    "stream_attribute",
-    "to_device",
-    "wait_segment",
-]
-
 
 class Loaded(Protocol):
     """A segment whose copy has been enqueued."""

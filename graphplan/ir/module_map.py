@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from graphplan.devices.topology import DeviceKey
 from graphplan.ir.graph_elements import Weight
 
-__all__ = ["merged_map", "module_map"]
-
 _SMALL = 0.25  # of all bytes: a module of no more is kept whole where its own tensors need it
 
 

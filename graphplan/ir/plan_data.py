@@ -21,8 +21,6 @@ from graphplan.ir.schedule import Load, Move, Schedule
 from graphplan.ir.schedule_checks import check_schedule
 from graphplan.ir.timeline import Timeline, make_timeline
 
-__all__ = ["PlanData", "Stage", "Transfer"]
-
 Transfer = Move
 
 

@@ -15,8 +15,6 @@ from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule_json import decode_schedule, encode_schedule
 from graphplan.versioned_json import Format, decode
 
-__all__ = ["read_plan", "write_plan"]
-
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 
 _FORMAT = Format("graphplan.plan", 3, "plan")

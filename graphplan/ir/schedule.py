@@ -34,23 +34,6 @@ from typing import Literal
 
 from graphplan.devices.topology import CPU, DISK, DeviceKey, Topology
 
-__all__ = [
-    "STAGED_BYTES",
-    "Assignment",
-    "Load",
-    "Move",
-    "MoveKind",
-    "PrefetchBuffer",
-    "PrefetchSegment",
-    "Release",
-    "Run",
-    "Schedule",
-    "Step",
-    "Wait",
-    "prefetch_bytes",
-    "read_in_place",
-]
-
 STAGED_BYTES = (
     16 << 20
 )  # the largest of the two buffers that weights on disk pass on their way to a prefetch buffer

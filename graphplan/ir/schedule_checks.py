@@ -9,8 +9,6 @@ from graphplan.ir.liveness import Memory, measure_memory, steps_around
 from graphplan.ir.schedule import Move, Run, Schedule, read_in_place
 from graphplan.ir.slot_checks import SlotCheck
 
-__all__ = ["check_schedule"]
-
 
 def check_schedule(graph: Graph, topology: Topology, schedule: Schedule) -> Memory:
     """Prove that a schedule is sound, and return the bytes that it takes.

@@ -20,8 +20,6 @@ from graphplan.ir.schedule import (
 )
 from graphplan.versioned_json import decode
 
-__all__ = ["decode_schedule", "encode_schedule"]
-
 _STEPS: dict[str, type[Step]] = {
     "run": Run,
     "move": Move,

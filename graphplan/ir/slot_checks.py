@@ -13,8 +13,6 @@ from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation
 from graphplan.ir.schedule import Load, PrefetchBuffer, Release, Schedule, Wait
 
-__all__ = ["SlotCheck"]
-
 
 @dataclass(slots=True)
 class _BufferState:

@@ -23,8 +23,6 @@ from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation
 from graphplan.ir.schedule import Load, Move, Release, Run, Schedule, Wait
 
-__all__ = ["Event", "Measured", "Timeline", "call_seconds", "make_timeline"]
-
 Seconds = Callable[[Operation, DeviceSpec], float]
 
 

@@ -27,8 +27,6 @@ from graphplan._compat.transformers import (
 )
 from graphplan.capture.thread_patches import Patch, patched
 
-__all__ = ["masks_as_in_eager"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Question:

@@ -25,17 +25,6 @@ from torch.utils import _pytree as pytree
 
 from graphplan.capture.structure import know
 
-__all__ = [
-    "COUNTERS",
-    "Given",
-    "LayoutPart",
-    "is_cache",
-    "is_described",
-    "is_device_of",
-    "know_caches",
-    "layout_of",
-]
-
 COUNTERS = frozenset({"cumulative_length", "cumulative_length_int", "_seen_tokens"})
 """Attributes that count tokens: a trace must not take their values for constants."""
 

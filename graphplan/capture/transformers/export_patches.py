@@ -24,14 +24,6 @@ from graphplan._compat.transformers import vision_stand_in
 from graphplan.capture.thread_patches import Patch, patched
 from graphplan.errors import CaptureError
 
-__all__ = [
-    "bounds_of_segments",
-    "forwards_of",
-    "of_one_length",
-    "refuse_what_reads_less",
-    "segments_as_in_eager",
-]
-
 
 def bounds_of_segments(inputs: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of the arguments that say where segments begin and end, if the exporter has computed them."""

@@ -52,8 +52,6 @@ from graphplan.capture.transformers.export_patches import (
 from graphplan.capture.transformers.recurrences import recurrences_whole
 from graphplan.errors import CaptureError
 
-__all__ = ["Exported", "export_transformers"]
-
 BATCH, LENGTH = "batch", "length"
 Roles = Mapping[int, str]
 """Axis -> ``"batch"`` or ``"length"``; for an integer, axis 0 is the integer itself."""

@@ -25,17 +25,6 @@ from torch import nn
 
 from graphplan.capture.thread_patches import Patch, patched, unpatched
 
-__all__ = [
-    "WHOLE",
-    "delta_rule",
-    "linear_attention",
-    "recurrences_whole",
-    "run_in_torch",
-    "selective_scan",
-    "shortened",
-    "text_length",
-]
-
 _SCAN = "mamba_selective_scan"
 _DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 _LINEAR = "rwkv_linear_attention"

@@ -19,8 +19,6 @@ from graphplan.integrations.accelerate.module_packing import Block, Packing, pac
 from graphplan.ir.module_map import merged_map
 from graphplan.warnings import warn
 
-__all__ = ["ModuleSizes", "infer_auto_device_map", "map_modules"]
-
 logger = logging.getLogger("graphplan")
 
 _Tensors = dict[str, list[tuple[str, torch.Tensor]]]

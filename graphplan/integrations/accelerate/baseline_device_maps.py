@@ -23,8 +23,6 @@ from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import reside
 from graphplan.warnings import silenced, unwarned
 
-__all__ = ["Mapper", "accelerate_maps", "assignment_of", "transformers_maps"]
-
 DeviceMap = Mapping[str, DeviceKey]
 Mapper = Callable[[Mapping[DeviceKey, int]], DeviceMap]
 _AWAY = (CPU, DISK)

@@ -27,19 +27,6 @@ from graphplan.ir.schedule import Assignment, Load, Schedule
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.problem import Problem
 
-__all__ = [
-    "LESS",
-    "REPAIRS",
-    "Baseline",
-    "allocated_weights",
-    "best",
-    "device_maps",
-    "judged",
-    "offloaded_weights",
-    "ours",
-    "read_weights",
-]
-
 LESS = "given less"  # the mark of a map that was made after another had passed a budget
 REPAIRS = 12  # times that one is asked again with less room, when the evaluator finds it over a budget
 

@@ -42,8 +42,6 @@ from graphplan.runtime.memory.shared_memory import join_memory
 from graphplan.runtime.weights.storage import Layout, place_model
 from graphplan.warnings import warn
 
-__all__ = ["fall_back", "later_refused"]
-
 _SHARES = (1.0, 0.85, 0.7)  # of the budgets: hooks hold on to more than can be foreseen
 _SIZES = ModuleSizes(step=ALIGNMENT)
 

@@ -18,8 +18,6 @@ from typing import Any, TypeVar
 
 import scipy.optimize
 
-__all__ = ["milp", "without_prints"]
-
 Result = TypeVar("Result")
 
 _STDOUT = 1

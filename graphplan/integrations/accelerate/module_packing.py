@@ -17,8 +17,6 @@ from scipy.sparse import kron, vstack
 
 from graphplan.integrations.accelerate.highs_output import milp
 
-__all__ = ["Block", "Packing", "pack", "spill"]
-
 _SECONDS = 5.0  # that the exact search may take
 _LARGEST = 4000  # blocks times devices from which on it is not tried
 

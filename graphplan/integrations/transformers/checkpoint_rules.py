@@ -19,8 +19,6 @@ from torch import nn
 from graphplan.errors import CheckpointError
 from graphplan.runtime.checkpoint.converted_checkpoint import Conversion, FileTensor, equal_in_files
 
-__all__ = ["Matched", "finish_weights", "match_names"]
-
 logger = logging.getLogger("graphplan")
 
 

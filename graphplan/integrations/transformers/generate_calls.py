@@ -33,8 +33,6 @@ from graphplan.runtime.module.result_structure import given_layouts, rebuilder
 from graphplan.runtime.module.transformers_methods import answers
 from graphplan.warnings import silenced, warn
 
-__all__ = ["Rehearsed", "rehearse"]
-
 logger = logging.getLogger("graphplan")
 
 _TOKENS = 2  # a prefill and a decode

@@ -23,8 +23,6 @@ from graphplan.errors import CaptureError, InfeasibleError, LimitError
 from graphplan.integrations.transformers.generate_calls import Rehearsed, rehearse
 from graphplan.warnings import warn
 
-__all__ = ["plan_first"]
-
 logger = logging.getLogger("graphplan")
 
 
