@@ -15,7 +15,7 @@ from torch import nn
 
 from graphplan.capture.model_weights import identity, tensor_bytes
 from graphplan.devices.topology import CPU, DISK, DeviceKey
-from graphplan.integrations.accelerate.module_packing import Block, Packing, pack, spill
+from graphplan.integrations.accelerate.module_packing import Block, Places, pack, spill
 from graphplan.ir.module_map import merged_map
 from graphplan.warnings import warn
 
@@ -97,27 +97,26 @@ def map_modules(
     tensors = _tensors_by_atom(model, atoms)
     blocks = [_block(group, tensors, sizes, offload_buffers) for group in _tied_groups(tensors)]
     at = accelerators.index(main) if main is not None else 0
-    packing = pack(blocks, capacities, at)
-    offloaded = {i: block for i, block in enumerate(blocks) if packing.places[i] is None}
+    places = pack(blocks, capacities, at)
+    offloaded = {i: block for i, block in enumerate(blocks) if places[i] is None}
     on_cpu = spill(offloaded, budgets.get(CPU, 0)) if offloaded else set()
     found: dict[str, DeviceKey] = {}
-    for index, (block, place) in enumerate(zip(blocks, packing.places, strict=True)):
+    for index, (block, place) in enumerate(zip(blocks, places, strict=True)):
         device = accelerators[place] if place is not None else CPU if index in on_cpu else DISK
         found.update(dict.fromkeys(block.names, device))
         if verbose:
             print(f"Putting {', '.join(map(repr, block.names))} (size={block.nbytes}) on {device}.")
     if not quiet:
-        _warn_of_buffers(blocks, packing, capacities, at)
+        _warn_of_buffers(blocks, places, capacities, at)
     if offloaded:
         logger.info("the model does not fit the accelerators: %d blocks are offloaded", len(offloaded))
     return {name: found[name] for name in atoms}
 
 
-def _warn_of_buffers(blocks: list[Block], packing: Packing, capacities: list[int], main: int) -> None:
+def _warn_of_buffers(blocks: list[Block], places: Places, capacities: list[int], main: int) -> None:
     """Say so where buffers of offloaded modules, which stay on the main accelerator, do not fit there."""
-    places = zip(blocks, packing.places, strict=True)
-    kept = sum(block.kept for block, place in places if place is None)
-    if kept and capacities and set(packing.places) == {None} and kept > capacities[main]:
+    kept = sum(block.kept for block, place in zip(blocks, places, strict=True) if place is None)
+    if kept and capacities and set(places) == {None} and kept > capacities[main]:
         warn(
             f"the {kept} bytes of offloaded modules that stay on the accelerator (buffers, and parameters "
             "that no hook reaches) do not fit: pass offload_buffers=True"
@@ -227,18 +226,13 @@ def _block(atoms: Sequence[str], tensors: _Tensors, sizes: ModuleSizes, offload_
                 own[module] = own.get(module, 0) + nbytes
             elif first:
                 kept += nbytes
-    return Block(tuple(atoms), sum(seen.values()), max(map(_LoadedBytes(own), own), default=0), kept)
+    loaded = (sum(own.get(around, 0) for around in _around(module)) for module in own)
+    return Block(tuple(atoms), sum(seen.values()), max(loaded, default=0), kept)
 
 
-@dataclass(frozen=True, slots=True)
-class _LoadedBytes:
-    """Bytes that are on the main device while a module runs: its own, and those of the modules around it."""
-
-    own: Mapping[str, int]
-
-    def __call__(self, module: str) -> int:
-        total = self.own.get(module, 0)
-        while module:
-            module = module.rpartition(".")[0]
-            total += self.own.get(module, 0)
-        return total
+def _around(module: str) -> Iterator[str]:
+    """A module and those that it is in: what is on the main device while it runs."""
+    yield module
+    while module:
+        module = module.rpartition(".")[0]
+        yield module
