@@ -11,13 +11,15 @@ weight takes bytes where the whole lives, and where it is kept beside that.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Topology
-from graphplan.errors import VerificationError
+from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Topology, round_up
+from graphplan.errors import VerificationError, lines_around
 from graphplan.ir.graph import Graph
 from graphplan.ir.schedule import STAGED_BYTES, Move, Run, Schedule, Step, Wait, read_in_place
 
@@ -154,7 +156,7 @@ class _Sweep:
         if storage is None:
             raise VerificationError(
                 f"step {index} reads {instance[0]!r} on {instance[1]!r}, where it is not\n"
-                + steps_around(self.schedule, index)
+                + lines_around(str(self.schedule).splitlines(), index)
             )
         self.last_use[storage] = index  # steps come in order
 
@@ -243,11 +245,22 @@ def _device_of(step: Step) -> DeviceKey:
     return step.destination if isinstance(step, Move) else step.device
 
 
-def steps_around(schedule: Schedule, index: int, reach: int = 5) -> str:
-    """The steps around one index, the culprit marked: for messages."""
-    lines = str(schedule).splitlines()
-    first = max(0, index - reach)
-    return "\n".join(
-        f"{'->' if i == index else '  '} {line}"
-        for i, line in list(enumerate(lines))[first : index + reach + 1]
-    )
+class LiveStorages:
+    """Counts storages that are not ``known`` before.
+
+    ``peak`` is the most bytes that were alive after any operation.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        self.peak = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def count(self, results: Iterable[torch.Tensor]) -> None:
+        """Take in what an operation has returned."""
+        self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
+        for tensor in results:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._known and storage._cdata not in self._live:
+                self._live[storage._cdata] = (StorageWeakRef(storage), round_up(storage.nbytes()))
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))

@@ -29,11 +29,9 @@ class Loaded(Protocol):
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """Its weights on the device, for what is enqueued from now on."""
-        ...
 
     def release(self) -> None:
         """Nothing that is enqueued from now on reads it."""
-        ...
 
 
 class Stream(Protocol):
@@ -41,7 +39,6 @@ class Stream(Protocol):
 
     def load(self, index: int, weights: tuple[torch.Tensor, ...]) -> Loaded:
         """Enqueue the copy of a segment."""
-        ...
 
 
 class Resident(Protocol):
@@ -49,7 +46,6 @@ class Resident(Protocol):
 
     def current(self, weight: torch.Tensor) -> torch.Tensor:
         """The part, with the values that the weight has now."""
-        ...
 
 
 def constant_attribute(name: str) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from graphplan.devices.topology import DeviceKey, Topology
-from graphplan.errors import VerificationError, readable_bytes
+from graphplan.errors import VerificationError, lines_around, readable_bytes
 from graphplan.ir.graph import Graph
-from graphplan.ir.liveness import Memory, measure_memory, steps_around
+from graphplan.ir.liveness import Memory, measure_memory
 from graphplan.ir.schedule import Move, Run, Schedule, read_in_place
 from graphplan.ir.slot_checks import SlotCheck
 
@@ -29,7 +29,8 @@ def check_schedule(graph: Graph, topology: Topology, schedule: Schedule) -> Memo
         if peak.nbytes > spec.room:
             raise VerificationError(
                 f"device {spec.key!r} needs {readable_bytes(peak.nbytes)} at {peak.operation!r}, "
-                f"its budget is {readable_bytes(spec.room)}\n" + steps_around(schedule, peak.step)
+                f"its budget is {readable_bytes(spec.room)}\n"
+                + lines_around(str(schedule).splitlines(), peak.step)
             )
     return memory
 
@@ -57,7 +58,7 @@ class _Walk:
             else:
                 problem = self.slots.visit(step, self.present)
             if problem:
-                where = steps_around(self.schedule, index)
+                where = lines_around(str(self.schedule).splitlines(), index)
                 raise VerificationError(f"step {index}: {problem}\n{where}")
         if self.pending:
             raise VerificationError(f"operation {self.pending[-1]!r} never runs")

@@ -16,19 +16,12 @@ from graphplan.ir.schedule import Load, PrefetchBuffer, Release, Schedule, Wait
 
 @dataclass(slots=True)
 class _BufferState:
-    """What is known of a prefetch buffer at a step.
+    """What is known of a prefetch buffer at a step."""
 
-    Attributes:
-        buffer: whose.
-        loaded: how many segments have been loaded; they come in order.
-        tenant: slot -> the segment in it that is not released yet.
-        waited: segments that may be read.
-    """
-
-    buffer: PrefetchBuffer
-    loaded: int = 0
-    tenant: dict[int, int] = field(default_factory=dict)
-    waited: set[int] = field(default_factory=set)
+    buffer: PrefetchBuffer  # whose
+    loaded: int = 0  # how many segments have been loaded; they come in order
+    tenant: dict[int, int] = field(default_factory=dict)  # slot -> the segment in it that is not released yet
+    waited: set[int] = field(default_factory=set)  # segments that may be read
 
 
 class SlotCheck:
