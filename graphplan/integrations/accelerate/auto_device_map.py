@@ -93,8 +93,7 @@ def map_modules(
     sizes = ModuleSizes() if sizes is None else sizes
     accelerators = [key for key in budgets if key not in (CPU, DISK)]
     capacities = [budgets[key] for key in accelerators]
-    atoms = list(_atoms(model, whole, sizes, max(capacities, default=0)))
-    tensors = _tensors_by_atom(model, atoms)
+    tensors = dict(_atoms(model, whole, sizes, max(capacities, default=0)))
     blocks = [_block(group, tensors, sizes, offload_buffers) for group in _tied_groups(tensors)]
     at = accelerators.index(main) if main is not None else 0
     places = pack(blocks, capacities, at)
@@ -110,7 +109,7 @@ def map_modules(
         _warn_of_buffers(blocks, places, capacities, at)
     if offloaded:
         logger.info("the model does not fit the accelerators: %d blocks are offloaded", len(offloaded))
-    return {name: found[name] for name in atoms}
+    return {name: found[name] for name in tensors}
 
 
 def _warn_of_buffers(blocks: list[Block], places: Places, capacities: list[int], main: int) -> None:
@@ -162,25 +161,27 @@ def _own_tensors(module: nn.Module, prefix: str, *, recurse: bool) -> Iterator[t
     yield from module.named_buffers(prefix, recurse=recurse, remove_duplicate=False)
 
 
-def _atoms(model: nn.Module, whole: set[str], sizes: ModuleSizes, largest: int) -> Iterator[str]:
-    """Names of modules that are not split, in order, and of the tensors of those that are."""
+def _atoms(
+    model: nn.Module, whole: set[str], sizes: ModuleSizes, largest: int
+) -> Iterator[tuple[str, list[tuple[str, torch.Tensor]]]]:
+    """Modules that are not split, in order, and the tensors of those that are; each with its tensors."""
 
-    def visit(name: str, module: nn.Module) -> Iterator[str]:
+    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, list[tuple[str, torch.Tensor]]]]:
         children = list(module.named_children())
-        own = [tensor for tensor, _ in _own_tensors(module, name, recurse=False)]
+        own = list(_own_tensors(module, name, recurse=False))
         named = list(_own_tensors(module, name, recurse=True))
         if not named:
             return
         fits = sum(sizes.of(*pair) for pair in named) <= largest
         if not children or type(module).__name__ in whole or (own and name and fits):
-            yield name
+            yield name, named
             return
-        yield from own
+        yield from ((tensor, [(tensor, value)]) for tensor, value in own)
         for child, part in children:
             yield from visit(f"{name}.{child}" if name else child, part)
 
     if type(model).__name__ in whole or not any(True for _ in model.children()):
-        yield ""
+        yield "", list(_own_tensors(model, "", recurse=True))
     else:
         yield from visit("", model)
 
@@ -197,18 +198,6 @@ def _tied_groups(tensors: _Tensors) -> list[list[str]]:
                 first += mine
                 group_of.update(dict.fromkeys(mine, first))
     return list({id(group): group for group in group_of.values()}.values())
-
-
-def _tensors_by_atom(model: nn.Module, atoms: Sequence[str]) -> _Tensors:
-    modules = dict(model.named_modules(remove_duplicate=False))
-    found: _Tensors = {}
-    for atom in atoms:
-        if atom in modules:
-            found[atom] = list(_own_tensors(modules[atom], atom, recurse=True))
-        else:
-            path, _, own = atom.rpartition(".")
-            found[atom] = [(atom, getattr(modules[path], own))]
-    return found
 
 
 def _block(atoms: Sequence[str], tensors: _Tensors, sizes: ModuleSizes, offload_buffers: bool) -> Block:

@@ -16,12 +16,7 @@ from torch import nn
 from graphplan.analysis.plan import Plan
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.devices.topology import CPU, DeviceKey
-from graphplan.integrations.accelerate.baseline_device_maps import (
-    Mapper,
-    accelerate_maps,
-    assignment_of,
-    transformers_maps,
-)
+from graphplan.integrations.accelerate.baseline_device_maps import Mapper, assignment_of, mappers
 from graphplan.ir.graph_elements import Weight
 from graphplan.ir.schedule import Assignment, Load, Schedule
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
@@ -74,18 +69,12 @@ class Baseline:
 def device_maps(problem: Problem, model: nn.Module, no_split: Sequence[str]) -> list[Baseline]:
     """The maps of accelerate and transformers, of several ways to ask the best.
 
-    That is the fastest within the budgets; where all pass them, the nearest.
-
-    Args:
-        problem: what to place.
-        model: whose modules the graph's paths name; on the meta device is enough.
-        no_split: names of module classes that device maps keep whole.
+    That is the fastest within the budgets; where all pass them, the nearest. ``model`` has the modules that
+    the graph's paths name, on the meta device too; ``no_split`` names classes of them that are kept whole.
     """
-    kept = list(no_split)
-    makers = {"accelerate": accelerate_maps, "transformers": transformers_maps}
     found = []
-    for name, ways in makers.items():
-        answers = list(_mapped(problem, name, ways(model, kept)))
+    for name in ("accelerate", "transformers"):
+        answers = list(_mapped(problem, name, mappers(name, model, no_split)))
         if answers:  # none where transformers is not installed
             first = answers[0]
             found.append(replace(best(answers), first_over=first.over, first_seconds=first.seconds))
@@ -94,29 +83,13 @@ def device_maps(problem: Problem, model: nn.Module, no_split: Sequence[str]) -> 
 
 def ours(plan: Plan, planning: float) -> Baseline:
     """A plan of ours as one of them; ``planning``: seconds that it took."""
-    problem, assignment = plan.plain_problem, plan.schedule.assignment
-    excess = {s.key: plan.peak_bytes[s.key] - s.room for s in plan.topology.devices}
-    over = {key: nbytes for key, nbytes in excess.items() if nbytes > 0}
-    return Baseline(
-        "graphplan",
-        "",
-        plan.makespan,
-        over=max(over.values(), default=0),
-        offloaded=offloaded_weights(problem, assignment),
-        used=allocated_weights(problem, assignment),
-        planning=planning,
-        excess=over,
-        transfer_bytes=plan.transfer_bytes,
-        streamed_bytes=plan.streamed_bytes,
-    )
+    assignment = plan.schedule.assignment
+    return replace(judged(plan.plain_problem, "graphplan", "", lambda: assignment), planning=planning)
 
 
 def best(found: Sequence[Baseline]) -> Baseline:
     """The fastest that keeps the budgets; where none does, the one that is least over."""
-    return min(
-        found,
-        key=lambda b: (b.seconds is None, b.over, b.seconds if b.seconds is not None else 0.0),
-    )
+    return min(found, key=lambda one: (one.seconds is None, one.over, one.seconds or 0.0))
 
 
 def judged(problem: Problem, name: str, strategy: str, propose: Callable[[], Assignment | None]) -> Baseline:

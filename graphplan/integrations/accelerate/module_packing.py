@@ -16,19 +16,12 @@ _STATES = 50_000  # partial packings after which the exact search gives up
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Modules that go to one device together.
+    """Modules that go to one device together."""
 
-    Attributes:
-        names: of the modules or tensors.
-        nbytes: of all their tensors, each once.
-        loaded: bytes that are copied to the main device at once when it is offloaded.
-        kept: bytes that stay on the main device even then (buffers that are not offloaded).
-    """
-
-    names: tuple[str, ...]
-    nbytes: int
-    loaded: int
-    kept: int = 0
+    names: tuple[str, ...]  # of the modules or tensors
+    nbytes: int  # of all their tensors, each once
+    loaded: int  # bytes that are copied to the main device at once when it is offloaded
+    kept: int = 0  # bytes that stay on the main device even then (buffers that are not offloaded)
 
 
 Places = Sequence[int | None]
@@ -38,10 +31,7 @@ Places = Sequence[int | None]
 def pack(blocks: Sequence[Block], capacities: Sequence[int], main: int = 0) -> Places:
     """Blocks onto accelerators, as many bytes as can be found.
 
-    Args:
-        blocks: in order.
-        capacities: bytes of each accelerator, in the order of preference.
-        main: the accelerator that offloaded blocks are copied to.
+    ``capacities`` are in the order of preference; offloaded blocks are copied to the ``main`` one.
     """
     sizes = [block.nbytes for block in blocks]
     whole = _fit_all(sizes, capacities)
