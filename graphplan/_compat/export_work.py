@@ -14,12 +14,9 @@ from torch import fx
 from torch.fx.experimental import proxy_tensor, sym_node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from graphplan._compat.private_names import private
+from graphplan._compat import Replacement, private
 
 _TESTED = "2.13"
-
-Replacement = tuple[Any, str, Callable[[Any], Any]]
-"""A class, the name of its method, and what makes another of the method."""
 
 _OF_TWO_SIZES = ("add", "sub", "mul", "eq", "ne", "gt", "ge", "lt", "le", "sym_max")
 
@@ -27,8 +24,7 @@ _OF_TWO_SIZES = ("add", "sub", "mul", "eq", "ne", "gt", "ge", "lt", "le", "sym_m
 def less_work(*, keep_grad: bool) -> list[Replacement]:
     """What to replace while ``torch.export`` is at work; the graph is the same.
 
-    Args:
-        keep_grad: leave changes of the gradient mode in the graph.
+    Changes of the gradient mode are left in it only if ``keep_grad``.
     """
     found: list[Replacement] = [(fx.GraphModule, "recompile", _when_called)]
     sizes = private(sym_node, "SymNode", "torch", _TESTED)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -21,21 +20,13 @@ ExampleCall = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Examples:
-    """Several example calls, and how much each counts."""
-
-    calls: tuple[EntryCall, ...]
-    weights: tuple[float, ...]
-
-
 def read_examples(
     model_copy: ModelCopy,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
     calls: Sequence[ExampleCall] | None,
     weights: Sequence[float] | None,
-) -> Examples:
+) -> list[EntryCall]:
     """The caller's calls and weights.
 
     Raises:
@@ -56,10 +47,10 @@ def read_examples(
         number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
         if not number or not (0 < weight < math.inf):
             raise InputError(f"weights must be positive numbers, not {weight!r}")
-    return Examples(tuple(_bound(model_copy, call) for call in calls), tuple(map(float, counts)))
+    return [_bound(model_copy, call, float(weight)) for call, weight in zip(calls, counts, strict=True)]
 
 
-def _bound(model_copy: ModelCopy, call: ExampleCall) -> EntryCall:
+def _bound(model_copy: ModelCopy, call: ExampleCall, weight: float) -> EntryCall:
     if isinstance(call, Mapping):
         call = (), call
     if isinstance(call, tuple | list) and 2 <= len(call) <= 3:
@@ -67,7 +58,7 @@ def _bound(model_copy: ModelCopy, call: ExampleCall) -> EntryCall:
         named = all(isinstance(one, str) for one in name)
         if named and isinstance(args, tuple | list) and isinstance(kwargs, Mapping):
             entry = entry_named(model_copy.module, *name) if name else ""
-            return EntryCall(model_copy.part(entry).bind(tuple(args), kwargs), entry)
+            return EntryCall(model_copy.part(entry).bind(tuple(args), kwargs), entry, weight)
     kind = type(call).__name__
     raise InputError(
         f"each of calls must be a mapping of names, a pair (args, kwargs), as ((x,), {{}}), or "

@@ -75,12 +75,7 @@ def load(
 
 @dataclass(frozen=True, slots=True)
 class OpenedFolder:
-    """A model without its weights, and where they are.
-
-    Attributes:
-        model: on the meta device, but for what no checkpoint has.
-        source: of its weights.
-    """
+    """A model on the meta device, but for what no checkpoint has, and the source of its weights."""
 
     model: nn.Module
     source: ConvertedCheckpoint

@@ -19,11 +19,11 @@ from graphplan.api.arguments import (
     read_model,
 )
 from graphplan.api.example_calls import ExampleCall, read_example, read_examples
-from graphplan.api.placer import FirstCall, Placer, Recipe
+from graphplan.api.placer import Placer, Recipe
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.capture.size_limits import SizeLimits
-from graphplan.compiler.options import Options
+from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler
 from graphplan.devices.max_memory import MaxMemory, Reserve, read_max_memory, require_present
 from graphplan.devices.speeds import Measurements, Speed, with_speeds
@@ -124,7 +124,7 @@ def plan(
     compiler = Compiler(model_copy, topology, options)
     if calls is not None or weights is not None:
         examples = read_examples(model_copy, args, kwargs, calls, weights)
-        return compiler.plan_together(examples.calls, examples.weights)[0].plan
+        return compiler.plan_together(examples)[0].plan
     return plan_first(compiler, read_example(model, model_copy, args, kwargs))[0].plan
 
 
@@ -245,7 +245,7 @@ def partition(
         warn(f"{said} (the first call will be captured instead)")
     shell = copy_to_run(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     shell.__class__ = placed_class(type(model))
-    attach_start(shell, FirstCall(placer))
+    attach_start(shell, placer)
     return shell
 
 

@@ -22,11 +22,7 @@ from graphplan.capture.thread_patches import Patch, patched
 
 @contextmanager
 def exporting(*, keep_grad: bool) -> Iterator[None]:
-    """A block for a ``torch.export`` of what graphplan can look inside.
-
-    Args:
-        keep_grad: changes of the gradient mode are part of the graph.
-    """
+    """A block for a ``torch.export`` of what graphplan can look inside; ``keep_grad`` as in ``capture``."""
     tracer: Any = export_tracer()
     flags = torch.compiler
     with (

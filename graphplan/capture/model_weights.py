@@ -64,10 +64,10 @@ def memory_of(tensor: torch.Tensor) -> Any:
 
 def identity(tensor: torch.Tensor) -> Any:
     """Equal for two tensors that are the same weight, whether one object or one memory."""
-    if not is_dense(tensor) or tensor.device.type == "meta" or not tensor.numel():
+    memory = memory_of(tensor)
+    if memory is None:
         return id(tensor)
-    memory = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
-    return (tensor.device, memory, tensor.shape, tensor.stride(), tensor.dtype)
+    return memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

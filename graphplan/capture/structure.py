@@ -113,9 +113,9 @@ def _unflatten(leaves: Iterator[Any], spec: pytree.TreeSpec) -> Any:
     return node.unflatten_fn([_unflatten(leaves, child) for child in spec.children()], spec.context)
 
 
-def leaves_of(tree: Any, is_leaf: IsLeaf | None = None) -> list[Any]:
+def leaves_of(tree: Any) -> list[Any]:
     """The leaves of a tree."""
-    return flatten(tree, is_leaf)[0]
+    return flatten(tree)[0]
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: IsLeaf | None = None) -> Any:

@@ -1,6 +1,6 @@
-"""Patches that one thread sees: what it replaces for a time, all others go on using as it is.
+"""One capture at a time in a process, whose patches no other thread sees.
 
-::
+What a thread replaces for a time, all others go on using as it is::
 
     with patched(Patch.of(functional, "relu", lambda own: traced_relu)):
         functional.relu(x)         here traced_relu; in any other thread torch's own
@@ -19,6 +19,21 @@ from typing import Any, Self
 from graphplan._compat.torch import compiled_as_constant
 
 _ABSENT = object()
+
+CAPTURE_LOCK = threading.RLock()
+"""Held by the thread that captures, plans or lowers; calls of known structures do without.
+
+Tracers keep what they do in globals of torch. A thread that holds it may take other locks, such as that of a
+module's streamed runs, only of modules that no other thread knows. So nobody who waits for a capture is
+waited for by it.
+"""
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """A block, or a function, under the capture lock."""
+    with CAPTURE_LOCK:
+        yield
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.lifted_constants import name_apart
+from graphplan.capture.lifted_constants import unify_names
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.modes import Modes
 from graphplan.capture.signature import BoundCall, leaf_names
 from graphplan.capture.size_limits import bounded
 from graphplan.capture.tracing import capture
-from graphplan.compiler.options import Options
+from graphplan.compiler.formulation import Options
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.frontend.simplify import simplify
 
@@ -30,28 +30,16 @@ class Captured:
 
 
 class Captures:
-    """Traces calls of one model, each structure once.
+    """Traces calls of one model, each structure once: ``known`` has what was traced so far."""
 
-    Attributes:
-        model_copy: the copy that is traced.
-        options: of the caller.
-        known: what has been traced so far.
-    """
-
-    def __init__(self, model_copy: ModelCopy, options: Options) -> None:
-        self.model_copy, self.options = model_copy, options
+    def __init__(self, model_copy: ModelCopy, options: Options, device_types: Sequence[str]) -> None:
+        self.model_copy, self.options, self.device_types = model_copy, options, device_types
         self.known: list[Captured] = []
 
-    def annotated(
-        self, call: BoundCall | None, device_types: Sequence[str], entry: str = "", ahead: float = 0.0
-    ) -> Annotator:
+    def annotated(self, call: BoundCall | None, entry: str = "", ahead: float = 0.0) -> Annotator:
         """A call, traced unless one of its structure was traced before, for sizes up to a bound.
 
-        Args:
-            call: the example; None for a trace without.
-            device_types: as in :class:`~graphplan.passes.frontend.annotate.Annotator`.
-            entry: path of the submodule that is called; empty for the model itself.
-            ahead: as in :meth:`graphplan.capture.size_limits.SizeLimits.largest`.
+        ``ahead`` is as in :meth:`graphplan.capture.size_limits.SizeLimits.largest`.
         """
         known = self.traced(call, entry)
         capture = known.capture
@@ -62,7 +50,7 @@ class Captures:
         if known.annotators and call is not None:
             outgrown = known.annotators[-1].capture.signature.mismatch(call)
             logger.info("planning for larger sizes: %s", outgrown)
-        known.annotators.append(Annotator(bound, self.model_copy.weights, device_types))
+        known.annotators.append(Annotator(bound, self.model_copy.weights, self.device_types))
         return known.annotators[-1]
 
     def traced(self, call: BoundCall | None, entry: str = "") -> Captured:
@@ -91,5 +79,5 @@ class Captures:
         shapes = None if entry else options.dynamic_shapes  # they are of forward's arguments
         found = capture(self.model_copy.part(entry), call, shapes, keep_grad=options.grad)
         simplify(found, keep_grad=options.grad)
-        name_apart(found, [other.capture for other in self.known])
+        unify_names(found, [other.capture for other in self.known])
         return found

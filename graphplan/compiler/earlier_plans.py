@@ -40,12 +40,7 @@ class Commitments:
         return known if known.weights.keys() == graph.weights.keys() else None
 
     def commit(self, plan: Plan, constants: Mapping[str, torch.Tensor]) -> None:
-        """Let what no earlier plan has settled be where this one has it.
-
-        Args:
-            plan: what is settled.
-            constants: of its capture.
-        """
+        """Let what no earlier plan has settled be where this one has it, and its constants too."""
         homes = plan.schedule.assignment.weights
         own = {name: key for name, key in homes.items() if plan.graph.weights[name].is_own}
         self.homes = own | (self.homes or {})

@@ -8,7 +8,6 @@ from typing import NoReturn
 
 from graphplan.capture.captured_graph import Part
 from graphplan.compiler.compile_state import Choice, CompileState, Member, in_parts
-from graphplan.compiler.formulation import company_of
 from graphplan.devices.topology import Topology
 from graphplan.errors import PlanError, readable_bytes
 from graphplan.ir.graph import Graph
@@ -40,11 +39,11 @@ def _sliced(member: Member, plan: PlanData) -> Member:
 
 
 def _chosen(state: CompileState, member: Member, plan: PlanData) -> Choice:
-    formulation, company = state.formulation, company_of([one.annotator.capture for one in state.members])
-    plain = formulation.plain(member.annotator, member.call, company)
+    formulation, together = state.formulation, [one.annotator.capture for one in state.members]
+    plain = formulation.plain(member.annotator, member.call, together)
     if plain.graph.operations.keys() != plan.graph.operations.keys():
         _refuse(plan.graph, plain.graph)
-    graph = formulation.graph(member.annotator, plan.schedule, company)
+    graph = formulation.graph(member.annotator, plan.schedule, together)
     if graph != plan.graph:
         _refuse(plan.graph, graph)
     problem = replace(plain, graph=graph, prefetch_bytes=plan.shared_prefetch_bytes)

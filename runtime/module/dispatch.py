@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphplan.capture.capture_lock import CAPTURE_LOCK
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.modes import ModeReader, Modes
 from graphplan.capture.signature import BoundCall, bind_call
+from graphplan.capture.thread_patches import CAPTURE_LOCK
 from graphplan.errors import NoGraphError
 from graphplan.ir.schedule import prefetch_bytes
 from graphplan.runtime.module.dispatch_cache import find_route

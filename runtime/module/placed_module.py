@@ -21,10 +21,10 @@ from typing import Any, Self
 import torch
 from torch import fx, nn
 
-from graphplan.capture.capture_lock import CAPTURE_LOCK
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.modes import ModeReader
 from graphplan.capture.shared_attributes import copy_to_run
+from graphplan.capture.thread_patches import CAPTURE_LOCK
 from graphplan.errors import PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.checkpoint.mapped_files import MappedFile

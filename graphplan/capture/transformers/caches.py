@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,11 +103,6 @@ def layout_of(spec: pytree.TreeSpec) -> LayoutPart:
     return found
 
 
-def is_device_of(name: str, state: Mapping[str, Any]) -> bool:
-    """Whether an attribute is the device of its object's tensors."""
-    return isinstance(state[name], torch.device)
-
-
 def _flatten(cache: Any) -> tuple[list[Any], LayoutPart]:
     leaves: list[Any] = []
     return leaves, _describe(cache, leaves, "", False)
@@ -178,7 +173,7 @@ def _make(part: LayoutPart, leaves: Iterator[Any]) -> Any:
     state = dict(zip(part.keys, made, strict=True))
     device = next((v.device for v in state.values() if isinstance(v, torch.Tensor)), None)
     if device is not None:
-        state |= {name: device for name in state if is_device_of(name, state)}
+        state |= {name: device for name, value in state.items() if isinstance(value, torch.device)}
     found = part.cls.__new__(part.cls)
     found.__dict__.update(state)
     return found

@@ -44,8 +44,7 @@ def of_one_length(bounds: torch.Tensor) -> bool:
 def segments_as_in_eager(*, uniform: bool) -> Iterator[None]:
     """Inside, the exporters' stand-in for the attention of vision encoders computes what these do.
 
-    Args:
-        uniform: whether all segments of a call are of one length.
+    ``uniform`` says whether all segments of a call are of one length.
     """
     exporter, name = vision_stand_in()
     own = getattr(exporter, name)

@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graphplan.capture.capture_lock import one_at_a_time
 from graphplan.capture.dynamic_sizes import exact_size, sizes_of_call
 from graphplan.capture.signature import BoundCall, bind_call
-from graphplan.capture.tracing import on_cpu
+from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.errors import CaptureError, GraphplanError, NoGraphError, first_line
 from graphplan.runtime.module.module_state import ModuleState
@@ -55,13 +54,9 @@ class Rehearsed:
     made_by: Mapping[int, tuple[int, int]]
 
 
-@one_at_a_time
+@one_at_a_time()
 def rehearse(compiler: Compiler, call: BoundCall) -> list[Rehearsed]:
     """What ``generate`` would call, one of each structure, without those that are the example's.
-
-    Args:
-        compiler: of a model; it remembers what is traced here.
-        call: the example, which is traced.
 
     Returns:
         nothing for a model that does not generate. Where generation cannot be followed, the calls until
@@ -73,7 +68,7 @@ def rehearse(compiler: Compiler, call: BoundCall) -> list[Rehearsed]:
         return []
     stage = _Stage(compiler, call)
     try:
-        for prompt in _prompts(on_cpu(call), compiler.options.size_limits.max_length):
+        for prompt in _prompts(call.on_cpu(), compiler.options.size_limits.max_length):
             _generate(stage, prompt)
     except NoGraphError as error:
         logger.info("no memory is reserved for a forward pass of generate() that cannot be traced: %s", error)
@@ -123,11 +118,7 @@ class _Seen(Exception):  # noqa: N818  # no error
 
 
 class _Stage:
-    """Where calls are made in place of the model: traced, and answered with zeros.
-
-    Attributes:
-        calls: one of each structure, in order.
-    """
+    """Where calls are made in place of the model: traced, one of each structure, and answered with zeros."""
 
     def __init__(self, compiler: Compiler, example: BoundCall) -> None:
         self.compiler = compiler
