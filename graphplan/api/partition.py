@@ -11,14 +11,16 @@ from torch import nn
 
 from graphplan.analysis.plan import Plan
 from graphplan.api.arguments import (
+    ExampleCall,
     budgeted,
     pin_sparse,
     read_compile,
     read_constraints,
+    read_example,
+    read_examples,
     read_given_plan,
     read_model,
 )
-from graphplan.api.example_calls import ExampleCall, read_example, read_examples
 from graphplan.api.placer import Placer, Recipe
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.shared_attributes import copy_to_run

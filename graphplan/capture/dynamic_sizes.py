@@ -116,10 +116,8 @@ def _largest(size: Any, sizes: Mapping[Any, int]) -> int | None:
 def sizes_of_example(graph: fx.Graph, values: Mapping[str, Any], inputs: Sequence[str]) -> dict[Any, int]:
     """Sizes that the data decides, as they are in the example call.
 
-    Args:
-        graph: that was traced.
-        values: of its placeholders, as far as they are known: inputs, constants, buffers.
-        inputs: those that are other values in other calls.
+    ``values`` has the placeholders that are known: inputs, constants, buffers. Those of ``inputs`` are other
+    values in other calls.
     """
     deciding = [node for node in graph.nodes if symbols_of(node)]
     wanted = _with_ancestors(deciding)

@@ -223,12 +223,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A condition on the sizes of a call that a trace has taken for granted.
-
-    Attributes:
-        text: for people.
-        holds: whether the leaves of a call fulfil it.
-    """
+    """A condition on the sizes of a call that a trace has taken for granted; ``text`` is for people."""
 
     text: str
     holds: Callable[[Sequence[Any]], bool]

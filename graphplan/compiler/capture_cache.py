@@ -6,8 +6,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.lifted_constants import unify_names
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.modes import Modes
 from graphplan.capture.signature import BoundCall, leaf_names
@@ -79,5 +80,22 @@ class Captures:
         shapes = None if entry else options.dynamic_shapes  # they are of forward's arguments
         found = capture(self.model_copy.part(entry), call, shapes, keep_grad=options.grad)
         simplify(found, keep_grad=options.grad)
-        unify_names(found, [other.capture for other in self.known])
+        _unify_names(found, [other.capture for other in self.known])
         return found
+
+
+def _unify_names(capture: Capture, others: Sequence[Capture]) -> None:
+    """Let a constant have one name in all captures of a model, and a name one value."""
+    known = {name: tensor for other in others for name, tensor in other.constants.items()}
+    names: dict[str, str] = {}
+    for name, tensor in capture.constants.items():
+        same = (old for old, one in known.items() if one is tensor or (old == name and _equal(one, tensor)))
+        names[name] = next(same, f"{name}_of_capture_{len(others)}" if name in known else name)
+    tensors = {names[name]: tensor for name, tensor in capture.constants.items()}
+    capture.constants.clear()
+    capture.constants.update(tensors)
+    capture.weights.update({node: names[one] for node, one in capture.weights.items() if one in names})
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a, b))

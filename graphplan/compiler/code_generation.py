@@ -11,9 +11,9 @@ from torch import nn
 
 from graphplan.analysis.plan import Plan
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.lifted_constants import PlacedConstants
 from graphplan.capture.modes import Modes
 from graphplan.capture.signature import BoundCall, TensorLeaf
+from graphplan.compiler.earlier_plans import PlacedConstants
 from graphplan.compiler.formulation import Options
 from graphplan.devices.topology import CPU, Topology
 from graphplan.ir.graph import Graph

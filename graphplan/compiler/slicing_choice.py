@@ -151,12 +151,9 @@ class _Oversized:
 
 
 def _find_oversized(problem: Problem, named: Collection[str] = (), *, share: float = 1.0) -> list[_Oversized]:
-    """The weights that are worth slicing.
+    """The weights that are worth slicing, of which an accelerator has no more than this share of its room.
 
-    Args:
-        problem: with the caller's rules; what these fix is left whole.
-        named: operations that the caller has named, which stay as they are too.
-        share: of what an accelerator has for a weight, above which it is oversized.
+    What the caller's rules fix is left whole, and operations that are ``named`` stay as they are.
     """
     found = []
     accelerators = [spec for spec in problem.topology.devices if spec.is_accelerator]

@@ -60,10 +60,6 @@ def module_map(weights: Sequence[Weight], placement: Mapping[str, DeviceKey]) ->
 
     A module's own tensors go where most of their bytes are; so does a small module with all that is in it,
     where it has tensors of its own beside submodules that are elsewhere.
-
-    Args:
-        weights: of the graph.
-        placement: name of a parameter or buffer -> its device.
     """
     parts: Counter[str] = Counter()
     for weight in weights:

@@ -106,11 +106,8 @@ def forwards_of(module: nn.Module) -> Forwards:
 def refuse_what_reads_less(module: nn.Module, own: Forwards, traced: Forwards, read: set[str]) -> None:
     """Refuse a trace of stand-ins that do not read all the weights of what they stand for.
 
-    Args:
-        module: that was traced.
-        own: the code of its classes.
-        traced: the code that was traced instead.
-        read: names of the weights that the trace reads, one of each.
+    ``own`` and ``traced`` have the code of the classes, as it is and as it was traced; ``read`` has names of
+    the weights that the trace reads, one of each.
 
     Raises:
         CaptureError: there is one.

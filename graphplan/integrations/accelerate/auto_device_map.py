@@ -71,7 +71,7 @@ def map_modules(
     model: nn.Module,
     budgets: Mapping[DeviceKey, int],
     whole: set[str],
-    sizes: ModuleSizes | None = None,
+    sizes: ModuleSizes,
     main: DeviceKey | None = None,
     *,
     offload_buffers: bool = False,
@@ -80,17 +80,10 @@ def map_modules(
 ) -> dict[str, DeviceKey]:
     """A device for each module that is not split further, and each tensor of those that are.
 
-    Args:
-        model: on any device.
-        budgets: device key -> bytes; accelerators in the order of preference.
-        whole: classes that are not split.
-        sizes: of tensors, where they will be of another dtype.
-        main: the accelerator that runs what is offloaded; the first if it is None.
-        offload_buffers: as in :func:`infer_auto_device_map`.
-        verbose: as in :func:`infer_auto_device_map`.
-        quiet: whether not to warn of buffers that do not fit.
+    ``budgets`` are in the order of preference; ``whole`` has the classes that are not split; ``main`` is the
+    accelerator that runs what is offloaded, the first if it is None. If ``quiet``, no warning says that
+    buffers do not fit. Others are as in :func:`infer_auto_device_map`.
     """
-    sizes = ModuleSizes() if sizes is None else sizes
     accelerators = [key for key in budgets if key not in (CPU, DISK)]
     capacities = [budgets[key] for key in accelerators]
     tensors = dict(_atoms(model, whole, sizes, max(capacities, default=0)))
