@@ -6,6 +6,7 @@ It is half of the time of a Llama's export: Python code is compiled for every gr
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -69,7 +70,7 @@ def _without_grad_mode(own: Callable[..., Any]) -> Callable[..., Any]:
 
 def _remembered(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """An operation of two sizes that is computed once; its results are objects of their own."""
-    tracing, kind = proxy_tensor.get_proxy_mode, sym_node.SymNode
+    tracing = proxy_tensor.get_proxy_mode
     known: dict[Any, tuple[Any, Any, Any]] = {}  # with the operands, so that no other has their id
 
     def operation(a: Any, b: Any) -> Any:
@@ -80,16 +81,7 @@ def _remembered(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         entry = known.get(key)
         if entry is None:
             entry = known[key] = x, y, own(a, b)
-        found = entry[2]
-        return kind(
-            found._expr,
-            env,
-            found.pytype,
-            found._hint,
-            found.constant,
-            found.fx_node,
-            found._optimized_summation,
-        )
+        return copy.copy(entry[2])
 
     return operation
 

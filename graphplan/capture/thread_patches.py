@@ -14,11 +14,13 @@ import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ParamSpec, Self, TypeVar
 
 from graphplan._compat.torch import compiled_as_constant
 
 _ABSENT = object()
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
 
 CAPTURE_LOCK = threading.RLock()
 """Held by the thread that captures, plans or lowers; calls of known structures do without.
@@ -29,11 +31,15 @@ waited for by it.
 """
 
 
-@contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """A block, or a function, under the capture lock."""
-    with CAPTURE_LOCK:
-        yield
+def one_at_a_time(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+    """The function, under the capture lock."""
+
+    @functools.wraps(function)
+    def locked(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+        with CAPTURE_LOCK:  # without a frame of contextlib, at which warnings would point
+            return function(*args, **kwargs)
+
+    return locked
 
 
 @dataclass(frozen=True, slots=True)

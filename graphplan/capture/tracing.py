@@ -51,7 +51,7 @@ def is_transformers_model(model: nn.Module) -> bool:
     )
 
 
-@one_at_a_time()
+@one_at_a_time
 def capture(
     model_copy: ModelCopy,
     call: BoundCall | None,

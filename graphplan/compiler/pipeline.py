@@ -106,7 +106,7 @@ class Compiler:
         """What has been traced so far."""
         return self._captures.known
 
-    @one_at_a_time()
+    @one_at_a_time
     def trace(self, call: BoundCall, entry: str = "") -> Capture:
         """What is captured of a call, for all sizes."""
         return self._captures.traced(call, entry).capture
@@ -115,7 +115,7 @@ class Compiler:
         """Where the first plans have put the weights, and which of them they stream."""
         return self._committed.layout(self.topology)
 
-    @one_at_a_time()
+    @one_at_a_time
     def plan(self, call: BoundCall | None, entry: str = "") -> Planned:
         """Capture, annotate and place a call, with larger sizes as the options say."""
         if call is None or self.homes is None:
@@ -134,7 +134,7 @@ class Compiler:
         lacking.args = (f"{lacking}{_PLACED}",)
         raise lacking
 
-    @one_at_a_time()
+    @one_at_a_time
     def plan_together(self, calls: Sequence[EntryCall], *, advise: bool = True) -> tuple[Planned, ...]:
         """Capture several calls, and place them over the same homes of weights.
 
@@ -158,7 +158,7 @@ class Compiler:
             self.commit(one)
         return planned
 
-    @one_at_a_time()
+    @one_at_a_time
     def pose(self, asked: EntryCall) -> Problem:
         """What a plan of a call would have to place, with the weights where earlier plans have put them.
 
@@ -176,13 +176,13 @@ class Compiler:
         """Forget what has been committed; traces are remembered."""
         self._committed = Commitments()
 
-    @one_at_a_time()
+    @one_at_a_time
     def lower(self, planned: Planned) -> Program:
         """The program of a plan that was committed."""
         constants, modes = self._committed.constants, self.model_copy.modes
         return lower_planned(planned, self.topology, self.options, constants, modes)
 
-    @one_at_a_time()
+    @one_at_a_time
     def further(self, call: BoundCall, modes: Modes, entry: str = "") -> Program:
         """Plan, commit and lower a call of another structure, with the weights where they are."""
         write_modes(self.model_copy.module, modes)

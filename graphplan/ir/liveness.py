@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -82,7 +83,8 @@ class _Sweep:
         self.born = [-1]
         self.last_use = [-1]
         self.home: dict[str, DeviceKey] = {}
-        self.allocated: dict[tuple[DeviceKey, int], int] = {}  # bytes that an allocator takes for so many
+        specs = self.specs
+        self.allocated = cache(lambda device, nbytes: specs[device].allocated(nbytes))
 
     def run(self, with_profile: bool) -> Memory:
         resident = self._place_weights()
@@ -140,16 +142,9 @@ class _Sweep:
         device = instance[1]
         self.storage[instance] = len(self.nbytes)
         self.device.append(device)
-        self.nbytes.append(self._allocated(device, nbytes))
+        self.nbytes.append(self.allocated(device, nbytes))
         self.born.append(index)
         self.last_use.append(index)
-
-    def _allocated(self, device: DeviceKey, nbytes: int) -> int:
-        size = device, nbytes
-        found = self.allocated.get(size)
-        if found is None:
-            found = self.allocated[size] = self.specs[device].allocated(nbytes)
-        return found
 
     def _use(self, index: int, instance: _Instance) -> None:
         storage = self.storage.get(instance)
@@ -233,7 +228,7 @@ class _Sweep:
             return 0
         spec = self.specs[step.device]
         nbytes = self.graph.operations[step.operation].workspace_on(spec.type)
-        return self._allocated(step.device, nbytes) if nbytes else 0
+        return self.allocated(step.device, nbytes) if nbytes else 0
 
     def _operation_of(self, index: int) -> str:
         """The operation that runs at a step, or the first one after it."""

@@ -54,7 +54,7 @@ class Rehearsed:
     made_by: Mapping[int, tuple[int, int]]
 
 
-@one_at_a_time()
+@one_at_a_time
 def rehearse(compiler: Compiler, call: BoundCall) -> list[Rehearsed]:
     """What ``generate`` would call, one of each structure, without those that are the example's.
 
