@@ -23,7 +23,6 @@ _FIELDS = (
     "lower_bound",
     "proof",
     "constraints",
-    "fixed_weights",
     "call_weight",
     "shared_prefetch_bytes",
     "prefetch_limits",
@@ -66,6 +65,7 @@ def _encode(plan: PlanData) -> dict[str, Any]:
     return {
         **_FORMAT.head(),
         **{name: _plain(getattr(plan, name)) for name in (*_FIELDS, "peak_bytes")},
+        "fixed_weights": dict(plan.fixed_weights),
         "devices": list(map(asdict, topology.devices)),
         "links": [[a, b, asdict(link)] for (a, b), link in topology.links.items()],
         "default_link": asdict(topology.default_link),
@@ -91,7 +91,7 @@ def _decode(cls: type[AnyPlan], data: Mapping[str, Any]) -> AnyPlan:
         topology=Topology(devices, links, decode(Link, data["default_link"])),
         schedule=_decode_schedule(data),
         others=tuple(_from_data(cls, _FORMAT.checked(other)) for other in data["others"]),
-        **{name: decode(kinds[name], data[name]) for name in _FIELDS},
+        **{name: decode(kinds[name], data[name]) for name in (*_FIELDS, "fixed_weights")},
     )
 
 
