@@ -29,7 +29,7 @@ from report import parser_of, table, write
 from torch.fx.experimental import _config as symbolic_config
 
 from graphplan.capture.model_copy import ModelCopy
-from graphplan.compiler.options import Options
+from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.passes.placement.driver import place

@@ -28,7 +28,7 @@ from torch import nn
 
 from graphplan.analysis.plan import Plan
 from graphplan.capture.model_copy import ModelCopy
-from graphplan.compiler.options import Options
+from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler
 from graphplan.devices.topology import CPU, Topology
 from graphplan.errors import GraphplanError, InfeasibleError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 __all__ = [
     "BudgetError",
@@ -19,6 +19,7 @@ __all__ = [
     "SimulatedOutOfMemoryError",
     "VerificationError",
     "first_line",
+    "lines_around",
     "readable_bytes",
 ]
 
@@ -42,6 +43,14 @@ def first_line(error: BaseException, most: int = 200) -> str:
     """
     text = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {text if len(text) <= most else text[: most - 3] + '...'}"
+
+
+def lines_around(lines: Sequence[str], index: int) -> str:
+    """The lines around one of them, which is marked: for messages."""
+    first = max(0, index - 5)
+    return "\n".join(
+        f"{'->' if at == index else '  '} {line}" for at, line in enumerate(lines[first : index + 6], first)
+    )
 
 
 class GraphplanError(Exception):

@@ -21,11 +21,11 @@ from report import table
 from second_set import draws, second_set
 
 from graphplan.devices.topology import CPU
-from graphplan.integrations.accelerate.baseline_device_maps import assignment_of
 from graphplan.integrations.accelerate.comparison import (
     LESS,
     Baseline,
     allocated_weights,
+    assignment_of,
     best,
     offloaded_weights,
 )

@@ -6,6 +6,7 @@ It is half of the time of a Llama's export: Python code is compiled for every gr
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,14 +15,9 @@ from torch import fx
 from torch.fx.experimental import proxy_tensor, sym_node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from graphplan._compat.private_names import private
-
-__all__ = ["Replacement", "less_work"]
+from graphplan._compat import Replacement, private
 
 _TESTED = "2.13"
-
-Replacement = tuple[Any, str, Callable[[Any], Any]]
-"""A class, the name of its method, and what makes another of the method."""
 
 _OF_TWO_SIZES = ("add", "sub", "mul", "eq", "ne", "gt", "ge", "lt", "le", "sym_max")
 
@@ -29,8 +25,7 @@ _OF_TWO_SIZES = ("add", "sub", "mul", "eq", "ne", "gt", "ge", "lt", "le", "sym_m
 def less_work(*, keep_grad: bool) -> list[Replacement]:
     """What to replace while ``torch.export`` is at work; the graph is the same.
 
-    Args:
-        keep_grad: leave changes of the gradient mode in the graph.
+    Changes of the gradient mode are left in it only if ``keep_grad``.
     """
     found: list[Replacement] = [(fx.GraphModule, "recompile", _when_called)]
     sizes = private(sym_node, "SymNode", "torch", _TESTED)
@@ -75,7 +70,7 @@ def _without_grad_mode(own: Callable[..., Any]) -> Callable[..., Any]:
 
 def _remembered(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """An operation of two sizes that is computed once; its results are objects of their own."""
-    tracing, kind = proxy_tensor.get_proxy_mode, sym_node.SymNode
+    tracing = proxy_tensor.get_proxy_mode
     known: dict[Any, tuple[Any, Any, Any]] = {}  # with the operands, so that no other has their id
 
     def operation(a: Any, b: Any) -> Any:
@@ -86,16 +81,7 @@ def _remembered(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         entry = known.get(key)
         if entry is None:
             entry = known[key] = x, y, own(a, b)
-        found = entry[2]
-        return kind(
-            found._expr,
-            env,
-            found.pytype,
-            found._hint,
-            found.constant,
-            found.fx_node,
-            found._optimized_summation,
-        )
+        return copy.copy(entry[2])
 
     return operation
 

@@ -13,19 +13,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import module as nn_module
 from torch.utils import _pytree as pytree
 
-from graphplan._compat.private_names import private
-
-__all__ = [
-    "Registry",
-    "call_of",
-    "compiled_as_constant",
-    "conditions_of",
-    "export_tracer",
-    "hide_tracer",
-    "read_functions",
-    "set_call",
-    "without_left_hooks",
-]
+from graphplan._compat import private
 
 _TESTED = "2.13"
 _ABSENT = object()

@@ -4,40 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from graphplan._compat.private_names import private
-
-__all__ = [
-    "ExportPatch",
-    "export_patches",
-    "local_entries",
-    "mask_is_left_out",
-    "masks_of_packed_texts",
-    "vision_stand_in",
-]
+from graphplan._compat import Replacement, private
 
 _TESTED = "5.23"
 
 
-@dataclass(frozen=True, slots=True)
-class ExportPatch:
-    """Something that transformers' exporter replaces while it traces.
-
-    Attributes:
-        owner: a module or a class.
-        name: of its attribute.
-        factory: from what is there to what is traced instead.
-    """
-
-    owner: Any
-    name: str
-    factory: Callable[[Any], Any]
-
-
-def export_patches() -> list[ExportPatch]:
+def export_patches() -> list[Replacement]:
     """What the exporter replaces, of all modules that are imported: a model can use no others.
 
     The exporter's own ``apply_patches`` imports some forty models to replace attributes of each, for every
@@ -49,7 +24,7 @@ def export_patches() -> list[ExportPatch]:
     listed = private(utils, "_PATCHES", "transformers", _TESTED)["dynamo"]
     # transformers 5.17 lists the owners themselves, later releases their paths
     owners = ((_imported(one) if isinstance(one, str) else one, name, made) for one, name, made in listed)
-    return [ExportPatch(owner, name, factory) for owner, name, factory in owners if hasattr(owner, name)]
+    return [(owner, name, factory) for owner, name, factory in owners if hasattr(owner, name)]
 
 
 def _imported(path: str) -> Any:
@@ -71,26 +46,18 @@ def local_entries(table: Any) -> MutableMapping[str, Callable[..., Any]]:
     return found
 
 
-def mask_is_left_out() -> tuple[ModuleType, str]:
-    """The function that decides whether eager attention has a mask: its module and name."""
-    return _of_masks("_ignore_causal_mask_sdpa")
+def functions_of_masks() -> tuple[ModuleType, tuple[str, str, str]]:
+    """The module of three functions, and their names.
 
-
-def masks_of_packed_texts() -> tuple[ModuleType, str]:
-    """What makes the function that keeps several texts in a row apart: its module and name."""
-    return _of_masks("packed_sequence_mask_function")
-
-
-def joined_masks() -> tuple[ModuleType, str]:
-    """What makes one function of several that all have to allow a token: its module and name."""
-    return _of_masks("and_masks")
-
-
-def _of_masks(name: str) -> tuple[ModuleType, str]:
+    What decides whether eager attention has a mask; what makes the function that keeps several texts in a row
+    apart; what makes one function of several that all have to allow a token.
+    """
     from transformers import masking_utils
 
-    private(masking_utils, name, "transformers", _TESTED)
-    return masking_utils, name
+    names = "_ignore_causal_mask_sdpa", "packed_sequence_mask_function", "and_masks"
+    for name in names:
+        private(masking_utils, name, "transformers", _TESTED)
+    return masking_utils, names
 
 
 def vision_stand_in() -> tuple[ModuleType, str]:

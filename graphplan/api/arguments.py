@@ -1,9 +1,12 @@
-"""What a caller gives beside examples, read: the model, constraints, what is to be compiled."""
+"""What a caller gives, read: the model, example calls, constraints, what is to be compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import numbers
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +14,23 @@ import torch
 from torch import nn
 
 from graphplan.analysis.plan import Plan
+from graphplan.capture.model_copy import ModelCopy
+from graphplan.capture.model_methods import entry_named
 from graphplan.capture.model_weights import ModelWeights
+from graphplan.capture.signature import BoundCall
+from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.devices.max_memory import MaxMemory, Reserve, read_max_memory
 from graphplan.devices.topology import CPU, SIMULATED, DeviceKey, Topology
 from graphplan.errors import DeviceError, InputError, PlanError
+from graphplan.integrations.rehearsal import rehearse
 from graphplan.ir.constraints import Constraints
 from graphplan.warnings import warn
 
-__all__ = ["budgeted", "pin_sparse", "read_compile", "read_constraints", "read_given_plan", "read_model"]
+ExampleCall = (
+    Mapping[str, Any] | tuple[Sequence[Any], Mapping[str, Any]] | tuple[str, Sequence[Any], Mapping[str, Any]]
+)
+ExampleRun = Callable[[Any], Any]
+"""Code that makes calls of a model."""
 
 
 def read_model(model: Any) -> nn.Module:
@@ -176,3 +188,74 @@ def budgeted(topology: Topology, max_memory: MaxMemory | None, reserve: Reserve)
         for spec in topology.devices
     )
     return replace(topology, devices=tuple(sized))
+
+
+def read_examples(
+    model_copy: ModelCopy,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    calls: Sequence[ExampleCall] | ExampleRun | None,
+    weights: Sequence[float] | None,
+) -> Callable[[Compiler], Sequence[EntryCall]]:
+    """What gives a compiler the caller's calls, with their weights; it rehearses a function that makes them.
+
+    Raises:
+        InputError: they are not what :func:`graphplan.plan` takes.
+    """
+    if args or kwargs:
+        raise InputError("give example inputs in calls=, or in args= and kwargs=, not in both")
+    if callable(calls):
+        if weights is not None:
+            raise InputError("calls is a function, whose calls are counted: leave weights out")
+        return partial(rehearse, calls)
+    if isinstance(calls, Mapping | str) or not isinstance(calls, Sequence) or not calls:
+        raise InputError(
+            "calls must be a list of example inputs, each a mapping of names or a pair (args, kwargs)"
+        )
+    counts = [1.0] * len(calls) if weights is None else list(weights)
+    if len(counts) != len(calls):
+        raise InputError(
+            f"calls has {len(calls)} entries and weights {len(counts)}: give one weight for each"
+        )
+    for weight in counts:
+        number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
+        if not number or not (0 < weight < math.inf):
+            raise InputError(f"weights must be positive numbers, not {weight!r}")
+    found = [_bound(model_copy, call, float(weight)) for call, weight in zip(calls, counts, strict=True)]
+    return lambda _compiler: found
+
+
+def _bound(model_copy: ModelCopy, call: ExampleCall, weight: float) -> EntryCall:
+    if isinstance(call, Mapping):
+        call = (), call
+    if isinstance(call, tuple | list) and 2 <= len(call) <= 3:
+        *name, args, kwargs = call
+        named = all(isinstance(one, str) for one in name)
+        if named and isinstance(args, tuple | list) and isinstance(kwargs, Mapping):
+            entry = entry_named(model_copy.module, *name) if name else ""
+            return EntryCall(model_copy.part(entry).bind(tuple(args), kwargs), entry, weight)
+    kind = type(call).__name__
+    raise InputError(
+        f"each of calls must be a mapping of names, a pair (args, kwargs), as ((x,), {{}}), or "
+        f"('decode', args, kwargs) for another method or a submodule, not a {kind}"
+    )
+
+
+def read_example(
+    model: nn.Module, model_copy: ModelCopy, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> BoundCall | None:
+    """The example inputs, or the model's own, or None.
+
+    Raises:
+        InputError: they are not what :func:`graphplan.plan` takes, or do not fit the model.
+    """
+    if not isinstance(args, tuple | list):
+        raise InputError("args must be a tuple of inputs, as in torch.export: write args=(x,)")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InputError("kwargs must map argument names to inputs: write kwargs={'x': x}")
+    if args or kwargs or not model_copy.signature.parameters:
+        return model_copy.bind(tuple(args), kwargs or {})
+    dummies = getattr(model, "dummy_inputs", None)
+    if isinstance(dummies, Mapping) and dummies:
+        return model_copy.bind((), dummies)
+    return None

@@ -14,6 +14,7 @@ from torch import nn
 
 from graphplan.api.partition import partition
 from graphplan.capture.model_weights import ModelWeights
+from graphplan.capture.thread_patches import outside_inference_mode
 from graphplan.devices.max_memory import MaxMemory
 from graphplan.errors import CheckpointError
 from graphplan.integrations.transformers.checkpoint_rules import Matched, finish_weights, match_names
@@ -22,13 +23,12 @@ from graphplan.runtime.checkpoint.converted_checkpoint import ConvertedCheckpoin
 from graphplan.runtime.checkpoint.safetensors_header import FileTensor
 from graphplan.warnings import warn
 
-__all__ = ["OpenedFolder", "load", "open_pretrained"]
-
 _CONFIG = "config.json"
 _GENERATION = "generation_config.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
+@outside_inference_mode
 def load(
     path: str | Path,
     max_memory: MaxMemory | None = None,
@@ -78,12 +78,7 @@ def load(
 
 @dataclass(frozen=True, slots=True)
 class OpenedFolder:
-    """A model without its weights, and where they are.
-
-    Attributes:
-        model: on the meta device, but for what no checkpoint has.
-        source: of its weights.
-    """
+    """A model on the meta device, but for what no checkpoint has, and the source of its weights."""
 
     model: nn.Module
     source: ConvertedCheckpoint

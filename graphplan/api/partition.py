@@ -11,19 +11,23 @@ from torch import nn
 
 from graphplan.analysis.plan import Plan
 from graphplan.api.arguments import (
+    ExampleCall,
+    ExampleRun,
     budgeted,
     pin_sparse,
     read_compile,
     read_constraints,
+    read_example,
+    read_examples,
     read_given_plan,
     read_model,
 )
-from graphplan.api.example_calls import ExampleCall, ExampleRun, read_example, read_examples
-from graphplan.api.placer import FirstCall, Placer, Recipe
+from graphplan.api.placer import Placer, Recipe
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.shared_attributes import copy_to_run, of_class
 from graphplan.capture.size_limits import SizeLimits
-from graphplan.compiler.options import Options
+from graphplan.capture.thread_patches import outside_inference_mode
+from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler
 from graphplan.devices.max_memory import MaxMemory, Reserve, read_max_memory, require_present
 from graphplan.devices.speeds import Measurements, Speed, with_speeds
@@ -36,13 +40,12 @@ from graphplan.runtime.module.placed_module import attach_start, placed_class
 from graphplan.runtime.weights.storage import require_data
 from graphplan.warnings import warn
 
-__all__ = ["partition", "plan"]
-
 _SHARED = "{!r} ({}) cannot be copied: the placed model shares it with the original"
 
 Links = Mapping[tuple[DeviceKey, DeviceKey], Link]
 
 
+@outside_inference_mode
 def plan(
     model: nn.Module,
     max_memory: MaxMemory | None = None,
@@ -126,11 +129,12 @@ def plan(
     model_copy = ModelCopy(model)
     compiler = Compiler(model_copy, topology, options)
     if calls is not None or weights is not None:
-        examples = read_examples(model_copy, args, kwargs, calls, weights)(compiler)
-        return compiler.plan_together(examples.calls, examples.weights)[0].plan
+        find = read_examples(model_copy, args, kwargs, calls, weights)
+        return compiler.plan_together(find(compiler))[0].plan
     return plan_first(compiler, read_example(model, model_copy, args, kwargs))[0].plan
 
 
+@outside_inference_mode
 def partition(
     model: nn.Module,
     max_memory: MaxMemory | None = None,
@@ -248,7 +252,7 @@ def partition(
         warn(f"{said} (the first call will be captured instead)")
     shell = copy_to_run(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     shell = of_class(shell, placed_class(type(model)))
-    attach_start(shell, FirstCall(placer))
+    attach_start(shell, placer)
     return shell
 
 

@@ -13,8 +13,6 @@ from graphplan.api.partition import partition
 from graphplan.devices.max_memory import MaxMemory
 from graphplan.errors import InputError
 
-__all__ = ["Components", "PlacedComponents", "partition_pipeline"]
-
 
 class Components(nn.Module):
     """The models of a pipeline as one module, so that one plan serves them all."""

@@ -4,27 +4,25 @@
 
     partition ── Placer ──> placed module, which keeps a Recipe
        │                        │ pickled, or changed after it was traced
-       └── FirstCall            └── Recipe at the next forward pass: Placer, with the weights where they are
-           at that pass: Placer
+       └── at the first         └── Recipe at the next forward pass: Placer, with the weights where they are
+           forward pass
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 from graphplan.api.eager_check import require_equal
-from graphplan.api.example_calls import Examples
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.model_weights import tensor_bytes
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.code_generation import Planned
-from graphplan.compiler.options import Options
+from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.devices.topology import DISK, DeviceKey, Topology
 from graphplan.errors import NoGraphError
@@ -37,8 +35,6 @@ from graphplan.runtime.memory.allocation import warm_activations
 from graphplan.runtime.module.placed_module import attach, placed_class
 from graphplan.runtime.weights.storage import place_model
 from graphplan.warnings import warn
-
-__all__ = ["FirstCall", "Placer", "Recipe"]
 
 _IN_MEMORY = (
     "weights that were on 'disk' have been unpickled and are in memory now, beyond the CPU's budget: "
@@ -68,7 +64,7 @@ class Recipe:
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str
     ) -> nn.Module:
         """Place a module as it is now, at a call of it."""
-        return FirstCall(Placer(self))(module, args, kwargs, entry)
+        return Placer(self)(module, args, kwargs, entry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,67 +87,70 @@ class Placer:
     plan: PlanData | None = None
     in_place: bool = False
 
+    @property
+    def known_plan(self) -> PlanData | None:
+        """The plan that put the weights where they are, if any has."""
+        return self.recipe.known_plan
+
+    @property
+    def strict(self) -> bool:
+        """Whether what cannot be captured is an error."""
+        return self.recipe.strict
+
+    def __call__(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str
+    ) -> nn.Module:
+        """Place a module as it is now, at a call of it."""
+        model = unplaced(module)
+        model_copy = ModelCopy(model)
+        call = model_copy.part(entry).bind(args, kwargs)
+        return replace(self, in_place=True).place(model, model_copy, call, entry)
+
     def place(
         self, model: nn.Module, model_copy: ModelCopy, call: BoundCall | None, entry: str = ""
     ) -> nn.Module:
         """A placed copy of ``model``; ``entry`` is what is called, if not the model itself."""
-        compiler, examples = self._compiler(model_copy), [] if call is None else [EntryCall(call, entry)]
-        plan = partial(plan_first, compiler, call, entry)
+        compiler, calls = self._compiler(model_copy), [] if call is None else [EntryCall(call, entry)]
         try:
-            return self._placed(model, compiler, plan, examples)
+            placed = self._attached(model, compiler, plan_first(compiler, call, entry))
+            return self._checked(model, placed, calls)
         except NoGraphError as error:
             own_code = isinstance(error, RunAsItIs | UntracedMethodError)
-            if self.recipe.strict or call is None or own_code:
+            if self.strict or call is None or own_code:
                 raise
             failed = error
         if self.recipe.homes is not None:  # its modules run this call where their weights are
             return self._attached(model, compiler, [])
-        return self._hooked(model, model_copy, EntryCall(call, entry), failed, examples)
+        return self._hooked(model, model_copy, calls, failed)
 
     def place_together(
-        self, model: nn.Module, model_copy: ModelCopy, find: Callable[[Compiler], Examples]
+        self, model: nn.Module, model_copy: ModelCopy, find: Callable[[Compiler], Sequence[EntryCall]]
     ) -> nn.Module:
-        """A placed copy of ``model``, for several calls; hooks keep room for that with the largest inputs."""
+        """A placed copy of ``model``, for several calls, which may be found by rehearsing code."""
         compiler = self._compiler(model_copy)
-        examples = find(compiler)
-        calls = examples.calls
-        plan = partial(compiler.plan_and_commit, calls, examples.weights)
+        calls = find(compiler)
         try:
-            return self._placed(model, compiler, plan, calls)
+            placed = self._attached(model, compiler, compiler.plan_and_commit(calls))
+            return self._checked(model, placed, calls)
         except NoGraphError as error:
-            if self.recipe.strict or isinstance(error, RunAsItIs):
+            if self.strict or isinstance(error, RunAsItIs):
                 raise
             failed = error
-        call = max(calls, key=lambda one: sum(map(tensor_bytes, one.call.tensors)))
-        return self._hooked(model, model_copy, call, failed, calls)
+        return self._hooked(model, model_copy, calls, failed)
 
-    def _placed(
-        self,
-        model: nn.Module,
-        compiler: Compiler,
-        plan: Callable[[], Sequence[Planned]],
-        examples: Sequence[EntryCall],
-    ) -> nn.Module:
-        placed = self._attached(model, compiler, plan())
-        for one in examples if self.check else ():
+    def _checked(self, model: nn.Module, placed: nn.Module, calls: Sequence[EntryCall]) -> nn.Module:
+        for one in calls if self.check else ():
             require_equal(model, placed, one.call, one.entry)
         return placed
 
     def _hooked(
-        self,
-        model: nn.Module,
-        model_copy: ModelCopy,
-        asked: EntryCall,
-        failed: NoGraphError,
-        examples: Sequence[EntryCall],
+        self, model: nn.Module, model_copy: ModelCopy, calls: Sequence[EntryCall], failed: NoGraphError
     ) -> nn.Module:
-        recipe = self.recipe
-        placed = fall_back(
-            model, model_copy, asked.call, recipe.topology, recipe.options, self.source, failed, asked.entry
-        )
-        for one in examples if self.check else ():
-            require_equal(model, placed, one.call, one.entry)
-        return placed
+        """Run by hooks, which keep room for the call with the largest inputs."""
+        largest = max(calls, key=lambda one: sum(map(tensor_bytes, one.call.tensors)))
+        topology, options = self.recipe.topology, self.recipe.options
+        placed = fall_back(model, model_copy, largest, topology, options, self.source, failed)
+        return self._checked(model, placed, calls)
 
     def _compiler(self, model_copy: ModelCopy) -> Compiler:
         recipe = self.recipe
@@ -190,33 +189,3 @@ class Placer:
         if self.warm:
             warm_activations(program.plan for program in programs)
         return made.module
-
-
-@dataclass(frozen=True, slots=True)
-class FirstCall:
-    """Places a module that waits for its first forward pass.
-
-    Attributes:
-        placer: with the caller's options.
-    """
-
-    placer: Placer
-
-    @property
-    def known_plan(self) -> PlanData | None:
-        """The plan that put the weights where they are, if any has."""
-        return self.placer.recipe.known_plan
-
-    @property
-    def strict(self) -> bool:
-        """Whether what cannot be captured is an error."""
-        return self.placer.recipe.strict
-
-    def __call__(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str
-    ) -> nn.Module:
-        """Place the module as it is now, at a call of it."""
-        model = unplaced(module)
-        model_copy = ModelCopy(model)
-        call = model_copy.part(entry).bind(args, kwargs)
-        return replace(self.placer, in_place=True).place(model, model_copy, call, entry)

@@ -14,8 +14,6 @@ from torch.utils import _pytree as pytree
 from graphplan.capture.signature import BoundCall, InputSignature
 from graphplan.capture.structure import flatten
 
-__all__ = ["OWN_NAMES", "Capture", "Part", "Prepare", "Without", "bound_call"]
-
 Prepare = Callable[[BoundCall], BoundCall]
 
 OWN_NAMES = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))

@@ -10,7 +10,7 @@ them, and otherwise as in the example call, where they come of its inputs alone:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,16 +20,9 @@ from torch.utils import _pytree as pytree
 from graphplan.capture.signature import CounterLeaf, TensorLeaf
 from graphplan.warnings import warn
 
-__all__ = [
-    "UNBOUNDED",
-    "exact_size",
-    "finite_bound",
-    "largest_sizes",
-    "sizes_of_call",
-    "sizes_of_example",
-    "symbols_of",
-    "with_splits",
-]
+UNBOUNDED = 1 << 48  # what torch writes for a size without an upper bound is above this
+_MOST = 1 << 24  # elements: what decides sizes is computed from little
+_HARMLESS = (torch.ops.aten.detach_.default,)
 
 
 def finite_bound(bound: Any) -> int | None:
@@ -41,48 +34,43 @@ def finite_bound(bound: Any) -> int | None:
     return number if number < UNBOUNDED else None
 
 
-UNBOUNDED = 1 << 48  # what torch writes for a size without an upper bound is above this
+def values_of(graph: fx.Graph) -> dict[str, Any]:
+    """Name of each placeholder -> the traced value that it is; None of what is no tensor and no size."""
+    return {node.name: node.meta.get("val") for node in graph.find_nodes(op="placeholder")}
+
+
+def _symbols(val: Any, here: Any) -> Iterator[tuple[Any, Any]]:
+    """The symbols that are sizes of a traced tensor, or a traced integer; each with its place in ``here``."""
+    pairs = zip(val.shape, here, strict=True) if isinstance(val, torch.Tensor) else [(val, here)]
+    for size, found in pairs:
+        if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
+            yield size.node.expr, found
 
 
 def largest_sizes(graph: fx.Graph, inputs: Sequence[str], leaves: Sequence[Any]) -> dict[Any, int]:
     """Each symbol of an input's sizes -> the largest that the signature's leaf for it admits."""
-    nodes = {node.name: node for node in graph.nodes if node.op == "placeholder"}
-    found: dict[Any, int] = {}
-
-    def note(size: Any, largest: int) -> None:
-        if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
-            found[size.node.expr] = max(found.get(size.node.expr, 0), largest)
-
+    values, found = values_of(graph), dict[Any, int]()
     for name, leaf in zip(inputs, leaves, strict=True):
-        val = nodes[name].meta.get("val")
         if isinstance(leaf, CounterLeaf):
-            note(val, leaf.high)
-        elif isinstance(leaf, TensorLeaf) and isinstance(val, torch.Tensor):
-            for size, bounds in zip(val.shape, leaf.ranges, strict=False):
-                if bounds is not None:
-                    note(size, bounds[1])
+            bounds: Any = (leaf.low, leaf.high)
+        elif isinstance(leaf, TensorLeaf) and leaf.ranges:
+            bounds = leaf.ranges
+        else:
+            continue
+        for symbol, range_ in _symbols(values[name], bounds):
+            if range_ is not None:
+                found[symbol] = max(found.get(symbol, 0), range_[1])
     return found
 
 
 def sizes_of_call(graph: fx.Graph, inputs: Sequence[str], leaves: Sequence[Any]) -> dict[Any, int]:
-    """Each symbol of an input's sizes -> its value in a call.
-
-    Args:
-        graph: that was traced.
-        inputs: names of its placeholders.
-        leaves: what the call gives for each.
-    """
-    nodes = {node.name: node for node in graph.find_nodes(op="placeholder")}
-    found: dict[Any, int] = {}
-    for name, leaf in zip(inputs, leaves, strict=True):
-        val = nodes[name].meta.get("val")
-        pairs = zip(val.shape, leaf.shape, strict=True) if isinstance(val, torch.Tensor) else [(val, leaf)]
-        found |= {
-            size.node.expr: int(here)
-            for size, here in pairs
-            if isinstance(size, torch.SymInt) and size.node.expr.is_symbol
-        }
-    return found
+    """Each symbol of an input's sizes -> its value in a call, which gives ``leaves`` for the inputs."""
+    values = values_of(graph)
+    return {
+        symbol: int(size)
+        for name, leaf in zip(inputs, leaves, strict=True)
+        for symbol, size in _symbols(values[name], getattr(leaf, "shape", leaf))
+    }
 
 
 def exact_size(size: Any, sizes: Mapping[Any, int]) -> int | None:
@@ -125,17 +113,11 @@ def _largest(size: Any, sizes: Mapping[Any, int]) -> int | None:
     return finite_bound(size.node.shape_env.bound_sympy(size.node.expr.xreplace(sizes)).upper)
 
 
-_MOST = 1 << 24  # elements: what decides sizes is computed from little
-_HARMLESS = (torch.ops.aten.detach_.default,)
-
-
 def sizes_of_example(graph: fx.Graph, values: Mapping[str, Any], inputs: Sequence[str]) -> dict[Any, int]:
     """Sizes that the data decides, as they are in the example call.
 
-    Args:
-        graph: that was traced.
-        values: of its placeholders, as far as they are known: inputs, constants, buffers.
-        inputs: those that are other values in other calls.
+    ``values`` has the placeholders that are known: inputs, constants, buffers. Those of ``inputs`` are other
+    values in other calls.
     """
     deciding = [node for node in graph.nodes if symbols_of(node)]
     wanted = _with_ancestors(deciding)
@@ -152,7 +134,8 @@ def sizes_of_example(graph: fx.Graph, values: Mapping[str, Any], inputs: Sequenc
             varying.add(node)
     found: dict[Any, int] = {}
     for node in (node for node in deciding if node in known):
-        found |= _values_of(node, known[node])
+        sizes = _symbols(node.meta["val"], getattr(known[node], "shape", known[node]))
+        found |= {symbol: int(size) for symbol, size in sizes if _is_open(symbol)}
     if any(node in known for node in deciding if node in varying):
         warn(
             "sizes that only the data decides count in the plan as in the example call: calls in which they "
@@ -164,19 +147,7 @@ def sizes_of_example(graph: fx.Graph, values: Mapping[str, Any], inputs: Sequenc
 def symbols_of(node: fx.Node) -> list[Any]:
     """Symbols that the data decides, of what a node makes: each alone."""
     val = node.meta.get("val")
-    sizes = val.shape if isinstance(val, torch.Tensor) else [val]
-    symbols = [size.node.expr for size in sizes if isinstance(size, torch.SymInt)]
-    return [symbol for symbol in symbols if _is_open(symbol)]
-
-
-def _values_of(node: fx.Node, made: Any) -> dict[Any, int]:
-    val = node.meta["val"]
-    sizes = zip(val.shape, made.shape, strict=True) if isinstance(val, torch.Tensor) else [(val, made)]
-    return {
-        size.node.expr: int(value)
-        for size, value in sizes
-        if isinstance(size, torch.SymInt) and _is_open(size.node.expr)
-    }
+    return [symbol for symbol, _ in _symbols(val, getattr(val, "shape", None)) if _is_open(symbol)]
 
 
 def _with_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:

@@ -19,8 +19,6 @@ from graphplan.capture.signature import BoundCall
 from graphplan.capture.structure import unflatten
 from graphplan.errors import GraphplanError
 
-__all__ = ["eager_error", "is_same"]
-
 _TRIABLE = 1 << 28  # elements of weights, above which real kernels are not tried
 
 

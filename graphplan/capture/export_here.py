@@ -19,16 +19,10 @@ from graphplan.capture.source_lines import calling_line
 from graphplan.capture.structure import torch_knows
 from graphplan.capture.thread_patches import Patch, patched
 
-__all__ = ["exporting"]
-
 
 @contextmanager
 def exporting(*, keep_grad: bool) -> Iterator[None]:
-    """A block for a ``torch.export`` of what graphplan can look inside.
-
-    Args:
-        keep_grad: changes of the gradient mode are part of the graph.
-    """
+    """A block for a ``torch.export`` of what graphplan can look inside; ``keep_grad`` as in ``capture``."""
     tracer: Any = export_tracer()
     flags = torch.compiler
     with (

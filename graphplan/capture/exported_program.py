@@ -10,14 +10,19 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from graphplan.capture.captured_graph import Capture, Prepare, bound_call
-from graphplan.capture.dynamic_sizes import UNBOUNDED, finite_bound, largest_sizes, with_splits
+from graphplan.capture.captured_graph import Capture, Prepare
+from graphplan.capture.dynamic_sizes import (
+    UNBOUNDED,
+    finite_bound,
+    largest_sizes,
+    values_of,
+    with_splits,
+)
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.model_weights import identity
 from graphplan.capture.signature import (
     BoundCall,
     CounterLeaf,
-    Guard,
     InputSignature,
     Prepared,
     TensorLeaf,
@@ -25,35 +30,56 @@ from graphplan.capture.signature import (
 )
 from graphplan.capture.structure import node_of
 from graphplan.capture.transformers.caches import is_described
+from graphplan.capture.transformers.exporter import Exported, Roles
 from graphplan.errors import CaptureError, NoGraphError
 
-__all__ = ["from_program"]
+
+def from_exported(
+    exported: Exported, call: BoundCall, model_copy: ModelCopy, prepare: Prepare | None
+) -> Capture:
+    """What was exported of a transformers model, as a capture.
+
+    ``call`` is in the caller's arguments, and ``prepare`` what was done to these before the trace.
+
+    Raises:
+        CaptureError: as in :func:`from_program`.
+    """
+    traced, guards = exported.traced, exported.guards
+    found = from_program(exported.program, traced, model_copy, exported.roles)
+    names = leaf_names(call)
+    places = {name: index for index, name in enumerate(names)}
+    order = tuple(places.get(name) for name in found.signature.names)
+    prepared = None
+    if None in order:  # conditions may be on what only the exporter sees
+        assert prepare is not None
+        prepared, guards = Prepared(prepare, replace(found.signature, guards=guards)), ()
+    known = dict(zip(found.signature.names, found.signature.leaves, strict=True))
+    # flags of the output, such as use_cache, are taken out before the trace
+    leaves = tuple(known.get(name, _leaf(leaf, None)) for name, leaf in zip(names, call.leaves, strict=True))
+    roles = dict(zip(order, exported.roles, strict=True))
+    return replace(
+        found,
+        signature=InputSignature(
+            call.spec, leaves, names, guards=tuple(g.over(order) for g in guards), prepared=prepared
+        ),
+        method="transformers",
+        prepare=prepare,
+        roles=tuple(roles.get(index, {}) for index in range(len(call.leaves))),
+        order=order,
+        states={name: place for name, at in found.states.items() if (place := order[at]) is not None},
+        caches=exported.caches,
+    )
 
 
 def from_program(
     program: torch.export.ExportedProgram,
     call: BoundCall,
     model_copy: ModelCopy,
-    method: str,
-    *,
-    prepare: Prepare | None = None,
-    traced: Mapping[str, Any] | None = None,
-    roles: tuple[Mapping[int, str], ...] = (),
-    guards: tuple[Guard, ...] = (),
-    caches: tuple[str, ...] = (),
+    roles: Sequence[Roles] = (),
 ) -> Capture:
-    """What an exported program says, as a capture.
+    """What an exported program says of a call, as a capture; the program's graph becomes the capture's own.
 
-    Args:
-        program: from ``torch.export``; its graph becomes the capture's own.
-        call: the call that was traced, in the caller's arguments.
-        model_copy: the copy that was traced.
-        method: for people.
-        prepare: what was done to the arguments before the trace, if anything.
-        traced: the arguments after that.
-        roles: as in :class:`Capture`.
-        guards: what the trace takes for granted of sizes.
-        caches: as in :class:`Capture`.
+    ``roles`` has, for each leaf of the call, its axes that may vary, where that is known.
 
     Raises:
         CaptureError: the program has inputs or outputs that are neither tensors nor constants.
@@ -63,18 +89,17 @@ def from_program(
     _name_modules(program.graph, model_copy.entry.partition(":")[0])
     inputs = taken.of_call
     _flatten_outputs(program)
-    bound = call if traced is None else bound_call(traced)
-    if len(bound.leaves) != len(inputs):
-        raise CaptureError(f"the trace takes {len(inputs)} inputs, the call has {len(bound.leaves)}")
-    signature = _any_strides(_input_signature(program, bound, inputs, roles), bound.spec, roles)
-    order = tuple(range(len(inputs))) if traced is None else _order(bound, call)
-    prepared = None
-    places = tuple(place for place in order if place is not None)
-    if len(places) == len(order):
-        signature = replace(signature, guards=tuple(guard.over(places) for guard in guards))
-    else:  # conditions may be on what only the exporter sees
-        assert prepare is not None
-        prepared = Prepared(prepare, replace(signature, guards=guards))
+    if len(call.leaves) != len(inputs):
+        raise CaptureError(f"the trace takes {len(inputs)} inputs, the call has {len(call.leaves)}")
+    values, states = values_of(program.graph), set(_cache_leaves(call.spec))
+    traced = (
+        _leaf(leaf, values[name], program.range_constraints, own)
+        for leaf, name, own in zip(call.leaves, inputs, roles or [{}] * len(inputs), strict=True)
+    )
+    leaves = tuple(
+        _of_any_strides(leaf, is_state=index in states, is_text=bool(roles))
+        for index, leaf in enumerate(traced)
+    )
     out_spec = program.call_spec.out_spec
     assert out_spec is not None
     return Capture(
@@ -83,14 +108,11 @@ def from_program(
         taken.constants,
         tuple(inputs),
         out_spec,
-        signature if traced is None else replace(_with_flags(signature, call), prepared=prepared),
-        method,
-        with_splits(program.graph, largest_sizes(program.graph, inputs, signature.leaves)),
-        prepare,
-        roles=_in_order(roles, order, len(call.leaves)),
-        order=order,
-        states=_states(program.graph, inputs, bound.spec, order),
-        caches=caches,
+        InputSignature(call.spec, leaves, leaf_names(call)),
+        "export",
+        with_splits(program.graph, largest_sizes(program.graph, inputs, leaves)),
+        order=tuple(range(len(inputs))),
+        states={inputs[i]: i for i in sorted(states) if isinstance(values[inputs[i]], torch.Tensor)},
         kept=frozenset(_cache_leaves(out_spec)),
         entry=model_copy.entry,
     )
@@ -114,17 +136,11 @@ def _name_modules(graph: fx.Graph, path: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """What a program takes.
+    """What a program takes."""
 
-    Attributes:
-        of_call: node names of the leaves of the call, in order.
-        weights: node name -> the weight's first name in the model, or the constant's.
-        constants: name -> tensor that the trace lifted out of the code.
-    """
-
-    of_call: list[str]
-    weights: dict[str, str]
-    constants: dict[str, torch.Tensor]
+    of_call: list[str]  # node names of the leaves of the call, in order
+    weights: dict[str, str]  # node name -> the weight's first name in the model, or the constant's
+    constants: dict[str, torch.Tensor]  # name -> tensor that the trace lifted out of the code
 
 
 def _read_inputs(program: torch.export.ExportedProgram, model_copy: ModelCopy) -> _Inputs:
@@ -153,59 +169,16 @@ def _read_inputs(program: torch.export.ExportedProgram, model_copy: ModelCopy) -
     return found
 
 
-def _with_flags(signature: InputSignature, call: BoundCall) -> InputSignature:
-    """The signature of the caller's call, whose output flags (``use_cache``) the exporter took out."""
-    known = dict(zip(signature.names, signature.leaves, strict=True))
-    names = leaf_names(call)
-    leaves = tuple(known.get(name, _leaf(leaf, None)) for name, leaf in zip(names, call.leaves, strict=True))
-    return InputSignature(call.spec, leaves, names, guards=signature.guards)
+def _of_any_strides(leaf: Any, *, is_state: bool, is_text: bool) -> Any:
+    """What a signature asks, without strides where these do not matter.
 
-
-def _any_strides(
-    signature: InputSignature, spec: pytree.TreeSpec, roles: Sequence[Mapping[int, str]]
-) -> InputSignature:
-    """Let some tensors have any strides.
-
-    Of caches, since a window of one is a slice, and is only read to extend it. And of tokens: the last one
-    of a text is a slice too, and so small that it is made dense when it comes.
+    A window of a cache is a slice, and is only read to extend it. The last token of a text is a slice too,
+    and so small that it is made dense when it comes.
     """
-    leaves = list(signature.leaves)
-    states = set(_cache_leaves(spec))
-    for index, leaf in enumerate(leaves):
-        if not isinstance(leaf, TensorLeaf):
-            continue
-        tokens = bool(roles) and not leaf.dtype.is_floating_point and not leaf.dtype.is_complex
-        if index in states or tokens:
-            leaves[index] = replace(leaf, stride=())
-    return replace(signature, leaves=tuple(leaves))
-
-
-def _order(traced: BoundCall, call: BoundCall) -> tuple[int | None, ...]:
-    """For each leaf that was traced, the leaf of the caller's call; None for what the exporter has added."""
-    places = {name: index for index, name in enumerate(leaf_names(call))}
-    return tuple(places.get(name) for name in leaf_names(traced))
-
-
-def _in_order(
-    roles: Sequence[Mapping[int, str]], order: Sequence[int | None], count: int
-) -> tuple[Mapping[int, str], ...]:
-    found: list[Mapping[int, str]] = [{}] * count
-    for own, index in zip(roles, order, strict=False):
-        if index is not None:
-            found[index] = own
-    return tuple(found)
-
-
-def _states(
-    graph: fx.Graph, inputs: Sequence[str], spec: pytree.TreeSpec, order: Sequence[int | None]
-) -> dict[str, int]:
-    nodes = {node.name: node for node in graph.nodes if node.op == "placeholder"}
-    return {
-        inputs[index]: place
-        for index in _cache_leaves(spec)
-        if isinstance(nodes[inputs[index]].meta.get("val"), torch.Tensor)
-        and (place := order[index]) is not None
-    }
+    if not isinstance(leaf, TensorLeaf):
+        return leaf
+    tokens = is_text and not leaf.dtype.is_floating_point and not leaf.dtype.is_complex
+    return replace(leaf, stride=()) if is_state or tokens else leaf
 
 
 def _cache_leaves(spec: pytree.TreeSpec, start: int = 0) -> Iterator[int]:
@@ -230,20 +203,6 @@ def _flatten_outputs(program: torch.export.ExportedProgram) -> None:
         elif spec.kind is not kinds.BUFFER_MUTATION:
             raise CaptureError(f"the trace has an output of kind {spec.kind.name}")
     node.args = (tuple(flat),)
-
-
-def _input_signature(
-    program: torch.export.ExportedProgram,
-    call: BoundCall,
-    inputs: Sequence[str],
-    roles: Sequence[Mapping[int, str]],
-) -> InputSignature:
-    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    leaves = tuple(
-        _leaf(leaf, nodes[name].meta.get("val"), program.range_constraints, own or {})
-        for leaf, name, own in zip(call.leaves, inputs, roles or [{}] * len(inputs), strict=True)
-    )
-    return InputSignature(call.spec, leaves, leaf_names(call))
 
 
 def _leaf(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import mmap
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,23 +19,10 @@ import torch
 from torch import nn
 
 from graphplan.capture.model_weights import ModelWeights, is_dense
-from graphplan.capture.modes import Modes, read_modes, write_modes
+from graphplan.capture.modes import Modes, read_modes
 from graphplan.capture.shared_attributes import copy_to_trace
 from graphplan.capture.signature import BoundCall, bind_call
 from graphplan.capture.transformers.caches import know_caches
-
-__all__ = ["ModelCopy"]
-
-
-_ROOT_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
 
 
 class ModelCopy:
@@ -60,8 +48,9 @@ class ModelCopy:
         if type(model).__call__ is not nn.Module.__call__:  # the placed module's own runs around the graph
             plain = {"__call__": nn.Module.__call__, "__module__": type(model).__module__}
             self.module.__class__ = type(type(model).__name__, (type(model),), plain)
-        for name in _ROOT_HOOKS:  # the placed module's own, which run around the graph
-            vars(self.module).get(name, {}).clear()
+        for name, table in vars(self.module).items():
+            if re.match("_(forward|backward)_.*hooks", name):  # the placed module's own, which run likewise
+                table.clear()
 
     def part(self, entry: str) -> ModelCopy:
         """The copy of a submodule, with the weights of the whole model; itself for the empty entry."""
@@ -88,10 +77,6 @@ class ModelCopy:
         """Of the copy."""
         return read_modes(self.module)
 
-    def set_modes(self, modes: Modes) -> None:
-        """Put the copy into the modes of the model."""
-        write_modes(self.module, modes)
-
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:
         """Arguments in canonical form."""
         return bind_call(self.signature, args, kwargs)
@@ -103,23 +88,19 @@ def _stand_ins(model: nn.Module) -> dict[int, torch.Tensor]:
     One mapping, as large as the largest weight, serves them all: tracing neither reads nor writes
     them, and the system provides a page only when it is written to.
     """
-    named = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    plain = {id(t): t for _, t in named if is_dense(t)}
-    largest = max((_span(t) * t.element_size() for t in plain.values()), default=0)
+    tensors = [*model.parameters(), *model.buffers()]
+    largest = max((_span(t) * t.element_size() for t in tensors if is_dense(t)), default=0)
     memory = mmap.mmap(-1, max(largest, 1))
-    found = {}
-    for key, tensor in plain.items():
-        model_copy = _virtual(tensor, memory)
+    found: dict[int, torch.Tensor] = {}
+    for tensor in tensors:
+        if is_dense(tensor):
+            stand_in = _virtual(tensor, memory)
+        elif tensor.layout is not torch.strided:  # copied with its values: which elements it has counts
+            stand_in = tensor.detach().to("cpu", copy=True)
+        else:
+            continue
         is_parameter = isinstance(tensor, nn.Parameter)
-        found[key] = nn.Parameter(model_copy, tensor.requires_grad) if is_parameter else model_copy
-    for _, tensor in named:
-        if tensor.layout is not torch.strided:  # copied with its values: which elements it has counts
-            same = tensor.detach().to("cpu", copy=True)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            found[id(tensor)] = nn.Parameter(same, tensor.requires_grad) if is_parameter else same
+        found[id(tensor)] = nn.Parameter(stand_in, tensor.requires_grad) if is_parameter else stand_in
     return found
 
 

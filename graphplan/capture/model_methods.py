@@ -11,8 +11,6 @@ from torch import nn
 
 from graphplan.errors import InputError, NoGraphError
 
-__all__ = ["RunAsItIs", "UntracedMethodError", "entry_named", "method_of", "pure_method", "with_forward"]
-
 
 class RunAsItIs(NoGraphError):  # noqa: N818  # said to the runtime, not to the caller
     """A method that no graph stands for: it calls the model itself, changes it, or computes nothing."""

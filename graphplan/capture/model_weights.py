@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["ModelWeights", "identity", "is_dense", "is_wrapper", "memory_of", "tensor_bytes"]
-
 
 class ModelWeights:
     """The parameters and buffers of a model by name, with ties resolved.
@@ -66,10 +64,10 @@ def memory_of(tensor: torch.Tensor) -> Any:
 
 def identity(tensor: torch.Tensor) -> Any:
     """Equal for two tensors that are the same weight, whether one object or one memory."""
-    if not is_dense(tensor) or tensor.device.type == "meta" or not tensor.numel():
+    memory = memory_of(tensor)
+    if memory is None:
         return id(tensor)
-    memory = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
-    return (tensor.device, memory, tensor.shape, tensor.stride(), tensor.dtype)
+    return memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

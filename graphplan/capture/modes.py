@@ -20,8 +20,6 @@ from torch import nn
 
 from graphplan.errors import PlanError
 
-__all__ = ["ModeReader", "Modes", "is_plain", "read_modes", "write_modes"]
-
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _training = attrgetter("training")
 

@@ -10,8 +10,6 @@ from typing import Any, TextIO
 
 from graphplan.warnings import silenced, unwarned
 
-__all__ = ["quiet"]
-
 _TALKATIVE = (
     "transformers",
     "torch._subclasses.fake_tensor",

@@ -16,15 +16,9 @@ from torch import nn
 from graphplan.capture.structure import leaves_of
 from graphplan.errors import CaptureError, NoGraphError, first_line
 
-__all__ = ["copy_to_run", "copy_to_trace", "of_class"]
-
 
 def copy_to_run(model: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
-    """A deep copy that shares with the model what cannot be copied.
-
-    Args:
-        model: left as it is.
-        memo: as in ``copy.deepcopy``: id of an object -> what is to stand for it.
+    """A deep copy that shares with the model what cannot be copied; ``memo`` is as in ``copy.deepcopy``.
 
     Raises:
         CaptureError: something that has tensors or modules in it cannot be copied.

@@ -17,18 +17,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from graphplan.capture.structure import flatten, flatten_with_path, know_containers
+from graphplan.capture.structure import flatten, flatten_with_path, know_containers, unflatten
 from graphplan.errors import InputError
-
-__all__ = [
-    "BoundCall",
-    "CounterLeaf",
-    "Guard",
-    "InputSignature",
-    "Prepared",
-    "TensorLeaf",
-    "bind_call",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +47,19 @@ class BoundCall:
         """The device of the first tensor, to which outputs return; None without tensors."""
         tensors = self.tensors
         return tensors[0].device if tensors else None
+
+    def on_cpu(self) -> BoundCall:
+        """The same with tensors on the CPU, those of the meta device as zeros."""
+        leaves = tuple(map(leaf_on_cpu, self.leaves))
+        args, kwargs = unflatten(leaves, self.spec)
+        return BoundCall(args, kwargs, leaves, self.spec)
+
+
+def leaf_on_cpu(leaf: Any) -> Any:
+    """A tensor on the CPU, one of the meta device as zeros; anything else as it is."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.zeros_like(leaf, device="cpu") if leaf.device.type == "meta" else leaf.cpu()
 
 
 def bind_call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:
@@ -150,12 +153,7 @@ class TensorLeaf:
 
 @dataclass(frozen=True, slots=True)
 class CounterLeaf:
-    """What a graph asks of an integer that it takes as an input.
-
-    Attributes:
-        low: the smallest.
-        high: the largest.
-    """
+    """What a graph asks of an integer that it takes as an input: its range, ends included."""
 
     low: int
     high: int
@@ -197,14 +195,14 @@ class InputSignature:
             return None
         for name, want, leaf in zip(self.names, self.leaves, call.leaves, strict=True):
             if isinstance(want, TensorLeaf | CounterLeaf):
-                problem = want.mismatch(name, leaf)
+                if (problem := want.mismatch(name, leaf)) is not None:
+                    return problem
             elif isinstance(leaf, torch.Tensor) or not _same_constant(leaf, want):
-                problem = f"{name} is {_short(leaf)}, not {want!r}"
-            else:
-                problem = None
-            if problem is not None:
-                return problem
-        return self._broken(call) or (self.prepared.mismatch(call) if self.prepared else None)
+                return f"{name} is {_short(leaf)}, not {want!r}"
+        broken = next((guard.text for guard in self.guards if not guard.holds(call.leaves)), None)
+        if broken is not None or self.prepared is None:
+            return broken
+        return self.prepared.signature.mismatch(self.prepared.prepare(call))
 
     def _other_arguments(self, call: BoundCall) -> str:
         mine, other = dict.fromkeys(self.names), dict.fromkeys(leaf_names(call))
@@ -215,35 +213,18 @@ class InputSignature:
         ]
         return f"other arguments: {'; '.join(texts) or 'of other kinds'}"
 
-    def _broken(self, call: BoundCall) -> str | None:
-        return next((guard.text for guard in self.guards if not guard.holds(call.leaves)), None)
-
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a trace asks of what was computed from the arguments: their values may decide its sizes.
-
-    Attributes:
-        prepare: computes it.
-        signature: of the result.
-    """
+    """What a trace asks of what ``prepare`` computes from the arguments: values may decide its sizes."""
 
     prepare: Callable[[BoundCall], BoundCall]
     signature: InputSignature
 
-    def mismatch(self, call: BoundCall) -> str | None:
-        """Why the graph cannot serve a call of fitting arguments, or None."""
-        return self.signature.mismatch(self.prepare(call))
-
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A condition on the sizes of a call that a trace has taken for granted.
-
-    Attributes:
-        text: for people.
-        holds: whether the leaves of a call fulfil it.
-    """
+    """A condition on the sizes of a call that a trace has taken for granted; ``text`` is for people."""
 
     text: str
     holds: Callable[[Sequence[Any]], bool]
@@ -273,6 +254,3 @@ def leaf_names(call: BoundCall) -> tuple[str, ...]:
         name = pytree.keystr(path[1:])
         names.append(name.removeprefix("['").replace("']", "", 1) if name.startswith("['") else f"args{name}")
     return tuple(names)
-
-
-Forward = Callable[..., Any]

@@ -17,8 +17,6 @@ from graphplan.capture.dynamic_sizes import UNBOUNDED, largest_sizes, with_split
 from graphplan.capture.signature import BoundCall, CounterLeaf, TensorLeaf
 from graphplan.errors import InputError, LimitError
 
-__all__ = ["SizeLimits", "bounded"]
-
 _STEP = 8  # tokens by which such a plan reaches ahead at least where room is short
 _LEAST = 64  # tokens that a plan is for which is made while a text grows
 
@@ -76,16 +74,10 @@ class SizeLimits:
 
 
 def bounded(capture: Capture, call: BoundCall, size_limits: SizeLimits, ahead: float) -> Capture:
-    """The capture for sizes up to what a plan is to be for.
-
-    Args:
-        capture: as traced, for all sizes.
-        call: one that it serves.
-        size_limits: the caller's limits.
-        ahead: as in :meth:`SizeLimits.largest`.
+    """The capture, as traced for all sizes, for sizes up to what a plan is to be for.
 
     Raises:
-        LimitError: as in :meth:`SizeLimits.largest`.
+        LimitError: as in :meth:`SizeLimits.largest`, which says what ``ahead`` is.
     """
     if not any(capture.roles):
         return capture
@@ -98,9 +90,8 @@ def bounded(capture: Capture, call: BoundCall, size_limits: SizeLimits, ahead: f
         if index in sizes.states:
             limits["length"] = max(longest - sizes.new, 1)
         elif size_limits.max_length is None and not ahead:  # each as long as it is: a decoder's text, say
-            limits["length"] = max(
-                (_size(call.leaves[index], axis) for axis in _axes(roles, "length")), default=1
-            )
+            here = (_size(call.leaves[index], axis) for axis, role in roles.items() if role == "length")
+            limits["length"] = max(here, default=1)
         leaves.append(_within(leaf, roles, limits))
     signature = replace(capture.signature, leaves=tuple(leaves))
     traced = [None if index is None else leaves[index] for index in capture.order]
@@ -159,10 +150,6 @@ _NEW = ("input_ids", "decoder_input_ids", "inputs_embeds", "decoder_inputs_embed
 def _size(leaf: Any, axis: int) -> int:
     """Of a tensor along an axis; a counter's value."""
     return leaf if isinstance(leaf, int) else int(leaf.shape[axis])
-
-
-def _axes(roles: Mapping[int, str], role: str) -> list[int]:
-    return [axis for axis, one in roles.items() if one == role]
 
 
 def _within(leaf: object, roles: Mapping[int, str], limits: Mapping[str, int]) -> object:

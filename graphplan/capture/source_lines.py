@@ -11,8 +11,6 @@ from types import FrameType
 
 import torch
 
-__all__ = ["calling_line", "failed_line", "source_line"]
-
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _NOT_THE_MODELS = (f"{PurePath(torch.__file__).parent}/", f"{PurePath(__file__).parents[1]}/")
 _EXPORT = f"{PurePath(torch.__file__).parent}/export/"

@@ -22,19 +22,6 @@ from torch.utils import _pytree as pytree
 
 from graphplan._compat.torch import Registry
 
-__all__ = [
-    "flatten",
-    "flatten_with_path",
-    "know",
-    "know_containers",
-    "leaves_of",
-    "map_leaves",
-    "node_of",
-    "tell_torch",
-    "torch_knows",
-    "unflatten",
-]
-
 Flatten = Callable[[Any], tuple[list[Any], Any]]
 Unflatten = Callable[[Iterable[Any], Any], Any]
 IsLeaf = Callable[[Any], bool]
@@ -141,9 +128,9 @@ def _unflatten(leaves: Iterator[Any], spec: pytree.TreeSpec) -> Any:
     return node.unflatten_fn([_unflatten(leaves, child) for child in spec.children()], spec.context)
 
 
-def leaves_of(tree: Any, is_leaf: IsLeaf | None = None) -> list[Any]:
+def leaves_of(tree: Any) -> list[Any]:
     """The leaves of a tree."""
-    return flatten(tree, is_leaf)[0]
+    return flatten(tree)[0]
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: IsLeaf | None = None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,8 +16,6 @@ from graphplan.capture.signature import InputSignature
 from graphplan.capture.source_lines import failed_line
 from graphplan.capture.structure import flatten, know_containers
 from graphplan.errors import CaptureError, first_line
-
-__all__ = ["trace_symbolically"]
 
 
 class _OpenTracer(fx.Tracer):
@@ -90,7 +89,7 @@ def _from_symbolic(model_copy: ModelCopy, graph: fx.Graph, required: Sequence[st
         elif node.op == "get_attr":
             first = model_copy.weights.first.get(node.target)
             if first is None:
-                value = _attribute(model_copy.module, node.target)
+                value = attrgetter(node.target)(model_copy.module)
                 if not isinstance(value, torch.Tensor):
                     continue
                 constants[node.target] = value
@@ -116,10 +115,3 @@ def _plain(results: Any) -> Any:
     if type(results) is tuple:
         return tuple(_plain(value) for value in results)
     return results
-
-
-def _attribute(module: nn.Module, path: str) -> Any:
-    value: Any = module
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value

@@ -1,6 +1,6 @@
-"""Patches that one thread sees: what it replaces for a time, all others go on using as it is.
+"""One capture at a time in a process, whose patches no other thread sees.
 
-::
+What a thread replaces for a time, all others go on using as it is::
 
     with patched(Patch.of(functional, "relu", lambda own: traced_relu)):
         functional.relu(x)         here traced_relu; in any other thread torch's own
@@ -14,13 +14,47 @@ import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ParamSpec, Self, TypeVar
+
+import torch
 
 from graphplan._compat.torch import compiled_as_constant
 
-__all__ = ["Patch", "patched", "unpatched"]
-
 _ABSENT = object()
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
+
+CAPTURE_LOCK = threading.RLock()
+"""Held by the thread that captures, plans or lowers; calls of known structures do without.
+
+Tracers keep what they do in globals of torch. A thread that holds it may take other locks, such as that of a
+module's streamed runs, only of modules that no other thread knows. So nobody who waits for a capture is
+waited for by it.
+"""
+
+
+def one_at_a_time(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+    """The function, under the capture lock."""
+
+    @functools.wraps(function)
+    def locked(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+        with CAPTURE_LOCK:  # without a frame of contextlib, at which warnings would point
+            return function(*args, **kwargs)
+
+    return locked
+
+
+def outside_inference_mode(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+    """The function, whose tensors can be traced and can require gradients wherever it is called."""
+
+    @functools.wraps(function)
+    def plain(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return plain
 
 
 @dataclass(frozen=True, slots=True)

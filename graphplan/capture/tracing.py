@@ -7,7 +7,7 @@ without them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
@@ -18,27 +18,24 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from graphplan._compat.torch import hide_tracer, read_functions
-from graphplan.capture.capture_lock import one_at_a_time
 from graphplan.capture.captured_graph import Capture, Prepare, Without, bound_call
 from graphplan.capture.dynamic_sizes import sizes_of_example, with_splits
 from graphplan.capture.eager_error import eager_error
 from graphplan.capture.export_here import exporting
-from graphplan.capture.exported_program import from_program
-from graphplan.capture.given_ranges import require_in_range
+from graphplan.capture.exported_program import from_exported, from_program
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError, pure_method, with_forward
 from graphplan.capture.quiet import quiet
 from graphplan.capture.signature import BoundCall
 from graphplan.capture.source_lines import failed_line
-from graphplan.capture.structure import flatten, know_containers, leaves_of, tell_torch, unflatten
+from graphplan.capture.structure import flatten, know_containers, leaves_of, tell_torch
 from graphplan.capture.symbolic_trace import trace_symbolically
+from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.capture.transformers.attention_masks import masks_as_in_eager
 from graphplan.capture.transformers.exporter import export_transformers
 from graphplan.devices.machine import suspended
 from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError, first_line
 from graphplan.warnings import warn
-
-__all__ = ["capture", "is_transformers_model", "on_cpu"]
 
 _DATA_DECIDES = (
     "\nThe values of tensors decide what this line does, and a graph does not see them: torch.cond keeps "
@@ -77,7 +74,7 @@ def capture(
     if call is None:
         with quiet():
             return _named_apart(trace_symbolically(model_copy))
-    host = on_cpu(call)
+    host = call.on_cpu()
     read_functions()
     with suspended(), _untouched_attributes(model_copy.module):
         found = _named_apart(_with_examples(model_copy, host, dynamic_shapes, keep_grad))
@@ -159,21 +156,6 @@ def _tell_of_fixed_sizes(model_copy: ModelCopy, why: str) -> None:
         warn(text)
 
 
-def on_cpu(call: BoundCall) -> BoundCall:
-    """A call with its tensors on the CPU, those of the meta device as zeros."""
-
-    def to_cpu(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.device.type == "cpu":
-            return leaf
-        if leaf.device.type == "meta":
-            return torch.zeros_like(leaf, device="cpu")
-        return leaf.cpu()
-
-    leaves = [to_cpu(leaf) for leaf in call.leaves]
-    args, kwargs = unflatten(leaves, call.spec)
-    return BoundCall(args, kwargs, tuple(leaves), call.spec)
-
-
 @contextmanager
 def _untouched_attributes(module: nn.Module) -> Iterator[None]:
     """Give tensor attributes their values back: tracing an operation that writes to one runs it."""
@@ -194,10 +176,6 @@ def _untouched_attributes(module: nn.Module) -> Iterator[None]:
                     tensor.copy_(values)
 
 
-def _grad(keep_grad: bool) -> torch.set_grad_enabled:
-    return torch.set_grad_enabled(keep_grad)
-
-
 def _through_export(model_copy: ModelCopy, call: BoundCall, dynamic_shapes: Any, keep_grad: bool) -> Capture:
     module = model_copy.module
     own = model_copy.method == "forward"
@@ -215,22 +193,24 @@ def _through_export(model_copy: ModelCopy, call: BoundCall, dynamic_shapes: Any,
         return result
 
     shapes = _by_name(model_copy, call, dynamic_shapes)
-    require_in_range(call, shapes)
+    _require_in_range(call, shapes)
     masks = masks_as_in_eager() if is_transformers_model(module) else nullcontext()
-    with quiet(), _grad(keep_grad), masks, with_forward(module, forward), exporting(keep_grad=keep_grad):
+    with (
+        quiet(),
+        torch.set_grad_enabled(keep_grad),
+        masks,
+        with_forward(module, forward),
+        exporting(keep_grad=keep_grad),
+    ):
         program = torch.export.export(
-            module,
-            call.args,
-            dict(call.kwargs),
-            dynamic_shapes=shapes,
-            strict=False,
+            module, call.args, dict(call.kwargs), dynamic_shapes=shapes, strict=False
         )
     if any(changed):
         warn(
             f"{type(module).__name__} puts something into a list or dict that it is given: a placed model "
             "does not, it only returns results"
         )
-    found = from_program(program, call, model_copy, "export")
+    found = from_program(program, call, model_copy)
     if not own and not any(node.op == "call_function" for node in found.graph.nodes):
         raise RunAsItIs(f"{model_copy.method!r} computes nothing")
     return found
@@ -238,19 +218,44 @@ def _through_export(model_copy: ModelCopy, call: BoundCall, dynamic_shapes: Any,
 
 def _by_name(model_copy: ModelCopy, call: BoundCall, dynamic_shapes: Any) -> Any:
     """``dynamic_shapes`` for the canonical call: named arguments became keyword arguments."""
-    if dynamic_shapes is None or isinstance(dynamic_shapes, Mapping):
-        if isinstance(dynamic_shapes, Mapping):
-            unknown = set(dynamic_shapes) - set(model_copy.signature.parameters)
-            if unknown and not any(p.kind is p.VAR_KEYWORD for p in model_copy.signature.parameters.values()):
-                raise InputError(f"dynamic_shapes names {sorted(unknown)}, which forward does not take")
-            if not call.args:
-                return {name: dynamic_shapes.get(name) for name in call.kwargs}
-        return dynamic_shapes
+    if dynamic_shapes is None:
+        return None
+    if isinstance(dynamic_shapes, Mapping):
+        parameters = model_copy.signature.parameters
+        unknown = set(dynamic_shapes) - set(parameters)
+        if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            raise InputError(f"dynamic_shapes names {sorted(unknown)}, which forward does not take")
+        return dynamic_shapes if call.args else {name: dynamic_shapes.get(name) for name in call.kwargs}
     if call.args:
         return tuple(dynamic_shapes)
-    names = list(call.kwargs)
-    given = list(dynamic_shapes)
-    return {name: given[i] if i < len(given) else None for i, name in enumerate(names)}
+    return dict.fromkeys(call.kwargs) | dict(zip(call.kwargs, dynamic_shapes, strict=False))
+
+
+def _require_in_range(call: BoundCall, shapes: Any) -> None:
+    """Raise InputError where a size is outside of its range, with the names of the argument and the axis.
+
+    ``shapes`` are as ``torch.export`` takes them for this call: by position, or by name.
+    """
+    given = call.kwargs if isinstance(shapes, Mapping) else call.args
+    for name, axis, size, dim in _sizes("", given, shapes):
+        low, high = getattr(dim, "min", None), getattr(dim, "max", None)
+        if (low is not None and size < low) or (high is not None and size > high):
+            label = getattr(dim, "__name__", "")
+            raise InputError(
+                f"{name} has size {size} along dimension {axis}, outside of {low} to {high}, the range that "
+                f"dynamic_shapes gives it{f' as {label!r}' if label else ''}"
+            )
+
+
+def _sizes(name: str, value: Any, shapes: Any) -> Iterator[tuple[str, int, int, Any]]:
+    """Argument, axis, size, and what is given for it."""
+    entries: Any = shapes.items() if isinstance(shapes, Mapping) else enumerate(shapes or ())
+    for key, entry in entries:
+        if isinstance(value, torch.Tensor):
+            yield name, key, value.shape[key], entry
+        elif isinstance(value, list | tuple) or (isinstance(value, Mapping) and key in value):
+            inner = f"{name or 'args'}[{key!r}]" if name or isinstance(key, int) else key
+            yield from _sizes(inner, value[key], entry)
 
 
 def _through_transformers(model_copy: ModelCopy, call: BoundCall, keep_grad: bool) -> Capture:
@@ -258,35 +263,18 @@ def _through_transformers(model_copy: ModelCopy, call: BoundCall, keep_grad: boo
         exported = export_transformers(model_copy.module, model_copy.method, call, keep_grad=keep_grad)
     if exported.fixed is not None:
         _tell_of_fixed_sizes(model_copy, f"its sizes cannot vary in a trace ({first_line(exported.fixed)})")
-    traced = exported.traced
-    dropped = [name for name in call.kwargs if name not in traced]
-    if any(isinstance(call.kwargs[name], torch.Tensor) for name in dropped):
-        raise CaptureError(f"the exporter drops {dropped}")
-    made = {name for name, value in traced.items() if type(value) is not type(call.kwargs.get(name))}
-    prepare = _preparation(model_copy, made, dropped)
-    return from_program(
-        exported.program,
-        call,
-        model_copy,
-        "transformers",
-        prepare=prepare,
-        traced=traced,
-        roles=exported.roles,
-        guards=exported.guards,
-        caches=exported.caches,
-    )
-
-
-def _preparation(model_copy: ModelCopy, made: set[str], dropped: Sequence[str]) -> Prepare | None:
-    """What the exporter does to a call's arguments before it traces: to be done to later calls too."""
-    if made:
-        return partial(_prepare_for_export, model_copy.module)
-    if dropped:
-        return Without(tuple(dropped))
-    return None
+    given, traced = call.kwargs, exported.traced.kwargs
+    dropped = tuple(name for name in given if name not in traced)
+    if any(isinstance(given[name], torch.Tensor) for name in dropped):
+        raise CaptureError(f"the exporter drops {list(dropped)}")
+    prepare: Prepare | None = Without(dropped) if dropped else None
+    if any(type(value) is not type(given.get(name)) for name, value in traced.items()):
+        prepare = partial(_prepare_for_export, model_copy.module)
+    return from_exported(exported, call, model_copy, prepare)
 
 
 def _prepare_for_export(module: nn.Module, call: BoundCall) -> BoundCall:
+    """What the exporter does to a call's arguments before it traces: to be done to later calls too."""
     from transformers.exporters.utils import prepare_for_export  # optional package
 
-    return bound_call(prepare_for_export(module, dict(on_cpu(call).kwargs))[1])
+    return bound_call(prepare_for_export(module, dict(call.on_cpu().kwargs))[1])

@@ -6,18 +6,17 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.lifted_constants import name_apart
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.modes import Modes
 from graphplan.capture.signature import BoundCall, leaf_names
 from graphplan.capture.size_limits import bounded
 from graphplan.capture.tracing import capture
-from graphplan.compiler.options import Options
+from graphplan.compiler.formulation import Options
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.frontend.simplify import simplify
-
-__all__ = ["Captured", "Captures"]
 
 logger = logging.getLogger("graphplan")
 
@@ -32,28 +31,16 @@ class Captured:
 
 
 class Captures:
-    """Traces calls of one model, each structure once.
+    """Traces calls of one model, each structure once: ``known`` has what was traced so far."""
 
-    Attributes:
-        model_copy: the copy that is traced.
-        options: of the caller.
-        known: what has been traced so far.
-    """
-
-    def __init__(self, model_copy: ModelCopy, options: Options) -> None:
-        self.model_copy, self.options = model_copy, options
+    def __init__(self, model_copy: ModelCopy, options: Options, device_types: Sequence[str]) -> None:
+        self.model_copy, self.options, self.device_types = model_copy, options, device_types
         self.known: list[Captured] = []
 
-    def annotated(
-        self, call: BoundCall | None, device_types: Sequence[str], entry: str = "", ahead: float = 0.0
-    ) -> Annotator:
+    def annotated(self, call: BoundCall | None, entry: str = "", ahead: float = 0.0) -> Annotator:
         """A call, traced unless one of its structure was traced before, for sizes up to a bound.
 
-        Args:
-            call: the example; None for a trace without.
-            device_types: as in :class:`~graphplan.passes.frontend.annotate.Annotator`.
-            entry: path of the submodule that is called; empty for the model itself.
-            ahead: as in :meth:`graphplan.capture.size_limits.SizeLimits.largest`.
+        ``ahead`` is as in :meth:`graphplan.capture.size_limits.SizeLimits.largest`.
         """
         known = self.traced(call, entry)
         capture = known.capture
@@ -64,7 +51,7 @@ class Captures:
         if known.annotators and call is not None:
             outgrown = known.annotators[-1].capture.signature.mismatch(call)
             logger.info("planning for larger sizes: %s", outgrown)
-        known.annotators.append(Annotator(bound, self.model_copy.weights, device_types))
+        known.annotators.append(Annotator(bound, self.model_copy.weights, self.device_types))
         return known.annotators[-1]
 
     def traced(self, call: BoundCall | None, entry: str = "") -> Captured:
@@ -93,5 +80,22 @@ class Captures:
         shapes = None if entry else options.dynamic_shapes  # they are of forward's arguments
         found = capture(self.model_copy.part(entry), call, shapes, keep_grad=options.grad)
         simplify(found, keep_grad=options.grad)
-        name_apart(found, [other.capture for other in self.known])
+        _unify_names(found, [other.capture for other in self.known])
         return found
+
+
+def _unify_names(capture: Capture, others: Sequence[Capture]) -> None:
+    """Let a constant have one name in all captures of a model, and a name one value."""
+    known = {name: tensor for other in others for name, tensor in other.constants.items()}
+    names: dict[str, str] = {}
+    for name, tensor in capture.constants.items():
+        same = (old for old, one in known.items() if one is tensor or (old == name and _equal(one, tensor)))
+        names[name] = next(same, f"{name}_of_capture_{len(others)}" if name in known else name)
+    tensors = {names[name]: tensor for name, tensor in capture.constants.items()}
+    capture.constants.clear()
+    capture.constants.update(tensors)
+    capture.weights.update({node: names[one] for node, one in capture.weights.items() if one in names})
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a, b))

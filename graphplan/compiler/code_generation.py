@@ -11,10 +11,10 @@ from torch import nn
 
 from graphplan.analysis.plan import Plan
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.lifted_constants import PlacedConstants
 from graphplan.capture.modes import Modes
 from graphplan.capture.signature import BoundCall, TensorLeaf
-from graphplan.compiler.options import Options
+from graphplan.compiler.earlier_plans import PlacedConstants
+from graphplan.compiler.formulation import Options
 from graphplan.devices.topology import CPU, Topology
 from graphplan.ir.graph import Graph
 from graphplan.ir.lowered_ops import constant_attribute
@@ -23,8 +23,6 @@ from graphplan.passes.lowering.specialize_calls import quicken
 from graphplan.passes.lowering.stage_modules import cut_stages
 from graphplan.passes.lowering.verify_devices import verify_lowered
 from graphplan.runtime.module.program import Program, State
-
-__all__ = ["Planned", "lower_planned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +34,6 @@ class Planned:
     call: BoundCall | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Code:
-    """Generated code, and the modules that it calls, by attribute."""
-
-    graph: torch.fx.Graph
-    attributes: Mapping[str, nn.Module]
-
-
 def lower_planned(
     planned: Planned,
     topology: Topology,
@@ -51,24 +41,16 @@ def lower_planned(
     constants: PlacedConstants,
     modes: Modes,
 ) -> Program:
-    """The program of a plan.
-
-    Args:
-        planned: the call.
-        topology: the devices.
-        options: of the caller.
-        constants: where those of all plans are.
-        modes: of the modules, as traced.
-    """
+    """The program of a plan; ``modes`` are those in which it was traced."""
     captured, plan = planned.capture, planned.plan
-    graph, code = plan.graph, _generate(planned, topology, options)
+    graph, (code, attributes) = plan.graph, _generate(planned, topology, options)
     placed = constants.place(captured.constants, topology)
     return Program(
         plan=plan,
         signature=captured.signature,
-        graph=code.graph,
+        graph=code,
         constants={constant_attribute(name): tensor for name, tensor in placed.items()},
-        attributes=code.attributes,
+        attributes=attributes,
         inputs=tuple(captured.inputs.index(n) for n in (*graph.inputs, *_states_of(captured, graph))),
         states=_states(planned, topology),
         caches=captured.caches,
@@ -83,18 +65,21 @@ def lower_planned(
     )
 
 
-def _generate(planned: Planned, topology: Topology, options: Options) -> _Code:
+def _generate(
+    planned: Planned, topology: Topology, options: Options
+) -> tuple[torch.fx.Graph, Mapping[str, nn.Module]]:
+    """The code, and the modules that it calls, by attribute."""
     graph, schedule = planned.plan.graph, planned.plan.schedule
     lowered = lower(planned.capture, graph, schedule, topology)
     quicken(lowered.graph, keep_grad=options.grad)
     verify_lowered(lowered, graph, schedule, topology)
     attributes = dict[str, nn.Module](lowered.branches)
     if options.compile is None:
-        return _Code(lowered.graph, attributes)
+        return lowered.graph, attributes
     staged = cut_stages(lowered.graph, schedule.assignment.operations, attributes)
     for name, stage in staged.stages.items():
         attributes[name] = cast(nn.Module, torch.compile(stage, **options.compile))
-    return _Code(staged.graph, attributes)
+    return staged.graph, attributes
 
 
 def _states_of(captured: Capture, graph: Graph) -> list[str]:

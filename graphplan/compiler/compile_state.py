@@ -15,17 +15,12 @@ from graphplan.passes.placement.joint import Call
 from graphplan.passes.placement.limits import Limits
 from graphplan.passes.placement.problem import Problem
 
-__all__ = ["Choice", "CompileState", "Member", "in_parts"]
-
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One of the calls that are planned together.
+    """One of the calls that are planned together; ``weight`` says how much its seconds count.
 
-    Attributes:
-        annotator: of what was captured.
-        weight: how much its seconds count.
-        call: the example; None for a trace without.
+    ``call`` is None for a trace without example.
     """
 
     annotator: Annotator
@@ -41,19 +36,12 @@ def in_parts(member: Member, parts: Sequence[Part]) -> Member:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A capture, annotated, as a problem, and the solution of it.
+    """A capture, annotated, as a problem, and the solution of it."""
 
-    Attributes:
-        annotator: of the capture.
-        asked: the problem and the caller's constraints apart.
-        problem: with them.
-        solution: of the problem.
-    """
-
-    annotator: Annotator
-    asked: Call
-    problem: Problem
-    solution: Solution
+    annotator: Annotator  # of the capture
+    asked: Call  # the problem and the caller's constraints apart
+    problem: Problem  # with them
+    solution: Solution  # of the problem
 
     @property
     def seconds(self) -> float:

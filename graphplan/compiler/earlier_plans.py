@@ -8,15 +8,40 @@ import torch
 
 from graphplan.analysis.plan import Plan
 from graphplan.capture.captured_graph import Part
-from graphplan.capture.lifted_constants import PlacedConstants
 from graphplan.devices.topology import DISK, DeviceKey, Topology
 from graphplan.ir.graph import Graph
 from graphplan.ir.schedule import Assignment, prefetch_bytes
 from graphplan.runtime.weights.storage import Layout
 
-__all__ = ["Commitments"]
-
 _ALLOCATOR_SLACK = 2 << 20  # bytes by which CUDA's allocator may count a larger prefetch buffer differently
+
+
+class PlacedConstants:
+    """Those of all plans of a model, in whose captures a name is of one value.
+
+    Attributes:
+        tensors: name -> values, as traced.
+        homes: name -> where the first plan that has it puts it.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.homes: dict[str, DeviceKey] = {}
+        self._copies: dict[str, torch.Tensor] = {}
+
+    def settle(self, constants: Mapping[str, torch.Tensor], homes: Mapping[str, DeviceKey]) -> None:
+        """Let constants that no earlier plan has be where this one has them."""
+        for name, tensor in constants.items():
+            self.tensors.setdefault(name, tensor)
+            self.homes.setdefault(name, homes[name])
+
+    def place(self, constants: Mapping[str, torch.Tensor], topology: Topology) -> dict[str, torch.Tensor]:
+        """Each constant on the device that is settled: one tensor for all plans that have it."""
+        for name in constants:
+            if name not in self._copies:
+                device = topology[self.homes[name]].torch_device
+                self._copies[name] = self.tensors[name].detach().to(device, copy=True)
+        return {name: self._copies[name] for name in constants}
 
 
 class Commitments:
@@ -42,12 +67,7 @@ class Commitments:
         return known if known.weights.keys() == graph.weights.keys() else None
 
     def commit(self, plan: Plan, constants: Mapping[str, torch.Tensor]) -> None:
-        """Let what no earlier plan has settled be where this one has it.
-
-        Args:
-            plan: what is settled.
-            constants: of its capture.
-        """
+        """Let what no earlier plan has settled be where this one has it, and its constants too."""
         homes = plan.schedule.assignment.weights
         own = {name: key for name, key in homes.items() if plan.graph.weights[name].is_own}
         self.homes = own | (self.homes or {})

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from graphplan.capture.captured_graph import Capture
 from graphplan.compiler.compile_state import Choice, CompileState, Member
-from graphplan.compiler.formulation import Company, Formulation, company_of
+from graphplan.compiler.formulation import Formulation
 from graphplan.devices.topology import DISK
 from graphplan.ir.constraints import Constraints
 from graphplan.ir.schedule import Assignment
@@ -17,8 +18,6 @@ from graphplan.passes.placement.disk import place_or_map
 from graphplan.passes.placement.joint import Call, place_jointly
 from graphplan.passes.placement.shared_buffers import fit_together
 from graphplan.warnings import warn
-
-__all__ = ["place_calls"]
 
 _ROUNDS = 4  # times that a placement is made again because its own moves made operations take more
 _NOT_ON_DISK = (
@@ -35,8 +34,8 @@ def place_calls(state: CompileState) -> CompileState:
         InfeasibleError: no placement fits.
     """
     formulation, members = state.formulation, state.members
-    company = company_of([member.annotator.capture for member in members])
-    calls = [_posed(formulation, member, company) for member in members]
+    captures = [member.annotator.capture for member in members]
+    calls = [_posed(formulation, member, captures) for member in members]
     if formulation.committed.homes is None or len(calls) > 1:
         _check_named(formulation.options.constraints, calls)
     near: list[Assignment] | None = None
@@ -46,7 +45,7 @@ def place_calls(state: CompileState) -> CompileState:
         bounds = bounds or [Bound(one.lower_bound, one.proof) for one in solutions]
         near = [one.evaluation.schedule.assignment for one in solutions]
         exact = [
-            _moved(formulation, member, company, call, found)
+            _moved(formulation, member, captures, call, found)
             for member, call, found in zip(members, calls, solutions, strict=True)
         ]
         again = fit_together([call.with_homes({}) for call in exact], near)
@@ -65,8 +64,8 @@ def _chosen(state: CompileState, calls: Sequence[Call], solutions: Sequence[Solu
     return replace(state, choices=choices)
 
 
-def _posed(formulation: Formulation, member: Member, company: Company) -> Call:
-    plain = formulation.plain(member.annotator, member.call, company)
+def _posed(formulation: Formulation, member: Member, together: Sequence[Capture]) -> Call:
+    plain = formulation.plain(member.annotator, member.call, together)
     return Call(plain, formulation.options.constraints.within(plain.graph), member.weight)
 
 
@@ -84,9 +83,11 @@ def _place(
     return place_jointly(calls, state.limits, near=near, advise=state.advise)
 
 
-def _moved(formulation: Formulation, member: Member, company: Company, call: Call, found: Solution) -> Call:
+def _moved(
+    formulation: Formulation, member: Member, together: Sequence[Capture], call: Call, found: Solution
+) -> Call:
     """The call with the bytes that it has when values are moved as its solution says."""
-    graph = formulation.graph(member.annotator, found.evaluation.schedule, company)
+    graph = formulation.graph(member.annotator, found.evaluation.schedule, together)
     return replace(call, problem=replace(call.problem, graph=graph))
 
 

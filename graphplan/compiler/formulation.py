@@ -1,18 +1,21 @@
-"""The problem that a call poses: its graph, beside what earlier plans of the model have settled."""
+"""The problem that a call poses: its graph, beside what the caller and earlier plans have settled."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model_weights import tensor_bytes
 from graphplan.capture.signature import BoundCall
+from graphplan.capture.size_limits import SizeLimits
 from graphplan.compiler.earlier_plans import Commitments
-from graphplan.compiler.options import Options
 from graphplan.devices.topology import CPU, DeviceKey, Topology
+from graphplan.errors import InputError
+from graphplan.ir.constraints import Constraints
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Weight
 from graphplan.ir.schedule import Schedule
@@ -21,42 +24,31 @@ from graphplan.passes.frontend.graph_weights import part_weight
 from graphplan.passes.placement.constrain import constrain
 from graphplan.passes.placement.problem import Problem
 
-__all__ = ["Company", "Formulation", "company_of", "host_key"]
-
 
 @dataclass(frozen=True, slots=True)
-class Company:
-    """What the calls that are planned together hold between them.
+class Options:
+    """What does not change from call to call; as in :func:`graphplan.partition`."""
 
-    Attributes:
-        constants: of all their captures.
-        states: names of the tensors of all their caches.
-    """
+    dynamic_shapes: Any = None
+    grad: bool = False
+    return_outputs: bool = True
+    constraints: Constraints = field(default_factory=Constraints)
+    size_limits: SizeLimits = field(default_factory=SizeLimits)
+    compile: Mapping[str, Any] | None = None
+    time_limit: float | None = None
 
-    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    states: Sequence[str] = ()
-
-
-_ALONE = Company()
-
-
-def company_of(captures: Sequence[Capture]) -> Company:
-    """What the calls of these captures hold between them."""
-    constants: dict[str, torch.Tensor] = {}
-    for capture in captures:
-        constants |= capture.constants
-    return Company(constants, [name for capture in captures for name in capture.states])
+    def __post_init__(self) -> None:
+        limit = self.time_limit
+        number = isinstance(limit, int | float) and not isinstance(limit, bool)
+        if limit is not None and not (number and limit > 0):
+            raise InputError(f"time_limit must be a positive number of seconds or None, not {limit!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class Formulation:
-    """Poses problems.
+    """Poses problems, beside what earlier plans have ``committed``.
 
-    Attributes:
-        topology: the devices.
-        options: of the caller.
-        committed: what earlier plans have settled.
-        mappable: the parameters that can stay on disk; None for all.
+    ``mappable`` are the parameters that can stay on disk; None for all.
     """
 
     topology: Topology
@@ -69,49 +61,51 @@ class Formulation:
         plain = self.plain(annotator, call)
         return constrain(plain, self.options.constraints.within(plain.graph))
 
-    def plain(self, annotator: Annotator, call: BoundCall | None, company: Company = _ALONE) -> Problem:
-        """What is to be placed, without the caller's rules."""
-        constants = self.committed.constants.homes(annotator.capture.constants)
+    def plain(
+        self, annotator: Annotator, call: BoundCall | None, together: Sequence[Capture] = ()
+    ) -> Problem:
+        """What is to be placed, without the caller's rules; ``together`` as in :meth:`graph`."""
         states = self._state_homes(annotator.capture, call)
         return Problem(
-            self.graph(annotator, company=company),
+            self.graph(annotator, together=together),
             self.topology,
             host_key(self.topology, call),
             self.options.return_outputs,
-            {**(self.committed.homes or {}), **constants, **states},
+            {**(self.committed.homes or {}), **self.committed.constants.homes, **states},
             prefetch_bytes=self.committed.prefetch_bytes(),
             prefetch_limits=self.committed.prefetch_limits(self.topology),
             streaming=not self.options.grad,
         )
 
     def graph(
-        self, annotator: Annotator, schedule: Schedule | None = None, company: Company = _ALONE
+        self, annotator: Annotator, schedule: Schedule | None = None, together: Sequence[Capture] = ()
     ) -> Graph:
         """The graph with the constants and parts of other calls, which take their bytes all the same.
 
-        Args:
-            annotator: of one call.
-            schedule: as in :meth:`Annotator.graph`.
-            company: of the calls that are planned together with it.
+        ``schedule`` is as in :meth:`Annotator.graph`; ``together`` are all calls that are planned together.
         """
         kinds = {spec.key: spec.type for spec in self.topology.devices}
         graph = annotator.graph(schedule, kinds)
-        beside = [*self._beside(annotator.capture, company), *self._kept_parts(annotator.capture, graph)]
+        beside = [*self._beside(annotator.capture, together), *self._kept_parts(annotator.capture, graph)]
         if not beside:
             return graph
         parts = (graph.operations.values(), graph.values.values(), [*graph.weights.values(), *beside])
         return Graph(*parts, graph.inputs, graph.outputs, graph.together, shapes_known=graph.shapes_known)
 
-    def _beside(self, capture: Capture, company: Company) -> list[Weight]:
+    def _beside(self, capture: Capture, together: Sequence[Capture]) -> list[Weight]:
         """Constants and tensors of caches of other calls."""
-        here = {**capture.constants, **company.constants}
-        tensors = {other.name: other.tensor for other in self.committed.constants.others(here)}
-        tensors |= {n: tensor for n, tensor in company.constants.items() if n not in capture.constants}
-        found = [
-            Weight(name, tensor_bytes(tensor), (name,), "constant", False) for name, tensor in tensors.items()
+        tensors = {**self.committed.constants.tensors}
+        for other in together:
+            tensors |= other.constants
+        away = [name for other in together for name in other.states if name not in capture.states]
+        return [
+            *(
+                Weight(name, tensor_bytes(tensor), (name,), "constant", False)
+                for name, tensor in tensors.items()
+                if name not in capture.constants
+            ),
+            *(Weight(name, 0, (name,), "cache", False) for name in away),
         ]
-        away = [name for name in company.states if name not in capture.states]
-        return found + [Weight(name, 0, (name,), "cache", False) for name in away]
 
     def _kept_parts(self, capture: Capture, graph: Graph) -> list[Weight]:
         """Parts of sliced weights that this call does not read so."""

@@ -8,7 +8,6 @@ from typing import NoReturn
 
 from graphplan.capture.captured_graph import Part
 from graphplan.compiler.compile_state import Choice, CompileState, Member, in_parts
-from graphplan.compiler.formulation import company_of
 from graphplan.devices.topology import Topology
 from graphplan.errors import PlanError, readable_bytes
 from graphplan.ir.graph import Graph
@@ -16,8 +15,6 @@ from graphplan.ir.plan_data import PlanData
 from graphplan.passes.placement.certificate import Bound, certify
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.joint import Call
-
-__all__ = ["place_as_planned"]
 
 _KINDS = ("operations", "values", "weights", "inputs", "outputs", "together")
 
@@ -42,11 +39,11 @@ def _sliced(member: Member, plan: PlanData) -> Member:
 
 
 def _chosen(state: CompileState, member: Member, plan: PlanData) -> Choice:
-    formulation, company = state.formulation, company_of([one.annotator.capture for one in state.members])
-    plain = formulation.plain(member.annotator, member.call, company)
+    formulation, together = state.formulation, [one.annotator.capture for one in state.members]
+    plain = formulation.plain(member.annotator, member.call, together)
     if plain.graph.operations.keys() != plan.graph.operations.keys():
         _refuse(plan.graph, plain.graph)
-    graph = formulation.graph(member.annotator, plan.schedule, company)
+    graph = formulation.graph(member.annotator, plan.schedule, together)
     if graph != plan.graph:
         _refuse(plan.graph, graph)
     problem = replace(plain, graph=graph, prefetch_bytes=plan.shared_prefetch_bytes)

@@ -18,18 +18,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from graphplan.analysis.plan import Plan
-from graphplan.capture.capture_lock import one_at_a_time
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model_copy import ModelCopy
-from graphplan.capture.modes import Modes
+from graphplan.capture.modes import Modes, write_modes
 from graphplan.capture.signature import BoundCall
+from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.compiler.capture_cache import Captured, Captures
 from graphplan.compiler.code_generation import Planned, lower_planned
 from graphplan.compiler.compile_state import Choice, CompileState, Member
 from graphplan.compiler.earlier_plans import Commitments
-from graphplan.compiler.formulation import Formulation, host_key
+from graphplan.compiler.formulation import Formulation, Options, host_key
 from graphplan.compiler.given_plan import place_as_planned
-from graphplan.compiler.options import Options
 from graphplan.compiler.slicing_choice import place_whole_or_sliced, reuse_slices
 from graphplan.devices.topology import DeviceKey, Topology
 from graphplan.errors import CaptureError, InfeasibleError, NoGraphError
@@ -42,8 +41,6 @@ from graphplan.passes.placement.limits import Limits
 from graphplan.passes.placement.problem import Problem
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.weights.storage import Layout
-
-__all__ = ["Compiler", "EntryCall"]
 
 logger = logging.getLogger("graphplan")
 
@@ -60,10 +57,12 @@ class EntryCall:
     Attributes:
         call: its arguments.
         entry: path of the submodule that is called; empty for the model itself.
+        weight: how much its seconds count.
     """
 
     call: BoundCall
     entry: str = ""
+    weight: float = 1.0
 
 
 class Compiler:
@@ -93,7 +92,8 @@ class Compiler:
     ) -> None:
         self.model_copy, self.topology, self.options, self.mappable = model_copy, topology, options, mappable
         self.given = given
-        self._captures = Captures(model_copy, options)
+        types = [spec.type for spec in topology.devices if spec.computes]
+        self._captures = Captures(model_copy, options, types)
         self._committed = Commitments(homes, known)
 
     @property
@@ -117,17 +117,12 @@ class Compiler:
 
     @one_at_a_time
     def plan(self, call: BoundCall | None, entry: str = "") -> Planned:
-        """Capture, annotate and place.
-
-        Args:
-            call: what is planned for, with larger sizes as the options say.
-            entry: path of the submodule that is called; empty for the model itself.
-        """
+        """Capture, annotate and place a call, with larger sizes as the options say."""
         if call is None or self.homes is None:
-            return self._plan(call, self._capture(call, entry))
+            return self._plan(call, self._captures.annotated(call, entry))
         tried: Annotator | None = None
         for ahead in (1.0, 0.25, 0.0):
-            annotator = self._capture(call, entry, ahead)
+            annotator = self._captures.annotated(call, entry, ahead)
             if annotator is tried:  # the caller has set the limits
                 continue
             tried = annotator
@@ -140,27 +135,25 @@ class Compiler:
         raise lacking
 
     @one_at_a_time
-    def plan_together(
-        self, calls: Sequence[EntryCall], weights: Sequence[float], *, advise: bool = True
-    ) -> tuple[Planned, ...]:
+    def plan_together(self, calls: Sequence[EntryCall], *, advise: bool = True) -> tuple[Planned, ...]:
         """Capture several calls, and place them over the same homes of weights.
 
         Calls of one structure are one call with the sum of their weights. ``advise`` as in
         :class:`graphplan.compiler.compile_state.CompileState`.
         """
         members: dict[tuple[int, DeviceKey], Member] = {}
-        for one, weight in zip(calls, weights, strict=True):
-            annotator = self._capture(one.call, one.entry)
+        for one in calls:
+            annotator = self._captures.annotated(one.call, one.entry)
             key = id(annotator), host_key(self.topology, one.call)
             before = members[key].weight if key in members else 0.0
-            members[key] = Member(annotator, before + weight, one.call)
+            members[key] = Member(annotator, before + one.weight, one.call)
         made = self._planned(list(members.values()), advise=advise)
         first = replace(made[0].plan, others=tuple(planned.plan for planned in made[1:]))
         return replace(made[0], plan=first), *made[1:]
 
-    def plan_and_commit(self, calls: Sequence[EntryCall], weights: Sequence[float]) -> Sequence[Planned]:
+    def plan_and_commit(self, calls: Sequence[EntryCall], *, advise: bool = True) -> Sequence[Planned]:
         """As :meth:`plan_together`; later plans go by these."""
-        planned = self.plan_together(calls, weights)
+        planned = self.plan_together(calls, advise=advise)
         for one in planned:
             self.commit(one)
         return planned
@@ -173,7 +166,7 @@ class Compiler:
             LimitError: it is larger than the caller's limits.
             CaptureError: it cannot be traced, or measured.
         """
-        return self._formulation.plain(self._capture(asked.call, asked.entry), asked.call)
+        return self._formulation.plain(self._captures.annotated(asked.call, asked.entry), asked.call)
 
     def commit(self, planned: Planned) -> None:
         """Let later plans go by this one: where weights are, unless that is settled; what it holds beside."""
@@ -192,7 +185,7 @@ class Compiler:
     @one_at_a_time
     def further(self, call: BoundCall, modes: Modes, entry: str = "") -> Program:
         """Plan, commit and lower a call of another structure, with the weights where they are."""
-        self.model_copy.set_modes(modes)
+        write_modes(self.model_copy.module, modes)
         planned = self.plan(call, entry)
         self.commit(planned)
         return self.lower(planned)
@@ -200,10 +193,6 @@ class Compiler:
     @property
     def _formulation(self) -> Formulation:
         return Formulation(self.topology, self.options, self._committed, self.mappable)
-
-    def _capture(self, call: BoundCall | None, entry: str = "", ahead: float = 0.0) -> Annotator:
-        types = [spec.type for spec in self.topology.devices if spec.computes]
-        return self._captures.annotated(call, types, entry, ahead)
 
     def _plan(self, call: BoundCall | None, annotator: Annotator) -> Planned:
         return self._planned([Member(annotator, 1.0, call)])[0]

@@ -1,20 +1,30 @@
-"""Place a call with its weights whole and, where no accelerator holds one of them, in parts: the faster."""
+"""Place a call with its weights whole and, where no accelerator holds one of them, in parts: the faster.
+
+A part must fit a slot of the prefetch buffer. With more parts than that takes, less memory goes to
+slots and more to parts that stay; with too many, latencies and overheads add up. So several counts are
+offered. An embedding table is left whole where the CPU may read it.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
+from graphplan.capture.captured_graph import Part
 from graphplan.compiler.compile_state import CompileState, Member, in_parts
 from graphplan.compiler.fixed_point import place_calls
 from graphplan.compiler.formulation import Formulation
-from graphplan.compiler.oversized_weights import find_oversized, offered_parts
+from graphplan.devices.topology import ALIGNMENT, DeviceSpec
 from graphplan.errors import InfeasibleError, readable_bytes
+from graphplan.ir.graph import Graph
+from graphplan.ir.graph_elements import Operation, Weight
 from graphplan.passes.frontend.slicing import is_sliceable
 from graphplan.passes.placement.driver import probe
-from graphplan.passes.placement.problem import cpu_key
+from graphplan.passes.placement.problem import Problem, cpu_key
 
-__all__ = ["place_whole_or_sliced", "reuse_slices"]
-
+_FACTORS = (1, 2, 4, 8)
+_MOST = 64  # parts of a weight
 _CROWDED = 0.4  # of what an accelerator has for a weight: larger ones are sliced where nothing fits whole
 _HOPE = 1.1  # a probe of more than so many times the seconds of another plan is not worth refining
 
@@ -80,11 +90,11 @@ def _best_slicing(state: CompileState, *, share: float = 1.0) -> _Probed | None:
     problem = formulation.constrained(member.annotator, member.call)
     oversized = [
         one
-        for one in find_oversized(problem, _named(formulation), share=share)
+        for one in _find_oversized(problem, _named(formulation), share=share)
         if is_sliceable(capture, one.weight.name) and weights.has_rows(one.weight.name)
     ]
     best: _Probed | None = None
-    for parts in offered_parts(oversized):
+    for parts in _offered_parts(oversized):
         sliced = in_parts(member, parts)
         found = probe(formulation.constrained(sliced.annotator, member.call))
         if found is not None and best is not None and found.seconds >= best.seconds:
@@ -105,15 +115,13 @@ def _with_hint(state: CompileState, error: InfeasibleError) -> InfeasibleError:
     large = [w for w in weights if w.nbytes > max(rooms) and is_sliceable(member.annotator.capture, w.name)]
     if not large:
         return error
-    return InfeasibleError(
-        f"{error}. {large[0].name!r} ({readable_bytes(large[0].nbytes)}) is larger than what any accelerator "
+    hint = (
+        f"{large[0].name!r} ({readable_bytes(large[0].nbytes)}) is larger than what any accelerator "
         "may hold. It can be computed in slices if the whole may reside on the CPU: add a budget for 'cpu' "
-        "to max_memory, and leave out offload=False",
-        needed=error.needed,
-        available=error.available,
-        operation=error.operation,
-        device=error.device,
+        "to max_memory, and leave out offload=False"
     )
+    error.args = (f"{error}. {hint}",)
+    return error
 
 
 def _named(formulation: Formulation) -> set[str]:
@@ -129,3 +137,84 @@ def _faster(whole: CompileState, sliced: CompileState) -> CompileState:
     proof = bound.proof + (", with weights sliced" if least is sliced else "")
     solution = replace(best.choices[0].solution, lower_bound=bound.lower_bound, proof=proof)
     return replace(best, choices=[replace(best.choices[0], solution=solution)])
+
+
+# -- what to slice, and into how many parts ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Oversized:
+    """A weight that no accelerator holds, and the least number of parts that some accelerator may."""
+
+    weight: Weight
+    fewest: int
+
+
+def _find_oversized(problem: Problem, named: Collection[str] = (), *, share: float = 1.0) -> list[_Oversized]:
+    """The weights that are worth slicing, of which an accelerator has no more than this share of its room.
+
+    What the caller's rules fix is left whole, and operations that are ``named`` stay as they are.
+    """
+    found = []
+    accelerators = [spec for spec in problem.topology.devices if spec.is_accelerator]
+    if not accelerators or cpu_key(problem.topology) is None or not problem.offload or not problem.streaming:
+        return []
+    for weight in problem.graph.weights.values():
+        if not weight.nbytes or weight.kind not in ("parameter", "buffer") or len(weight.shape) < 2:
+            continue
+        readers = [problem.graph.operations[r] for r in problem.graph.consumers.get(weight.name, ())]
+        if weight.name not in problem.graph.streamable or weight.name in problem.fixed_weights:
+            continue
+        if any(reader.name in named or not _may_accelerate(problem, reader) for reader in readers):
+            continue
+        if all(_is_gathered_on_cpu(problem, reader, weight) for reader in readers):
+            continue
+        rooms = [_room_beside(problem.graph, reader, weight, accelerators) for reader in readers]
+        if rooms and weight.nbytes > share * min(rooms):
+            room = max(int(share * min(rooms)), ALIGNMENT)
+            found.append(_Oversized(weight, max(2, math.ceil(weight.nbytes / room))))
+    return found
+
+
+def _may_accelerate(problem: Problem, operation: Operation) -> bool:
+    keys = {spec.key for spec in problem.topology.devices if spec.is_accelerator}
+    return not keys.isdisjoint(problem.allowed.get(operation.name, keys))
+
+
+def _is_gathered_on_cpu(problem: Problem, operation: Operation, weight: Weight) -> bool:
+    """Whether this reads a few rows of a table, and may do so where the table is."""
+    cpu = cpu_key(problem.topology)
+    return 2 * operation.bytes_accessed < weight.nbytes and cpu in problem.allowed.get(operation.name, {cpu})
+
+
+def _room_beside(graph: Graph, operation: Operation, weight: Weight, accelerators: list[DeviceSpec]) -> int:
+    """Bytes that the roomiest accelerator has for a weight beside what else an operation takes."""
+    values = [graph.values[name].copy_bytes for name in operation.inputs if name in graph.values]
+    values += [graph.values[name].nbytes for name in operation.outputs]
+    others = [graph.weights[n].nbytes for n in operation.inputs if n in graph.weights and n != weight.name]
+    return max(
+        spec.room
+        - sum(spec.allocated(nbytes) for nbytes in values if nbytes)
+        - spec.allocated(operation.workspace_on(spec.type))
+        # what an allocator takes beyond the weight's own bytes is not there for it either
+        - (spec.resident([*others, weight.nbytes]) - weight.nbytes)
+        for spec in accelerators
+    )
+
+
+def _offered_parts(oversized: Collection[_Oversized]) -> Iterator[list[Part]]:
+    """Ways to cut these weights, all of them each time, into more and more parts."""
+    known: list[list[Part]] = []
+    for factor in _FACTORS:
+        parts = [part for one in oversized for part in _parts(one.weight, one.fewest * factor)]
+        if parts and parts not in known:
+            known.append(parts)
+            yield parts
+
+
+def _parts(weight: Weight, count: int) -> list[Part]:
+    """So many parts, of equal numbers of rows but for the last, that begin at aligned bytes."""
+    rows = weight.shape[0]
+    step = ALIGNMENT // math.gcd(ALIGNMENT, weight.nbytes // rows)
+    each = math.ceil(rows / min(count, _MOST, rows) / step) * step
+    return [Part(weight.name, at, min(at + each, rows)) for at in range(0, rows, each)] if each < rows else []

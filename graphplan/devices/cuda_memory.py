@@ -12,17 +12,13 @@ import re
 
 import torch
 
-__all__ = ["taken_beside"]
-
 _HOPPER, _OTHERS = 4096 * 8 << 10, (4096 * 2 + 16 * 8) << 10  # bytes of PyTorch's own choice
 
 
 def taken_beside(index: int, memory: int) -> int:
     """The bytes of a budget that no tensor of a plan can have, on a card that is here.
 
-    Args:
-        index: of the card.
-        memory: the budget. What goes beyond the bytes that are free, the context and other processes have.
+    What goes beyond the bytes that are free, the context and other processes have.
     """
     free, _ = torch.cuda.mem_get_info(index)
     cached = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)

@@ -10,22 +10,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["Card", "card_names", "find_card"]
-
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One kind of accelerator.
+    """One kind of accelerator."""
 
-    Attributes:
-        name: words that stand in the name that its driver gives, in this order.
-        flops: FLOP/s that a large matrix product reaches.
-        bandwidth: bytes/s of its memory.
-    """
-
-    name: str
-    flops: float
-    bandwidth: float
+    name: str  # words that stand in the name that its driver gives, in this order
+    flops: float  # FLOP/s that a large matrix product reaches
+    bandwidth: float  # bytes/s of its memory
 
 
 # The first whose words are found counts, so the longer name of two stands first.

@@ -12,15 +12,6 @@ from accelerate.utils import get_max_memory
 
 from graphplan.devices.topology import SIMULATED, DeviceKey, Link
 
-__all__ = [
-    "Machine",
-    "accelerator_type",
-    "current_machine",
-    "detect_max_memory",
-    "suspended",
-    "unmetered",
-]
-
 
 class Machine(Protocol):
     """What stands in for this machine's accelerators while it is current (see ``simulate``)."""
@@ -28,34 +19,27 @@ class Machine(Protocol):
     @property
     def max_memory(self) -> dict[DeviceKey, int]:
         """Key -> bytes."""
-        ...
 
     @property
     def device_type(self) -> str:
         """What integer keys mean."""
-        ...
 
     @property
     def workspace(self) -> int:
         """Bytes that libraries take on each device beside the plan."""
-        ...
 
     @property
     def links(self) -> Mapping[tuple[DeviceKey, DeviceKey], Link]:
         """What is known of the links."""
-        ...
 
     def has(self, index: int) -> bool:
         """Whether the device of this index exists."""
-        ...
 
     def unmetered(self) -> AbstractContextManager[None]:
         """A block in which allocations are not counted: planning is not running."""
-        ...
 
     def suspended(self) -> AbstractContextManager[None]:
         """A block in which operations are not intercepted."""
-        ...
 
 
 class _Current:

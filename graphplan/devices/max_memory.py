@@ -20,8 +20,6 @@ from graphplan.devices.machine import accelerator_type, current_machine, detect_
 from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Link, Topology
 from graphplan.errors import BudgetError, DeviceError, readable_bytes
 
-__all__ = ["MaxMemory", "Reserve", "read_max_memory", "require_present"]
-
 Size = int | float | str  # bytes, or text such as "10GiB"
 MaxMemory = Mapping[DeviceKey, Size]
 Reserve = Size | Mapping[DeviceKey, Size]

@@ -19,8 +19,6 @@ from graphplan.devices.topology import DeviceKey, DeviceSpec, Link, Topology, is
 from graphplan.errors import DeviceError, GraphplanError, PlanError
 from graphplan.versioned_json import Format
 
-__all__ = ["Measurements", "Speed", "with_speeds"]
-
 _FORMAT = Format("graphplan.measurements", 1, "measurements")
 
 

@@ -14,19 +14,6 @@ import torch
 
 from graphplan.errors import DeviceError
 
-__all__ = [
-    "ALIGNMENT",
-    "CPU",
-    "DISK",
-    "SIMULATED",
-    "DeviceKey",
-    "DeviceSpec",
-    "Link",
-    "Topology",
-    "is_figure",
-    "round_up",
-]
-
 ALIGNMENT = 512  # bytes; CUDA's caching allocator has no smaller step
 
 DeviceKey = int | str

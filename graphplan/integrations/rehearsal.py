@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,14 +23,33 @@ from torch import fx, nn
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.dynamic_sizes import exact_size, sizes_of_call
 from graphplan.capture.signature import BoundCall, bind_call
+from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.compiler.pipeline import Compiler, EntryCall
-from graphplan.errors import CaptureError
+from graphplan.errors import CaptureError, InputError
 from graphplan.runtime.module.module_state import ModuleState
 from graphplan.runtime.module.placed_parts import as_written, link, unlink
 from graphplan.runtime.module.result_structure import given_layouts, rebuilder
 from graphplan.runtime.module.transformers_methods import answers
 
-__all__ = ["Rehearsal", "Rehearsed"]
+
+@one_at_a_time
+def rehearse(run: Callable[[Any], Any], compiler: Compiler) -> list[EntryCall]:
+    """The calls that a caller's function makes of the model, each as often as it is made.
+
+    Raises:
+        InputError: it makes none.
+        Exception: its own, unchanged.
+    """
+    rehearsal = Rehearsal(compiler)
+    with rehearsal.model() as model, torch.random.fork_rng(devices=()):
+        try:
+            run(model)
+        except Exception as error:
+            error.add_note("graphplan ran this on zeros, to find the calls to plan for; nothing was placed")
+            raise
+    if not rehearsal.calls:
+        raise InputError("the function that is given as calls= makes no call of the model")
+    return [replace(one.asked, weight=float(one.count)) for one in rehearsal.calls]
 
 
 @dataclass(slots=True)

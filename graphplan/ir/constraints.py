@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from graphplan.devices.topology import DeviceKey
 from graphplan.ir.graph import Graph
 
-__all__ = ["Constraints", "names_in", "operations_named"]
-
 Group = str | Sequence[str]
 
 

@@ -12,8 +12,6 @@ from graphplan.devices.topology import DeviceSpec, Topology
 from graphplan.ir.graph_elements import Operation
 from graphplan.ir.schedule import Load, Move
 
-__all__ = ["all_seconds", "move_seconds", "operation_seconds"]
-
 
 def operation_seconds(operation: Operation, device: DeviceSpec) -> float:
     """Estimated seconds of one operation; infinite where the device does not compute."""

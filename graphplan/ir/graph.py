@@ -21,11 +21,20 @@ from typing import Any
 
 import networkx as nx
 
-from graphplan.errors import VerificationError
+from graphplan.errors import VerificationError, lines_around
 from graphplan.ir.graph_elements import Operation, Value, Weight
 from graphplan.versioned_json import decode
 
-__all__ = ["Graph"]
+_PARTS: dict[str, Any] = {
+    "operations": tuple[Operation, ...],
+    "values": tuple[Value, ...],
+    "weights": tuple[Weight, ...],
+    "inputs": tuple[str, ...],
+    "outputs": tuple[str, ...],
+    "together": tuple[frozenset[str], ...],
+    "shapes_known": bool,
+}
+"""What plain data says of a graph, and of which types."""
 
 
 class Graph:
@@ -63,15 +72,12 @@ class Graph:
         self.together = tuple(sorted(together, key=sorted))
         self.shapes_known = shapes_known
         self.producer = {v: op.name for op in self.operations.values() for v in op.outputs}
-        self.consumers = self._consumers()
-        self.digraph = self._digraph()
-
-    def _consumers(self) -> dict[str, tuple[str, ...]]:
-        found: dict[str, list[str]] = defaultdict(list)
+        users: dict[str, list[str]] = defaultdict(list)
         for operation in self.operations.values():
             for name in operation.inputs:
-                found[name].append(operation.name)
-        return {name: tuple(users) for name, users in found.items()}
+                users[name].append(operation.name)
+        self.consumers = {name: tuple(found) for name, found in users.items()}
+        self.digraph = self._digraph()
 
     @cached_property
     def readers(self) -> dict[str, tuple[str, ...]]:
@@ -163,10 +169,7 @@ class Graph:
 
     def weight_named(self, name: str) -> Weight | None:
         """The weight that has this name; a shared weight has several."""
-        return self._by_any_name().get(name)
-
-    def _by_any_name(self) -> dict[str, Weight]:
-        return {n: weight for weight in self.weights.values() for n in (weight.name, *weight.names)}
+        return next((w for w in self.weights.values() if name == w.name or name in w.names), None)
 
     def root(self, name: str) -> str:
         """The value or weight whose storage ``name`` is a view of, itself included."""
@@ -235,15 +238,9 @@ class Graph:
                 elif base is not None and value.nbytes:
                     problem = f"outputs {name!r}, an alias of {base!r}, with bytes of its own"
         if problem:
-            raise VerificationError(f"operation {operation.name!r} {problem}\n{self.around(position)}")
-
-    def around(self, position: int, reach: int = 5) -> str:
-        """The operations around one position, the culprit marked: for messages."""
-        first = max(0, position - reach)
-        lines = []
-        for index, operation in list(enumerate(self.operations.values()))[first : position + reach + 1]:
-            lines.append(f"{'->' if index == position else '  '} {self.line(operation)}")
-        return "\n".join(lines)
+            lines = [self.line(one) for one in self.operations.values()]
+            where = lines_around(lines, position)
+            raise VerificationError(f"operation {operation.name!r} {problem}\n{where}")
 
     def line(self, operation: Operation) -> str:
         """One operation as text."""
@@ -302,12 +299,4 @@ class Graph:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Graph:
         """The inverse of :meth:`to_dict`."""
-        return cls(
-            decode(tuple[Operation, ...], data["operations"]),
-            decode(tuple[Value, ...], data["values"]),
-            decode(tuple[Weight, ...], data["weights"]),
-            decode(tuple[str, ...], data["inputs"]),
-            decode(tuple[str, ...], data["outputs"]),
-            decode(tuple[frozenset[str], ...], data["together"]),
-            shapes_known=decode(bool, data["shapes_known"]),
-        )
+        return cls(**{name: decode(kind, data[name]) for name, kind in _PARTS.items()})

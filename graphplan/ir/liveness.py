@@ -11,17 +11,18 @@ weight takes bytes where the whole lives, and where it is kept beside that.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Topology
-from graphplan.errors import VerificationError
+from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Topology, round_up
+from graphplan.errors import VerificationError, lines_around
 from graphplan.ir.graph import Graph
 from graphplan.ir.schedule import STAGED_BYTES, Move, Run, Schedule, Step, Wait, read_in_place
-
-__all__ = ["Memory", "Peak", "measure_memory"]
 
 _Instance = tuple[str, DeviceKey]
 
@@ -82,7 +83,8 @@ class _Sweep:
         self.born = [-1]
         self.last_use = [-1]
         self.home: dict[str, DeviceKey] = {}
-        self.allocated: dict[tuple[DeviceKey, int], int] = {}  # bytes that an allocator takes for so many
+        specs = self.specs
+        self.allocated = cache(lambda device, nbytes: specs[device].allocated(nbytes))
 
     def run(self, with_profile: bool) -> Memory:
         resident = self._place_weights()
@@ -140,23 +142,16 @@ class _Sweep:
         device = instance[1]
         self.storage[instance] = len(self.nbytes)
         self.device.append(device)
-        self.nbytes.append(self._allocated(device, nbytes))
+        self.nbytes.append(self.allocated(device, nbytes))
         self.born.append(index)
         self.last_use.append(index)
-
-    def _allocated(self, device: DeviceKey, nbytes: int) -> int:
-        size = device, nbytes
-        found = self.allocated.get(size)
-        if found is None:
-            found = self.allocated[size] = self.specs[device].allocated(nbytes)
-        return found
 
     def _use(self, index: int, instance: _Instance) -> None:
         storage = self.storage.get(instance)
         if storage is None:
             raise VerificationError(
                 f"step {index} reads {instance[0]!r} on {instance[1]!r}, where it is not\n"
-                + steps_around(self.schedule, index)
+                + lines_around(str(self.schedule).splitlines(), index)
             )
         self.last_use[storage] = index  # steps come in order
 
@@ -233,7 +228,7 @@ class _Sweep:
             return 0
         spec = self.specs[step.device]
         nbytes = self.graph.operations[step.operation].workspace_on(spec.type)
-        return self._allocated(step.device, nbytes) if nbytes else 0
+        return self.allocated(step.device, nbytes) if nbytes else 0
 
     def _operation_of(self, index: int) -> str:
         """The operation that runs at a step, or the first one after it."""
@@ -245,11 +240,22 @@ def _device_of(step: Step) -> DeviceKey:
     return step.destination if isinstance(step, Move) else step.device
 
 
-def steps_around(schedule: Schedule, index: int, reach: int = 5) -> str:
-    """The steps around one index, the culprit marked: for messages."""
-    lines = str(schedule).splitlines()
-    first = max(0, index - reach)
-    return "\n".join(
-        f"{'->' if i == index else '  '} {line}"
-        for i, line in list(enumerate(lines))[first : index + reach + 1]
-    )
+class LiveStorages:
+    """Counts storages that are not ``known`` before.
+
+    ``peak`` is the most bytes that were alive after any operation.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        self.peak = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def count(self, results: Iterable[torch.Tensor]) -> None:
+        """Take in what an operation has returned."""
+        self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
+        for tensor in results:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._known and storage._cdata not in self._live:
+                self._live[storage._cdata] = (StorageWeakRef(storage), round_up(storage.nbytes()))
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))

@@ -23,31 +23,15 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = [
-    "Loaded",
-    "Resident",
-    "Stream",
-    "constant_attribute",
-    "load_segment",
-    "part_attribute",
-    "release_segment",
-    "resident_part",
-    "stream_attribute",
-    "to_device",
-    "wait_segment",
-]
-
 
 class Loaded(Protocol):
     """A segment whose copy has been enqueued."""
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """Its weights on the device, for what is enqueued from now on."""
-        ...
 
     def release(self) -> None:
         """Nothing that is enqueued from now on reads it."""
-        ...
 
 
 class Stream(Protocol):
@@ -55,7 +39,6 @@ class Stream(Protocol):
 
     def load(self, index: int, weights: tuple[torch.Tensor, ...]) -> Loaded:
         """Enqueue the copy of a segment."""
-        ...
 
 
 class Resident(Protocol):
@@ -63,7 +46,6 @@ class Resident(Protocol):
 
     def current(self, weight: torch.Tensor) -> torch.Tensor:
         """The part, with the values that the weight has now."""
-        ...
 
 
 def constant_attribute(name: str) -> str:

@@ -5,13 +5,13 @@ Hooks reach modules, not tensors: a map is of use to them if each module's own t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from graphplan.devices.topology import DeviceKey
 from graphplan.ir.graph_elements import Weight
-
-__all__ = ["merged_map", "module_map"]
 
 _SMALL = 0.25  # of all bytes: a module of no more is kept whole where its own tensors need it
 
@@ -26,12 +26,24 @@ def _merged(prefix: str, entries: Sequence[tuple[str, DeviceKey]]) -> Iterator[t
     if len(keys) == 1:
         yield prefix, keys.pop()
         return
-    start = len(prefix) + 1 if prefix else 0
     children: dict[str, list[tuple[str, DeviceKey]]] = {}
     for name, key in entries:
-        children.setdefault(name[start:].partition(".")[0], []).append((name, key))
+        children.setdefault(_child(prefix, name), []).append((name, key))
     for child, members in children.items():
-        yield from _merged(f"{prefix}.{child}" if prefix else child, members)
+        yield from _merged(child, members)
+
+
+def _child(prefix: str, name: str) -> str:
+    """The submodule of ``prefix``, or its tensor, that a name begins with."""
+    start = len(prefix) + 1 if prefix else 0
+    return name[:start] + name[start:].partition(".")[0]
+
+
+def entry_of(entries: Mapping[str, Any], name: str) -> Any:
+    """What a map says of a module or tensor: its own entry, or that of a module around it; else None."""
+    while name and name not in entries:
+        name = name.rpartition(".")[0]
+    return entries.get(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +60,12 @@ def module_map(weights: Sequence[Weight], placement: Mapping[str, DeviceKey]) ->
 
     A module's own tensors go where most of their bytes are; so does a small module with all that is in it,
     where it has tensors of its own beside submodules that are elsewhere.
-
-    Args:
-        weights: of the graph.
-        placement: name of a parameter or buffer -> its device.
     """
-    parts: dict[str, int] = {}
+    parts: Counter[str] = Counter()
     for weight in weights:
-        if weight.part_of:
-            parts[weight.part_of] = parts.get(weight.part_of, 0) + weight.nbytes
+        parts[weight.part_of] += weight.nbytes
     named = [
-        _Named(name, placement[name], weight.nbytes + parts.get(weight.name, 0))
+        _Named(name, placement[name], weight.nbytes + parts[weight.name])
         for weight in weights
         for name in weight.names
         if name in placement
@@ -74,12 +81,11 @@ def module_map(weights: Sequence[Weight], placement: Mapping[str, DeviceKey]) ->
 
 def _settled(prefix: str, members: Sequence[_Named], small: float) -> Iterator[tuple[str, DeviceKey]]:
     """Each tensor's device, so that a module's own share one."""
-    start = len(prefix) + 1 if prefix else 0
-    own = [one for one in members if "." not in one.name[start:]]
+    own = [one for one in members if _child(prefix, one.name) == one.name]
     children: dict[str, list[_Named]] = {}
     for one in members:
-        if "." in one.name[start:]:
-            children.setdefault(one.name[start:].partition(".")[0], []).append(one)
+        if _child(prefix, one.name) != one.name:
+            children.setdefault(_child(prefix, one.name), []).append(one)
     split = len({one.key for one in members}) > 1
     few = sum(one.nbytes for one in members) <= small or not _has_blocks(children)
     if own and split and (not children or (prefix and few)):
@@ -88,7 +94,7 @@ def _settled(prefix: str, members: Sequence[_Named], small: float) -> Iterator[t
         return
     yield from ((one.name, one.key) for one in own)
     for child, below in children.items():
-        yield from _settled(f"{prefix}.{child}" if prefix else child, below, small)
+        yield from _settled(child, below, small)
 
 
 def _has_blocks(children: Mapping[str, Sequence[_Named]]) -> bool:
@@ -99,7 +105,7 @@ def _has_blocks(children: Mapping[str, Sequence[_Named]]) -> bool:
 
 
 def _most(members: Sequence[_Named]) -> DeviceKey:
-    totals: dict[DeviceKey, int] = {}
+    totals: Counter[DeviceKey] = Counter()
     for one in members:
-        totals[one.key] = totals.get(one.key, 0) + one.nbytes
-    return max(totals, key=lambda key: totals[key])
+        totals[one.key] += one.nbytes
+    return totals.most_common(1)[0][0]

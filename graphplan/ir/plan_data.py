@@ -12,7 +12,7 @@ import torch
 
 from graphplan.devices.topology import DeviceKey, Topology
 from graphplan.errors import PlanError, VerificationError
-from graphplan.ir.constraints import Constraints
+from graphplan.ir.constraints import Constraints, operations_named
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation
 from graphplan.ir.liveness import Memory, Peak, measure_memory
@@ -20,8 +20,6 @@ from graphplan.ir.module_map import module_map
 from graphplan.ir.schedule import Load, Move, Schedule
 from graphplan.ir.schedule_checks import check_schedule
 from graphplan.ir.timeline import Timeline, make_timeline
-
-__all__ = ["PlanData", "Stage", "Transfer"]
 
 Transfer = Move
 
@@ -146,11 +144,9 @@ class PlanData:
         weight = self.graph.weight_named(name)
         first = "" if weight is None else weight.name
         read = {first, *(part.name for part in self.graph.parts if part.part_of == first)} - {""}
+        named = set(operations_named(self.graph, name))
         for operation in self.graph.operations.values():
-            path = operation.module_path
-            inside = path == name or path.startswith(name + ".") or not name
-            reads = not read.isdisjoint(operation.inputs)
-            if operation.name == name or inside or reads:
+            if operation.name in named or not read.isdisjoint(operation.inputs):
                 yield operation
 
     @property

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any, TypeVar
+from dataclasses import asdict, is_dataclass
+from typing import Any, TypeVar, get_type_hints
 
 from graphplan.devices.topology import DeviceKey, DeviceSpec, Link, Topology
 from graphplan.errors import GraphplanError, PlanError
-from graphplan.ir.constraints import Constraints
 from graphplan.ir.graph import Graph
 from graphplan.ir.plan_data import PlanData
-from graphplan.ir.schedule_json import decode_schedule, encode_schedule
+from graphplan.ir.schedule import Assignment, Load, Move, PrefetchBuffer, Release, Run, Schedule, Step, Wait
 from graphplan.versioned_json import Format, decode
-
-__all__ = ["read_plan", "write_plan"]
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 
 _FORMAT = Format("graphplan.plan", 3, "plan")
+_FIELDS = (
+    "method",
+    "makespan",
+    "lower_bound",
+    "proof",
+    "constraints",
+    "call_weight",
+    "shared_prefetch_bytes",
+    "prefetch_limits",
+    "streaming",
+)
+"""Of a plan, those that are written as they are."""
+
+_PLACES = ("operations", "weights", "slots")  # of an assignment
+_STEPS: dict[str, type[Step]] = {kind.__name__.lower(): kind for kind in (Run, Move, Load, Wait, Release)}
 
 
 def write_plan(plan: PlanData) -> str:
@@ -28,11 +40,7 @@ def write_plan(plan: PlanData) -> str:
 
 
 def read_plan(cls: type[AnyPlan], text: str) -> AnyPlan:
-    """The plan that a text is.
-
-    Args:
-        cls: of the plan.
-        text: as :func:`write_plan` writes it.
+    """The plan, of a class, that :func:`write_plan` wrote.
 
     Raises:
         PlanError: the text is no plan, one of an unknown version, or one that does not add up.
@@ -53,48 +61,65 @@ def _from_data(cls: type[AnyPlan], data: Mapping[str, Any]) -> AnyPlan:
 
 
 def _encode(plan: PlanData) -> dict[str, Any]:
-    topology, schedule = plan.topology, plan.schedule
+    topology = plan.topology
     return {
         **_FORMAT.head(),
-        "method": plan.method,
-        "makespan": plan.makespan,
-        "lower_bound": plan.lower_bound,
-        "proof": plan.proof,
-        "peak_bytes": [[key, nbytes] for key, nbytes in plan.peak_bytes.items()],
-        "devices": [asdict(spec) for spec in topology.devices],
+        **{name: _plain(getattr(plan, name)) for name in (*_FIELDS, "peak_bytes")},
+        "fixed_weights": dict(plan.fixed_weights),
+        "devices": list(map(asdict, topology.devices)),
         "links": [[a, b, asdict(link)] for (a, b), link in topology.links.items()],
         "default_link": asdict(topology.default_link),
-        **encode_schedule(schedule),
+        **_encode_schedule(plan.schedule),
         "graph": plan.graph.to_dict(),
-        "constraints": asdict(plan.constraints),
-        "fixed_weights": dict(plan.fixed_weights),
-        "call_weight": plan.call_weight,
         "others": [_encode(other) for other in plan.others],
-        "shared_prefetch_bytes": [[key, nbytes] for key, nbytes in plan.shared_prefetch_bytes.items()],
-        "prefetch_limits": [[key, nbytes] for key, nbytes in plan.prefetch_limits.items()],
-        "streaming": plan.streaming,
     }
+
+
+def _plain(value: Any) -> Any:
+    """A mapping as pairs, since its keys may be numbers; a record as a mapping of names."""
+    if isinstance(value, Mapping):
+        return [list(item) for item in value.items()]
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def _decode(cls: type[AnyPlan], data: Mapping[str, Any]) -> AnyPlan:
     links = {(decode(DeviceKey, a), decode(DeviceKey, b)): decode(Link, link) for a, b, link in data["links"]}
-    devices, default_link = (
-        decode(tuple[DeviceSpec, ...], data["devices"]),
-        decode(Link, data["default_link"]),
-    )
+    devices = decode(tuple[DeviceSpec, ...], data["devices"])
+    kinds = get_type_hints(PlanData)
     return cls(
-        Graph.from_dict(data["graph"]),
-        Topology(devices, links, default_link),
-        decode_schedule(data),
-        decode(float, data["makespan"]),
-        decode(float, data["lower_bound"]),
-        decode(str, data["proof"]),
-        decode(str, data["method"]),
-        decode(Constraints, data["constraints"]),
-        decode(Mapping[str, DeviceKey], data["fixed_weights"]),
-        decode(float, data["call_weight"]),
-        tuple(_from_data(cls, _FORMAT.checked(other)) for other in data["others"]),
-        decode(Mapping[DeviceKey, int], data["shared_prefetch_bytes"]),
-        decode(Mapping[DeviceKey, int], data["prefetch_limits"]),
-        decode(bool, data["streaming"]),
+        graph=Graph.from_dict(data["graph"]),
+        topology=Topology(devices, links, decode(Link, data["default_link"])),
+        schedule=_decode_schedule(data),
+        others=tuple(_from_data(cls, _FORMAT.checked(other)) for other in data["others"]),
+        **{name: decode(kinds[name], data[name]) for name in (*_FIELDS, "fixed_weights")},
     )
+
+
+def _encode_schedule(schedule: Schedule) -> dict[str, Any]:
+    """Lists, numbers and text that say all of a schedule."""
+    assignment = schedule.assignment
+    return {
+        "host": schedule.host,
+        "returns_to_host": schedule.returns_to_host,
+        **{name: _plain(getattr(assignment, name)) for name in _PLACES},
+        "prefetch_buffers": [asdict(buffer) for buffer in schedule.prefetch_buffers],
+        "steps": [{"step": type(step).__name__.lower(), **asdict(step)} for step in schedule.steps],
+    }
+
+
+def _decode_schedule(data: Mapping[str, Any]) -> Schedule:
+    """The inverse; KeyError, TypeError or ValueError where it is damaged."""
+    assignment = {name: data[name] for name in _PLACES}
+    return Schedule(
+        tuple(map(_decode_step, data["steps"])),
+        decode(Assignment, assignment),
+        decode(DeviceKey, data["host"]),
+        decode(bool, data["returns_to_host"]),
+        decode(tuple[PrefetchBuffer, ...], data["prefetch_buffers"]),
+    )
+
+
+def _decode_step(data: Mapping[str, Any]) -> Step:
+    fields = dict(data)
+    step: Step = decode(_STEPS[str(fields.pop("step"))], fields)
+    return step

@@ -34,26 +34,8 @@ from typing import Literal
 
 from graphplan.devices.topology import CPU, DISK, DeviceKey, Topology
 
-__all__ = [
-    "STAGED_BYTES",
-    "Assignment",
-    "Load",
-    "Move",
-    "MoveKind",
-    "PrefetchBuffer",
-    "PrefetchSegment",
-    "Release",
-    "Run",
-    "Schedule",
-    "Step",
-    "Wait",
-    "prefetch_bytes",
-    "read_in_place",
-]
-
-STAGED_BYTES = (
-    16 << 20
-)  # the largest of the two buffers that weights on disk pass on their way to a prefetch buffer
+STAGED_BYTES = 16 << 20
+"""Of each of the two buffers that weights on disk pass on their way to a prefetch buffer, at most."""
 
 MoveKind = Literal["activation", "weight", "input", "output", "writeback"]
 
@@ -221,27 +203,20 @@ class Schedule:
 
     def moves(self, *kinds: MoveKind) -> Iterator[Move]:
         """The moves of these kinds, or all, in order."""
-        for step in self.steps:
-            if isinstance(step, Move) and (not kinds or step.kind in kinds):
-                yield step
+        found = (step for step in self.steps if isinstance(step, Move))
+        return (move for move in found if not kinds or move.kind in kinds)
 
     def runs(self) -> Iterator[Run]:
         """The runs, in order."""
-        for step in self.steps:
-            if isinstance(step, Run):
-                yield step
+        return (step for step in self.steps if isinstance(step, Run))
 
     def loads(self) -> Iterator[Load]:
         """The copies of segments, in order."""
-        for step in self.steps:
-            if isinstance(step, Load):
-                yield step
+        return (step for step in self.steps if isinstance(step, Load))
 
     def copies(self) -> Iterator[Move | Load]:
         """Everything that crosses between devices, in order."""
-        for step in self.steps:
-            if isinstance(step, Move | Load):
-                yield step
+        return (step for step in self.steps if isinstance(step, Move | Load))
 
     def with_prefetch_buffers(self, sizes: Mapping[DeviceKey, int], topology: Topology) -> Schedule:
         """The same schedule, with a prefetch buffer of at least so many bytes on each of these devices."""

@@ -23,8 +23,6 @@ from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation
 from graphplan.ir.schedule import Load, Move, Release, Run, Schedule, Wait
 
-__all__ = ["Event", "Measured", "Timeline", "call_seconds", "make_timeline"]
-
 Seconds = Callable[[Operation, DeviceSpec], float]
 
 
@@ -83,14 +81,7 @@ def make_timeline(graph: Graph, topology: Topology, schedule: Schedule) -> Timel
 def call_seconds(
     graph: Graph, topology: Topology, schedule: Schedule, seconds: Seconds = operation_seconds
 ) -> float:
-    """Seconds of one call.
-
-    Args:
-        graph: what is scheduled.
-        topology: its devices and links.
-        schedule: of the call.
-        seconds: of an operation on a device.
-    """
+    """Seconds of one call, of which ``seconds`` says how long an operation takes on a device."""
     return _run(graph, topology, schedule, seconds, None)
 
 
@@ -98,17 +89,16 @@ def _run(
     graph: Graph, topology: Topology, schedule: Schedule, seconds: Seconds, events: list[Event] | None
 ) -> float:
     specs = {spec.key: spec for spec in topology.devices}
-    slot_of = {
-        (buffer.device, i): s.slot
+    segments = {
+        (buffer.device, index): segment
         for buffer in schedule.prefetch_buffers
-        for i, s in enumerate(buffer.segments)
+        for index, segment in enumerate(buffer.segments)
     }
     on_disk = {name for name, key in schedule.assignment.weights.items() if key == DISK}
     now = 0.0
     queue: dict[DeviceKey, float] = {}  # when each copy queue is done
     free: dict[tuple[DeviceKey, int], float] = {}  # when each slot's last readers are done
     there: dict[tuple[DeviceKey, int], float] = {}  # when each segment has arrived
-    coming: dict[tuple[DeviceKey, int], tuple[str, ...]] = {}  # its weights
     for step in schedule.steps:
         if isinstance(step, Run):
             start, now = now, now + seconds(graph.operations[step.operation], specs[step.device])
@@ -121,21 +111,20 @@ def _run(
             if events is not None:
                 events.append(Event("move", step.value, step.destination, start, now))
         elif isinstance(step, Load):
-            slot = step.device, slot_of[step.device, step.segment]
+            slot = step.device, segments[step.device, step.segment].slot
             start = max(queue.get(step.device, 0.0), free.get(slot, 0.0))
             end = start + move_seconds(step, topology)
             queue[step.device] = there[step.device, step.segment] = end
             if events is not None:
-                coming[step.device, step.segment] = step.weights
                 events.append(Event("load", ", ".join(step.weights), step.device, start, end, step.weights))
         elif isinstance(step, Wait):
             start, now = now, max(now, there[step.device, step.segment])
             if events is not None and now > start:
-                held = coming[step.device, step.segment]
+                held = segments[step.device, step.segment].weights
                 events.append(Event("wait", ", ".join(held), step.device, start, now, held))
         else:
             assert isinstance(step, Release)
-            free[step.device, slot_of[step.device, step.segment]] = now
+            free[step.device, segments[step.device, step.segment].slot] = now
     return now
 
 

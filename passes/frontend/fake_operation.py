@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from graphplan.capture.transformers.recurrences import WHOLE, run_in_torch, shortened, text_length
 from graphplan.devices.machine import unmetered
 from graphplan.devices.topology import round_up
-from graphplan.ir.live_storages import LiveStorages
+from graphplan.ir.liveness import LiveStorages
 from graphplan.passes.frontend.tensor_meta import TensorMeta, contiguous_strides, describe
 
 __all__ = ["Effect", "OperationResult", "run_fake"]

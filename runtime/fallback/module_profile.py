@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan.capture.structure import leaves_of
 from graphplan.devices.topology import round_up
-from graphplan.ir.live_storages import LiveStorages
+from graphplan.ir.liveness import LiveStorages
 
 __all__ = ["CallProfile", "profile_call"]
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphplan.capture.capture_lock import CAPTURE_LOCK
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.modes import ModeReader, Modes
 from graphplan.capture.signature import BoundCall, bind_call
+from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mode
 from graphplan.errors import NoGraphError
 from graphplan.ir.schedule import prefetch_bytes
 from graphplan.runtime.module.dispatch_cache import find_route
@@ -180,6 +180,7 @@ def _known(
     return None if form is None else ServedByModules(form, call)
 
 
+@outside_inference_mode
 def _captured(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> int | ServedByModules:
     """A call of a new structure."""
     assert state.compile is not None

@@ -21,10 +21,10 @@ from typing import Any, Self
 import torch
 from torch import fx, nn
 
-from graphplan.capture.capture_lock import CAPTURE_LOCK
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.modes import ModeReader
 from graphplan.capture.shared_attributes import copy_to_run
+from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mode
 from graphplan.errors import PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.fallback.short_names import ShortNames, made_class, original_class, unplaced
@@ -144,6 +144,7 @@ class PlacedModule(ShortNames):
         return _rebuild, (original_class(self),), self.__dict__
 
 
+@outside_inference_mode
 def _place_now(module: PlacedModule, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Place the module at this call of it, unless another thread has done so meanwhile."""
     with CAPTURE_LOCK:

@@ -336,3 +336,15 @@ def test_a_language_models_prefill_and_decode(decode_first: bool) -> None:
                 for key in (0, 1):
                     assert machine.peak_bytes(key) <= budgets[key]
             assert len(placed.plans) == 2
+
+
+@pytest.mark.parametrize("examples", [True, False])
+def test_what_is_placed_in_inference_mode_can_be_trained(examples: bool) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(2, 8)
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        with torch.inference_mode():
+            placed = graphplan.partition(model, machine.max_memory, (x,) if examples else (), grad=True)
+            assert torch.allclose(placed(x), model(x), atol=1e-6)
+            assert torch.allclose(placed(x[:1]), model(x[:1]), atol=1e-6)  # captured here
+        placed(x).sum().backward()
+        assert all(parameter.grad is not None for parameter in placed.parameters())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from graphplan._compat.private_names import private
+from graphplan._compat import private
 from graphplan.capture.thread_patches import Patch, patched, unpatched
 from graphplan.errors import GraphplanError
 

@@ -301,10 +301,10 @@ def test_the_main_accelerator_is_the_one_that_hooks_choose() -> None:
 )
 def test_packings_keep_their_limits(sizes: list[int], capacities: list[int]) -> None:
     blocks = [Block((str(i),), size, size) for i, size in enumerate(sizes)]
-    packing = pack(blocks, capacities)
-    left = [b.loaded for b, place in zip(blocks, packing.places, strict=True) if place is None]
+    places = pack(blocks, capacities)
+    left = [b.loaded for b, place in zip(blocks, places, strict=True) if place is None]
     for device, capacity in enumerate(capacities):
-        taken = sum(s for s, p in zip(sizes, packing.places, strict=True) if p == device)
+        taken = sum(s for s, p in zip(sizes, places, strict=True) if p == device)
         reserve = max(left, default=0) if device == 0 and taken else 0
         assert taken + reserve <= capacity
 
@@ -312,10 +312,10 @@ def test_packings_keep_their_limits(sizes: list[int], capacities: list[int]) -> 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=2, max_size=10), st.integers(2, 3), st.data())
 def test_what_can_be_packed_is(sizes: list[int], devices: int, data: Any) -> None:
-    places = [data.draw(st.integers(0, devices - 1)) for _ in sizes]
-    capacities = [sum(s for s, p in zip(sizes, places, strict=True) if p == d) for d in range(devices)]
-    packing = pack([Block((str(i),), size, size) for i, size in enumerate(sizes)], capacities)
-    assert None not in packing.places
+    drawn = [data.draw(st.integers(0, devices - 1)) for _ in sizes]
+    capacities = [sum(s for s, p in zip(sizes, drawn, strict=True) if p == d) for d in range(devices)]
+    places = pack([Block((str(i),), size, size) for i, size in enumerate(sizes)], capacities)
+    assert None not in places
 
 
 def test_spilling_keeps_room_for_what_passes() -> None:

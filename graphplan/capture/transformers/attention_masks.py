@@ -19,15 +19,8 @@ from typing import Any
 
 import torch
 
-from graphplan._compat.transformers import (
-    joined_masks,
-    local_entries,
-    mask_is_left_out,
-    masks_of_packed_texts,
-)
+from graphplan._compat.transformers import functions_of_masks, local_entries
 from graphplan.capture.thread_patches import Patch, patched
-
-__all__ = ["masks_as_in_eager"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +50,9 @@ class _Question:
         if self.window is not None and self.kv_length >= self.window:
             return False
         if self.q_length == 1 or self.kv_length == self.q_length:
-            return _both(
-                _all(self._padding()), None if self.packed is None else (self.packed[:, -1] == 0).all()
-            )
+            padding = self._padding()
+            unpadded = True if padding is None else padding.all()
+            return _both(unpadded, None if self.packed is None else (self.packed[:, -1] == 0).all())
         starts = self.q_offset == 0  # of a static cache a tensor
         if starts is False or self.packed is not None:
             return False
@@ -75,10 +68,6 @@ class _Question:
         return self.padding[:, torch.arange(self.kv_length, device=self.padding.device) + self.kv_offset]
 
 
-def _all(tensor: torch.Tensor | None) -> Any:
-    return True if tensor is None else tensor.all()
-
-
 def _both(a: Any, b: torch.Tensor | None) -> Any:
     if b is None:
         return a
@@ -91,8 +80,6 @@ class _Masks:
 
     made: dict[int, tuple[torch.Tensor, _Question]] = field(default_factory=dict)
     asked: list[_Question] = field(default_factory=list)
-    apart: dict[int, tuple[Any, torch.Tensor]] = field(default_factory=dict)
-    packing: dict[int, tuple[Any, torch.Tensor]] = field(default_factory=dict)
 
     def note(self, mask: Any, question: _Question | None) -> None:
         """Remember that eager may leave this one out."""
@@ -121,10 +108,11 @@ def masks_as_in_eager() -> Iterator[None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # optional package
 
     masks = _Masks()
+    module, (left_out, packed, joined) = functions_of_masks()
     with patched(
-        Patch.of(*mask_is_left_out(), lambda own: _asking(own, masks)),
-        Patch.of(*masks_of_packed_texts(), lambda own: _keeping_apart(own, masks)),
-        Patch.of(*joined_masks(), lambda own: _joining(own, masks)),
+        Patch.of(module, left_out, lambda own: _asking(own, masks)),
+        Patch.of(module, packed, _keeping_apart),
+        Patch.of(module, joined, _joining),
         _entry(ALL_MASK_ATTENTION_FUNCTIONS, lambda own: _making(own, masks)),
         _entry(ALL_ATTENTION_FUNCTIONS, lambda own: _attending(own, masks)),
     ):
@@ -145,23 +133,23 @@ def _asking(own: Callable[..., bool], masks: _Masks) -> Callable[..., bool]:
     return ignore
 
 
-def _keeping_apart(own: Callable[..., Any], masks: _Masks) -> Callable[..., Any]:
+def _keeping_apart(own: Callable[..., Any]) -> Callable[..., Any]:
     """In a trace every text that has positions, and no padding, is taken for several in a row."""
 
     def function(packed: torch.Tensor) -> Any:
         made = own(packed)
-        masks.apart[id(made)] = made, packed
+        made.packed = packed
         return made
 
     return function
 
 
-def _joining(own: Callable[..., Any], masks: _Masks) -> Callable[..., Any]:
+def _joining(own: Callable[..., Any]) -> Callable[..., Any]:
     def join(*functions: Any) -> Any:
         made = own(*functions)
-        for known in (masks.apart.get(id(function)) for function in functions):
-            if known is not None:
-                masks.packing[id(made)] = made, known[1]
+        for function in functions:
+            if hasattr(function, "packed"):
+                made.packed = function.packed
         return made
 
     return join
@@ -171,12 +159,12 @@ def _making(own: Callable[..., Any], masks: _Masks) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
         masks.asked.clear()
         made = own(*args, **kwargs)
-        packed = masks.packing.get(id(kwargs.get("mask_function")))
+        packed = getattr(kwargs.get("mask_function"), "packed", None)
         if packed is not None:
             q_length, kv_length = kwargs["q_length"], kwargs["kv_length"]
             offsets = kwargs["q_offset"], kwargs["kv_offset"]
             window = kwargs.get("local_size")
-            masks.note(made, _Question(None, q_length, kv_length, *offsets, window, packed[1]))
+            masks.note(made, _Question(None, q_length, kv_length, *offsets, window, packed))
         elif masks.asked:
             masks.note(made, masks.asked[-1])
         return made

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,19 +25,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan.capture.structure import know
 
-__all__ = [
-    "COUNTERS",
-    "Given",
-    "LayoutPart",
-    "is_cache",
-    "is_described",
-    "is_device_of",
-    "know_caches",
-    "layout_of",
-]
-
 # What is known of a cache by names alone: a class that uses other names needs them here, and nothing else.
-
 COUNTERS = frozenset({"cumulative_length", "cumulative_length_int", "_seen_tokens"})
 """Attributes that count tokens: a trace must not take their values for constants."""
 
@@ -125,11 +113,6 @@ def layout_of(spec: pytree.TreeSpec) -> LayoutPart:
     return found
 
 
-def is_device_of(name: str, state: Mapping[str, Any]) -> bool:
-    """Whether an attribute is the device of its object's tensors."""
-    return isinstance(state[name], torch.device)
-
-
 def _flatten(cache: Any) -> tuple[list[Any], LayoutPart]:
     leaves: list[Any] = []
     return leaves, _describe(cache, leaves, "", False)
@@ -200,7 +183,7 @@ def _make(part: LayoutPart, leaves: Iterator[Any]) -> Any:
     state = dict(zip(part.keys, made, strict=True))
     device = next((v.device for v in state.values() if isinstance(v, torch.Tensor)), None)
     if device is not None:
-        state |= {name: device for name in state if is_device_of(name, state)}
+        state |= {name: device for name, value in state.items() if isinstance(value, torch.device)}
     found = part.cls.__new__(part.cls)
     found.__dict__.update(state)
     return found

@@ -24,14 +24,6 @@ from graphplan._compat.transformers import vision_stand_in
 from graphplan.capture.thread_patches import Patch, patched
 from graphplan.errors import CaptureError
 
-__all__ = [
-    "bounds_of_segments",
-    "forwards_of",
-    "of_one_length",
-    "refuse_what_reads_less",
-    "segments_as_in_eager",
-]
-
 
 def bounds_of_segments(inputs: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of the arguments that say where segments begin and end, if the exporter has computed them."""
@@ -52,8 +44,7 @@ def of_one_length(bounds: torch.Tensor) -> bool:
 def segments_as_in_eager(*, uniform: bool) -> Iterator[None]:
     """Inside, the exporters' stand-in for the attention of vision encoders computes what these do.
 
-    Args:
-        uniform: whether all segments of a call are of one length.
+    ``uniform`` says whether all segments of a call are of one length.
     """
     exporter, name = vision_stand_in()
     own = getattr(exporter, name)
@@ -115,11 +106,8 @@ def forwards_of(module: nn.Module) -> Forwards:
 def refuse_what_reads_less(module: nn.Module, own: Forwards, traced: Forwards, read: set[str]) -> None:
     """Refuse a trace of stand-ins that do not read all the weights of what they stand for.
 
-    Args:
-        module: that was traced.
-        own: the code of its classes.
-        traced: the code that was traced instead.
-        read: names of the weights that the trace reads, one of each.
+    ``own`` and ``traced`` have the code of the classes, as it is and as it was traced; ``read`` has names of
+    the weights that the trace reads, one of each.
 
     Raises:
         CaptureError: there is one.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan._compat.torch import conditions_of, hide_tracer
 from graphplan._compat.transformers import export_patches
+from graphplan.capture.captured_graph import bound_call
 from graphplan.capture.export_here import exporting
 from graphplan.capture.model_methods import with_forward
 from graphplan.capture.signature import BoundCall, Guard
@@ -52,8 +53,6 @@ from graphplan.capture.transformers.export_patches import (
 from graphplan.capture.transformers.recurrences import recurrences_whole
 from graphplan.errors import CaptureError
 
-__all__ = ["Exported", "export_transformers"]
-
 BATCH, LENGTH = "batch", "length"
 Roles = Mapping[int, str]
 """Axis -> ``"batch"`` or ``"length"``; for an integer, axis 0 is the integer itself."""
@@ -65,8 +64,7 @@ class Exported:
 
     Attributes:
         program: its result is the model's, and the caches that were given, as they are after the call.
-        traced: the arguments, after what the exporter does to them.
-        dropped: names of arguments that were flags of the output, which are baked in.
+        traced: the arguments, after what the exporter does to them; flags of the output are baked in.
         roles: for each leaf of ``traced``, its axes that may vary.
         guards: what else the trace takes for granted.
         caches: names of the arguments that are caches.
@@ -74,8 +72,7 @@ class Exported:
     """
 
     program: torch.export.ExportedProgram
-    traced: dict[str, Any]
-    dropped: tuple[str, ...]
+    traced: BoundCall
     roles: tuple[Roles, ...]
     guards: tuple[Guard, ...]
     caches: tuple[str, ...]
@@ -83,13 +80,7 @@ class Exported:
 
 
 def export_transformers(module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool) -> Exported:
-    """Trace a call of a transformers model, with as many axes dynamic as can be.
-
-    Args:
-        module: a copy of the model, or a submodule of one.
-        method: that is called: ``"forward"``, or one beside it.
-        call: its arguments.
-        keep_grad: as in :func:`graphplan.capture.tracing.capture`.
+    """Trace a call of a method of a transformers model, or of a submodule, with many axes dynamic.
 
     Raises:
         Exception: whatever the model's own code or the tracer raises.
@@ -104,8 +95,10 @@ def export_transformers(module: nn.Module, method: str, call: BoundCall, *, keep
 def _export(module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool, dynamic: bool) -> Exported:
     from transformers.exporters.utils import prepare_for_export  # optional package
 
-    given = _copied(call)
-    _, inputs, flags = prepare_for_export(module, given)
+    # with caches of their own: the exporter changes what it is given
+    given = {name: _dense(value, always=is_cache(value)) for name, value in call.kwargs.items()}
+    _, prepared, flags = prepare_for_export(module, given)
+    inputs = dict(prepared)
     caches = tuple(name for name, value in inputs.items() if is_cache(value))
     roles = {name: _roles(name, value, _batch(inputs)) for name, value in inputs.items()}
     shapes = {name: _shapes(value, iter(roles[name])) for name, value in inputs.items()} if dynamic else None
@@ -126,16 +119,15 @@ def _export(module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool,
         exporting(keep_grad=keep_grad),
     ):
         traced = forwards_of(module)
-        program = torch.export.export(
-            module, (), copy.deepcopy(dict(inputs)), dynamic_shapes=shapes, strict=False
-        )
+        program = torch.export.export(module, (), copy.deepcopy(inputs), dynamic_shapes=shapes, strict=False)
     refuse_what_reads_less(module, codes, traced, _weights_read(program))
-    leaves, paths = _leaves(inputs)
-    guards = _guards(program, leaves, paths)
+    found = flatten_with_path(inputs)
+    paths = ["L" + pytree.keystr(path) for path, _ in found]
+    guards = _guards(program, [leaf for _, leaf in found], paths)
     if uniform:
         guards += (_same_lengths([paths.index(f"L['{name}']") for name in bounds]),)
     flat = tuple(role for name in inputs for role in roles[name])
-    return Exported(program, dict(inputs), tuple(flags), flat, guards, caches)
+    return Exported(program, bound_call(inputs), flat, guards, caches)
 
 
 @contextmanager
@@ -161,11 +153,6 @@ def _patched_for_export(
         patch_forward_signature(module, inputs),
     ):
         yield
-
-
-def _copied(call: BoundCall) -> dict[str, Any]:
-    """The arguments, with caches of their own: the exporter changes what it is given."""
-    return {name: _dense(value, always=is_cache(value)) for name, value in call.kwargs.items()}
 
 
 def _dense(value: Any, *, always: bool) -> Any:
@@ -270,14 +257,8 @@ def _patches() -> Iterator[None]:
     """The exporters' patches, but for those that let sliding layers keep every token."""
     from transformers.cache_utils import DynamicSlidingWindowLayer  # optional package
 
-    kept = [one for one in export_patches() if one.owner is not DynamicSlidingWindowLayer]
-    with patched(*(Patch.of(one.owner, one.name, one.factory) for one in kept)):
+    with patched(*(Patch.of(*one) for one in export_patches() if one[0] is not DynamicSlidingWindowLayer)):
         yield
-
-
-def _leaves(inputs: Mapping[str, Any]) -> tuple[list[Any], list[str]]:
-    found = flatten_with_path(dict(inputs))
-    return [leaf for _, leaf in found], ["L" + pytree.keystr(path) for path, _ in found]
 
 
 def _guards(
@@ -294,13 +275,11 @@ def _guards(
     places = sorted(((path, f"v[{i}]") for i, path in enumerate(paths)), key=lambda p: -len(p[0]))
     written = []
     for text in texts:
-        code = text
         for path, place in places:
-            code = code.replace(path, place)
-        written.append(code)
-    guard = Guard(
-        "sizes do not fulfil " + " and ".join(texts), _condition(" and ".join(f"({c})" for c in written))
-    )
+            text = text.replace(path, place)
+        written.append(text)
+    code = " and ".join(f"({one})" for one in written)  # from the tracer: of sizes and numbers
+    guard = Guard("sizes do not fulfil " + " and ".join(texts), eval(f"lambda v: {code}"))
     try:
         holds = guard.holds(leaves)
     except (NameError, TypeError, IndexError, AttributeError) as error:
@@ -321,8 +300,3 @@ def _weights_read(program: torch.export.ExportedProgram) -> set[str]:
     used = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
     specs = program.graph_signature.input_specs
     return {spec.target for spec in specs if spec.target is not None and spec.arg.name in used}
-
-
-def _condition(code: str) -> Callable[[Sequence[Any]], bool]:
-    found: Callable[[Sequence[Any]], bool] = eval(f"lambda v: {code}")  # from the tracer: sizes and numbers
-    return found

@@ -25,17 +25,6 @@ from torch import nn
 
 from graphplan.capture.thread_patches import Patch, patched, unpatched
 
-__all__ = [
-    "WHOLE",
-    "delta_rule",
-    "linear_attention",
-    "recurrences_whole",
-    "run_in_torch",
-    "selective_scan",
-    "shortened",
-    "text_length",
-]
-
 _SCAN = "mamba_selective_scan"
 _DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 _LINEAR = "rwkv_linear_attention"
@@ -103,7 +92,8 @@ def _attend(find: _Find, module: str, *args: Any) -> tuple[Any, ...]:
 WHOLE = {selective_scan: _scan, delta_rule: _apply_rule, linear_attention: _attend}
 """The operations of this file, and what runs each."""
 
-_TOKENS = {selective_scan: 2, linear_attention: 1}  # the dimension of tokens, of tensors of three
+_TOKENS = {selective_scan: (1, 2), linear_attention: (3, 1)}
+"""Those that go token by token: the argument of the shape of the outputs, and its dimension of tokens."""
 
 
 def run_in_torch(operation: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -115,13 +105,15 @@ def run_in_torch(operation: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def text_length(operation: Any, args: tuple[Any, ...]) -> int:
     """How many tokens it goes over one by one; 0 where it goes by chunks."""
-    dimension = _TOKENS.get(operation)
-    return 0 if dimension is None else int(args[3 if operation is linear_attention else 1].shape[dimension])
+    if operation not in _TOKENS:
+        return 0
+    index, dimension = _TOKENS[operation]
+    return int(args[index].shape[dimension])
 
 
 def shortened(operation: Any, args: tuple[Any, ...], length: int) -> tuple[Any, ...]:
     """The arguments for a text of another length, without data."""
-    dimension = _TOKENS[operation]
+    _, dimension = _TOKENS[operation]
 
     def short(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.dim() != 3:
@@ -132,10 +124,11 @@ def shortened(operation: Any, args: tuple[Any, ...], length: int) -> tuple[Any, 
     return tuple(map(short, args))
 
 
-def _shapes_of_scan(*args: Any) -> tuple[torch.Tensor, ...]:
-    """Both results without data: those of one token, as long as the text."""
-    outputs, state = run_in_torch(selective_scan, shortened(selective_scan, args, 1))
-    return outputs.new_empty(args[1].shape), state.new_empty(state.shape)
+def _shapes_by_token(operation: Any, *args: Any) -> tuple[torch.Tensor, ...]:
+    """The results without data: those of one token, as long as the text."""
+    outputs, *last = run_in_torch(operation, shortened(operation, args, 1))
+    index, _ = _TOKENS[operation]
+    return outputs.new_empty(args[index].shape), *(tensor.new_empty(tensor.shape) for tensor in last)
 
 
 def _shapes_of_rule(*args: Any) -> tuple[torch.Tensor, ...]:
@@ -146,20 +139,12 @@ def _shapes_of_rule(*args: Any) -> tuple[torch.Tensor, ...]:
     return value.new_empty(value.shape, dtype=query.dtype), state
 
 
-def _shapes_of_attention(*args: Any) -> tuple[torch.Tensor, ...]:
-    """All results without data: those of one token, as long as the text."""
-    outputs, *last = run_in_torch(linear_attention, shortened(linear_attention, args, 1))
-    return outputs.new_empty(args[3].shape), *(tensor.new_empty(tensor.shape) for tensor in last)
-
-
-for _operation, _shapes in (
-    ("selective_scan", _shapes_of_scan),
-    ("delta_rule", _shapes_of_rule),
-    ("linear_attention", _shapes_of_attention),
-):
-    _run = WHOLE[getattr(torch.ops.graphplan, _operation).default]
+for _operation, _run in WHOLE.items():
+    _by_token = functools.partial(_shapes_by_token, _operation)
     _LIBRARY.impl(_operation, functools.partial(_run, _own), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"graphplan::{_operation}", _shapes, lib=_LIBRARY)
+    torch.library.register_fake(
+        _operation, _by_token if _operation in _TOKENS else _shapes_of_rule, lib=_LIBRARY
+    )
 
 
 @contextmanager
@@ -169,12 +154,12 @@ def recurrences_whole(module: nn.Module) -> Iterator[None]:
     found = [(home, name) for home in homes for name in _REPLACED if hasattr(sys.modules[home], name)]
     if torch.is_grad_enabled():
         found = []
-    with patched(*(_patch(home, name) for home, name in found)):
+    operations = (
+        Patch.of(sys.modules[home], name, functools.partial(_as_operation, home, name))
+        for home, name in found
+    )
+    with patched(*operations):
         yield
-
-
-def _patch(home: str, name: str) -> Patch:
-    return Patch.of(sys.modules[home], name, lambda own: _as_operation(home, name, own))
 
 
 def _as_operation(home: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

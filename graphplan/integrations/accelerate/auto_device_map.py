@@ -15,11 +15,9 @@ from torch import nn
 
 from graphplan.capture.model_weights import identity, tensor_bytes
 from graphplan.devices.topology import CPU, DISK, DeviceKey
-from graphplan.integrations.accelerate.module_packing import Block, Packing, pack, spill
+from graphplan.integrations.accelerate.module_packing import Block, Places, pack, spill
 from graphplan.ir.module_map import merged_map
 from graphplan.warnings import warn
-
-__all__ = ["ModuleSizes", "infer_auto_device_map", "map_modules"]
 
 logger = logging.getLogger("graphplan")
 
@@ -73,7 +71,7 @@ def map_modules(
     model: nn.Module,
     budgets: Mapping[DeviceKey, int],
     whole: set[str],
-    sizes: ModuleSizes | None = None,
+    sizes: ModuleSizes,
     main: DeviceKey | None = None,
     *,
     offload_buffers: bool = False,
@@ -82,44 +80,35 @@ def map_modules(
 ) -> dict[str, DeviceKey]:
     """A device for each module that is not split further, and each tensor of those that are.
 
-    Args:
-        model: on any device.
-        budgets: device key -> bytes; accelerators in the order of preference.
-        whole: classes that are not split.
-        sizes: of tensors, where they will be of another dtype.
-        main: the accelerator that runs what is offloaded; the first if it is None.
-        offload_buffers: as in :func:`infer_auto_device_map`.
-        verbose: as in :func:`infer_auto_device_map`.
-        quiet: whether not to warn of buffers that do not fit.
+    ``budgets`` are in the order of preference; ``whole`` has the classes that are not split; ``main`` is the
+    accelerator that runs what is offloaded, the first if it is None. If ``quiet``, no warning says that
+    buffers do not fit. Others are as in :func:`infer_auto_device_map`.
     """
-    sizes = ModuleSizes() if sizes is None else sizes
     accelerators = [key for key in budgets if key not in (CPU, DISK)]
     capacities = [budgets[key] for key in accelerators]
-    atoms = list(_atoms(model, whole, sizes, max(capacities, default=0)))
-    tensors = _tensors_by_atom(model, atoms)
+    tensors = dict(_atoms(model, whole, sizes, max(capacities, default=0)))
     blocks = [_block(group, tensors, sizes, offload_buffers) for group in _tied_groups(tensors)]
     at = accelerators.index(main) if main is not None else 0
-    packing = pack(blocks, capacities, at)
-    offloaded = {i: block for i, block in enumerate(blocks) if packing.places[i] is None}
+    places = pack(blocks, capacities, at)
+    offloaded = {i: block for i, block in enumerate(blocks) if places[i] is None}
     on_cpu = spill(offloaded, budgets.get(CPU, 0)) if offloaded else set()
     found: dict[str, DeviceKey] = {}
-    for index, (block, place) in enumerate(zip(blocks, packing.places, strict=True)):
+    for index, (block, place) in enumerate(zip(blocks, places, strict=True)):
         device = accelerators[place] if place is not None else CPU if index in on_cpu else DISK
         found.update(dict.fromkeys(block.names, device))
         if verbose:
             print(f"Putting {', '.join(map(repr, block.names))} (size={block.nbytes}) on {device}.")
     if not quiet:
-        _warn_of_buffers(blocks, packing, capacities, at)
+        _warn_of_buffers(blocks, places, capacities, at)
     if offloaded:
         logger.info("the model does not fit the accelerators: %d blocks are offloaded", len(offloaded))
-    return {name: found[name] for name in atoms}
+    return {name: found[name] for name in tensors}
 
 
-def _warn_of_buffers(blocks: list[Block], packing: Packing, capacities: list[int], main: int) -> None:
+def _warn_of_buffers(blocks: list[Block], places: Places, capacities: list[int], main: int) -> None:
     """Say so where buffers of offloaded modules, which stay on the main accelerator, do not fit there."""
-    places = zip(blocks, packing.places, strict=True)
-    kept = sum(block.kept for block, place in places if place is None)
-    if kept and capacities and set(packing.places) == {None} and kept > capacities[main]:
+    kept = sum(block.kept for block, place in zip(blocks, places, strict=True) if place is None)
+    if kept and capacities and set(places) == {None} and kept > capacities[main]:
         warn(
             f"the {kept} bytes of offloaded modules that stay on the accelerator (buffers, and parameters "
             "that no hook reaches) do not fit: pass offload_buffers=True"
@@ -165,25 +154,27 @@ def _own_tensors(module: nn.Module, prefix: str, *, recurse: bool) -> Iterator[t
     yield from module.named_buffers(prefix, recurse=recurse, remove_duplicate=False)
 
 
-def _atoms(model: nn.Module, whole: set[str], sizes: ModuleSizes, largest: int) -> Iterator[str]:
-    """Names of modules that are not split, in order, and of the tensors of those that are."""
+def _atoms(
+    model: nn.Module, whole: set[str], sizes: ModuleSizes, largest: int
+) -> Iterator[tuple[str, list[tuple[str, torch.Tensor]]]]:
+    """Modules that are not split, in order, and the tensors of those that are; each with its tensors."""
 
-    def visit(name: str, module: nn.Module) -> Iterator[str]:
+    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, list[tuple[str, torch.Tensor]]]]:
         children = list(module.named_children())
-        own = [tensor for tensor, _ in _own_tensors(module, name, recurse=False)]
+        own = list(_own_tensors(module, name, recurse=False))
         named = list(_own_tensors(module, name, recurse=True))
         if not named:
             return
         fits = sum(sizes.of(*pair) for pair in named) <= largest
         if not children or type(module).__name__ in whole or (own and name and fits):
-            yield name
+            yield name, named
             return
-        yield from own
+        yield from ((tensor, [(tensor, value)]) for tensor, value in own)
         for child, part in children:
             yield from visit(f"{name}.{child}" if name else child, part)
 
     if type(model).__name__ in whole or not any(True for _ in model.children()):
-        yield ""
+        yield "", list(_own_tensors(model, "", recurse=True))
     else:
         yield from visit("", model)
 
@@ -202,18 +193,6 @@ def _tied_groups(tensors: _Tensors) -> list[list[str]]:
     return list({id(group): group for group in group_of.values()}.values())
 
 
-def _tensors_by_atom(model: nn.Module, atoms: Sequence[str]) -> _Tensors:
-    modules = dict(model.named_modules(remove_duplicate=False))
-    found: _Tensors = {}
-    for atom in atoms:
-        if atom in modules:
-            found[atom] = list(_own_tensors(modules[atom], atom, recurse=True))
-        else:
-            path, _, own = atom.rpartition(".")
-            found[atom] = [(atom, getattr(modules[path], own))]
-    return found
-
-
 def _block(atoms: Sequence[str], tensors: _Tensors, sizes: ModuleSizes, offload_buffers: bool) -> Block:
     """What must be together: its bytes, and those that are copied to the main device at once."""
     seen: dict[object, int] = {}
@@ -229,18 +208,13 @@ def _block(atoms: Sequence[str], tensors: _Tensors, sizes: ModuleSizes, offload_
                 own[module] = own.get(module, 0) + nbytes
             elif first:
                 kept += nbytes
-    return Block(tuple(atoms), sum(seen.values()), max(map(_LoadedBytes(own), own), default=0), kept)
+    loaded = (sum(own.get(around, 0) for around in _around(module)) for module in own)
+    return Block(tuple(atoms), sum(seen.values()), max(loaded, default=0), kept)
 
 
-@dataclass(frozen=True, slots=True)
-class _LoadedBytes:
-    """Bytes that are on the main device while a module runs: its own, and those of the modules around it."""
-
-    own: Mapping[str, int]
-
-    def __call__(self, module: str) -> int:
-        total = self.own.get(module, 0)
-        while module:
-            module = module.rpartition(".")[0]
-            total += self.own.get(module, 0)
-        return total
+def _around(module: str) -> Iterator[str]:
+    """A module and those that it is in: what is on the main device while it runs."""
+    yield module
+    while module:
+        module = module.rpartition(".")[0]
+        yield module

@@ -1,5 +1,8 @@
 """Device maps of accelerate and transformers for a planned model, judged by our own evaluator.
 
+Both see a module tree and its parameters only; transformers has its own fork of accelerate's function. Each
+is asked as ``device_map="auto"`` asks (budgets balanced first), and as ``"sequential"`` does.
+
 Neither knows of activations: where the evaluator finds a budget passed, they are asked again with less
 room. What they place on the CPU is judged as if it were streamed ahead as graphplan streams it, which
 their hooks do not do: their estimated seconds are a lower bound of what they take.
@@ -7,38 +10,37 @@ their hooks do not do: their estimated seconds are a lower bound of what they ta
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from accelerate.utils.modeling import find_tied_parameters
 from torch import nn
 
 from graphplan.analysis.plan import Plan
 from graphplan.devices.max_memory import read_max_memory
-from graphplan.devices.topology import CPU, DeviceKey
-from graphplan.integrations.accelerate.baseline_device_maps import (
-    Mapper,
-    accelerate_maps,
-    assignment_of,
-    transformers_maps,
-)
+from graphplan.devices.topology import CPU, DISK, DeviceKey
 from graphplan.ir.graph_elements import Weight
+from graphplan.ir.module_map import entry_of
 from graphplan.ir.schedule import Assignment, Load, Schedule
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.residence import reside
+from graphplan.warnings import silenced, unwarned
 
-__all__ = [
-    "LESS",
-    "REPAIRS",
-    "Baseline",
-    "allocated_weights",
-    "best",
-    "device_maps",
-    "judged",
-    "offloaded_weights",
-    "ours",
-    "read_weights",
-]
+DeviceMap = Mapping[str, DeviceKey]
+Mapper = Callable[[Mapping[DeviceKey, int]], DeviceMap]
+_AWAY = (CPU, DISK)
+_FUNCTIONS = {
+    "accelerate": "accelerate.utils.modeling",
+    "transformers": "transformers.integrations.accelerate",
+}
+_TIES = "all_tied_weights_keys"
 
 LESS = "given less"  # the mark of a map that was made after another had passed a budget
 REPAIRS = 12  # times that one is asked again with less room, when the evaluator finds it over a budget
@@ -87,18 +89,12 @@ class Baseline:
 def device_maps(problem: Problem, model: nn.Module, no_split: Sequence[str]) -> list[Baseline]:
     """The maps of accelerate and transformers, of several ways to ask the best.
 
-    That is the fastest within the budgets; where all pass them, the nearest.
-
-    Args:
-        problem: what to place.
-        model: whose modules the graph's paths name; on the meta device is enough.
-        no_split: names of module classes that device maps keep whole.
+    That is the fastest within the budgets; where all pass them, the nearest. ``model`` has the modules that
+    the graph's paths name, on the meta device too; ``no_split`` names classes of them that are kept whole.
     """
-    kept = list(no_split)
-    makers = {"accelerate": accelerate_maps, "transformers": transformers_maps}
     found = []
-    for name, ways in makers.items():
-        answers = list(_mapped(problem, name, ways(model, kept)))
+    for name in ("accelerate", "transformers"):
+        answers = list(_mapped(problem, name, mappers(name, model, no_split)))
         if answers:  # none where transformers is not installed
             first = answers[0]
             found.append(replace(best(answers), first_over=first.over, first_seconds=first.seconds))
@@ -107,29 +103,13 @@ def device_maps(problem: Problem, model: nn.Module, no_split: Sequence[str]) -> 
 
 def ours(plan: Plan, planning: float) -> Baseline:
     """A plan of ours as one of them; ``planning``: seconds that it took."""
-    problem, assignment = plan.plain_problem, plan.schedule.assignment
-    excess = {s.key: plan.peak_bytes[s.key] - s.room for s in plan.topology.devices}
-    over = {key: nbytes for key, nbytes in excess.items() if nbytes > 0}
-    return Baseline(
-        "graphplan",
-        "",
-        plan.makespan,
-        over=max(over.values(), default=0),
-        offloaded=offloaded_weights(problem, assignment),
-        used=allocated_weights(problem, assignment),
-        planning=planning,
-        excess=over,
-        transfer_bytes=plan.transfer_bytes,
-        streamed_bytes=plan.streamed_bytes,
-    )
+    assignment = plan.schedule.assignment
+    return replace(judged(plan.plain_problem, "graphplan", "", lambda: assignment), planning=planning)
 
 
 def best(found: Sequence[Baseline]) -> Baseline:
     """The fastest that keeps the budgets; where none does, the one that is least over."""
-    return min(
-        found,
-        key=lambda b: (b.seconds is None, b.over, b.seconds if b.seconds is not None else 0.0),
-    )
+    return min(found, key=lambda one: (one.seconds is None, one.over, one.seconds or 0.0))
 
 
 def judged(problem: Problem, name: str, strategy: str, propose: Callable[[], Assignment | None]) -> Baseline:
@@ -220,3 +200,79 @@ def allocated_weights(problem: Problem, assignment: Assignment) -> int:
     specs = {spec.key: spec for spec in problem.topology.devices if spec.is_accelerator}
     placed = ((w.nbytes, specs.get(assignment.weights[w.name])) for w in read_weights(problem))
     return sum(spec.rounded(nbytes) for nbytes, spec in placed if spec is not None)
+
+
+# -- device maps of others -----------------------------------------------------------------------------
+
+
+def mappers(package: str, model: nn.Module, no_split: Sequence[str]) -> dict[str, Mapper]:
+    """Way to ask -> what makes a map of budgets; nothing where the package is not installed.
+
+    ``no_split`` has the names of module classes that are kept whole.
+    """
+    if importlib.util.find_spec(package) is None:
+        return {}
+    asked: Any = importlib.import_module(_FUNCTIONS[package])
+    options: dict[str, Any] = {}
+    if package == "transformers":
+        options["no_placement_params"] = getattr(model, "_no_placement_params", None)
+
+    def sequential(budgets: Mapping[DeviceKey, int]) -> DeviceMap:
+        with _quiet(), _with_ties(model):
+            found: DeviceMap = asked.infer_auto_device_map(
+                model, dict(budgets), no_split_module_classes=list(no_split), **options
+            )
+        return found
+
+    def auto(budgets: Mapping[DeviceKey, int]) -> DeviceMap:
+        with _quiet(), _with_ties(model):
+            balanced = asked.get_balanced_memory(model, dict(budgets), no_split_module_classes=list(no_split))
+        return sequential(balanced)
+
+    return {"auto": auto, "sequential": sequential}
+
+
+@contextmanager
+def _with_ties(model: nn.Module) -> Iterator[None]:
+    """The fork reads ties off its own models; a plain module has them as long as it is asked."""
+    if hasattr(model, _TIES):
+        yield
+        return
+    groups = find_tied_parameters(model)
+    setattr(model, _TIES, {name: first for first, *others in groups for name in others})
+    try:
+        yield
+    finally:
+        delattr(model, _TIES)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without their warnings that this machine has no such devices."""
+    with silenced(*_FUNCTIONS.values(), below=logging.ERROR), unwarned():
+        yield
+
+
+def assignment_of(problem: Problem, device_map: DeviceMap) -> Assignment:
+    """A device map as accelerate's hooks carry it out.
+
+    A module on ``"cpu"`` or ``"disk"`` runs on the first accelerator of the map; its parameters are
+    copied there at each call, its buffers stay there. An operation of a module that the map names only
+    in parts runs where its first input is.
+    """
+    graph = problem.graph
+    main = next((key for key in device_map.values() if key not in _AWAY), CPU)
+    operations: dict[str, DeviceKey] = {}
+    for operation in graph.operations.values():
+        key = entry_of(device_map, operation.module_path)
+        if key is None:
+            makers = [graph.producer[name] for name in operation.inputs if name in graph.producer]
+            key = operations[makers[0]] if makers else main
+        operations[operation.name] = main if key in _AWAY else key
+    homes = dict(reside(problem, operations).weights)
+    for weight in graph.weights.values():
+        key = entry_of(device_map, weight.name)
+        if key is not None and weight.kind != "constant":
+            away = CPU if weight.kind == "parameter" else main
+            homes[weight.name] = away if key in _AWAY else key
+    return Assignment(operations, homes)

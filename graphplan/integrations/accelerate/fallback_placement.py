@@ -24,15 +24,18 @@ from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.model_weights import tensor_bytes
 from graphplan.capture.shared_attributes import copy_to_run
-from graphplan.capture.signature import BoundCall
+from graphplan.capture.signature import leaf_on_cpu
 from graphplan.capture.structure import map_leaves
-from graphplan.compiler.options import Options
+from graphplan.compiler.formulation import Options
+from graphplan.compiler.pipeline import EntryCall
 from graphplan.devices.topology import ALIGNMENT, CPU, DISK, DeviceKey, Topology, round_up
 from graphplan.errors import CaptureError, GraphplanError, InfeasibleError, NoGraphError, first_line
 from graphplan.integrations.accelerate.auto_device_map import ModuleSizes, map_modules
 from graphplan.ir.graph import Graph
-from graphplan.ir.graph_elements import Operation, Value, Weight
+from graphplan.ir.graph_elements import Operation, Value
+from graphplan.ir.module_map import entry_of
 from graphplan.ir.schedule import Assignment
+from graphplan.passes.frontend.graph_weights import weight_of
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
@@ -42,8 +45,6 @@ from graphplan.runtime.memory.shared_memory import join_memory
 from graphplan.runtime.weights.storage import Layout, place_model
 from graphplan.warnings import warn
 
-__all__ = ["fall_back", "later_refused"]
-
 _SHARES = (1.0, 0.85, 0.7)  # of the budgets: hooks hold on to more than can be foreseen
 _SIZES = ModuleSizes(step=ALIGNMENT)
 
@@ -51,16 +52,13 @@ _SIZES = ModuleSizes(step=ALIGNMENT)
 def fall_back(
     model: nn.Module,
     model_copy: ModelCopy,
-    call: BoundCall,
+    asked: EntryCall,
     topology: Topology,
     options: Options,
     source: Checkpoint | None,
     error: CaptureError,
-    entry: str = "",
 ) -> nn.Module:
     """A copy of ``model`` that hooks run, and one warning that says why.
-
-    ``entry`` is the submodule or method that the call is of, if it is not the model itself.
 
     Raises:
         CaptureError: the caller asks for what hooks cannot do, or no way of splitting runs.
@@ -68,7 +66,7 @@ def fall_back(
         Exception: what the model itself raises for this call, unchanged.
     """
     _refuse_constraints(options, error)
-    fallback = _Fallback(model, model_copy, call, topology, options, source, entry)
+    fallback = _Fallback(model, model_copy, asked, topology, options, source)
     placed = fallback.place(str(error))
     warn(
         f"{error}\naccelerate's hooks run the model instead, module by module: its operations are not "
@@ -105,17 +103,11 @@ def _refuse_constraints(options: Options, error: CaptureError) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """A way of splitting, and where it puts what.
+    """A way of splitting, and where it puts what."""
 
-    Attributes:
-        entries: module or tensor -> device key.
-        main: the accelerator that runs what is on the CPU.
-        home: whether every module's results go back to where its inputs came from.
-    """
-
-    entries: Mapping[str, DeviceKey]
-    main: DeviceKey
-    home: bool = False
+    entries: Mapping[str, DeviceKey]  # module or tensor -> device key
+    main: DeviceKey  # the accelerator that runs what is on the CPU
+    home: bool = False  # whether every module's results go back to where its inputs came from
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +116,10 @@ class _Fallback:
 
     model: nn.Module
     model_copy: ModelCopy
-    call: BoundCall
+    asked: EntryCall
     topology: Topology
     options: Options
     source: Checkpoint | None
-    entry: str
 
     def place(self, reason: str) -> nn.Module:
         """The first that runs."""
@@ -144,7 +135,7 @@ class _Fallback:
         raise CaptureError(f"{reason}\nHooks do not run it either:\n  {tried}")
 
     def _try(
-        self, split: _Split, profile: CallProfile | None, reason: str, raised: Exception | None
+        self, split: _Split, profile: CallProfile, reason: str, raised: Exception | None
     ) -> nn.Module | str:
         """The model with hooks; why that does not run, if it does not and eager did not raise the same."""
         devices = {name: self.topology[key].torch_device for name, key in split.entries.items()}
@@ -163,7 +154,7 @@ class _Fallback:
     @property
     def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Of the call; a run may change what it is given, caches say."""
-        return self.call.args, self.call.kwargs
+        return self.asked.call.args, self.asked.call.kwargs
 
     def _with_data(self, devices: Mapping[str, torch.device]) -> nn.Module:
         """The model with its weights: its own, or read to where they go."""
@@ -175,41 +166,40 @@ class _Fallback:
         join_memory(self.model, made)
         return made
 
-    def _profile(self) -> tuple[CallProfile | None, Exception | None]:
+    def _profile(self) -> tuple[CallProfile, Exception | None]:
         """The call, run once: on the model's own weights where they are on the CPU, else on zeros.
 
         Returns:
-            with zeros, what was raised instead of a profile: it may be due to them.
+            with zeros, an empty profile and what was raised: it may be due to them.
         """
         tensors = self.model_copy.weights.tensors.values()
-        memo: dict[int, Any] = {id(parameter): parameter for parameter in self.model.parameters()}
         has_data = all(tensor.device.type == CPU for tensor in tensors)
-        module = copy_to_run(self.model, memo) if has_data else self.model_copy.module
+        shared = {id(parameter): parameter for parameter in self.model.parameters()}
+        module = copy_to_run(self.model, shared) if has_data else self.model_copy.module
         try:
-            args, kwargs = map_leaves(_on_cpu, copy.deepcopy(self._arguments))
-            return profile_call(module, method_of(module, self.entry), args, kwargs), None
+            args, kwargs = map_leaves(leaf_on_cpu, copy.deepcopy(self._arguments))
+            return profile_call(module, method_of(module, self.asked.entry), args, kwargs), None
         except Exception as error:  # the model's own code on weights of zero may raise anything
             if has_data:
                 raise
-            return None, error
+            return CallProfile(), error
 
-    def _splits(self, profile: CallProfile | None, failures: Sequence[str]) -> Iterator[_Split]:
+    def _splits(self, profile: CallProfile, failures: Sequence[str]) -> Iterator[_Split]:
         """Ways of splitting, those that use the accelerators best first; on the CPU alone at last."""
-        peak = profile.peak if profile is not None else 0
         host = next((spec.key for spec in self.topology.devices if spec.type == CPU), None)
         found = False
         for share in _SHARES:
-            for split in self._over_accelerators(share, peak, host):
+            for split in self._over_accelerators(share, profile.peak, host):
                 found = True
                 yield split
             if not any("OutOfMemory" in failure for failure in failures):
                 break
-        budgets = self._budgets(1.0, peak)
+        budgets = self._budgets(1.0, profile.peak)
         alone = None if host is None else _Split({"": host}, host)
         if alone is not None and self._fits(alone, budgets):
             yield alone
         elif not found:
-            raise self._infeasible(budgets, peak)
+            raise self._infeasible(budgets, profile.peak)
 
     def _budgets(self, share: float, peak: int) -> dict[DeviceKey, int]:
         """Bytes for weights: accelerators keep room for activations."""
@@ -267,7 +257,7 @@ class _Fallback:
             available=given,
         )
 
-    def _plan(self, split: _Split, profile: CallProfile | None) -> Plan:
+    def _plan(self, split: _Split, profile: CallProfile) -> Plan:
         graph = self._graph(profile)
         runs = {
             name: split.main if self.topology[key].type == CPU else key
@@ -290,62 +280,41 @@ class _Fallback:
             streaming=False,
         )
 
-    def _graph(self, profile: CallProfile | None) -> Graph:
+    def _graph(self, profile: CallProfile) -> Graph:
         """Modules with tensors of their own, in the order in which they ran."""
         weights = self.model_copy.weights
         members: dict[str, list[str]] = {}
         for name, first in weights.first.items():
             members.setdefault(name.rpartition(".")[0], []).append(first)
-        order = [] if profile is None else [name for name in profile.order if name in members]
-        order += [name for name in members if name not in set(order)]
-        outputs = {} if profile is None else profile.outputs
+        ran = [name for name in profile.order if name in members]
         values: list[Value] = []
         operations: list[Operation] = []
         last: tuple[str, ...] = ()
-        peak = 0 if profile is None else profile.peak
-        for module in order:
-            nbytes = outputs.get(module, 0)
-            operation = module or "(root)"
-            values.append(Value(f"{operation}:out", nbytes, nbytes))
+        for module in dict.fromkeys((*ran, *members)):
+            nbytes, name = profile.outputs.get(module, 0), module or "(root)"
+            inputs, last = (*last, *dict.fromkeys(members[module])), (f"{name}:out",)
+            values.append(Value(*last, nbytes, nbytes))
             kind = type(self.model.get_submodule(module)).__name__
-            inputs = (*last, *dict.fromkeys(members[module]))
-            made = (values[-1].name,)
-            space = {CPU: max(0, peak - nbytes)}
-            operations.append(Operation(operation, kind, inputs, made, workspace=space, module_path=module))
-            last = made
-        return Graph(
-            operations, values, map(self._weight, weights.tensors), (), last, shapes_known=profile is not None
-        )
-
-    def _weight(self, name: str) -> Weight:
-        weights, tensor = self.model_copy.weights, self.model_copy.weights.tensors[name]
-        names = tuple(weights.names[name])
-        persistent = any(one in weights.persistent for one in names)
-        found = Weight(name, tensor_bytes(tensor), names, persistent=persistent, shape=tuple(tensor.shape))
-        return found if name in weights.parameters else replace(found, kind="buffer")
+            space = {CPU: max(0, profile.peak - nbytes)}
+            operations.append(Operation(name, kind, inputs, last, workspace=space, module_path=module))
+        # hooks move wrappers too
+        homed = [weight_of(weights, name, written=False, movable=True) for name in weights.tensors]
+        movable = [replace(weight, movable=True) for weight in homed]
+        return Graph(operations, values, movable, (), last, shapes_known=bool(profile.order))
 
     def _run(self, made: nn.Module) -> None:
         """Run the example inputs; buffers are as before."""
         kept = [(buffer, buffer.clone()) for buffer in made.buffers() if buffer.device.type != "meta"]
         args, kwargs = copy.deepcopy(self._arguments)
         try:
-            method_of(made, self.entry)(*args, **kwargs)
+            method_of(made, self.asked.entry)(*args, **kwargs)
         finally:
             with torch.no_grad():
                 for buffer, values in kept:
                     buffer.copy_(values)
 
 
-def _on_cpu(tensor: Any) -> Any:
-    if not isinstance(tensor, torch.Tensor):
-        return tensor
-    return torch.zeros_like(tensor, device=CPU) if tensor.device.type == "meta" else tensor.to(CPU)
-
-
 def _device_of(entries: Mapping[str, Any], name: str) -> Any:
-    """What a map says of a module or tensor: its own entry, or that of the module it is in."""
-    while name and name not in entries:
-        name = name.rpartition(".")[0]
-    if name in entries:
-        return entries[name]
-    return next(iter(entries.values()))  # a module without tensors: anywhere
+    """What a map says of a module or tensor; of a module without tensors anything."""
+    found = entry_of(entries, name)
+    return next(iter(entries.values())) if found is None else found

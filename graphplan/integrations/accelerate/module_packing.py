@@ -9,91 +9,53 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-from scipy.optimize import Bounds, LinearConstraint
-from scipy.sparse import eye as identity
-from scipy.sparse import kron, vstack
-
-from graphplan.integrations.accelerate.highs_output import milp
-
-__all__ = ["Block", "Packing", "pack", "spill"]
-
-_SECONDS = 5.0  # that the exact search may take
-_LARGEST = 4000  # blocks times devices from which on it is not tried
+_STATES = 50_000  # partial packings after which the exact search gives up
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Modules that go to one device together.
+    """Modules that go to one device together."""
 
-    Attributes:
-        names: of the modules or tensors.
-        nbytes: of all their tensors, each once.
-        loaded: bytes that are copied to the main device at once when it is offloaded.
-        kept: bytes that stay on the main device even then (buffers that are not offloaded).
-    """
-
-    names: tuple[str, ...]
-    nbytes: int
-    loaded: int
-    kept: int = 0
+    names: tuple[str, ...]  # of the modules or tensors
+    nbytes: int  # of all their tensors, each once
+    loaded: int  # bytes that are copied to the main device at once when it is offloaded
+    kept: int = 0  # bytes that stay on the main device even then (buffers that are not offloaded)
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """Where blocks go.
-
-    Attributes:
-        places: for each block, the index of its accelerator; None where it is offloaded.
-        reserved: bytes that are kept free on the main device for offloaded blocks.
-    """
-
-    places: tuple[int | None, ...]
-    reserved: int = 0
+Places = Sequence[int | None]
+"""For each block, the index of its accelerator; None where it is offloaded."""
 
 
-def pack(blocks: Sequence[Block], capacities: Sequence[int], main: int = 0) -> Packing:
+def pack(blocks: Sequence[Block], capacities: Sequence[int], main: int = 0) -> Places:
     """Blocks onto accelerators, as many bytes as can be found.
 
-    Args:
-        blocks: in order.
-        capacities: bytes of each accelerator, in the order of preference.
-        main: the accelerator that offloaded blocks are copied to.
+    ``capacities`` are in the order of preference; offloaded blocks are copied to the ``main`` one.
     """
     sizes = [block.nbytes for block in blocks]
     whole = _fit_all(sizes, capacities)
     if whole is not None:
-        return Packing(tuple(whole))
-    found = (
-        []
-        if not capacities
-        else [
-            packing
-            for largest_first in (False, True)
-            for limit in sorted({block.loaded for block in blocks}, reverse=True)
-            if (packing := _with_offload(blocks, capacities, main, limit, largest_first)) is not None
-        ]
-    )
-    if not found:
-        return Packing((None,) * len(blocks))
-    return max(found, key=lambda packing: _bytes_placed(blocks, packing))
+        return whole
+    limits = sorted({block.loaded for block in blocks}, reverse=True) if capacities else []
+    ways = [(limit, largest_first) for largest_first in (False, True) for limit in limits]
+    found = [places for way in ways if (places := _with_offload(blocks, capacities, main, *way)) is not None]
+    return max(found, key=lambda places: _bytes_placed(blocks, places), default=[None] * len(blocks))
 
 
-def _bytes_placed(blocks: Sequence[Block], packing: Packing) -> int:
-    return sum(b.nbytes for b, place in zip(blocks, packing.places, strict=True) if place is not None)
+def _bytes_placed(blocks: Sequence[Block], places: Places) -> int:
+    return sum(block.nbytes for block, place in zip(blocks, places, strict=True) if place is not None)
 
 
 def _fit_all(sizes: Sequence[int], capacities: Sequence[int]) -> list[int] | None:
-    """All of them on accelerators: one after another, else wherever there is room, else by search."""
+    """All of them on accelerators: one after another, else wherever there is room."""
     if sum(sizes) > sum(capacities) or max(sizes, default=0) > max(capacities, default=0):
         return None
     by_size = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     return (
         _one_after_another(sizes, capacities)
-        or _first_fit(sizes, capacities, range(len(sizes)))
-        or _first_fit(sizes, capacities, by_size)
-        or _search(sizes, capacities)
+        or _search(sizes, capacities, range(len(sizes)))
+        or _search(sizes, capacities, by_size)
     )
 
 
@@ -109,44 +71,36 @@ def _one_after_another(sizes: Sequence[int], capacities: Sequence[int]) -> list[
     return places
 
 
-def _first_fit(sizes: Sequence[int], capacities: Sequence[int], order: Sequence[int]) -> list[int] | None:
-    free, places = list(capacities), [0] * len(sizes)
-    for index in order:
-        device = next((d for d, room in enumerate(free) if room >= sizes[index]), None)
-        if device is None:
-            return None
-        places[index] = device
-        free[device] -= sizes[index]
+def _search(sizes: Sequence[int], capacities: Sequence[int], order: Sequence[int]) -> list[int] | None:
+    """Depth-first search, first fit first: it takes up no two packings that leave the same rooms."""
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    unfinished: list[tuple[int, tuple[int, ...], Any]] = [(0, tuple(capacities), None)]
+    while unfinished and len(seen) < _STATES:
+        count, free, placed = unfinished.pop()
+        if count == len(order):
+            return _places(order, placed)
+        if (count, tuple(sorted(free))) in seen:
+            continue
+        seen.add((count, tuple(sorted(free))))
+        size = sizes[order[count]]
+        for device in reversed(range(len(free))):
+            if free[device] >= size:
+                left = (*free[:device], free[device] - size, *free[device + 1 :])
+                unfinished.append((count + 1, left, (device, placed)))
+    return None
+
+
+def _places(order: Sequence[int], placed: Any) -> list[int]:
+    """The device of each block; ``placed`` has that of the last in ``order``, and the ones before it."""
+    places = [0] * len(order)
+    for index in reversed(order):
+        places[index], placed = placed
     return places
-
-
-def _search(sizes: Sequence[int], capacities: Sequence[int]) -> list[int] | None:
-    """By mixed-integer programming."""
-    count, devices = len(sizes), len(capacities)
-    if devices < 2 or count * devices > _LARGEST:
-        return None
-    placed = kron(identity(count), np.ones((1, devices)))
-    filled = kron(np.asarray(sizes, float)[None, :], identity(devices))
-    upper = np.concatenate([np.ones(count), np.asarray(capacities, float)])
-    lower = np.concatenate([np.ones(count), np.zeros(devices)])
-    constraint = LinearConstraint(vstack([placed, filled]).tocsr(), lower, upper)
-    result = milp(
-        np.tile(np.arange(devices, dtype=float), count),
-        constraints=constraint,
-        bounds=Bounds(0, 1),
-        integrality=np.ones(count * devices),
-        options={"time_limit": _SECONDS},
-    )
-    if result.x is None:
-        return None
-    places = [int(row.argmax()) for row in np.asarray(result.x).reshape(count, devices)]
-    used = [sum(s for s, p in zip(sizes, places, strict=True) if p == d) for d in range(devices)]
-    return places if all(u <= c for u, c in zip(used, capacities, strict=True)) else None
 
 
 def _with_offload(
     blocks: Sequence[Block], capacities: Sequence[int], main: int, limit: int, largest_first: bool
-) -> Packing | None:
+) -> Places | None:
     """Some are offloaded, none that takes more than ``limit`` bytes when it is copied back."""
     free = list(capacities)
     free[main] -= limit
@@ -169,9 +123,7 @@ def _with_offload(
                 free[device] -= block.nbytes
                 free[main] += block.kept
                 break
-    return (
-        Packing(tuple(places.get(index) for index in range(len(blocks))), limit) if free[main] >= 0 else None
-    )
+    return [places.get(index) for index in range(len(blocks))] if free[main] >= 0 else None
 
 
 def spill(blocks: Mapping[int, Block], capacity: int) -> set[int]:

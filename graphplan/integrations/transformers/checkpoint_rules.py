@@ -11,6 +11,7 @@ import copy
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,6 @@ from torch import nn
 from graphplan.errors import CheckpointError
 from graphplan.runtime.checkpoint.converted_checkpoint import Conversion, equal_in_files
 from graphplan.runtime.checkpoint.safetensors_header import FileTensor
-
-__all__ = ["Matched", "finish_weights", "match_names"]
 
 logger = logging.getLogger("graphplan")
 
@@ -54,11 +53,9 @@ class _Gathered:
 
 
 def match_names(model: nn.Module, tensors: Mapping[str, FileTensor]) -> Matched:
-    """Match the tensors of a checkpoint with the weights of a transformers model.
+    """Match the tensors of a checkpoint with the weights of a ``PreTrainedModel`` on the meta device.
 
-    Args:
-        model: a ``PreTrainedModel`` on the meta device, weights not tied yet.
-        tensors: of the checkpoint, by name.
+    Its weights are not tied yet.
 
     Raises:
         CheckpointError: shapes that do not fit, or a conversion that fails.
@@ -94,36 +91,24 @@ def match_names(model: nn.Module, tensors: Mapping[str, FileTensor]) -> Matched:
     return matched
 
 
-@dataclass(frozen=True, slots=True)
-class _Make:
-    """Runs one of transformers' converters."""
-
-    model: nn.Module
-    name: str
-    group: _Gathered
-
-    def __call__(self, tensors: Sequence[Any]) -> Mapping[str, Any]:
-        converter = copy.deepcopy(self.group.converter)
-        for pattern, tensor in zip(self.group.patterns, tensors, strict=True):
-            converter.add_tensor(self.name, self.name, pattern, _Ready(tensor))
-        made: Mapping[str, Any] = converter.convert(self.name, model=self.model, config=self.model.config)
-        return made
+def _make(model: nn.Module, name: str, group: _Gathered, tensors: Sequence[Any]) -> Mapping[str, Any]:
+    """Run one of transformers' converters."""
+    converter = copy.deepcopy(group.converter)
+    for pattern, tensor in zip(group.patterns, tensors, strict=True):
+        converter.add_tensor(name, name, pattern, partial(_itself, tensor))
+    made: Mapping[str, Any] = converter.convert(name, model=model, config=model.config)
+    return made
 
 
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """A tensor where the converter expects something to call for it."""
-
-    tensor: Any
-
-    def __call__(self) -> Any:
-        return self.tensor
+def _itself(tensor: Any) -> Any:
+    """The converter expects something to call for a tensor."""
+    return tensor
 
 
 def _add_conversion(
     model: nn.Module, matched: Matched, name: str, group: _Gathered, dtype: torch.dtype
 ) -> None:
-    conversion = Conversion(tuple(group.sources), dtype, _Make(model, name, group))
+    conversion = Conversion(tuple(group.sources), dtype, partial(_make, model, name, group))
     try:
         outline = conversion.outline()
     except Exception as error:  # transformers' converters raise anything where a tensor is missing

@@ -17,15 +17,12 @@ from typing import Any
 
 import torch
 
-from graphplan.capture.capture_lock import one_at_a_time
 from graphplan.capture.signature import BoundCall
-from graphplan.capture.tracing import on_cpu
+from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.compiler.pipeline import Compiler
 from graphplan.errors import GraphplanError, NoGraphError, first_line
 from graphplan.integrations.rehearsal import Rehearsal, Rehearsed
 from graphplan.warnings import silenced, warn
-
-__all__ = ["calls_of_generate"]
 
 logger = logging.getLogger("graphplan")
 
@@ -38,10 +35,6 @@ _TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 def calls_of_generate(compiler: Compiler, call: BoundCall) -> list[Rehearsed]:
     """What ``generate`` would call, one of each structure, without those that are the example's.
 
-    Args:
-        compiler: of a model; it remembers what is traced here.
-        call: the example, which is traced.
-
     Returns:
         nothing for a model that does not generate. Where generation cannot be followed, the calls until
         then, with a warning.
@@ -52,7 +45,7 @@ def calls_of_generate(compiler: Compiler, call: BoundCall) -> list[Rehearsed]:
         return []
     rehearsal = Rehearsal(compiler, call)
     try:
-        for prompt in _prompts(on_cpu(call), compiler.options.size_limits.max_length):
+        for prompt in _prompts(call.on_cpu(), compiler.options.size_limits.max_length):
             _generate(rehearsal, prompt)
     except NoGraphError as error:
         logger.info("no memory is reserved for a forward pass of generate() that cannot be traced: %s", error)

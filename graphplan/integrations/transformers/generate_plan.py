@@ -24,18 +24,13 @@ from graphplan.integrations.rehearsal import Rehearsed
 from graphplan.integrations.transformers.generate_calls import calls_of_generate
 from graphplan.warnings import warn
 
-__all__ = ["plan_first"]
-
 logger = logging.getLogger("graphplan")
 
 
 def plan_first(compiler: Compiler, call: BoundCall | None, entry: str = "") -> list[Planned]:
     """Plan and commit the call that decides where weights are, and those of ``generate`` if limits are given.
 
-    Args:
-        compiler: that has committed nothing, unless it knows from another process where weights are.
-        call: the example.
-        entry: path of the submodule that is called; empty for the model itself.
+    The compiler has committed nothing, unless it knows from another process where weights are.
 
     Returns:
         the plan of the example, and of each other structure of calls that there is room for.
@@ -126,13 +121,10 @@ def _plan_all(compiler: Compiler, example: EntryCall, others: Sequence[Rehearsed
     compiler.restart()
     calls = [example, *(other.asked for other in others)]
     try:
-        planned = list(compiler.plan_together(calls, [1.0] * len(calls), advise=False))
+        return list(compiler.plan_and_commit(calls, advise=False))
     except InfeasibleError as error:
         logger.info("no memory for generate(): %s", error)
         return None
-    for one in planned:
-        compiler.commit(one)
-    return planned
 
 
 def _brought(other: Rehearsed, planned: Mapping[int, Planned]) -> BoundCall:
