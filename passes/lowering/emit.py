@@ -159,7 +159,7 @@ class _Lowering:
             node = self._call(release_segment, (self.loaded[place],), f"released_{step.segment}")
         elif isinstance(step, Load):
             weights = [self._instance(name, step.source) for name in step.weights]
-            arguments = (self._buffer_text(step.device), step.segment, *weights)
+            arguments = (self._prefetch_buffer(step.device), step.segment, *weights)
             node = self.loaded[place] = self._call(load_segment, arguments, f"loaded_{step.segment}")
         else:
             node = self._call(wait_segment, (self.loaded[place],), f"segment_{step.segment}")
@@ -172,7 +172,7 @@ class _Lowering:
     def _call(self, target: Any, arguments: tuple[Any, ...], name: str) -> fx.Node:
         return self.out.create_node("call_function", target, arguments, name=re.sub(r"\W", "_", name))
 
-    def _buffer_text(self, key: DeviceKey) -> fx.Node:
+    def _prefetch_buffer(self, key: DeviceKey) -> fx.Node:
         if key not in self.streams:
             index = next(i for i, buffer in enumerate(self.schedule.prefetch_buffers) if buffer.device == key)
             self.streams[key] = self.out.get_attr(stream_attribute(index))

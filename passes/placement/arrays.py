@@ -22,7 +22,7 @@ from graphplan.devices.topology import DeviceKey, DeviceSpec
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.params import SearchParams
 from graphplan.passes.placement.problem import Problem, cpu_key
-from graphplan.passes.placement.residence import follow, reside
+from graphplan.passes.placement.residence import follow, module_of, reside
 
 __all__ = ["Arrays", "Bools", "Floats", "Ints"]
 
@@ -140,15 +140,11 @@ class Arrays:
 
     def _siblings(self) -> dict[str, str]:
         """Buffers that nobody reads -> a buffer of the same module that is read: they reside together."""
-        graph = self.graph
-        read = {
-            w.name.rpartition(".")[0]: w.name
-            for w in graph.weights.values()
-            if w.kind == "buffer" and (graph.readers.get(w.name) or w.name in self.problem.fixed_weights)
-        }
-        unread = [w for w in graph.weights.values() if w.kind == "buffer" and not graph.readers.get(w.name)]
-        places = ((w.name, read.get(w.name.rpartition(".")[0])) for w in unread)
-        return {name: other for name, other in places if other is not None and name != other}
+        graph, fixed = self.graph, self.problem.fixed_weights
+        buffers = [w.name for w in graph.weights.values() if w.kind == "buffer"]
+        read = {module_of(name): name for name in buffers if graph.readers.get(name) or name in fixed}
+        places = {name: read.get(module_of(name), name) for name in buffers if not graph.readers.get(name)}
+        return {name: other for name, other in places.items() if name != other}
 
     def _nearest(self, nbytes: float) -> int:
         """The device from which a weight comes to the caller in the least time, of equals the roomiest."""
@@ -206,6 +202,19 @@ class Arrays:
             if reader < self.count:
                 found.setdefault(item, {})[int(self.unit_of[reader])] = None
         return {item: tuple(units) for item, units in found.items()}
+
+    @cached_property
+    def crossing(self) -> Floats:
+        """(positions,) bytes of tensors that are made before and read after."""
+        last, inner = np.full(len(self.names), -1), self.reader < self.count
+        np.maximum.at(last, self.item[inner], self.reader[inner])
+        made = np.flatnonzero(
+            (self.source[: self.values] >= 0) & (last[: self.values] > self.source[: self.values])
+        )
+        change = np.zeros(self.count + 2)
+        np.add.at(change, self.source[made] + 1, self.nbytes[made])
+        np.add.at(change, last[made] + 1, -self.nbytes[made])
+        return change.cumsum()[: self.count + 1]
 
     # -- placements ---------------------------------------------------------------------------------
 
@@ -429,8 +438,19 @@ class Arrays:
 
     # -- to and from assignments --------------------------------------------------------------------
 
+    @cached_property
+    def able(self) -> Bools:
+        """(devices that compute, macro-operations) where all of its operations may run."""
+        finite = [np.isfinite(self.compute[:, members]).all(axis=1) for members in self.units]
+        return np.array(finite, dtype=bool).reshape(len(self.units), self.computing).T
+
     def expand(self, units: Ints) -> Ints:
-        """(operations,) devices, from those of macro-operations; host scalars go with what they read."""
+        """(operations,) devices, from those of macro-operations; host scalars go with what they read.
+
+        A macro-operation that may not run on its device goes to the first where it may.
+        """
+        lost = ~self.able[units, np.arange(len(units))] & self.able.any(axis=0)
+        units = np.where(lost, self.able.argmax(axis=0), units)
         placed = {
             self.operations[i].name: self.keys[d]
             for members, d in zip(self.units, units.tolist(), strict=True)
@@ -441,10 +461,12 @@ class Arrays:
         found = self.problem.obey(follow(self.graph, placed))
         return np.array([self.number[found[operation.name]] for operation in self.operations], dtype=np.int64)
 
+    def named(self, devices: Ints) -> dict[str, DeviceKey]:
+        """Operation -> the caller's key of its device."""
+        return {op.name: self.keys[d] for op, d in zip(self.operations, devices.tolist(), strict=True)}
+
     def assignment(self, devices: Ints, chosen: Ints | None = None) -> Assignment:
         """For the evaluator."""
-        names = (operation.name for operation in self.operations)
-        operations = {name: self.keys[d] for name, d in zip(names, devices.tolist(), strict=True)}
         homes: dict[str, DeviceKey] = {}
         if self.unread:
             homes = self._fill(self._read_peaks(devices, chosen))
@@ -452,7 +474,7 @@ class Arrays:
         if chosen is not None:
             decided = np.flatnonzero((chosen >= 0) & (self.fixed < 0))
             homes |= {self.names[v]: self.keys[chosen[v]] for v in decided if v >= self.values}
-        return reside(self.problem, operations, homes=homes)
+        return reside(self.problem, self.named(devices), homes=homes)
 
     def devices(self, assignment: Assignment) -> Ints:
         """(operations,) of an assignment."""

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from graphplan.passes.placement.arrays import Arrays, Bools, Floats, Ints
+from graphplan.passes.placement.arrays import Arrays, Bools, Floats
 from graphplan.passes.placement.problem import Problem, cpu_key
 
 __all__ = ["coarsen"]
@@ -30,7 +30,7 @@ def coarsen(arrays: Arrays) -> Problem:
 
 def _cuts(arrays: Arrays) -> list[int]:
     """Positions in order, without the ends."""
-    count, crossing, allowed = arrays.count, _crossing(arrays), _allowed(arrays)
+    count, crossing, allowed = arrays.count, arrays.crossing, _allowed(arrays)
     nbytes = _bytes_read(arrays)
     reading = nbytes[nbytes > 0]
     heavy = np.flatnonzero(
@@ -88,20 +88,6 @@ def _apart(arrays: Arrays, nbytes: Floats) -> Bools:
     accelerators = [d for d, spec in enumerate(arrays.specs) if spec.is_accelerator]
     fastest = min((arrays.per_byte[at, d] for d in accelerators), default=0.0)
     return np.asarray(shared | (arrays.compute[at] < nbytes * fastest))
-
-
-def _crossing(arrays: Arrays) -> Floats:
-    """(positions,) bytes of values that are made before and read after."""
-    last: Ints = np.full(len(arrays.names), -1)
-    inner = arrays.reader < arrays.count
-    np.maximum.at(last, arrays.item[inner], arrays.reader[inner])
-    made = np.flatnonzero(
-        (arrays.source >= 0) & (np.arange(len(last)) < arrays.values) & (last > arrays.source)
-    )
-    change = np.zeros(arrays.count + 2)
-    np.add.at(change, arrays.source[made] + 1, arrays.nbytes[made])
-    np.add.at(change, last[made] + 1, -arrays.nbytes[made])
-    return change.cumsum()[: arrays.count + 1]
 
 
 def _allowed(arrays: Arrays) -> Bools:

@@ -55,7 +55,8 @@ def place(
     if found is not None:
         return found
     # the search is no proof: what fits larger budgets may fit the given ones
-    nearest = smallest_budgets(problem, _effort(problem, limits).share(0.5), probe)
+    with _effort(problem, limits).share(0.5) as part:
+        nearest = smallest_budgets(problem, part, probe)
     if nearest is not None:
         again = evaluate(problem, nearest.assignment)
         if again.feasible:
@@ -77,7 +78,7 @@ def probe(problem: Problem, effort: Effort | None = None) -> Evaluation | None:
         search = StreamedSearch(candidate, part) if streaming else ResidentSearch(candidate, part)
         if not search.begin():
             search.improve()
-        effort.spent(part)
+        effort.charge(part.done)
         found = search.best if isinstance(search, StreamedSearch) else search.evaluation()
         if found is not None and found.feasible:
             return found
@@ -169,9 +170,8 @@ def _place_resident(
         return None
     if limits.proves:
         if len(search.arrays.units) * search.arrays.computing <= effort.params.milp_variables:
-            part = effort.share(0.3)
-            found = bound_by_classes(search.arrays, search.seconds, part, streaming=False)
-            effort.spent(part)
+            with effort.share(0.3) as part:
+                found = bound_by_classes(search.arrays, search.seconds, part, streaming=False)
             search.bound = search.bound.raised(found, _MILP)
         search.improve()
     search.balance()
@@ -184,13 +184,13 @@ def _place_resident(
 def _begin(search: ResidentSearch | StreamedSearch, near: Assignment | None) -> bool:
     """Find a placement at all, in half of the time and effort; the budgets of an error take the rest."""
     whole = search.effort
-    search.effort = replace(whole, deadline=whole.share(0.5).deadline)
+    search.effort = replace(whole, deadline=whole.until(0.5))
     found = search.begin(near)
-    whole.spent(search.effort)
+    whole.charge(search.effort.done)
     if not found:
         search.effort = replace(search.effort, visits=whole.visits / 2)
         search.improve()
-        whole.spent(search.effort)
+        whole.charge(search.effort.done)
     search.effort = whole
     return bool(np.isfinite(search.seconds))
 
@@ -212,9 +212,8 @@ def _place_evenly(
 
 def _prove(search: StreamedSearch, seconds: float) -> None:
     """Raise the bound of a streamed search, towards the seconds of a known placement."""
-    part = search.effort.share(0.1)
-    found = bound_by_classes(search.arrays, seconds, part, streaming=True)
-    search.effort.spent(part)
+    with search.effort.share(0.1) as part:
+        found = bound_by_classes(search.arrays, seconds, part, streaming=True)
     search.bound = search.bound.raised(found, _MILP)
     search.prove(seconds)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from graphplan.devices.topology import DeviceKey
 from graphplan.ir.graph import Graph
@@ -38,7 +38,7 @@ def exchange(
         start: a feasible placement of each call, over the same homes of weights and the same buffers.
         limits: when to stop.
     """
-    search = _ExchangeSearch(problems, weights, start, limits)
+    search = _ExchangeSearch(problems, weights, list(start), limits)
     while not search.effort.over and search.sweep():
         pass
     return search.best
@@ -49,18 +49,20 @@ def weighted_seconds(weights: Sequence[float], found: Sequence[Evaluation]) -> f
     return sum(weight * one.seconds for weight, one in zip(weights, found, strict=True))
 
 
+@dataclass
 class _ExchangeSearch:
-    def __init__(
-        self,
-        problems: Sequence[Problem],
-        weights: Sequence[float],
-        start: Sequence[Evaluation],
-        limits: Limits,
-    ) -> None:
-        self.problems, self.weights, self.best = problems, weights, list(start)
+    problems: Sequence[Problem]
+    weights: Sequence[float]
+    best: list[Evaluation]
+    limits: Limits
+
+    def __post_init__(self) -> None:
+        problems = self.problems
         operations = sum(len(problem.graph.operations) for problem in problems)
-        visits = Effort.default(operations).visits * limits.effort / 4  # placing the calls takes the rest
-        self.effort = Effort(visits, limits.deadline)
+        visits = (
+            Effort.default(operations).visits * self.limits.effort / 4
+        )  # placing the calls takes the rest
+        self.effort = Effort(visits, self.limits.deadline)
         self.keys = [spec.key for spec in problems[0].topology.devices if spec.computes]
         self.accelerators = {s.key for s in problems[0].topology.devices if s.is_accelerator}
         fixed = {name for problem in problems for name in problem.fixed_weights}

@@ -5,16 +5,16 @@ placed before its first reader. Between two steps a *state* says which devices h
 still to be read and, where links differ, which of them made it, and which devices are in use at all.
 Equal states have equal futures but for bytes, so that dynamic programming over states is exact.
 
-A state is a row of bits in as many 62-bit words as it takes. Where there are too many states, the cheapest
-values are relaxed: their copies cost nothing, and what is computed stays a lower bound. Exchangeable devices
-come into use in order, and values that the same steps read at the same cost are sorted.
+A state is a word of 62 bits. Where that is too few, or there are too many states, the cheapest values are
+relaxed: their copies cost nothing, and what is computed stays a lower bound. Exchangeable devices come into
+use in order.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Hashable, Sequence, Set
+from collections.abc import Hashable, Iterator, Set
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,9 +27,9 @@ from graphplan.passes.placement.arrays import Arrays, Bools, Floats, Ints
 from graphplan.passes.placement.params import Effort
 from graphplan.passes.placement.symmetry import device_classes
 
-__all__ = ["DpStage", "Frontier", "Step", "Touch", "make_stages"]
+__all__ = ["DpStage", "Frontier", "Step", "Touch", "make_stages", "settled_frontiers"]
 
-_WORD = 62  # bits of a word that hold a state, the sign apart
+_WORD = 62  # bits that hold a state, the sign apart
 
 
 @dataclass(slots=True)
@@ -40,13 +40,11 @@ class _Value:
         maker: the step's variable; -1 for what has a fixed source.
         readers: variables.
         seconds: (devices, devices) from row to column; of a fixed source all rows are equal.
-        nbytes: of a copy.
     """
 
     maker: int
     readers: tuple[int, ...]
     seconds: Floats
-    nbytes: float = 0.0
     first: int = 0
     last: int = 0
 
@@ -83,14 +81,11 @@ class Step:
         movable: those of them that may be streamed instead.
         copied: bytes of a copy of these.
         needs: (devices,) bytes of activations and workspace while it runs.
-        workspace: (devices,) the part of them that is neither read nor passed on.
         before: (devices,) seconds until it reads what is streamed.
         after: (devices,) seconds of what it does after that.
         touches: values that it makes or reads.
         closed: slots of values that are read no more.
         open: slots of live values after it, the cheapest first.
-        alike: slots of values that nothing tells apart from here on.
-        live: slots of values that are live while it runs, with the bytes of a copy.
     """
 
     variable: int
@@ -99,14 +94,11 @@ class Step:
     movable: float
     copied: float
     needs: Floats
-    workspace: Floats
     before: Floats
     after: Floats
     touches: list[Touch] = field(default_factory=list)
     closed: tuple[int, ...] = ()
     open: tuple[int, ...] = ()
-    alike: tuple[tuple[int, ...], ...] = ()
-    live: tuple[tuple[int, float], ...] = ()
 
     @property
     def signature(self) -> Hashable:
@@ -114,7 +106,7 @@ class Step:
         touches = tuple(
             (t.slot, t.makes, None if t.seconds is None else t.seconds.tobytes()) for t in self.touches
         )
-        return self.seconds.tobytes(), touches, self.closed, self.open, self.alike
+        return self.seconds.tobytes(), touches, self.closed, self.open
 
 
 class Frontier:
@@ -151,7 +143,6 @@ class Frontier:
         self._first, self._crossing = first, self._values()
         self.needs_home = any(self._depends_on_source(value) for value in self._crossing)
         self.width = self.devices * (2 if self.needs_home else 1)
-        self.per_word = _WORD // self.width  # none where devices are so many: all values are relaxed
         self.mask = (1 << self.devices) - 1
         self.classes = device_classes(arrays)
         self.before = [(b, a) for members in self.classes for a, b in pairwise(members)]
@@ -181,10 +172,8 @@ class Frontier:
         arrays, count = self.arrays, self.devices
         returned = set(arrays.item[arrays.reader == arrays.count].tolist())
         found: dict[tuple[int, tuple[int, ...]], Floats] = {}
-        nbytes: dict[tuple[int, tuple[int, ...]], float] = defaultdict(float)
         self.clock = np.array([arrays.compute[:, members].sum(axis=1) for members in arrays.units]).T
         self.clock = self.clock.reshape(count, self.units)
-        copied = arrays.copied_bytes
         self.fixed_queue = np.zeros((count, self.units))
         self.constant = 0.0  # seconds of copies that do not depend on the placement
         for item in range(len(arrays.names)):
@@ -213,10 +202,9 @@ class Frontier:
                     self.clock[:, readers[0]] += seconds[0, :count]
                     continue
             key = maker, readers
-            nbytes[key] += copied[item].max() if item < arrays.values else 0.0
             known = found.get(key)
             found[key] = seconds[:count, :count] + (0.0 if known is None else known)
-        return [_Value(*key, seconds, nbytes[key]) for key, seconds in found.items() if seconds.any()]
+        return [_Value(*key, seconds) for key, seconds in found.items() if seconds.any()]
 
     def _copies(self, item: int) -> Floats:
         """(devices, devices) seconds of a copy; 0 where it goes through prefetch buffers."""
@@ -261,7 +249,6 @@ class Frontier:
             for i in places:
                 touched[i].append(value)
         self._give_slots(steps, touched, place)
-        self._find_alike(steps, touched, place)
         return steps
 
     def _step(self, variable: int) -> Step:
@@ -273,7 +260,7 @@ class Frontier:
                 seconds[[d for d in range(self.devices) if d not in self.accelerators]] = np.inf
             nbytes = arrays.stored_bytes([item])
             nothing = np.zeros(self.devices)
-            return Step(variable, seconds, nbytes, 0.0, 0.0, nothing, nothing, nothing, nothing)
+            return Step(variable, seconds, nbytes, 0.0, 0.0, nothing, nothing, nothing)
         movable = self.movable(variable)
         return Step(
             variable,
@@ -282,7 +269,6 @@ class Frontier:
             arrays.stored_bytes(movable),
             float(arrays.nbytes[movable].sum()),
             arrays.working_sets[:, variable],
-            arrays.workspace[:, arrays.units[variable]].max(axis=1),
             *self._beside(variable),
         )
 
@@ -310,35 +296,25 @@ class Frontier:
     def _give_slots(self, steps: list[Step], touched: dict[int, list[_Value]], place: dict[int, int]) -> None:
         """A slot for each value while it is live; slot 0 says which devices are in use."""
         # the lowest first, so that equal layers have equal slots
-        free = list(range(1, self.arrays.params.state_words * self.per_word))
+        free = list(range(1, _WORD // self.width))
         slots: dict[int, int] = {}
         cost: dict[int, float] = {}
-        nbytes: dict[int, float] = {}
         for i, step in enumerate(steps):
             closed = []
             for value in sorted(touched[i], key=lambda v: -v.highest):
                 if value.first == i and free:
                     slot = slots[id(value)] = heapq.heappop(free)
-                    cost[slot], nbytes[slot] = value.highest, value.nbytes
+                    cost[slot] = value.highest
                 if id(value) not in slots:
                     continue
                 step.touches.append(self._touch(value, i, slots[id(value)], place))
                 if value.last == i:
                     closed.append(slots[id(value)])
-            step.live = tuple((slot, nbytes[slot]) for slot in cost if nbytes[slot])
             for slot in closed:
                 del cost[slot]
-            for slot in closed:
                 heapq.heappush(free, slot)
             step.closed = tuple(sorted(closed))
             step.open = tuple(sorted(cost, key=lambda slot: (cost[slot], slot)))
-        self.slot_of = slots
-
-    @cached_property
-    def words(self) -> int:
-        """Of a state, 62 bits each."""
-        used = [touch.slot for step in self.steps for touch in step.touches]
-        return 1 + max(used, default=0) // max(1, self.per_word)
 
     def _touch(self, value: _Value, i: int, slot: int, place: dict[int, int]) -> Touch:
         maker = -1 if value.maker < 0 else place[value.maker]
@@ -363,23 +339,6 @@ class Frontier:
             return list(range(self.devices))
         return np.flatnonzero(np.isfinite(self.clock[:, value.maker])).tolist()
 
-    def _find_alike(self, steps: list[Step], touched: dict[int, list[_Value]], place: dict[int, int]) -> None:
-        """Live values with the same readers from here on, at the same cost: the experts of a layer, say."""
-        live: list[tuple[_Value, int, list[int]]] = []
-        for i, step in enumerate(steps):
-            for value in touched[i]:
-                made_first = value.maker < 0 or place[value.maker] == value.first
-                if value.first == i and made_first and id(value) in self.slot_of:
-                    slot = self.slot_of[id(value)]
-                    live.append((value, slot, sorted(place[v] for v in value.readers)))
-            live = [each for each in live if each[0].last > i]
-            groups: dict[Hashable, list[int]] = defaultdict(list)
-            for value, slot, readers in live:
-                left = tuple(p for p in readers if p > i)
-                makers = tuple(self._makers(value)) if value.maker >= 0 else ()
-                groups[left, value.seconds.tobytes(), makers].append(slot)
-            step.alike = tuple(tuple(sorted(slots)) for slots in groups.values() if len(slots) > 1)
-
     def with_first(self, device: int) -> Frontier:
         """The same steps, of which the first, a home, is settled."""
         found = copy(self)
@@ -391,93 +350,61 @@ class Frontier:
     # -- states --------------------------------------------------------------------------------------
 
     def start(self) -> Ints:
-        """(words, 1) the state before the first step."""
-        return np.zeros((self.words, 1), dtype=np.int64)
+        """(1,) the state before the first step."""
+        return np.zeros(1, dtype=np.int64)
 
     def extend(self, step: Step, states: Ints, relaxed: Set[int] = frozenset()) -> tuple[Ints, Floats]:
         """The states after a step on each device, and its seconds there.
 
         Args:
             step: what is placed.
-            states: (words, states).
+            states: (states,).
             relaxed: slots of values whose copies cost nothing.
 
         Returns:
-            (devices, words, states), (devices, states).
+            (devices, states), (devices, states).
         """
-        count, devices = states.shape[1], np.arange(self.devices)
         after = np.repeat(states[None], self.devices, axis=0)
-        seconds = np.repeat(step.seconds[:, None], count, axis=1)
-        bits = np.left_shift(np.int64(1), devices % _WORD)[:, None]
+        seconds = np.repeat(step.seconds[:, None], len(states), axis=1)
+        bits = np.left_shift(np.int64(1), np.arange(self.devices) % _WORD)[:, None]
         if self.before:
             for device, other in self.before:
-                seconds[device, (states[0] >> other & 1) == 0] = np.inf
-            after[:, 0] |= bits
+                seconds[device, (states >> other & 1) == 0] = np.inf
+            after |= bits
         for touch in step.touches:
             if touch.slot in relaxed:
                 continue
-            word, shift = self._at(touch.slot)
+            shift = touch.slot * self.width
             if touch.seconds is not None:
                 held = self._held(states, touch.slot)
                 if touch.makes:  # those who have read it before
                     for reader, cost in enumerate(touch.seconds.T):
                         seconds += np.where(held[reader], cost[:, None], 0.0)
                 else:
-                    seconds += np.where(held, 0.0, self._arrival(touch.seconds, states[word], shift))
-            after[:, word] |= bits << shift
+                    seconds += np.where(held, 0.0, self._arrival(touch.seconds, states, shift))
+            after |= bits << shift
             if touch.makes and self.needs_home:
-                after[:, word] |= bits << (shift + self.devices)
+                after |= bits << (shift + self.devices)
         return self.without(after, frozenset(step.closed)), seconds
 
     def _held(self, states: Ints, slot: int) -> Bools:
         """(devices, states) whether a device has a value."""
-        word, shift = self._at(slot)
-        found: Bools = (states[word] >> shift >> np.arange(self.devices)[:, None] & 1).astype(bool)
+        places = slot * self.width + np.arange(self.devices)[:, None]
+        found: Bools = (states >> places & 1).astype(bool)
         return found
 
-    def live_bytes(self, step: Step, states: Ints) -> Floats:
-        """(devices, states) bytes of values that are live while a step runs on a device; an estimate.
-
-        A value counts where it is held until its last reader anywhere, which may be later than it is freed.
-        """
-        found = np.zeros((self.devices, states.shape[1]))
-        touched = {touch.slot for touch in step.touches}
-        for slot, nbytes in step.live:
-            found += nbytes if slot in touched else nbytes * self._held(states, slot)
-        return found
-
-    def _arrival(self, seconds: Floats, words: Ints, shift: int) -> Floats:
+    def _arrival(self, seconds: Floats, states: Ints, shift: int) -> Floats:
         """(devices, states) of a copy from where it was made."""
         if not self.needs_home:
             return np.asarray(seconds[0][:, None])
-        home = words >> (shift + self.devices) & self.mask
+        home = states >> (shift + self.devices) & self.mask
         made = np.frexp(np.maximum(home, 1).astype(float))[1] - 1  # the number of the only bit
         return np.asarray(np.where(home[None, :] > 0, seconds[made].T, seconds[0][:, None]))
 
-    def _at(self, slot: int) -> tuple[int, int]:
-        word, place = divmod(slot, self.per_word)
-        return word, place * self.width
-
     def without(self, states: Ints, slots: Set[int]) -> Ints:
         """States of which nothing is known in these slots."""
-        found = states.copy()
-        for slot in slots:
-            word, shift = self._at(slot)
-            found[..., word, :] &= ~np.int64((1 << self.width) - 1 << shift)
-        return found
-
-    def ordered(self, states: Ints, alike: Sequence[Sequence[int]]) -> Ints:
-        """States with the bits of values that nothing tells apart in one order."""
-        if not alike:
-            return states
-        found, bits = states.copy(), (1 << self.width) - 1
-        for slots in alike:
-            places = [self._at(slot) for slot in slots]
-            each = np.sort(np.stack([found[..., word, :] >> shift & bits for word, shift in places]), axis=0)
-            for (word, shift), values in zip(places, each, strict=True):
-                found[..., word, :] &= ~np.int64(bits << shift)
-                found[..., word, :] |= values << shift
-        return found
+        bits = sum((1 << self.width) - 1 << slot * self.width for slot in slots)
+        return states & ~np.int64(bits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,25 +412,20 @@ class DpStage:
     """The states after a step, and the transitions to them.
 
     Attributes:
-        states: (words, states) in lexicographic order.
+        states: (states,) in growing order.
         next_state: (devices, states before) index of the state after.
         seconds: (devices, states before) infinite where it may not be.
         relaxed: slots of values that are not followed after the step.
-        dropped: slots that were not followed before it.
-        alike: as of the step, without these.
     """
 
     states: Ints
     next_state: npt.NDArray[np.int32]
     seconds: Floats
     relaxed: frozenset[int]
-    dropped: frozenset[int]
-    alike: tuple[tuple[int, ...], ...]
 
     def find(self, frontier: Frontier, states: Ints) -> Ints:
         """Indices of the states that these exact ones are relaxed to."""
-        known = frontier.ordered(frontier.without(states, self.dropped), self.alike)
-        return _search(self.states, frontier.without(known, self.relaxed))
+        return np.searchsorted(self.states, frontier.without(states, self.relaxed))
 
 
 def make_stages(frontier: Frontier, effort: Effort) -> list[DpStage]:
@@ -517,7 +439,7 @@ def make_stages(frontier: Frontier, effort: Effort) -> list[DpStage]:
     made: dict[Hashable, DpStage] = {}
     states, relaxed = frontier.start(), frozenset[int]()
     for step in frontier.steps:
-        key = step.signature, relaxed, states.tobytes(), states.shape
+        key = step.signature, relaxed, states.tobytes()
         stage = made.get(key)
         if stage is None:
             stage = made[key] = _make_stage(frontier, step, states, relaxed, effort)
@@ -526,48 +448,36 @@ def make_stages(frontier: Frontier, effort: Effort) -> list[DpStage]:
     return stages
 
 
+def settled_frontiers(
+    arrays: Arrays, effort: Effort, *, streaming: bool = False, guide: bool = False
+) -> Iterator[tuple[Frontier, list[DpStage]]]:
+    """A frontier with its stages; where a shared weight is large, one for each home of the largest.
+
+    One home of each class of devices is enough. Arguments are as of :class:`Frontier`.
+    """
+    frontier = Frontier(arrays, streaming=streaming, guide=guide)
+    sizes = [float(arrays.weight_bytes[item - arrays.values]) for item in frontier.shared]
+    if not sizes or max(sizes) < effort.params.negligible * float(arrays.weight_bytes.sum()):
+        yield frontier, make_stages(frontier, effort)
+        return
+    frontier = Frontier(arrays, streaming=streaming, guide=guide, first=int(np.argmax(sizes)))
+    for home, *_ in frontier.classes:
+        if np.isfinite(frontier.steps[0].seconds[home]) and max(sizes) <= arrays.room[home]:
+            settled = frontier.with_first(home)
+            yield settled, make_stages(settled, effort)
+
+
 def _make_stage(
     frontier: Frontier, step: Step, states: Ints, relaxed: frozenset[int], effort: Effort
 ) -> DpStage:
     after, seconds = frontier.extend(step, states, relaxed)
-    effort.charge(2000.0 + after.size * (1.0 + 0.4 * sum(len(slots) for slots in step.alike)))
-    dropped = relaxed - set(step.closed)
-    followed = (tuple(slot for slot in slots if slot not in dropped) for slots in step.alike)
-    alike = tuple(slots for slots in followed if len(slots) > 1)
-    after = frontier.ordered(frontier.without(after, dropped), alike)
-    possible = np.isfinite(seconds)
-    known = _unique(after.transpose(1, 0, 2)[:, possible])
-    relaxed = frozenset(dropped)
+    effort.charge(2000.0 + after.size)
+    known, relaxed = np.unique(after[np.isfinite(seconds)]), relaxed - set(step.closed)
     for slot in step.open:
-        if known.shape[1] * frontier.devices <= effort.params.relaxed_states:
+        if len(known) * frontier.devices <= effort.params.relaxed_states:
             break
         relaxed |= {slot}
-        known = _unique(frontier.without(known, {slot}))
-    after = frontier.without(after, relaxed)
-    flat = after.transpose(1, 0, 2).reshape(frontier.words, -1)
-    next_state = _search(known, flat).reshape(frontier.devices, -1)
-    return DpStage(known, next_state.astype(np.int32), seconds, relaxed, frozenset(dropped), alike)
-
-
-def _unique(states: Ints) -> Ints:
-    """(words, states) each once, in lexicographic order."""
-    if not states.shape[1]:
-        return states
-    found = states[:, np.lexsort(states[::-1])]
-    new: Bools = np.ones(found.shape[1], dtype=bool)
-    new[1:] = (found[:, 1:] != found[:, :-1]).any(axis=0)
-    return found[:, new]
-
-
-def _search(known: Ints, wanted: Ints) -> Ints:
-    """Index of each wanted state among known ones in lexicographic order; of another where it is unknown."""
-    if len(known) == 1:
-        return np.asarray(np.minimum(np.searchsorted(known[0], wanted[0]), max(0, known.shape[1] - 1)))
-    count = known.shape[1]
-    both = np.concatenate([known, wanted], axis=1)
-    order = np.lexsort(both[::-1])  # stable: a known state comes before equal wanted ones
-    is_known = order < count
-    position = np.maximum(is_known.cumsum() - 1, 0)
-    found = np.empty(len(order), dtype=np.int64)
-    found[order] = position
-    return found[count:]
+        known = np.unique(frontier.without(known, {slot}))
+    # a state that no step leads to may be any: seconds are infinite there
+    next_state = np.searchsorted(known, frontier.without(after, relaxed)).clip(max=max(0, len(known) - 1))
+    return DpStage(known, next_state.astype(np.int32), seconds, relaxed)

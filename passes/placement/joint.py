@@ -3,15 +3,16 @@
 A prefill and a decode, say, run over the same weights, and each must keep every budget. What is
 minimised is the sum of their seconds, each times its weight. Each call in turn is placed first, and
 settles where its weights live; the others follow. What is found is improved by exchanging weights between
-devices; in the best, each call is placed once more over the weights as they are. Every call is judged by
-the evaluator, with all weights where they are, and with the prefetch buffers that all calls share. The bound
-is the weighted sum of each call's own: alone, none is slower.
+devices; in the best before that and after it, each call is placed once more over the weights as they are.
+Every call is judged by the evaluator, with all weights where they are, and with the prefetch buffers that all
+calls share. The bound is the weighted sum of each call's own: alone, none is slower.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from graphplan.devices.topology import DeviceKey, Topology
 from graphplan.errors import InfeasibleError
@@ -109,8 +110,8 @@ def place_jointly(
     if not starts:
         raise _infeasible(calls, limits, advise=advise)
     exchanged = [exchange(problems, weights, start, limits.until(1 / (2 * len(starts)))) for start in starts]
-    best = min(exchanged, key=lambda found: weighted_seconds(weights, found))
-    best = _placed_again(calls, best, part)
+    fastest = [min(found, key=partial(weighted_seconds, weights)) for found in (starts, exchanged)]
+    best = min((_placed_again(calls, one, part) for one in fastest), key=partial(weighted_seconds, weights))
     return tuple(
         certify(found, _bound(problem, found, solo, limits))
         for problem, found, solo in zip(problems, best, alone, strict=True)

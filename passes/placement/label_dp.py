@@ -14,9 +14,12 @@ prefetch slots are free; the f-value weighs the queue by its price, and proves n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from graphplan.passes.placement.arrays import Floats, Ints
 from graphplan.passes.placement.params import Effort
@@ -58,7 +61,7 @@ class _Labels:
     """Columns are labels.
 
     Attributes:
-        state: (words, labels).
+        state: (labels,).
         clock: (labels,) seconds.
         nbytes: (devices, labels).
         needs: (devices, labels) bytes of the neediest operation beside the weights.
@@ -83,18 +86,17 @@ class _Labels:
     def count(self) -> int:
         return len(self.clock)
 
+    @property
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        return [getattr(self, each.name) for each in fields(self)]
+
     def take(self, which: Ints) -> _Labels:
-        return _Labels(
-            self.state[:, which],
-            self.clock[which],
-            self.nbytes[:, which],
-            self.needs[:, which],
-            self.queue[:, which],
-            self.free[:, :, which],
-            self.parent[which],
-            self.option[which],
-            self.value[which],
-        )
+        return _Labels(*(array[..., which] for array in self.arrays))
+
+    @classmethod
+    def joined(cls, parts: Sequence[_Labels]) -> _Labels:
+        columns = zip(*(part.arrays for part in parts), strict=True)
+        return cls(*(np.concatenate(each, axis=-1) for each in columns))
 
 
 def search_labels(
@@ -104,7 +106,6 @@ def search_labels(
     effort: Effort,
     margin: Floats | None = None,
     *,
-    estimates: bool = False,
     every: bool = False,
 ) -> LabelSearch:
     """Complete placements by label setting.
@@ -115,33 +116,27 @@ def search_labels(
         below: seconds of a known placement; what cannot be faster is dropped.
         effort: what is charged.
         margin: (devices,) bytes to leave free, where exact peaks passed a budget; the bound is then none.
-        estimates: whether live values count as well, by an estimate, so that the bound says nothing either.
         every: whether dominated labels go on too, and all completions are returned: peaks tell them apart.
     """
-    return _LabelSearch(relaxation, width, below, effort, margin, estimates=estimates, every=every).run()
+    return _LabelSearch(relaxation, width, below, effort, margin, every).run()
 
 
+@dataclass
 class _LabelSearch:
-    def __init__(
-        self,
-        relaxation: Relaxation,
-        width: int,
-        below: float,
-        effort: Effort,
-        margin: Floats | None,
-        *,
-        estimates: bool,
-        every: bool,
-    ) -> None:
-        self.relaxation, self.frontier = relaxation, relaxation.frontier
-        self.width, self.below, self.effort = width, below, effort
-        count = self.frontier.devices
-        self.buffers = relaxation.buffers or Buffers.none(count)
-        self.estimates, self.every = estimates, every
+    relaxation: Relaxation
+    width: int
+    below: float
+    effort: Effort
+    margin: Floats | None
+    every: bool
+
+    def __post_init__(self) -> None:
+        relaxation = self.relaxation
+        self.frontier = relaxation.frontier
+        self.buffers = relaxation.buffers or Buffers.none(self.frontier.devices)
         self.streams = relaxation.buffers is not None and relaxation.streams and not relaxation.on_clock
-        self.room = relaxation.room + relaxation.least - (0.0 if margin is None else margin)
-        prices = relaxation.prices
-        self.per_byte, self.weight = prices.per_byte, prices.queue
+        self.room = relaxation.room + relaxation.least - (0.0 if self.margin is None else self.margin)
+        self.per_byte, self.weight = relaxation.prices.per_byte, relaxation.prices.queue
         self.dropped = np.inf
         self.trail: list[tuple[Ints, Ints]] = []
         self.constant = self.frontier.constant - float(self.per_byte @ relaxation.room)
@@ -179,13 +174,10 @@ class _LabelSearch:
         relaxation, step = self.relaxation, self.frontier.steps[i]
         stage, rest = relaxation.stages[i], relaxation.rest[i + 1]
         after, seconds = self.frontier.extend(step, labels.state)
-        alike = sum(len(slots) for slots in step.alike)
         options = 2.0 if self.streams else 1.0  # weights stay, or are streamed
-        self.effort.charge(options * (1500.0 + 600.0 * len(seconds) + 4.0 * seconds.size) + 200.0 * alike)
+        self.effort.charge(options * (1500.0 + 600.0 * len(seconds) + 4.0 * seconds.size))
         grown = []
         needs = np.maximum(labels.needs, step.needs[:, None])
-        if self.estimates and step.variable < self.frontier.units:
-            needs = np.maximum(needs, self.frontier.live_bytes(step, labels.state) + step.workspace[:, None])
         for d in range(self.frontier.devices):
             most = self.room[d] - needs[d]
             able = np.flatnonzero(np.isfinite(seconds[d]) & (labels.nbytes[d] + step.nbytes <= most))
@@ -199,9 +191,7 @@ class _LabelSearch:
                     )
         if not grown:
             return labels.take(np.zeros(0, dtype=np.int64))
-        found = _joined(grown)
-        if stage.alike:
-            found.state = self.frontier.ordered(found.state, stage.alike)
+        found = _Labels.joined(grown)
         found.value = self._values(found, rest[stage.find(self.frontier, found.state)])
         return self._best(found)
 
@@ -231,7 +221,7 @@ class _LabelSearch:
         """Some labels with a step on a device."""
         relaxation, step = self.relaxation, self.frontier.steps[i]
         found = labels.take(able)
-        found.state = after[:, able]
+        found.state = after[able]
         found.clock = found.clock + seconds[able]
         found.needs[d] = needs[able]
         found.nbytes[d] += step.nbytes - (step.movable if streamed else 0.0)
@@ -309,31 +299,15 @@ class _LabelSearch:
         return Completion(total, device, streamed, spare)
 
 
-def _joined(parts: list[_Labels]) -> _Labels:
-    if len(parts) == 1:
-        return parts[0]
-    return _Labels(
-        np.concatenate([p.state for p in parts], axis=1),
-        np.concatenate([p.clock for p in parts]),
-        np.concatenate([p.nbytes for p in parts], axis=1),
-        np.concatenate([p.needs for p in parts], axis=1),
-        np.concatenate([p.queue for p in parts], axis=1),
-        np.concatenate([p.free for p in parts], axis=2),
-        np.concatenate([p.parent for p in parts]),
-        np.concatenate([p.option for p in parts]),
-        np.concatenate([p.value for p in parts]),
-    )
-
-
 def _undominated(labels: _Labels) -> Ints:
     """Of labels in the order of their f-values, the first of each state, bytes and needs."""
     mixed = np.zeros(labels.count, dtype=np.int64)
-    for row in (*labels.state, *labels.nbytes.astype(np.int64), *labels.needs.astype(np.int64)):
+    for row in (labels.state, *labels.nbytes.astype(np.int64), *labels.needs.astype(np.int64)):
         mixed = (mixed ^ (mixed >> 29)) * _MIX + row
     order = np.argsort(mixed, kind="stable")
     one, other = order[:-1], order[1:]
     same = mixed[one] == mixed[other]
-    same &= (labels.state[:, one] == labels.state[:, other]).all(axis=0)
+    same &= labels.state[one] == labels.state[other]
     same &= (labels.nbytes[:, one] == labels.nbytes[:, other]).all(axis=0)
     same &= (labels.needs[:, one] == labels.needs[:, other]).all(axis=0)
     keep = np.ones(labels.count, dtype=bool)

@@ -11,7 +11,6 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -65,11 +64,6 @@ class LocalSearch:
         count = len(arrays.keys)
         self.latency = [[float(arrays.latency[a, b]) for b in range(count)] for a in range(count)]
         self.per_byte = [[float(arrays.per_byte[a, b]) for b in range(count)] for a in range(count)]
-        own = np.zeros(arrays.count)
-        weights = np.arange(arrays.values, len(arrays.names))
-        weights = weights[(arrays.source[weights] >= 0) & (arrays.fixed[weights] < 0)]
-        np.add.at(own, arrays.source[weights], arrays.weight_bytes[weights - arrays.values])
-        self.own_bytes = own
 
     def _reset(self) -> None:
         arrays = self.arrays
@@ -132,13 +126,13 @@ class LocalSearch:
 
     def _run_elsewhere(self, draw: random.Random) -> Ints:
         """The devices, with a run off one that is over; every second time another run takes its room."""
-        devices = self.devices.copy()
+        devices, able = self.devices.copy(), self.arrays.able[:, self.arrays.unit_of]
         source = draw.choice(np.flatnonzero(self.peaks > self.arrays.room).tolist())
         target = draw.choice([d for d in range(self.arrays.computing) if d != source])
         run = self._any_run(draw, devices == source)
         if draw.random() < 0.5:
-            devices[self._any_run(draw) & self._able[source]] = source
-        devices[run & self._able[target]] = target
+            devices[self._any_run(draw) & able[source]] = source
+        devices[run & able[target]] = target
         return devices
 
     def _any_run(self, draw: random.Random, among: Bools | None = None) -> Bools:
@@ -148,15 +142,6 @@ class LocalSearch:
         length = 1 << draw.randrange((count.bit_length() + 1) // 2)
         first = (int(draw.choice(heads)) if len(heads) else draw.randrange(count)) - draw.randrange(length)
         return np.asarray((unit >= first) & (unit < first + length) & (unit >= 0))
-
-    @cached_property
-    def _able(self) -> Bools:
-        """(devices, operations) where whole macro-operations may run."""
-        arrays = self.arrays
-        found = np.zeros(arrays.compute.shape, dtype=bool)
-        for members in arrays.units:
-            found[:, members] = np.isfinite(arrays.compute[:, members]).all(axis=1)[:, None]
-        return found
 
     def balance(self, most: float) -> None:
         """Take moves that leave the fullest accelerator more room, while seconds are at most ``most``.

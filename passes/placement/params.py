@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 
 from graphplan.errors import PlanError
@@ -22,7 +24,6 @@ class SearchParams:
             cuts at fewer positions.
         relaxed_states: states between two steps, times devices; where there are more, the cheapest values
             are relaxed, which keeps the bound valid.
-        state_words: 62-bit words of a state; values that find no place in them are relaxed.
         price_rounds: cutting planes of the Lagrangian dual, after which prices hardly change.
         first_width: labels kept between two steps in the first search.
         width_growth: factor from one search to the next wider one.
@@ -52,7 +53,6 @@ class SearchParams:
     segment_cuts: int = 400
     segment_share: float = 0.1
     relaxed_states: int = 2_000
-    state_words: int = 2
     price_rounds: int = 12
     first_width: int = 100
     width_growth: float = 3.0
@@ -132,16 +132,23 @@ class Effort:
         """Seconds to the deadline, or None."""
         return None if self.deadline is None else self.deadline - time.monotonic()
 
+    @property
+    def done(self) -> float:
+        """Visits so far."""
+        return self.total - self.visits
+
     def charge(self, visits: float) -> None:
         """Count work that was done."""
         self.visits -= visits
 
-    def share(self, part: float) -> Effort:
-        """A part of what is left, to be charged by :meth:`spent`."""
+    def until(self, part: float) -> float | None:
+        """The deadline of a part of the time that is left."""
         left = self.seconds_left
-        until = None if left is None else time.monotonic() + max(0.0, left) * part
-        return replace(self, visits=max(0.0, self.visits) * part, deadline=until)
+        return None if left is None else time.monotonic() + max(0.0, left) * part
 
-    def spent(self, part: Effort) -> None:
-        """Charge what was done of a part."""
-        self.visits -= part.total - part.visits
+    @contextmanager
+    def share(self, part: float) -> Iterator[Effort]:
+        """A part of what is left; what is done of it is charged at the end."""
+        given = replace(self, visits=max(0.0, self.visits) * part, deadline=self.until(part))
+        yield given
+        self.charge(given.done)

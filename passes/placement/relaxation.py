@@ -20,11 +20,11 @@ import numpy as np
 import scipy.sparse as sparse
 from scipy.optimize import linprog
 
-from graphplan.passes.placement.arrays import Bools, Floats, Ints
-from graphplan.passes.placement.frontier import DpStage, Frontier
+from graphplan.passes.placement.arrays import Arrays, Bools, Floats, Ints
+from graphplan.passes.placement.frontier import DpStage, Frontier, settled_frontiers
 from graphplan.passes.placement.params import Effort
 
-__all__ = ["Buffers", "Prices", "Relaxation"]
+__all__ = ["Buffers", "Prices", "Relaxation", "relax"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,7 @@ class Relaxation:
         stay: (devices, steps) whether a step may have its weights reside there.
         copy: (devices, steps) seconds of streaming the movable weights; infinite where they may not be.
         bound: the highest lower bound so far, seconds.
+        proof: the method that found it.
         prices: of that bound.
         rest: (states,) before each step and after the last, the priced cost to the end.
         crowded: whether an accelerator has no room for its prefetch buffers.
@@ -97,9 +98,9 @@ class Relaxation:
         self.buffers = buffers
         self._set_room()
         self._set_copies()
-        self.bound, self.rest = 0.0, list[Floats]()
+        self.bound, self.proof, self.rest = 0.0, "Lagrangian relaxation", list[Floats]()
         self.prices = Prices(np.zeros(count), np.zeros(count))
-        self.possible = all(stage.states.shape[1] for stage in stages) and not self.crowded
+        self.possible = all(len(stage.states) for stage in stages) and not self.crowded
 
     def _set_room(self) -> None:
         arrays = self.frontier.arrays
@@ -260,7 +261,7 @@ class Relaxation:
         stay, away = self._options(prices)
         extra = np.minimum(stay, away)
         clocks: dict[int, Floats] = {}
-        rest = [np.zeros(self.stages[-1].states.shape[1])]
+        rest = [np.zeros(len(self.stages[-1].states))]
         weighed = bool(prices.queue.any())
         for i in range(len(self.stages) - 1, -1, -1):
             stage = self.stages[i]
@@ -332,3 +333,20 @@ class Relaxation:
             return np.zeros(2 * count)
         duals = np.maximum(-found.ineqlin.marginals, 0.0)
         return np.concatenate([duals[1 + count :], duals[1 : 1 + count]])
+
+
+def relax(arrays: Arrays, enough: float, effort: Effort, *, streaming: bool = False) -> list[Relaxation]:
+    """A relaxation with prices for each home of the largest shared weight; the least bound is the problem's.
+
+    Args:
+        arrays: of the problem.
+        enough: seconds that no bound needs to pass.
+        effort: what is charged.
+        streaming: as of :class:`~graphplan.passes.placement.frontier.Frontier`.
+    """
+    frontiers = settled_frontiers(arrays, effort, streaming=streaming)
+    found = [Relaxation(frontier, stages, None) for frontier, stages in frontiers]
+    for done, relaxation in enumerate(found):
+        with effort.share(1 / (len(found) - done)) as part:
+            relaxation.improve(enough, part)
+    return found

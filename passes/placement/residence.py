@@ -10,7 +10,7 @@ from graphplan.ir.graph import Graph
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.problem import Problem, cpu_key
 
-__all__ = ["follow", "reside"]
+__all__ = ["follow", "module_of", "reside"]
 
 
 def follow(graph: Graph, placed: Mapping[str, DeviceKey]) -> dict[str, DeviceKey]:
@@ -59,18 +59,19 @@ def reside(
         if home is not None:
             found[weight.name] = home
             taken[home] += weight.nbytes
-    beside = {_module(name): key for name, key in found.items() if graph.weights[name].kind == "buffer"}
+    beside = {module_of(name): key for name, key in found.items() if graph.weights[name].kind == "buffer"}
     for weight in graph.weights.values():
         if weight.name not in found:
             idle = cpu if cpu is not None else _roomiest(topology, taken)
             # a buffer that this call does not read, another may write to, with its neighbours
-            home = beside.get(_module(weight.name), idle) if weight.kind == "buffer" else idle
+            home = beside.get(module_of(weight.name), idle) if weight.kind == "buffer" else idle
             found[weight.name] = home
             taken[home] += weight.nbytes
     return Assignment(dict(operations), found)
 
 
-def _module(name: str) -> str:
+def module_of(name: str) -> str:
+    """``layers.0.norm.mean -> layers.0.norm``."""
     return name.rpartition(".")[0]
 
 

@@ -28,6 +28,7 @@ from graphplan.passes.placement.symmetry import device_classes
 __all__ = ["Segment", "SegmentDP"]
 
 Homes = Mapping[str, int]
+_State = tuple[tuple[int, ...], int]  # devices used of each class, class of the last; -1 for host and CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +60,19 @@ class _Tables:
 
 @dataclass(slots=True)
 class _Row:
-    """The best seconds with which a state reaches each cut, and the segment that ends there."""
+    """The best seconds with which a state reaches each cut, and the segment that ends there.
 
+    ``number`` counts rows as they are made; ``origin`` is that of the row before the segment.
+    """
+
+    number: int
     seconds: Floats
     origin: Ints
     start: Ints
 
     @classmethod
-    def empty(cls, cuts: int) -> _Row:
-        return cls(np.full(cuts, np.inf), np.full(cuts, -1), np.full(cuts, -1))
+    def empty(cls, cuts: int, number: int) -> _Row:
+        return cls(number, np.full(cuts, np.inf), np.full(cuts, -1), np.full(cuts, -1))
 
 
 class SegmentDP:
@@ -98,6 +103,7 @@ class SegmentDP:
         specs = arrays.specs
         self.cpu = next((d for d, s in enumerate(specs) if not s.is_accelerator), None) if use_cpu else None
         self.classes = [c for c in device_classes(arrays) if specs[c[0]].is_accelerator]
+        self._made: dict[frozenset[str], _Tables] = {}
         self._read()
         self.cuts = self._cuts()
 
@@ -128,16 +134,6 @@ class SegmentDP:
             np.maximum.at(last, base[level], last[level])
         self.last = np.minimum(last, arrays.count - 1)
 
-    @cached_property
-    def crossing(self) -> Floats:
-        """(positions,) bytes of values that are read after it and made before."""
-        arrays = self.arrays
-        change = np.zeros(arrays.count + 2)
-        inner = ~self.is_weight & (self.previous >= 0)
-        np.add.at(change, self.previous[inner] + 1, arrays.nbytes[self.read_item[inner]])
-        np.add.at(change, self.read_by[inner] + 1, -arrays.nbytes[self.read_item[inner]])
-        return change.cumsum()[: arrays.count + 1]
-
     def _cuts(self) -> Ints:
         """The ends, and positions that few bytes cross, spread evenly over the weights."""
         arrays, params = self.arrays, self.effort.params
@@ -153,7 +149,7 @@ class SegmentDP:
         limit = int(np.clip(math.sqrt(7.0 * visits / max(1, steps)), 32, params.segment_cuts))
         if len(found) <= limit:
             return found
-        bytes_at = self.crossing[found]
+        bytes_at = self.arrays.crossing[found]
         bytes_at[[0, -1]] = np.inf
         low = np.ones(len(found), dtype=bool)
         low[1:-1] = (bytes_at[1:-1] <= bytes_at[:-2]) & (bytes_at[1:-1] <= bytes_at[2:])
@@ -161,7 +157,7 @@ class SegmentDP:
         if len(found) <= limit:
             return found
         inner = found[1:-1]
-        order = np.argsort(self.crossing[inner], kind="stable")
+        order = np.argsort(self.arrays.crossing[inner], kind="stable")
         stretch = np.floor(self._progress[inner] * (limit // 2)).astype(np.int64)
         _, first = np.unique(stretch[order], return_index=True)
         kept = order[np.sort(first)]
@@ -283,10 +279,6 @@ class SegmentDP:
         for name, device in homes.items():
             readers = arrays.reader[arrays.item == arrays.item_of[name]]
             units[arrays.unit_of[readers[readers < arrays.count]]] = device
-        for unit, members in enumerate(arrays.units):
-            if not np.isfinite(arrays.compute[units[unit], members]).all():
-                able = np.flatnonzero(np.isfinite(arrays.compute[:, members]).all(axis=1))
-                units[unit] = able[0] if len(able) else units[unit]
         return arrays.expand(units)
 
     @cached_property
@@ -331,15 +323,12 @@ class SegmentDP:
             found.append(Segment(int(self.cuts[i]), int(self.cuts[j]), device, excess))
         return found
 
-    @cached_property
-    def _made(self) -> dict[bool, tuple[Homes, _Tables]]:
-        return {}
-
     def _tables_for(self, homes: Homes) -> _Tables:
-        key = bool(homes)
-        if key not in self._made or set(self._made[key][0]) != set(homes):
-            self._made[key] = homes, self._tables(homes)
-        return self._made[key][1]
+        """Where the homes are does not matter to the tables, only of which weights."""
+        names = frozenset(homes)
+        if names not in self._made:
+            self._made[names] = self._tables(homes)
+        return self._made[names]
 
     def _seconds(self, tables: _Tables, device: int, space: float, homes: Homes) -> Floats:
         """(rows, columns) of each segment on a device, without what arrives from other segments."""
@@ -393,9 +382,7 @@ class _ShortestPath:
     ) -> None:
         self.dp, self.classes, self.costs, self.on_cpu, self.tables = dp, classes, costs, on_cpu, tables
         self.cuts = len(dp.cuts)
-        self.rows: dict[tuple[tuple[int, ...], int], _Row] = {}
-        self.names: list[tuple[tuple[int, ...], int]] = []
-        self.index: dict[tuple[tuple[int, ...], int], int] = {}
+        self.rows: dict[_State, _Row] = {}
         self._by_end: dict[tuple[int, int], Floats] = {}
 
     def run(self) -> list[tuple[int, int, int]] | None:
@@ -405,17 +392,16 @@ class _ShortestPath:
         for state in _states(self.classes, self.dp.effort.params.relaxed_states):
             for last in [*range(len(self.classes)), -1]:  # the CPU, after which others follow, is last
                 self._extend(state, last)
-        ends = [name for name in self.names if np.isfinite(self.rows[name].seconds[-1])]
+        ends = [name for name in self.rows if np.isfinite(self.rows[name].seconds[-1])]
         if not ends:
             return None
         least = min(self.rows[name].seconds[-1] for name in ends)
         equal = [name for name in ends if self.rows[name].seconds[-1] <= least * (1 + 1e-12)]
         return self._trace(min(equal, key=lambda name: sum(name[0])))
 
-    def _row(self, name: tuple[tuple[int, ...], int]) -> _Row:
+    def _row(self, name: _State) -> _Row:
         if name not in self.rows:
-            self.rows[name], self.index[name] = _Row.empty(self.cuts), len(self.names)
-            self.names.append(name)
+            self.rows[name] = _Row.empty(self.cuts, len(self.rows))
         return self.rows[name]
 
     def _extend(self, state: tuple[int, ...], last: int) -> None:
@@ -424,11 +410,11 @@ class _ShortestPath:
         if row is None or not np.isfinite(row.seconds).any():
             return
         if self.on_cpu is not None:  # as often as it helps
-            self._relax(name, row, self._cost(last, -1), (state, -1))
+            self._relax(row, self._cost(last, -1), (state, -1))
         for c, members in enumerate(self.classes):
             if state[c] < len(members):
                 after = (*state[:c], state[c] + 1, *state[c + 1 :])
-                self._relax(name, row, self._cost(last, c), (after, 0 if self.dp._uniform else c))
+                self._relax(row, self._cost(last, c), (after, 0 if self.dp._uniform else c))
 
     def _cost(self, last: int, target: int) -> Floats:
         """Seconds of segments by where they end: of ``w`` columns, ``t`` is from cut ``end - w + t``."""
@@ -459,9 +445,7 @@ class _ShortestPath:
             before = peers[0] if peers else here
         return float(arrays.latency[before, here]), float(arrays.per_byte[before, here])
 
-    def _relax(
-        self, origin: tuple[tuple[int, ...], int], row: _Row, cost: Floats, into: tuple[tuple[int, ...], int]
-    ) -> None:
+    def _relax(self, row: _Row, cost: Floats, into: _State) -> None:
         """Extend a row by one segment."""
         reach = cost.shape[1]
         there = np.flatnonzero(np.isfinite(row.seconds))
@@ -478,15 +462,15 @@ class _ShortestPath:
         better = np.flatnonzero(value < target.seconds[ends] * (1 - 1e-12))
         end = better + ends.start
         target.seconds[end] = value[better]
-        target.origin[end] = self.index[origin]
+        target.origin[end] = row.number
         target.start[end] = end - reach + best[better]
 
-    def _trace(self, name: tuple[tuple[int, ...], int]) -> list[tuple[int, int, int]]:
+    def _trace(self, name: _State) -> list[tuple[int, int, int]]:
         found: list[tuple[int, int, int]] = []
-        end = self.cuts - 1
+        end, names = self.cuts - 1, list(self.rows)
         while end > 0:
             row = self.rows[name]
-            before, start = self.names[int(row.origin[end])], int(row.start[end])
+            before, start = names[int(row.origin[end])], int(row.start[end])
             used = [after - earlier for after, earlier in zip(name[0], before[0], strict=True)]
             if any(used):
                 c = used.index(1)

@@ -18,28 +18,16 @@ from graphplan.passes.placement.arrays import Arrays, Ints
 from graphplan.passes.placement.certificate import Bound
 from graphplan.passes.placement.coarsen import coarsen
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
-from graphplan.passes.placement.frontier import DpStage, Frontier, make_stages
+from graphplan.passes.placement.frontier import DpStage, Frontier, settled_frontiers
 from graphplan.passes.placement.label_dp import Completion, search_labels
 from graphplan.passes.placement.params import Effort
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.relaxation import Buffers, Relaxation
+from graphplan.passes.placement.relaxation import Buffers, Relaxation, relax
 from graphplan.passes.placement.residence import reside
 from graphplan.passes.placement.segment_dp import Segment, SegmentDP
 from graphplan.passes.placement.symmetry import device_classes
 
 __all__ = ["StreamedSearch"]
-
-
-@dataclass(slots=True)
-class _Configuration:
-    """Homes and buffers that are settled, and how wide that was searched."""
-
-    relaxation: Relaxation
-    width: int = 0
-
-    @property
-    def bound(self) -> float:
-        return self.relaxation.bound
 
 
 @dataclass(slots=True)
@@ -59,12 +47,10 @@ class StreamedSearch:
     bound: Bound = field(default_factory=Bound)
     arrays: Arrays = field(init=False)
     coarse: Arrays = field(init=False)
-    frontier: Frontier = field(init=False)
     guide: Frontier = field(init=False)
 
     def __post_init__(self) -> None:
         self.arrays = Arrays(self.problem, self.effort.params)
-        self.frontier = Frontier(self.arrays, streaming=True)
         self.guide = Frontier(self.arrays, streaming=True, guide=True)
         tied = coarsen(self.arrays)
         self.coarse = self.arrays if tied is self.problem else Arrays(tied, self.effort.params)
@@ -116,7 +102,7 @@ class StreamedSearch:
 
     def _adopted(self, near: Assignment) -> Assignment | None:
         """A known placement with the rules of this problem; None where it parts what must be together."""
-        arrays, problem, cpu = self.arrays, self.problem, self.frontier.cpu
+        arrays, problem, cpu = self.arrays, self.problem, self.guide.cpu
         if near.operations.keys() != problem.graph.operations.keys():
             return None
         operations = problem.obey(near.operations)
@@ -125,7 +111,7 @@ class StreamedSearch:
         streamed = [
             arrays.names[item]
             for item in range(arrays.values, len(arrays.names))
-            if cpu is not None and self.frontier.is_streamable(item)
+            if cpu is not None and self.guide.is_streamable(item)
             if near.weights.get(arrays.names[item]) == arrays.keys[cpu]
         ]
         homes = {}
@@ -137,13 +123,8 @@ class StreamedSearch:
 
     def _all_on(self, device: int) -> None:
         arrays = self.arrays
-        units = np.full(len(arrays.units), device)
-        for unit, members in enumerate(arrays.units):
-            able = np.flatnonzero(np.isfinite(arrays.compute[:, members]).all(axis=1))
-            if len(able) and device not in able:
-                units[unit] = able[0]
-        devices = arrays.expand(units)
-        excess = float(self.arrays.weight_bytes.sum())
+        devices = arrays.expand(np.full(len(arrays.units), device))
+        excess = float(arrays.weight_bytes.sum())
         self._stream_excess([Segment(0, arrays.count, device, 0.0)], devices)
         if arrays.specs[device].is_accelerator:
             self._stream_excess([Segment(0, arrays.count, device, excess)], devices)
@@ -153,8 +134,7 @@ class StreamedSearch:
         lacking = {segment.device: 0.0 for segment in segments}
         for segment in segments:
             lacking[segment.device] = max(lacking[segment.device], segment.excess)
-        names = [operation.name for operation in self.arrays.operations]
-        operations = {n: self.arrays.keys[d] for n, d in zip(names, devices.tolist(), strict=True)}
+        operations = self.arrays.named(devices)
         for _ in range(2 * self.effort.params.retries):
             streamed = [
                 name for d, nbytes in lacking.items() if nbytes for name in self._spread(devices, d, nbytes)
@@ -199,60 +179,42 @@ class StreamedSearch:
         """Search configurations, the most promising first, then those beside the best."""
         if self.best is None and self.effort.over:
             return  # no bound is asked for
-        part = self.effort.share(0.25)
-        configurations = sorted(self._configurations(part), key=lambda c: c.bound)
-        self.effort.spent(part)
-        part = self.effort.share(0.35)
+        params = self.effort.params
+        with self.effort.share(0.25) as part:
+            configurations = sorted(self._configurations(part), key=lambda one: one.bound)
         best = configurations[0] if configurations else None
-        for configuration in configurations:
-            if part.over or configuration.bound >= self.seconds * (1 - self.effort.params.sufficient_gap):
-                break
-            if self._search(configuration, self.effort.params.first_width, part):
-                best = configuration
-        self.effort.spent(part)
+        with self.effort.share(0.35) as part:
+            for one in configurations:
+                if part.over or one.bound >= self.seconds * (1 - params.sufficient_gap):
+                    break
+                best = self._search(one, params.first_width, part) or best
         if best is not None:
-            part = self.effort.share(0.3)
-            best = self._beside(best, part)
-            self.effort.spent(part)
-            part = self.effort.share(0.8)
-            self._widen(best, part)
-            self.effort.spent(part)
+            with self.effort.share(0.3) as part:
+                best = self._beside(best, part)
+            with self.effort.share(0.8) as part:
+                self._widen(best, part)
 
-    def _configurations(self, effort: Effort) -> Iterator[_Configuration]:
-        sizes = self._slot_sizes()
-        frontiers = list(self._frontiers(effort))
-        count = len(frontiers) * len(sizes) * 2
-        done = 0
-        for slots in (2, 1):
-            for size in sizes:
-                for frontier, stages in frontiers:
-                    done += 1
-                    if effort.over and done > 1:
-                        return
-                    buffers = self._buffers(frontier, slots, size)
-                    if buffers is not None:
-                        part = effort.share(1 / max(1, count - done))
-                        found = self._configuration(frontier, stages, buffers, part, rounds=4)
-                        effort.spent(part)
-                        if found.relaxation.possible:
-                            yield found
-
-    def _configuration(
-        self, frontier: Frontier, stages: list[DpStage], buffers: Buffers, effort: Effort, rounds: int
-    ) -> _Configuration:
-        relaxation = Relaxation(frontier, stages, buffers)
-        relaxation.improve(np.inf, effort, rounds)
-        return _Configuration(relaxation)
-
-    def _frontiers(self, effort: Effort) -> Iterator[tuple[Frontier, list[DpStage]]]:
-        """One for each home of the largest shared weight, one of each class of devices."""
-        yield from _by_home(self.coarse, effort, guide=True)
+    def _configurations(self, effort: Effort) -> Iterator[Relaxation]:
+        """One for each home of the largest shared weight, number and size of the slots."""
+        frontiers = list(settled_frontiers(self.coarse, effort, streaming=True, guide=True))
+        trials = [
+            (stages, frontier, buffers)
+            for slots in (2, 1)
+            for size in self._slot_sizes()
+            for frontier, stages in frontiers
+            if (buffers := self._buffers(frontier, slots, size)) is not None
+        ]
+        for done, (stages, frontier, buffers) in enumerate(trials):
+            if effort.over and done:
+                return
+            with effort.share(1 / (len(trials) - done)) as part:
+                found = _relaxed(frontier, stages, buffers, part)
+            if found.possible:
+                yield found
 
     def _slot_sizes(self) -> list[float]:
         """A few sizes of slots: the largest that weights need, and some that are clearly smaller."""
-        frontier = (
-            self.guide if self.coarse is self.arrays else Frontier(self.coarse, streaming=True, guide=True)
-        )
+        frontier = Frontier(self.coarse, streaming=True, guide=True)
         movable = np.array([step.movable for step in frontier.steps])
         movable = np.unique(movable[movable > 0])
         room = min((s.room for s in self.arrays.specs if s.is_accelerator), default=0)
@@ -279,13 +241,12 @@ class StreamedSearch:
         beside = np.where(accelerates & fits, needs, 0.0)
         return Buffers(np.where(accelerates, slots, 0), np.where(accelerates, nbytes, 0.0), beside)
 
-    def _search(self, configuration: _Configuration, width: int, effort: Effort) -> bool:
-        """Search a configuration; whether that improved the best placement.
+    def _search(self, relaxation: Relaxation, width: int, effort: Effort) -> Relaxation | None:
+        """Search a configuration; the one that improved the best placement, if any did.
 
         Where exact peaks pass a budget, more is set aside for activations, at prices of their own.
         """
-        relaxation, before = configuration.relaxation, self.seconds
-        configuration.width = width
+        before = self.seconds
         for _ in range(1 + self.effort.params.retries):
             if effort.over or not relaxation.possible:
                 break
@@ -294,7 +255,6 @@ class StreamedSearch:
                 break
             first = self._judge(relaxation, found.completions[0])
             if self.offer(first) or not first.excess:
-                configuration.relaxation = relaxation
                 break
             if min(first.seconds, found.completions[0].seconds) > self.seconds:
                 break
@@ -305,18 +265,13 @@ class StreamedSearch:
                 d = self.arrays.number[key]
                 beside[d] += over + max(0.0, float(found.completions[0].spare[d]))
             tighter = replace(buffers, beside=beside)
-            stages = relaxation.stages
-            relaxation = self._configuration(
-                relaxation.frontier, stages, tighter, effort, rounds=4
-            ).relaxation
-        return self.seconds < before
+            relaxation = _relaxed(relaxation.frontier, relaxation.stages, tighter, effort)
+        return relaxation if self.seconds < before else None
 
     def _judge(self, relaxation: Relaxation, completion: Completion) -> Evaluation:
         """A completion of the coarse problem, as a placement of the problem."""
         frontier, arrays = relaxation.frontier, self.coarse
-        devices = arrays.expand(completion.device[: frontier.units])
-        names = [operation.name for operation in arrays.operations]
-        operations = {n: arrays.keys[d] for n, d in zip(names, devices.tolist(), strict=True)}
+        operations = arrays.named(arrays.expand(completion.device[: frontier.units]))
         streamed = [
             arrays.names[item]
             for unit in range(frontier.units)
@@ -331,7 +286,7 @@ class StreamedSearch:
         slots = {arrays.keys[d]: int(n) for d, n in enumerate(relaxation.buffers.slots) if n}
         return evaluate(self.problem, replace(reside(self.problem, operations, streamed, homes), slots=slots))
 
-    def _beside(self, best: _Configuration, effort: Effort) -> _Configuration:
+    def _beside(self, best: Relaxation, effort: Effort) -> Relaxation:
         """Change the buffers of one accelerator at a time, while that helps."""
         sizes, tried = self._slot_sizes(), set[tuple[float, ...]]()
         improved = True
@@ -342,17 +297,17 @@ class StreamedSearch:
                 if key in tried or effort.over:
                     continue
                 tried.add(key)
-                relaxation = best.relaxation
-                found = self._configuration(relaxation.frontier, relaxation.stages, trial, effort, rounds=4)
-                if not found.relaxation.possible or found.bound >= self.seconds * 0.998:
+                found = _relaxed(best.frontier, best.stages, trial, effort)
+                if not found.possible or found.bound >= self.seconds * 0.998:
                     continue
-                if self._search(found, self.effort.params.first_width, effort):
-                    best, improved = found, True
+                better = self._search(found, self.effort.params.first_width, effort)
+                if better is not None:
+                    best, improved = better, True
                     break
         return best
 
-    def _neighbours(self, best: _Configuration, sizes: list[float]) -> Iterator[Buffers]:
-        buffers = best.relaxation.buffers
+    def _neighbours(self, best: Relaxation, sizes: list[float]) -> Iterator[Buffers]:
+        buffers = best.buffers
         assert buffers is not None
         for d in np.flatnonzero(buffers.slots).tolist():
             limit = self.problem.prefetch_limits.get(self.arrays.keys[d], np.inf)
@@ -363,16 +318,16 @@ class StreamedSearch:
                         changed[0][d], changed[1][d] = slots, size
                         yield replace(buffers, slots=changed[0], nbytes=changed[1])
 
-    def _widen(self, best: _Configuration, effort: Effort) -> None:
+    def _widen(self, best: Relaxation, effort: Effort) -> None:
         """Search the best configuration wider and wider, at better prices."""
-        best.relaxation.improve(self.seconds, effort)
-        width = max(best.width, self.effort.params.first_width)
+        best.improve(self.seconds, effort)
+        width = self.effort.params.first_width
         while not effort.over:
             width = int(width * self.effort.params.width_growth)
-            frontier = best.relaxation.frontier
-            if (2000.0 + 10.0 * width * frontier.devices) * len(frontier.steps) > effort.visits:
+            each = 2000.0 + 10.0 * width * best.frontier.devices
+            if each * len(best.frontier.steps) > effort.visits:
                 return
-            self._search(best, width, effort)
+            best = self._search(best, width, effort) or best
 
     # -- the bound -----------------------------------------------------------------------------------
 
@@ -382,29 +337,15 @@ class StreamedSearch:
         Args:
             enough: seconds of a known placement.
         """
-        part = self.effort.share(0.15)
-        lowest, frontiers = np.inf, list(_by_home(self.arrays, part, guide=False))
-        for number, (frontier, stages) in enumerate(frontiers):
-            relaxation = Relaxation(frontier, stages, None)
-            each = part.share(1 / (len(frontiers) - number))
-            relaxation.improve(enough, each)
-            part.spent(each)
-            lowest = min(lowest, relaxation.bound)
-        self.effort.spent(part)
-        if np.isfinite(lowest):
-            self.bound = self.bound.raised(lowest * (1 - 1e-9), "Lagrangian relaxation")
+        with self.effort.share(0.15) as part:
+            found = relax(self.arrays, enough, part, streaming=True)
+        least = min((one.bound for one in found), default=np.inf)
+        if np.isfinite(least):
+            self.bound = self.bound.raised(least * (1 - 1e-9), found[0].proof)
 
 
-def _by_home(arrays: Arrays, effort: Effort, *, guide: bool) -> Iterator[tuple[Frontier, list[DpStage]]]:
-    """A frontier for each home of the largest shared weight, where one is large."""
-    frontier = Frontier(arrays, streaming=True, guide=guide)
-    sizes = [float(arrays.weight_bytes[item - arrays.values]) for item in frontier.shared]
-    if not sizes or max(sizes) < effort.params.negligible * float(arrays.weight_bytes.sum()):
-        yield frontier, make_stages(frontier, effort)
-        return
-    frontier = Frontier(arrays, streaming=True, guide=guide, first=int(np.argmax(sizes)))
-    for members in device_classes(arrays):
-        home = members[0]
-        if np.isfinite(frontier.steps[0].seconds[home]) and max(sizes) <= arrays.room[home]:
-            settled = frontier.with_first(home)
-            yield settled, make_stages(settled, effort)
+def _relaxed(frontier: Frontier, stages: list[DpStage], buffers: Buffers, effort: Effort) -> Relaxation:
+    """A configuration with prices, a few rounds of them."""
+    found = Relaxation(frontier, stages, buffers)
+    found.improve(np.inf, effort, rounds=4)
+    return found

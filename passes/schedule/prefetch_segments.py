@@ -101,7 +101,7 @@ def add_streams(
             continue
         source = _source(topology, assignment, spans)
         slot_of = _choose_slots(spans, assignment.slots.get(spec.key, _SLOTS))
-        buffer = _buffer_text(graph, spec, source, spans, slot_of, least.get(spec.key, 0))
+        buffer = _prefetch_buffer(graph, spec, source, spans, slot_of, least.get(spec.key, 0))
         _place_steps(buffer, spans, assignment, _leading_moves(steps), extra)
         prefetch_buffers.append(buffer)
     return _interleave(steps, extra), tuple(prefetch_buffers)
@@ -232,7 +232,7 @@ def _choose_slots(spans: Sequence[_Span], wanted: int) -> list[int]:
     return slots
 
 
-def _buffer_text(
+def _prefetch_buffer(
     graph: Graph,
     spec: DeviceSpec,
     source: DeviceKey,

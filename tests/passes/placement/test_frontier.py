@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 def shortest(frontier: Frontier, stages: list[DpStage]) -> float:
     """Seconds of the shortest path through all steps, whatever the bytes."""
-    rest = np.zeros(stages[-1].states.shape[1])
+    rest = np.zeros(len(stages[-1].states))
     for stage in reversed(stages):
         rest = (stage.seconds + rest[stage.next_state]).min(axis=0)
     return float(rest[0]) + frontier.constant
@@ -149,16 +149,3 @@ def test_layers_that_repeat_themselves_share_their_stages() -> None:
     stages = make_stages(frontier, ample())
     assert len(stages) == 100
     assert len({id(stage) for stage in stages}) < 20
-
-
-def test_values_with_the_same_readers_are_sorted() -> None:
-    """Which of the experts of a layer is where does not matter to what combines them."""
-    values = [Value("x", MIB, MIB), *(Value(f"e{i}", MIB, MIB) for i in range(8)), Value("y", MIB, MIB)]
-    operations = [Operation(f"e{i}", "f", ("x",), (f"e{i}",), (), 10**8) for i in range(8)]
-    operations.append(Operation("y", "f", tuple(f"e{i}" for i in range(8)), ("y",)))
-    arrays = Arrays(Problem(Graph(operations, values, [], ["x"], ["y"]), equal_cards(3), CPU))
-    frontier = Frontier(arrays)
-    assert max(len(slots) for step in frontier.steps for slots in step.alike) == 8
-    stages = make_stages(frontier, ample(relaxed_states=10**6))
-    assert max(stage.states.shape[1] for stage in stages) < 200  # of 3 ** 8
-    assert shortest(frontier, stages) == pytest.approx(best_of_all(arrays, budgets=False), rel=1e-12)

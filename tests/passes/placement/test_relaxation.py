@@ -104,7 +104,7 @@ def test_the_cost_to_the_end_is_that_of_the_bound() -> None:
             continue
         priced = found.prices.per_byte @ found.room
         assert found.bound == pytest.approx(found.rest[0][0] - priced + found.frontier.constant, rel=1e-12)
-        assert [len(rest) for rest in found.rest[1:]] == [stage.states.shape[1] for stage in found.stages]
+        assert [len(rest) for rest in found.rest[1:]] == [len(stage.states) for stage in found.stages]
 
 
 def test_devices_of_a_class_have_equal_prices() -> None:
