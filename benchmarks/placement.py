@@ -44,7 +44,7 @@ BEST = {
     "clip": 2.3575,
     "segformer-cpu": 40.9016,
     "segformer-two": 21.3604,
-    "llama-8b-streamed": 94.57,
+    "llama-8b-streamed": 94.4504,
     "deepseek-moe": 25.1309,
     "ten-branches": 3.939,
 }

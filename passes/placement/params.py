@@ -58,7 +58,7 @@ class SearchParams:
     width_growth: float = 3.0
     completions: int = 20
     retries: int = 3
-    local_share: float = 0.1
+    local_share: float = 0.5
     sufficient_gap: float = 1e-3
     negligible: float = 0.01
     slot_sizes: int = 4

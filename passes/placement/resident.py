@@ -74,10 +74,17 @@ class ResidentSearch:
         return chosen
 
     def _segments(self, *, loose: bool = False) -> Iterator[Ints]:
-        """Offer contiguous segments; what passes a budget is left for repair."""
-        search = SegmentDP(self.arrays, self.effort, slowest=self.problem.balance, loose=loose)
-        if not search.classes:
-            return
+        """Offer contiguous segments, in any order of devices and in theirs; others are left for repair."""
+        for in_order in (False, True):
+            search = SegmentDP(
+                self.arrays, self.effort, slowest=self.problem.balance, in_order=in_order, loose=loose
+            )
+            if search.classes:
+                yield from self._offer_segments(search)
+            if len(search.cuts) == search.possible_cuts:
+                return
+
+    def _offer_segments(self, search: SegmentDP) -> Iterator[Ints]:
         fits: list[tuple[float, Ints]] = []
         for homes in search.homes():
             for _, devices in search.placements(homes):

@@ -84,6 +84,8 @@ class SegmentDP:
         streaming: whether a segment may keep the excess of its weights in CPU memory.
         use_cpu: whether the CPU may have segments, any number of them.
         slowest: minimise the longest segment instead of the sum.
+        in_order: fill classes of devices one after the other. So few states leave work for more cuts, as
+            tight budgets ask for.
         loose: minimise the bytes over the budgets, then seconds. A cut may part operations that must share
             a device, and segments hold operations that may not run there; these go where they may afterwards.
     """
@@ -96,10 +98,11 @@ class SegmentDP:
         streaming: bool = False,
         use_cpu: bool = False,
         slowest: bool = False,
+        in_order: bool = False,
         loose: bool = False,
     ) -> None:
         self.arrays, self.effort = arrays, effort
-        self.streaming, self.slowest, self.loose = streaming, slowest, loose
+        self.streaming, self.slowest, self.in_order, self.loose = streaming, slowest, in_order, loose
         specs = arrays.specs
         self.cpu = next((d for d, s in enumerate(specs) if not s.is_accelerator), None) if use_cpu else None
         self.classes = [c for c in device_classes(arrays) if specs[c[0]].is_accelerator]
@@ -142,7 +145,10 @@ class SegmentDP:
             allowed[members[0] + 1 : members[-1] + 1] = False
         allowed[[0, -1]] = True
         found = np.flatnonzero(allowed)
-        steps = len(self._states) * len(self.classes) * (1 if self._uniform else len(self.classes))
+        self.possible_cuts = len(found)
+        steps = len(self._states)
+        if not self.in_order:
+            steps *= len(self.classes) * (1 if self._uniform else len(self.classes))
         visits = (
             params.segment_share * self.effort.total / (4 if self.streaming or self.cpu is not None else 1)
         )
@@ -299,7 +305,11 @@ class SegmentDP:
 
     @cached_property
     def _states(self) -> list[tuple[int, ...]]:
-        return _states(self.classes, self.effort.params.relaxed_states)
+        return self.states_of(self.classes)
+
+    def states_of(self, classes: list[list[int]]) -> list[tuple[int, ...]]:
+        """How many devices of each of these classes are used, in an order in which one more comes later."""
+        return _states(classes, 0 if self.in_order else self.effort.params.relaxed_states)
 
     def _solve(self, homes: Homes, margin: Floats) -> list[Segment] | None:
         tables = self._tables_for(homes)
@@ -307,9 +317,9 @@ class SegmentDP:
         for name, device in homes.items():
             taken[device] += self.arrays.nbytes[self.arrays.item_of[name]]
         classes: list[list[int]] = []
-        for members in self.classes:  # a device with a home is a class of its own
-            classes += [[d] for d in members if taken[d]]
+        for members in self.classes:
             classes += [rest] if (rest := [d for d in members if not taken[d]]) else []
+        classes += [[d] for d in np.flatnonzero(taken).tolist()]  # a class of its own, with the last reader
         space = self.arrays.room - taken - margin - self.arrays.fixed_bytes
         costs = [self._seconds(tables, members[0], space[members[0]], homes) for members in classes]
         on_cpu = None if self.cpu is None else self._seconds(tables, self.cpu, space[self.cpu], homes)
@@ -382,6 +392,7 @@ class _ShortestPath:
     ) -> None:
         self.dp, self.classes, self.costs, self.on_cpu, self.tables = dp, classes, costs, on_cpu, tables
         self.cuts = len(dp.cuts)
+        self.states = dict.fromkeys(dp.states_of(classes))  # in order
         self.rows: dict[_State, _Row] = {}
         self._by_end: dict[tuple[int, int], Floats] = {}
 
@@ -389,7 +400,7 @@ class _ShortestPath:
         """(first cut, last cut, device) of each segment, in order."""
         start = tuple([0] * len(self.classes))
         self._row((start, -1)).seconds[0] = 0.0
-        for state in _states(self.classes, self.dp.effort.params.relaxed_states):
+        for state in self.states:
             for last in [*range(len(self.classes)), -1]:  # the CPU, after which others follow, is last
                 self._extend(state, last)
         ends = [name for name in self.rows if np.isfinite(self.rows[name].seconds[-1])]
@@ -412,8 +423,8 @@ class _ShortestPath:
         if self.on_cpu is not None:  # as often as it helps
             self._relax(row, self._cost(last, -1), (state, -1))
         for c, members in enumerate(self.classes):
-            if state[c] < len(members):
-                after = (*state[:c], state[c] + 1, *state[c + 1 :])
+            after = (*state[:c], state[c] + 1, *state[c + 1 :])
+            if state[c] < len(members) and after in self.states:
                 self._relax(row, self._cost(last, c), (after, 0 if self.dp._uniform else c))
 
     def _cost(self, last: int, target: int) -> Floats:

@@ -10,10 +10,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from baselines import baselines
 from placements import HOST, ample, equal_cards, stack
+from second_set import second_set
 
 from graphplan.devices.topology import CPU, DeviceKey, DeviceSpec, Link, Topology
 from graphplan.passes.placement.arrays import Arrays, Ints
+from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.params import Effort
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.segment_dp import SegmentDP
@@ -211,3 +214,25 @@ def test_less_effort_cuts_at_fewer_positions() -> None:
         assert (cuts[0], cuts[-1]) == (0, 500)
     found, _ = found_segments(arrays, Effort(1e5))
     assert found < math.inf
+
+
+@pytest.mark.parametrize("name", ["97.14-random-5", "97.15-stack-7"])
+def test_never_slower_than_first_fit(name: str) -> None:
+    """Of unequal links there are so many orders that few cuts are left; tight budgets ask for all of them."""
+    problem = second_set(97)[name]().problem
+    filled = [found for found in baselines(problem) if found.name == "sequential fill" and found.seconds]
+    assert place(problem).evaluation.seconds <= min(found.seconds or math.inf for found in filled)
+
+
+def test_in_order_of_the_devices_all_cuts_are_affordable() -> None:
+    problem = second_set(97)["97.15-stack-7"]().problem
+    arrays, effort = Arrays(problem), Effort.default(len(problem.graph.operations))
+    any_order, in_order = SegmentDP(arrays, effort), SegmentDP(arrays, effort, in_order=True)
+    assert len(any_order.cuts) < any_order.possible_cuts == len(in_order.cuts)
+    fitting = [
+        devices
+        for homes in in_order.homes()
+        for _, devices in in_order.placements(homes)
+        if arrays.fits(devices)
+    ]
+    assert fitting
