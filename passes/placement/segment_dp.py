@@ -138,7 +138,7 @@ class SegmentDP:
         self.last = np.minimum(last, arrays.count - 1)
 
     def _cuts(self) -> Ints:
-        """The ends, and positions that few bytes cross, spread evenly over the weights."""
+        """The ends, and positions that fewer bytes cross than the next ones, spread evenly over the weights."""
         arrays, params = self.arrays, self.effort.params
         allowed = np.ones(arrays.count + 1, dtype=bool)
         for members in () if self.loose else arrays.units:
@@ -159,11 +159,8 @@ class SegmentDP:
         bytes_at[[0, -1]] = np.inf
         low = np.ones(len(found), dtype=bool)
         low[1:-1] = (bytes_at[1:-1] <= bytes_at[:-2]) & (bytes_at[1:-1] <= bytes_at[2:])
-        found = found[low]
-        if len(found) <= limit:
-            return found
         inner = found[1:-1]
-        order = np.argsort(self.arrays.crossing[inner], kind="stable")
+        order = np.lexsort((self.arrays.crossing[inner], ~low[1:-1]))
         stretch = np.floor(self._progress[inner] * (limit // 2)).astype(np.int64)
         _, first = np.unique(stretch[order], return_index=True)
         kept = order[np.sort(first)]
