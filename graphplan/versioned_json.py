@@ -11,8 +11,6 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from graphplan.errors import PlanError
 
-__all__ = ["Format", "decode"]
-
 _SEQUENCES = (tuple, Sequence, frozenset)
 _INTEGERS = 1 << 63  # below which, and above minus which, sums are made of them
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from graphplan.errors import GraphplanWarning
 
-__all__ = ["silenced", "unwarned", "warn"]
-
 # packages whose frames may lie between
 _BETWEEN = ("graphplan", "torch", "transformers", "accelerate", "peft", "diffusers")
 

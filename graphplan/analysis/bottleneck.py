@@ -28,8 +28,6 @@ from graphplan.passes.placement.limits import Limits
 from graphplan.passes.placement.residence import reside
 from graphplan.warnings import unwarned
 
-__all__ = ["find_bottleneck"]
-
 _WORTH = 1e-3  # of the makespan: a smaller gain is none
 _SAME = 1e-6  # of the makespan: times that differ by less are the same
 _PRECISION = 0.05  # of the increase that is reported

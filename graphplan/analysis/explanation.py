@@ -28,8 +28,6 @@ from graphplan.ir.graph import Graph
 from graphplan.ir.plan_data import PlanData
 from graphplan.report.text import count_text, size_text, table_lines, time_text
 
-__all__ = ["Explanation", "explain"]
-
 
 @dataclass(frozen=True, slots=True)
 class Explanation:

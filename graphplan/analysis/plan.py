@@ -20,8 +20,6 @@ from graphplan.report.perfetto import to_trace
 from graphplan.report.svg import to_svg
 from graphplan.report.text import count_text, summary_text
 
-__all__ = ["Plan"]
-
 
 class Plan(PlanData):
     """A placed model. Sizes are bytes, times seconds, devices the caller's keys of ``max_memory``.

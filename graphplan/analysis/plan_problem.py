@@ -6,8 +6,6 @@ from graphplan.ir.plan_data import PlanData
 from graphplan.passes.placement.constrain import constrain
 from graphplan.passes.placement.problem import Problem
 
-__all__ = ["constrained_problem", "plain_problem"]
-
 
 def plain_problem(plan: PlanData) -> Problem:
     """The graph, the devices and what earlier plans have settled, without the caller's rules."""

@@ -22,8 +22,6 @@ from graphplan.passes.placement.problem import cpu_key
 from graphplan.passes.placement.shared_buffers import fit_together
 from graphplan.report.text import time_text
 
-__all__ = ["EPSILON", "Alternative", "Mover", "only_read_by"]
-
 EPSILON = 1e-12  # seconds: times that differ by less are the same
 
 

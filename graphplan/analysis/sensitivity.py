@@ -9,8 +9,6 @@ from typing import Literal
 from graphplan.devices.topology import DeviceKey
 from graphplan.report.text import size_text, table_lines, time_text
 
-__all__ = ["Bottleneck", "Growth", "Thing"]
-
 Thing = Literal["memory", "link", "speed"]
 
 

@@ -35,8 +35,6 @@ from graphplan.integrations.accelerate.comparison import Baseline, device_maps, 
 from graphplan.passes.placement.problem import Problem
 from graphplan.runtime.profile.device_benchmark import measure_devices
 
-__all__ = ["app", "run"]
-
 _ROOMY = 1 << 50  # bytes of each device where only the graph is wanted
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)

@@ -36,16 +36,6 @@ from graphplan.errors import (
     PlanError,
 )
 
-__all__ = [
-    "complain",
-    "exit_code",
-    "print_json",
-    "require_writable",
-    "say",
-    "show_warnings_in_one_line",
-    "working",
-]
-
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and ends of lines
 _WRONG = (BudgetError, DeviceError, InputError, PlanError, OSError)
 

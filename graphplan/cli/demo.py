@@ -25,8 +25,6 @@ from graphplan.devices.topology import CPU, DeviceKey
 from graphplan.errors import GraphplanError
 from graphplan.runtime.simulate.simulation import simulate
 
-__all__ = ["DemoResult", "run_demo"]
-
 SENTENCES = (
     "The cat sits on the mat.",
     "A feline is resting on a rug.",

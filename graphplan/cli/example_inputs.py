@@ -13,8 +13,6 @@ import torch
 
 from graphplan.errors import InputError
 
-__all__ = ["example_inputs"]
-
 _TOKENS = 512  # where the caller gives no length, or fewer where the model takes fewer
 _SAMPLES = 16000  # of sound: a second, as most models are trained
 _SIDE = 224  # of an image whose configuration does not say

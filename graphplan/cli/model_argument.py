@@ -23,8 +23,6 @@ from graphplan.cli.example_inputs import example_inputs
 from graphplan.errors import GraphplanError, InputError
 from graphplan.warnings import warn
 
-__all__ = ["Ask", "NamedModel", "load_named"]
-
 _FACTORY = re.compile(r"[\w.]+:[\w.]+")
 
 

@@ -19,17 +19,6 @@ from graphplan.devices.speeds import Measurements, Speed, with_speeds
 from graphplan.devices.topology import CPU, DeviceKey, Link, Topology
 from graphplan.errors import BudgetError, DeviceError, GraphplanError, PlanError
 
-__all__ = [
-    "read_budgets",
-    "read_key",
-    "read_links",
-    "read_measurements",
-    "read_pins",
-    "read_plan",
-    "read_speeds",
-    "read_topology",
-]
-
 Held = TypeVar("Held")
 
 

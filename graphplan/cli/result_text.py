@@ -14,8 +14,6 @@ from graphplan.devices.topology import SIMULATED, Topology
 from graphplan.integrations.accelerate.comparison import Baseline
 from graphplan.report.text import size_text, table_lines, time_text
 
-__all__ = ["card_of", "comparison_text", "demo_text", "device_digest", "devices_text", "plan_digest"]
-
 
 def plan_digest(plan: Plan) -> dict[str, Any]:
     """The figures of ``plan.summary()``, and the device map."""

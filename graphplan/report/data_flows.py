@@ -12,8 +12,6 @@ from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import Load, Move, Run
 from graphplan.ir.timeline import Event, Timeline
 
-__all__ = ["Flow", "find_flows", "made_bytes", "run_seconds", "timed_steps"]
-
 
 @dataclass(frozen=True, slots=True)
 class Flow:

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from graphplan.ir.plan_data import PlanData
 from graphplan.report.text import COLOURS, count_text, size_text
 
-__all__ = ["MOST_NODES", "to_dot"]
-
 MOST_NODES = 400
 
 

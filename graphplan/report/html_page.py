@@ -17,8 +17,6 @@ from graphplan.ir.plan_data import PlanData
 from graphplan.ir.timeline import Measured
 from graphplan.report.page_data import page_data
 
-__all__ = ["to_html"]
-
 _SCRIPTS = (
     "vendor/cytoscape.min.js",
     "vendor/dagre.min.js",

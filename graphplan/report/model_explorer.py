@@ -16,8 +16,6 @@ from graphplan.ir.timeline import Measured
 from graphplan.report.data_flows import made_bytes, run_seconds
 from graphplan.report.text import COLOURS, shape_text, size_text, time_text
 
-__all__ = ["save_model_explorer", "to_model_explorer"]
-
 _GRAPH = "plan"
 _GRADIENT = [{"stop": 0, "bgColor": "#f4f7fd"}, {"stop": 1, "bgColor": "#e0762f"}]
 

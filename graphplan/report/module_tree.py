@@ -23,8 +23,6 @@ from typing import Literal
 
 from graphplan.ir.plan_data import PlanData
 
-__all__ = ["MOST_CHILDREN", "Group", "stage_groups"]
-
 MOST_CHILDREN = 96
 
 

@@ -18,8 +18,6 @@ from graphplan.report.data_flows import find_flows, made_bytes, run_seconds
 from graphplan.report.module_tree import Group, stage_groups
 from graphplan.report.text import shape_text
 
-__all__ = ["page_data"]
-
 
 def page_data(plan: PlanData, measured: Measured | None = None) -> dict[str, Any]:
     """Everything that the page of a plan needs.

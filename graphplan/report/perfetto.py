@@ -18,8 +18,6 @@ from graphplan.ir.plan_data import PlanData
 from graphplan.ir.timeline import Event, Measured, Timeline
 from graphplan.report.data_flows import find_flows, made_bytes, timed_steps
 
-__all__ = ["to_trace"]
-
 _ESTIMATED, _MEASURED = 1, 2
 _TITLES = {"run": "compute", "wait": "compute", "move": "transfers in", "load": "streamed weights"}
 _TRACKS = {"run": 1, "wait": 1, "move": 2, "load": 3}

@@ -17,8 +17,6 @@ from graphplan.report.data_flows import Flow, find_flows
 from graphplan.report.module_tree import stage_groups
 from graphplan.report.text import COLOURS, count_text, gap_text, size_text, time_text
 
-__all__ = ["to_svg"]
-
 _WIDTH, _LEFT, _RIGHT = 1180, 150, 24
 _LANE, _BOX, _STREAM, _CHART, _HEAD = 92, 40, 10, 84, 66
 _INK, _MUTED, _LINE, _TRANSFER, _ACTIVATION, _BUDGET, _MEASURED = (

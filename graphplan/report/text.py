@@ -8,18 +8,6 @@ from graphplan.ir.graph_elements import Value
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import PrefetchBuffer
 
-__all__ = [
-    "COLOURS",
-    "count_text",
-    "gap_text",
-    "shape_text",
-    "size_text",
-    "summary_text",
-    "table_lines",
-    "time_text",
-]
-
-
 COLOURS = ("#3b6fd4", "#0f8b7d", "#8350c8", "#c2417a", "#4b8b3b", "#2a8fb3", "#b7791f", "#64748b")
 """One for each device, in the order of ``max_memory``."""
 

@@ -22,8 +22,6 @@ import networkx as nx
 
 from graphplan.ir.graph import Graph
 
-__all__ = ["find_together"]
-
 
 def find_together(graph: Graph) -> list[frozenset[str]]:
     """The sets of operations that aliasing ties to one device, disjoint, each of two or more."""

@@ -12,8 +12,6 @@ from graphplan.ir.schedule import Schedule
 from graphplan.passes.frontend.fake_interpreter import Interpreter
 from graphplan.passes.frontend.graph_reader import GraphReader
 
-__all__ = ["Annotator", "annotate"]
-
 
 def annotate(capture: Capture, weights: ModelWeights, device_types: Sequence[str] = ("cpu",)) -> Graph:
     """The planner's graph of a capture: see :class:`Annotator`."""

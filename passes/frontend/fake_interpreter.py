@@ -22,8 +22,6 @@ from graphplan.passes.frontend.fake_operation import Effect, OperationResult, ru
 from graphplan.passes.frontend.tensor_meta import TensorMeta, describe, is_tensor_meta
 from graphplan.warnings import silenced, warn
 
-__all__ = ["Interpreter"]
-
 _DATA_DECIDES = (DataDependentOutputException, DynamicOutputShapeException)  # which the trace has seen
 
 

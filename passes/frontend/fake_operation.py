@@ -18,8 +18,6 @@ from graphplan.devices.topology import round_up
 from graphplan.ir.liveness import LiveStorages
 from graphplan.passes.frontend.tensor_meta import TensorMeta, contiguous_strides, describe
 
-__all__ = ["Effect", "OperationResult", "run_fake"]
-
 aten = torch.ops.aten
 
 _LENGTHS = (64, 128)

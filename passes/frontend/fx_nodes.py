@@ -9,8 +9,6 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-__all__ = ["argument_nodes", "is_tensor_node", "may_be_view", "module_path", "returns_list", "target_name"]
-
 
 def argument_nodes(node: fx.Node) -> list[fx.Node]:
     """Its arguments that are nodes, in order, each as often as it is given."""

@@ -26,8 +26,6 @@ from graphplan.passes.frontend.operation_values import unknown_value, unnamed_by
 from graphplan.passes.frontend.simplify import mutated_arguments
 from graphplan.passes.frontend.tensor_meta import TensorMeta, describe
 
-__all__ = ["GraphReader"]
-
 aten = torch.ops.aten
 
 _UNWRAP = torch.ops.export.access_subclass_inner_tensor.default

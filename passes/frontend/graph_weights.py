@@ -12,8 +12,6 @@ from graphplan.devices.topology import round_up
 from graphplan.ir.graph_elements import Weight
 from graphplan.passes.frontend.tensor_meta import TensorMeta, dtype_name
 
-__all__ = ["cache_weight", "constant_weight", "part_weight", "weight_of"]
-
 
 def weight_of(model: ModelWeights, name: str, *, written: bool, movable: bool) -> Weight:
     """A parameter or buffer.

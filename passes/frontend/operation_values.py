@@ -14,8 +14,6 @@ from graphplan.passes.frontend.fx_nodes import argument_nodes, is_tensor_node, m
 from graphplan.passes.frontend.simplify import mutated_arguments
 from graphplan.passes.frontend.tensor_meta import TensorMeta, dtype_name
 
-__all__ = ["unknown_value", "unnamed_bytes", "value_of", "values_of"]
-
 Names = Mapping[fx.Node, str]
 
 

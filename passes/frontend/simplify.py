@@ -25,8 +25,6 @@ from torch.utils import _pytree as pytree
 
 from graphplan.capture.captured_graph import Capture
 
-__all__ = ["drop_checks", "is_mutable", "mutated_arguments", "simplify"]
-
 aten = torch.ops.aten
 
 _CHECKS = {

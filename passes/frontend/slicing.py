@@ -31,8 +31,6 @@ from torch.utils import _pytree as pytree
 from graphplan.capture.captured_graph import Capture, Part
 from graphplan.devices.machine import suspended
 
-__all__ = ["is_sliceable", "slice_weights"]
-
 aten = torch.ops.aten
 
 

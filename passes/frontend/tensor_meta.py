@@ -14,8 +14,6 @@ import torch
 from graphplan.capture.dynamic_sizes import finite_bound
 from graphplan.warnings import warn
 
-__all__ = ["TensorMeta", "contiguous_strides", "describe", "dtype_name", "is_tensor_meta"]
-
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:

@@ -7,8 +7,6 @@ from dataclasses import replace
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Value
 
-__all__ = ["upper_bound_graph"]
-
 
 def upper_bound_graph(a: Graph, b: Graph) -> Graph:
     """Of two readings of one capture, each value's and operation's larger bytes.

@@ -39,8 +39,6 @@ from graphplan.ir.lowered_ops import (
 from graphplan.ir.schedule import Load, Move, Release, Run, Schedule, Wait
 from graphplan.passes.frontend.simplify import drop_checks
 
-__all__ = ["Lowered", "host_device", "lower"]
-
 
 @dataclass(frozen=True, slots=True)
 class Lowered:

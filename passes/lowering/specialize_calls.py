@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["BUILTINS", "METHODS", "quicken"]
-
 aten = torch.ops.aten
 
 _DEFAULT = """

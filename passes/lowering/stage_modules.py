@@ -21,8 +21,6 @@ from torch import fx, nn
 
 from graphplan.devices.topology import DeviceKey
 
-__all__ = ["Staged", "cut_stages"]
-
 
 @dataclass(frozen=True, slots=True)
 class Staged:

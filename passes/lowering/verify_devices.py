@@ -20,8 +20,6 @@ from graphplan.ir.lowered_ops import constant_attribute, part_attribute
 from graphplan.ir.schedule import Load, Move, Release, Run, Schedule, Step
 from graphplan.passes.lowering.emit import Lowered, host_device
 
-__all__ = ["verify_lowered"]
-
 
 def verify_lowered(lowered: Lowered, graph: Graph, schedule: Schedule, topology: Topology) -> None:
     """Raise VerificationError unless each operation's tensors are on its device, where it was placed.

@@ -24,8 +24,6 @@ from graphplan.passes.placement.params import SearchParams
 from graphplan.passes.placement.problem import Problem, cpu_key
 from graphplan.passes.placement.residence import follow, module_of, reside
 
-__all__ = ["Arrays", "Bools", "Floats", "Ints"]
-
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]

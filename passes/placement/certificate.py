@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from graphplan.passes.placement.evaluate import Evaluation
 from graphplan.warnings import warn
 
-__all__ = ["Bound", "Solution", "certify"]
-
 _ROUNDING = 1e-9  # relative: sums in another order
 
 

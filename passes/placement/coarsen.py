@@ -15,8 +15,6 @@ import numpy as np
 from graphplan.passes.placement.arrays import Arrays, Bools, Floats
 from graphplan.passes.placement.problem import Problem, cpu_key
 
-__all__ = ["coarsen"]
-
 
 def coarsen(arrays: Arrays) -> Problem:
     """The same problem with pieces of its order tied together."""

@@ -18,8 +18,6 @@ from graphplan.ir.constraints import Constraints, names_in, operations_named
 from graphplan.ir.graph import Graph
 from graphplan.passes.placement.problem import Problem
 
-__all__ = ["constrain"]
-
 
 def constrain(problem: Problem, constraints: Constraints) -> Problem:
     """The same problem with the caller's rules.

@@ -24,8 +24,6 @@ from graphplan.passes.placement.limits import Limits
 from graphplan.passes.placement.params import SearchParams
 from graphplan.passes.placement.problem import Problem, cpu_key
 
-__all__ = ["place_or_map"]
-
 _AS_FAST = ", with the disk as fast as the CPU"
 
 

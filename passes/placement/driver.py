@@ -25,8 +25,6 @@ from graphplan.passes.placement.streamed import StreamedSearch
 from graphplan.passes.placement.streamed_local_search import climb_streamed
 from graphplan.warnings import warn
 
-__all__ = ["ON_ACCELERATORS", "attempt", "bound_with_offload", "holds_for", "place", "probe"]
-
 _MILP = "integer program over operation classes"
 _NOT_EVEN = (
     "balance=True: the model does not fit the accelerators in even pieces, so it is placed for the least "

@@ -13,8 +13,6 @@ from graphplan.ir.timeline import call_seconds
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.schedule.transfers import build_schedule
 
-__all__ = ["Evaluation", "evaluate"]
-
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:

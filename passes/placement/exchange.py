@@ -19,8 +19,6 @@ from graphplan.passes.placement.params import Effort
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.shared_buffers import evaluate_together, fit_together
 
-__all__ = ["exchange", "weighted_seconds"]
-
 _ROUNDING = 1e-9  # relative: of seconds, for sums in another order
 
 

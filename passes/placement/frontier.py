@@ -27,8 +27,6 @@ from graphplan.passes.placement.arrays import Arrays, Bools, Floats, Ints
 from graphplan.passes.placement.params import Effort
 from graphplan.passes.placement.symmetry import device_classes
 
-__all__ = ["DpStage", "Frontier", "Step", "Touch", "make_stages", "settled_frontiers"]
-
 _WORD = 62  # bits that hold a state, the sign apart
 
 

@@ -13,8 +13,6 @@ from graphplan.passes.placement.params import Effort
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import reside
 
-__all__ = ["explain_infeasible", "smallest_budgets"]
-
 Probe = Callable[[Problem, Effort], Evaluation | None]
 
 

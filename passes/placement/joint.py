@@ -29,8 +29,6 @@ from graphplan.passes.placement.params import Effort
 from graphplan.passes.placement.problem import Problem, cpu_key
 from graphplan.passes.placement.shared_buffers import beside, evaluate_together, fit_together, within
 
-__all__ = ["Call", "place_jointly"]
-
 Find = Callable[[Problem], Evaluation | None]
 
 

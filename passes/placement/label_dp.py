@@ -25,8 +25,6 @@ from graphplan.passes.placement.arrays import Floats, Ints
 from graphplan.passes.placement.params import Effort
 from graphplan.passes.placement.relaxation import Buffers, Relaxation
 
-__all__ = ["Completion", "LabelSearch", "search_labels"]
-
 _MIX = np.int64(-7046029254386353131)  # an odd number that scatters bits
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-__all__ = ["Limits"]
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:

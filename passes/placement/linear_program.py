@@ -26,8 +26,6 @@ from scipy.sparse import eye_array as identity
 from graphplan.passes.placement.arrays import Bools, Floats
 from graphplan.passes.placement.params import Effort
 
-__all__ = ["LinearProgram", "Node", "branch_and_bound"]
-
 _WHOLE = 1e-6  # what differs less from a whole number is one
 _ROUNDING = 1e-9  # relative: of a bound, for sums in floating point
 _VIOLATED = 1e-6  # of rows in their own units, from which on they cannot be kept

@@ -17,8 +17,6 @@ import numpy as np
 from graphplan.passes.placement.arrays import Arrays, Bools, Floats, Ints
 from graphplan.passes.placement.params import Effort
 
-__all__ = ["LocalSearch"]
-
 _TOLERANCE = 1e-9  # relative: a gain below that is rounding
 _MANY = 64  # operations, from which on arrays are faster than a loop over changes
 

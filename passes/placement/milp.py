@@ -21,8 +21,6 @@ from graphplan.passes.placement.linear_program import LinearProgram, branch_and_
 from graphplan.passes.placement.params import Effort
 from graphplan.passes.schedule.prefetch_segments import SMALL
 
-__all__ = ["bound_by_classes"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Class:

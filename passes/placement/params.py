@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, fields, replace
 
 from graphplan.errors import PlanError
 
-__all__ = ["Effort", "SearchParams"]
-
 
 @dataclass(frozen=True, slots=True)
 class SearchParams:

@@ -11,8 +11,6 @@ from graphplan.ir.cost_model import all_seconds
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation
 
-__all__ = ["Problem", "cpu_key"]
-
 
 def cpu_key(topology: Topology) -> DeviceKey | None:
     """The caller's key for the CPU, or None where it has no budget."""

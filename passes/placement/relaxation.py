@@ -24,8 +24,6 @@ from graphplan.passes.placement.arrays import Arrays, Bools, Floats, Ints
 from graphplan.passes.placement.frontier import DpStage, Frontier, settled_frontiers
 from graphplan.passes.placement.params import Effort
 
-__all__ = ["Buffers", "Prices", "Relaxation", "relax"]
-
 
 @dataclass(frozen=True, slots=True)
 class Buffers:

@@ -10,8 +10,6 @@ from graphplan.ir.graph import Graph
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.problem import Problem, cpu_key
 
-__all__ = ["follow", "module_of", "reside"]
-
 
 def follow(graph: Graph, placed: Mapping[str, DeviceKey]) -> dict[str, DeviceKey]:
     """A device for every operation: those that make only host scalars go with what they read."""

@@ -18,8 +18,6 @@ from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.relaxation import Relaxation, relax
 from graphplan.passes.placement.segment_dp import SegmentDP
 
-__all__ = ["ResidentSearch"]
-
 _LABELS = "label-setting search"
 
 

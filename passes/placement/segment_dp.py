@@ -25,8 +25,6 @@ from graphplan.passes.placement.arrays import Arrays, Floats, Ints
 from graphplan.passes.placement.params import Effort
 from graphplan.passes.placement.symmetry import device_classes
 
-__all__ = ["Segment", "SegmentDP"]
-
 Homes = Mapping[str, int]
 _State = tuple[tuple[int, ...], int]  # devices used of each class, class of the last; -1 for host and CPU
 
@@ -138,7 +136,7 @@ class SegmentDP:
         self.last = np.minimum(last, arrays.count - 1)
 
     def _cuts(self) -> Ints:
-        """The ends, and positions that fewer bytes cross than the next ones, spread evenly over the weights."""
+        """The ends, and positions that fewer bytes cross than their neighbours, spread over the weights."""
         arrays, params = self.arrays, self.effort.params
         allowed = np.ones(arrays.count + 1, dtype=bool)
         for members in () if self.loose else arrays.units:

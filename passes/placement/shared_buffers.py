@@ -18,8 +18,6 @@ from graphplan.ir.schedule import Assignment, PrefetchBuffer
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.problem import Problem
 
-__all__ = ["beside", "evaluate_together", "fit_together", "within"]
-
 
 def evaluate_together(problems: Sequence[Problem], assignments: Sequence[Assignment]) -> list[Evaluation]:
     """Judge an assignment of each call, each with the largest prefetch buffer of all."""

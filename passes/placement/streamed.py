@@ -27,8 +27,6 @@ from graphplan.passes.placement.residence import reside
 from graphplan.passes.placement.segment_dp import Segment, SegmentDP
 from graphplan.passes.placement.symmetry import device_classes
 
-__all__ = ["StreamedSearch"]
-
 
 @dataclass(slots=True)
 class StreamedSearch:

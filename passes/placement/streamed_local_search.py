@@ -19,8 +19,6 @@ from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.frontier import Frontier
 from graphplan.passes.placement.params import Effort
 
-__all__ = ["climb_streamed"]
-
 _TOLERANCE = 1e-9  # relative: a gain below that is rounding
 
 

@@ -11,8 +11,6 @@ from graphplan.devices.topology import DeviceSpec
 from graphplan.passes.placement.arrays import Arrays
 from graphplan.passes.placement.problem import Problem
 
-__all__ = ["device_classes"]
-
 
 def device_classes(arrays: Arrays) -> list[list[int]]:
     """Indices of the devices that compute, those together that can be exchanged; in the caller's order."""

@@ -36,8 +36,6 @@ from graphplan.ir.schedule import (
     Wait,
 )
 
-__all__ = ["SMALL", "Streamed", "add_streams"]
-
 _SLOTS = 2
 _ORDER = {Release: 0, Load: 1, Wait: 2}  # of what comes right before one step
 SMALL = 4  # a copy is small while it takes less than so many times its latency

@@ -24,8 +24,6 @@ from graphplan.ir.graph_elements import Operation
 from graphplan.ir.schedule import Assignment, Move, MoveKind, Run, Schedule, read_in_place
 from graphplan.passes.schedule.prefetch_segments import Streamed, add_streams
 
-__all__ = ["build_schedule"]
-
 
 def build_schedule(
     graph: Graph,

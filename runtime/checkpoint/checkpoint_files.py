@@ -15,8 +15,6 @@ from graphplan.runtime.checkpoint.mapped_files import MappedFile
 from graphplan.runtime.checkpoint.parallel_reads import Request, read_into
 from graphplan.runtime.checkpoint.safetensors_header import FileTensor, read_header
 
-__all__ = ["Checkpoint", "file_entries", "read_checkpoint"]
-
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 

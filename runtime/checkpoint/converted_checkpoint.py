@@ -21,8 +21,6 @@ from graphplan.runtime.checkpoint.parallel_reads import Request, read_into
 from graphplan.runtime.checkpoint.safetensors_header import FileTensor
 from graphplan.runtime.memory.pinned_buffers import flat_bytes
 
-__all__ = ["Conversion", "ConvertedCheckpoint", "equal_in_files"]
-
 Make = Callable[[Sequence[Any]], Mapping[str, Any]]
 
 

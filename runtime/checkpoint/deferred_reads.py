@@ -23,8 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphplan.runtime.checkpoint.parallel_reads import Request
 from graphplan.runtime.checkpoint.safetensors_header import FileTensor
 
-__all__ = ["DeferredReads"]
-
 aten = torch.ops.aten
 
 

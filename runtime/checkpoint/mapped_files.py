@@ -19,8 +19,6 @@ from graphplan.errors import CheckpointError
 from graphplan.runtime.checkpoint.safetensors_header import FileState, FileTensor
 from graphplan.runtime.memory.host_pages import Pages
 
-__all__ = ["MappedFile"]
-
 # a private mapping is counted as memory that may be wanted, unless it is said not to
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0  # mmap.MAP_NORESERVE from Python 3.13 on
 

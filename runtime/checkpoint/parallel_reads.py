@@ -27,8 +27,6 @@ from graphplan.runtime.checkpoint.safetensors_header import FileState, FileTenso
 from graphplan.runtime.memory.copy_queues import Queues, queues_of
 from graphplan.runtime.memory.pinned_buffers import Staging, flat_bytes
 
-__all__ = ["Request", "read_into"]
-
 _CHUNK = 8 << 20  # bytes of one read
 _MOST = 256  # tensors in one read
 _BUFFERS = 4

@@ -11,8 +11,6 @@ from safetensors import SafetensorError, safe_open
 
 from graphplan.errors import CheckpointError
 
-__all__ = ["FileState", "FileTensor", "read_header"]
-
 
 @dataclass(frozen=True, slots=True)
 class FileState:

@@ -19,8 +19,6 @@ from graphplan.runtime.memory.shared_memory import join_memory
 from graphplan.runtime.weights.storage import named_tensors
 from graphplan.warnings import silenced, unwarned
 
-__all__ = ["HookedModule", "dispatch"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Hooked:

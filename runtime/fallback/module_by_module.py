@@ -35,8 +35,6 @@ from graphplan.errors import CaptureError, GraphplanError, first_line
 from graphplan.runtime.memory.arena import moved
 from graphplan.runtime.simulate.simulated_tensor import SimulatedTensor
 
-__all__ = ["Modulewise"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Way:

@@ -15,8 +15,6 @@ from graphplan.capture.structure import leaves_of
 from graphplan.devices.topology import round_up
 from graphplan.ir.liveness import LiveStorages
 
-__all__ = ["CallProfile", "profile_call"]
-
 
 @dataclass(slots=True)
 class CallProfile:

@@ -13,9 +13,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["ShortNames", "made_class", "original_class", "unplaced"]
-
-
 _made: dict[tuple[type, type], type[nn.Module]] = {}
 
 

@@ -10,8 +10,6 @@ import torch
 from graphplan.errors import GraphplanError, readable_bytes
 from graphplan.ir.plan_data import PlanData
 
-__all__ = ["allocating", "warm_activations"]
-
 
 @contextmanager
 def allocating(device: torch.device, what: str) -> Iterator[None]:

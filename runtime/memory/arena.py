@@ -21,8 +21,6 @@ from graphplan.errors import readable_bytes
 from graphplan.runtime.memory.allocation import allocating
 from graphplan.runtime.simulate.simulated_tensor import SimulatedTensor
 
-__all__ = ["Arena", "dense_strides", "is_plain", "moved", "shaped"]
-
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements are all that it is: no wrapper of others, nothing sparse or lazy."""

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["CudaQueues", "Queues", "queues_of"]
-
 
 class Queues:
     """The queues for copies and for the work of calls: here the host itself, which has done all it was told.

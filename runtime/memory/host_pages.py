@@ -19,8 +19,6 @@ from graphplan.devices.topology import round_up
 from graphplan.runtime.memory.arena import dense_strides, shaped
 from graphplan.warnings import warn
 
-__all__ = ["HostPages", "Pages"]
-
 _HUGE = 2 << 20  # bytes of a huge page: filling them for the first time is several times as fast
 _PORTABLE = 1  # cudaHostRegisterPortable: for every GPU
 

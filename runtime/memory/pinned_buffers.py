@@ -14,8 +14,6 @@ from graphplan.devices.topology import round_up
 from graphplan.runtime.memory.copy_queues import Queues
 from graphplan.runtime.memory.host_pages import HostPages
 
-__all__ = ["Staging", "flat_bytes"]
-
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor without gaps, in the order of its memory."""

@@ -17,8 +17,6 @@ from torch import nn
 from graphplan.capture.model_weights import memory_of
 from graphplan.errors import CaptureError
 
-__all__ = ["join_memory"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Entry:

@@ -15,8 +15,6 @@ from graphplan.runtime.module.weight_binding import BoundCode
 from graphplan.runtime.weights.resident_parts import rows_of
 from graphplan.runtime.weights.storage import named_tensors
 
-__all__ = ["code_of"]
-
 
 def code_of(module: nn.Module, state: ModuleState, index: int) -> Code:
     """The program's code over the module's weights."""

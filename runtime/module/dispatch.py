@@ -22,8 +22,6 @@ from graphplan.runtime.module.module_state import KnownForm, ModuleState
 from graphplan.runtime.module.program import Program
 from graphplan.warnings import warn
 
-__all__ = ["Served", "ServedByModules", "TooManyPrograms", "serve", "share_prefetch_buffers"]
-
 _MANY = 32
 _MANY_PROGRAMS = (
     f"{_MANY} graphs have been captured for one model: sizes, or an argument that is not a tensor (a float, "

@@ -24,8 +24,6 @@ from graphplan.capture.structure import node_of
 from graphplan.capture.transformers.caches import COUNTERS, is_described
 from graphplan.runtime.module.result_structure import make
 
-__all__ = ["Route", "find_route"]
-
 Match = Callable[[Any, list[Any]], bool]
 """Whether a value has the form; its tensors are appended to the list, in order."""
 

@@ -26,8 +26,6 @@ from torch import nn
 from graphplan.capture.model_weights import identity, is_dense
 from graphplan.capture.modes import is_plain
 
-__all__ = ["ModuleGuard"]
-
 # `training` and the adapters of PEFT are modes, of which every graph has its own; the rest is torch's or ours
 _ADAPTERS = {
     "_disable_adapters",

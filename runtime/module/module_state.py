@@ -25,8 +25,6 @@ from graphplan.runtime.profile.call_profile import Recorder
 from graphplan.runtime.weights.resident_parts import ModuleParts
 from graphplan.runtime.weights.weight_streams import ModuleStreams
 
-__all__ = ["Code", "Compile", "KnownForm", "ModuleState", "Refused", "Start"]
-
 Compile = Callable[[BoundCall, Modes, str], Program]
 """Makes a program of a call, the modes of the modules, and the path of the submodule that is called."""
 

@@ -47,8 +47,6 @@ from graphplan.runtime.profile.call_profile import Recorder
 from graphplan.runtime.weights.weight_changes import require_in_place
 from graphplan.warnings import warn
 
-__all__ = ["PlacedModule", "attach", "attach_start", "placed_class", "unplace"]
-
 _FULL = (
     "so many call structures have been captured for one model that all are forgotten, and captured again "
     "when they come: give partition dynamic_shapes, or max_batch and max_length, so that one serves many "

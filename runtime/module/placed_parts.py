@@ -33,8 +33,6 @@ from graphplan.runtime.fallback.short_names import made_class, original_class, u
 from graphplan.runtime.weights.weight_changes import require_in_place
 from graphplan.warnings import warn
 
-__all__ = ["PlacedPart", "as_written", "device_of", "link", "methods_of", "unlink"]
-
 _LIBRARIES = {"accelerate", "lightning", "peft", "pytorch_lightning", "torch"}
 _OF_TRANSFORMERS = re.compile(r"(encode|decode|get_(image|video|audio|text|qformer)_features)$")
 

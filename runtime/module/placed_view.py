@@ -13,8 +13,6 @@ from graphplan.runtime.module.module_state import ModuleState
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.profile.call_profile import Profile, Recorder
 
-__all__ = ["PlacedView"]
-
 
 class PlacedView:
     """Of one placed module.

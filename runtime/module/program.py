@@ -14,8 +14,6 @@ from graphplan.capture.modes import Modes
 from graphplan.capture.signature import BoundCall, InputSignature
 from graphplan.ir.plan_data import PlanData
 
-__all__ = ["Program", "State"]
-
 
 @dataclass(frozen=True, slots=True)
 class State:

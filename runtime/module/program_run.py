@@ -16,8 +16,6 @@ from graphplan.runtime.module.placed_parts import as_written
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.weights.storage import named_tensors
 
-__all__ = ["run"]
-
 
 def run(module: nn.Module, program: Program, code: Code, served: Served) -> Any:
     """What the model returns.

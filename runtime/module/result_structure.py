@@ -28,8 +28,6 @@ from torch.utils import _pytree as pytree
 from graphplan.capture.structure import node_of
 from graphplan.capture.transformers.caches import COUNTERS, Given, LayoutPart, is_described, layout_of
 
-__all__ = ["Rebuild", "given_layouts", "make", "rebuilder"]
-
 Rebuild = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 """From the flat results, and the caches that were given by name, to what the model returns."""
 

@@ -15,8 +15,6 @@ from torch import nn
 from graphplan.errors import PlanError
 from graphplan.runtime.module.placed_parts import device_of, methods_of
 
-__all__ = ["answers"]
-
 
 def _forward_of(cls: type) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

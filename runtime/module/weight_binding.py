@@ -21,8 +21,6 @@ from typing import Any
 
 from torch import fx, nn
 
-__all__ = ["BoundCode"]
-
 
 class BoundCode:
     """Runs a graph module's graph with its weights bound.

@@ -29,8 +29,6 @@ from graphplan.report.svg import to_svg
 from graphplan.report.text import size_text, table_lines, time_text
 from graphplan.runtime.simulate.simulated_machine import SimulatedMachine
 
-__all__ = ["Profile", "Recorder"]
-
 Kind = Literal["run", "move", "load", "wait"]
 _NO_WAIT = 5e-6  # seconds that passing a copy which is there already may take
 

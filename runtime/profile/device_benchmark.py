@@ -22,8 +22,6 @@ from graphplan.devices.topology import CPU, SIMULATED, DeviceKey, DeviceSpec, Li
 from graphplan.errors import InputError
 from graphplan.warnings import warn
 
-__all__ = ["measure_devices"]
-
 _LONG_ENOUGH = 0.02  # seconds of one repetition, far above the clock's and the queue's own
 _SHARE = 4  # at most this part of a device's budget is taken
 _SMALLEST, _LARGEST = 256, 16384  # rows of the matrices

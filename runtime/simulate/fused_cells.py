@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["WITHOUT_CPU_KERNEL"]
-
 aten = torch.ops.aten
 
 

@@ -25,8 +25,6 @@ from graphplan.errors import DeviceError
 from graphplan.runtime.simulate.simulated_machine import SimulatedMachine
 from graphplan.runtime.simulate.simulated_tensor import SimulatedTensor, is_simulated, run_simulated
 
-__all__ = ["SimulationMode", "register_backend"]
-
 aten = torch.ops.aten
 
 # what C++ reaches with Python modes off, such as in torch.tensor(..., device=...) of numbers and of tensors

@@ -13,8 +13,6 @@ from graphplan.devices.machine import current_machine
 from graphplan.devices.topology import CPU, SIMULATED, DeviceKey, Link
 from graphplan.errors import DeviceError, SimulatedOutOfMemoryError, readable_bytes
 
-__all__ = ["SimulatedMachine", "SimulatedTransfer", "active_machine"]
-
 Watch = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 
 

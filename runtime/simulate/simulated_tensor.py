@@ -15,8 +15,6 @@ from graphplan.devices.topology import SIMULATED, DeviceKey, round_up
 from graphplan.runtime.simulate.fused_cells import WITHOUT_CPU_KERNEL
 from graphplan.runtime.simulate.simulated_machine import SimulatedTransfer, active_machine
 
-__all__ = ["SimulatedTensor", "is_simulated", "run_simulated"]
-
 aten = torch.ops.aten
 
 

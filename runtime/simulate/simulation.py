@@ -20,8 +20,6 @@ from graphplan.errors import DeviceError
 from graphplan.runtime.simulate.simulated_backend import SimulationMode, register_backend
 from graphplan.runtime.simulate.simulated_machine import SimulatedMachine
 
-__all__ = ["simulate"]
-
 
 @contextmanager
 def simulate(

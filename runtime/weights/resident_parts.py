@@ -15,8 +15,6 @@ from graphplan.ir.graph_elements import Weight
 from graphplan.runtime.memory.allocation import allocating
 from graphplan.runtime.weights.weight_changes import require_planned
 
-__all__ = ["ModuleParts", "ResidentPart", "rows_of"]
-
 
 def rows_of(whole: torch.Tensor, part: Weight) -> torch.Tensor:
     """The rows that are ``part``: a view."""

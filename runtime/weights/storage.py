@@ -25,8 +25,6 @@ from graphplan.runtime.memory.allocation import allocating
 from graphplan.runtime.memory.arena import Arena, is_plain, moved
 from graphplan.runtime.memory.host_pages import HostPages
 
-__all__ = ["Layout", "Placement", "named_tensors", "place_model", "require_data"]
-
 _PROGRESS_FROM = 1 << 30  # bytes above which placing takes long enough to watch
 
 Progress = Callable[[int], object]

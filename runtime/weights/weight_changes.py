@@ -10,8 +10,6 @@ from torch import nn
 
 from graphplan.errors import PlanError
 
-__all__ = ["require_in_place", "require_planned"]
-
 
 def require_planned(
     name: str, weight: torch.Tensor, device: torch.device, dtype: torch.dtype, shape: torch.Size

@@ -32,8 +32,6 @@ from graphplan.runtime.memory.host_pages import HostPages, Pages
 from graphplan.runtime.memory.pinned_buffers import Staging, flat_bytes
 from graphplan.runtime.weights.weight_changes import require_planned
 
-__all__ = ["ModuleStreams", "WeightStream"]
-
 Find = Callable[[PrefetchSegment, Sequence[int]], torch.Tensor | None]
 
 _BUFFERS = 2
