@@ -387,3 +387,36 @@ def test_a_budget_of_all_that_is_free_does_not_run_out() -> None:
     placed = graphplan.partition(model, {0: free, "cpu": "64GiB"}, (x,), cpu_compute=False)
     assert largest_difference(placed(x), model(x)) < 1e-3
     del taken
+
+
+@torch.no_grad()
+def test_a_pipeline_within_one_budget() -> None:
+    """What runs often is on the GPU; the whole does not fit there."""
+    models = {"text": Blocks(2).eval(), "refiner": Blocks(4).eval(), "decoder": Blocks(2).eval()}
+    x = torch.randn(64, 2048)
+
+    def run(parts: Any) -> torch.Tensor:
+        state = parts["text"](x)
+        for _ in range(20):
+            state = parts["refiner"](state)
+        found: torch.Tensor = parts["decoder"](state)
+        return found
+
+    whole = nn.ModuleDict(models)
+    budgets = budgets_of(whole, {0: 0.7, "cpu": 1.2})
+    expected = run(models)
+    placed = graphplan.partition_pipeline(models, budgets, run=run)
+    assert {t.device.type for t in placed["refiner"].parameters()} == {"cuda"}
+    found, peak = measured(0, lambda: run(placed))
+    assert largest_difference(found, expected) < 1e-3
+    assert peak <= budgets[0]
+    assert len(placed.graphplan.plans) == 3
+
+
+def test_a_first_call_in_inference_mode_is_right() -> None:
+    model, x = Blocks(2).eval(), torch.randn(4, 2048)
+    with torch.inference_mode():
+        placed = graphplan.partition(model, budgets_of(model, {0: 1.5}), (x,), grad=True)
+        assert largest_difference(placed(x), model(x)) < 1e-4
+    placed(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in placed.parameters())
