@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from doc_tables import CASES, RESULTS, map_of, ratio_of
 _WIDTH, _ROW, _TOP, _LABELS = 900, 22, 46, 178  # pixels of the view box
 _FASTER, _SLOWER = "var(--chart-faster, #3f51b5)", "var(--chart-slower, #c2410c)"
 _OTHER, _GRID = "var(--chart-other, #00897b)", "var(--chart-grid, #0003)"
-_TICKS = (1, 2, 5, 10, 20)
+_TICKS = (0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,26 +27,30 @@ class _Axis:
 
     left: float
     right: float
-    low: float = 0.9
-    high: float = 40.0
+    low: float
+    high: float
+
+    @classmethod
+    def over(cls, left: float, right: float, ratios: Iterable[float]) -> _Axis:
+        """An axis on which all these ratios are, and 1."""
+        found = [1.0, *ratios]
+        return cls(left, right, 0.9 * min(found), 1.25 * max(found))
 
     def x(self, ratio: float) -> float:
-        """The position of a ratio, which must lie between ``low`` and ``high``."""
-        if not self.low <= ratio <= self.high:
-            raise ValueError(f"the ratio {ratio:.3g} is off the axis: widen it")
+        """The position of a ratio."""
         part = math.log(ratio / self.low) / math.log(self.high / self.low)
         return self.left + part * (self.right - self.left)
 
     def grid(self, bottom: float) -> list[str]:
         """A line and a label for each tick."""
         parts = []
-        for tick in _TICKS:
+        for tick in (tick for tick in _TICKS if self.low <= tick <= self.high):
             at, width = self.x(tick), 1.5 if tick == 1 else 0.75
             parts.append(
                 f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP - 6}" y2="{bottom:.0f}" '
                 f'style="stroke:{_GRID};stroke-width:{width}"/>'
             )
-            parts.append(_text(at, _TOP - 12, f"{tick}×", anchor="middle", size=11))
+            parts.append(_text(at, _TOP - 12, f"{tick:g}×", anchor="middle", size=11))
         return parts
 
 
@@ -70,7 +74,7 @@ def models_svg(rows: Sequence[Mapping[str, Any]]) -> str:
     ]
     for column, (case, title) in enumerate(CASES.items()):
         left = _LABELS + column * panel
-        axis = _Axis(left + 6, left + panel - 30)
+        axis = _Axis.over(left + 6, left + panel - 30, (one for one in found.values() if one is not None))
         parts += [_text(axis.x(1), 14, title, weight=600), *axis.grid(bottom)]
         for number, name in enumerate(names):
             ratio = found.get((name, case))
@@ -93,10 +97,20 @@ def _bar(axis: _Axis, ratio: float, top: float, title: str) -> list[str]:
     ]
 
 
+def _ratios(results: Sequence[Mapping[str, Any]]) -> Iterator[float]:
+    """Of all marks."""
+    for row in results:
+        for run in (run for run in row["runs"] if run["limit"] is None):
+            for name in ("accelerate", "sequential fill"):
+                seconds = map_of(row, name)["seconds"]
+                if seconds is not None:
+                    yield seconds / run["seconds"]
+
+
 def graphs_svg(results: Sequence[Mapping[str, Any]]) -> str:
     """A row for each benchmark graph, with a mark for accelerate's map and one for sequential fill."""
     bottom = _TOP + _ROW * len(results)
-    axis = _Axis(_LABELS + 90, _WIDTH - 40)
+    axis = _Axis.over(_LABELS + 90, _WIDTH - 40, _ratios(results))
     legend = (("accelerate", _FASTER), ("sequential fill", _OTHER))
     parts = axis.grid(bottom)
     for number, (name, colour) in enumerate(legend):

@@ -124,16 +124,21 @@ class PlacedPart(nn.Module):
         require_in_place(self, lambda probe: probe._apply(fn, recurse), torch.device("cpu"))
         return self
 
-    def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
-        plain = memo.get((PlacedPart, id(self)))  # one for all: it may refer to itself
-        if plain is None:
-            plain = memo[PlacedPart, id(self)] = unplaced(self)
-        return copy.deepcopy(plain, memo)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = unplaced(self).__reduce_ex__(protocol)
         made_by_class = not isinstance(reduced, str) and reduced[0].__name__ == "__newobj__"
         return (_new, *reduced[1:]) if made_by_class else reduced
+
+
+def _deepcopied(self: nn.Module, memo: dict[Any, Any]) -> Any:
+    """``__deepcopy__`` of a part whose own class has one.
+
+    No other part has: a module that hands on what it lacks, as PEFT's do, would be copied as its part.
+    """
+    plain = memo.get((PlacedPart, id(self)))  # one for all: it may refer to itself
+    if plain is None:
+        plain = memo[PlacedPart, id(self)] = unplaced(self)
+    return copy.deepcopy(plain, memo)
 
 
 def _new(cls: type[nn.Module], *args: Any) -> nn.Module:
@@ -176,7 +181,10 @@ _bodies: dict[type[nn.Module], dict[str, Any]] = {}
 def _part_class(original: type[nn.Module]) -> type[nn.Module]:
     """The class of placed submodules; the original itself where it has no methods that may compute."""
     if original not in _bodies:
-        _bodies[original] = methods_of(original) | device_of(original)
+        found = methods_of(original) | device_of(original)
+        if found and hasattr(original, "__deepcopy__"):
+            found["__deepcopy__"] = _deepcopied
+        _bodies[original] = found
     body = _bodies[original]
     return made_class(original, PlacedPart, lambda: body, in_place=True) if body else original
 

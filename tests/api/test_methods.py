@@ -378,3 +378,36 @@ def test_clip() -> None:
             assert largest_difference(entry(made), eager(model, entry)) < 1e-5
         assert len(made.plans) == 1 + len(entries)
         assert all(machine.peak_bytes(key) <= machine.max_memory[key] for key in (0, 1))
+
+
+class Handing(nn.Module):
+    """As a model of PEFT: what it lacks is its part's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Autoencoder()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "part":
+                raise
+            return getattr(self.part, name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part.decoder(x) + 1
+
+
+def test_a_model_that_hands_on_what_it_lacks_is_copied_whole() -> None:
+    model = Handing().eval()
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        made = graphplan.partition(model, machine.max_memory, (X,))
+        again = copy.deepcopy(made)
+        assert isinstance(again, Handing)
+        assert torch.allclose(again(X), eager(model, lambda m: m(X)), atol=1e-6)
+        made.part.decoder[0][1] = nn.ReLU()
+        with pytest.warns(GraphplanWarning, match="captured again"):
+            found = made(X)
+        model.part.decoder[0][1] = nn.ReLU()
+        assert torch.allclose(found, eager(model, lambda m: m(X)), atol=1e-6)
