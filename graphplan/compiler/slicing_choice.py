@@ -54,7 +54,8 @@ def place_whole_or_sliced(state: CompileState) -> CompileState:
     if sliced is None:
         return _whole_or_crowded(state)
     whole = None
-    if probe(state.formulation.constrained(state.members[0].annotator, state.members[0].call)) is not None:
+    problem = state.formulation.constrained(state.members[0].annotator, state.members[0].call)
+    if probe(problem, deadline=state.limits.deadline) is not None:
         whole = place_calls(replace(state, limits=state.limits.until(0.5)))
         if whole.choices[0].seconds * _HOPE < sliced.seconds:
             return whole
@@ -96,7 +97,8 @@ def _best_slicing(state: CompileState, *, share: float = 1.0) -> _Probed | None:
     best: _Probed | None = None
     for parts in _offered_parts(oversized):
         sliced = in_parts(member, parts)
-        found = probe(formulation.constrained(sliced.annotator, member.call))
+        constrained = formulation.constrained(sliced.annotator, member.call)
+        found = probe(constrained, deadline=state.limits.deadline)
         if found is not None and best is not None and found.seconds >= best.seconds:
             break
         if found is not None:

@@ -62,15 +62,16 @@ def place(
     raise explain_infeasible(problem, nearest)
 
 
-def probe(problem: Problem, effort: Effort | None = None) -> Evaluation | None:
+def probe(problem: Problem, effort: Effort | None = None, deadline: float | None = None) -> Evaluation | None:
     """A placement that fits, found with a tenth of the default work; None where that finds none.
 
     Args:
         problem: what to place.
         effort: what is charged, if it is limited.
+        deadline: ``time.monotonic()`` at which to stop, where no effort is given.
     """
     visits = Effort.default(len(problem.graph.operations)).visits / 10
-    effort = effort or Effort(2 * visits)
+    effort = effort or Effort(2 * visits, deadline)
     for candidate, streaming in _attempts(problem, accelerators_alone(problem)):
         part = replace(effort, visits=max(0.0, min(visits, effort.visits)))
         search = StreamedSearch(candidate, part) if streaming else ResidentSearch(candidate, part)

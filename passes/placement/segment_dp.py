@@ -258,8 +258,8 @@ class SegmentDP:
     def placements(self, homes: Homes) -> Iterator[tuple[list[Segment], Ints]]:
         """The segments and their devices; again with margins, while exact peaks pass a budget."""
         margin = np.zeros(self.arrays.computing)
-        for _ in range(1 + self.effort.params.retries):
-            found = self._solve(homes, margin)
+        for attempt in range(1 + self.effort.params.retries):
+            found = None if attempt and self.effort.over else self._solve(homes, margin)
             if found is None:
                 return
             devices = self.devices(found, homes)
