@@ -71,6 +71,15 @@ def _kernel(op: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: run_simulated(op, args, kwargs)
 
 
+def _is_whole(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operation that torch takes apart before has arrived whole, as it does in inference mode."""
+    inference = torch.is_inference_mode_enabled() or any(
+        isinstance(value, torch.Tensor) and value.is_inference() for value in args
+    )
+    key = DispatchKey.CompositeImplicitAutograd
+    return inference and func.namespace == "aten" and bool(func.has_kernel_for_dispatch_key(key))
+
+
 class SimulationMode(TorchDispatchMode):
     """Catches what has no simulated argument yet: factories, and copies from the CPU."""
 
@@ -83,14 +92,9 @@ class SimulationMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return self._control_flow(func, args, kwargs)
-        if torch.is_inference_mode_enabled():  # there torch makes no views of tensor subclasses
-            with torch.inference_mode(False), torch.no_grad(), self:
-                return func(*args, **kwargs)
-        if any(isinstance(value, torch.Tensor) and value.is_inference() for value in args):
-            with self:  # what is to be taken apart before arrives whole for such tensors
-                found = func.decompose(*args, **kwargs)
-            if found is not NotImplemented:
-                return found
+        if _is_whole(func, args):
+            with self:
+                return func.decompose(*args, **kwargs)
         if func is aten._pin_memory.default:
             pinned = args[0].clone()
             pinned._simulated_pinned = True

@@ -51,15 +51,16 @@ class SimulatedTensor(torch.Tensor):
             return nn.Parameter(elem, requires_grad)  # type: ignore[return-value]  # not initialised again
         if elem.is_conj() or elem.is_neg():  # lazy bits of the data, which the wrapper would not show
             elem = elem.resolve_conj().resolve_neg()
-        made: SimulatedTensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            elem.size(),
-            strides=elem.stride(),
-            storage_offset=elem.storage_offset(),
-            dtype=elem.dtype,
-            layout=elem.layout,
-            device=device,
-        )
+        with torch.inference_mode(False):  # views of it are made as of any other tensor
+            made: SimulatedTensor = torch.Tensor._make_wrapper_subclass(
+                cls,
+                elem.size(),
+                strides=elem.stride(),
+                storage_offset=elem.storage_offset(),
+                dtype=elem.dtype,
+                layout=elem.layout,
+                device=device,
+            )
         storage = elem.untyped_storage()
         key = (storage._cdata, device.index)
         allocation = _allocations.get(key)
@@ -116,9 +117,6 @@ class SimulatedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch declares the disabled implementation
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if torch.is_inference_mode_enabled():  # as in SimulationMode
-            with torch.inference_mode(False), torch.no_grad():
-                return func(*args, **(kwargs or {}))
         return run_simulated(func, args, kwargs or {})
 
 

@@ -112,3 +112,18 @@ def test_inference_mode_counts_copies_and_makes_views() -> None:
             assert moved.device == torch.device("sim:0")
             assert len(machine.transfers) == 2
             assert torch.equal((buffer[2:5] + moved[2:5]).cpu(), torch.arange(8.0)[2:5] * 2)
+
+
+def test_tensors_of_the_cpu_stay_inference_tensors() -> None:
+    with torch.inference_mode():
+        before = torch.zeros(3)
+        with graphplan.simulate({0: "1MiB"}):
+            before.add_(1)
+            made = torch.ones(3) + before
+            assert made.is_inference()
+            made.copy_(before.to("sim:0") + 1)
+            inside = torch.ones(3, device="sim:0")
+            assert torch.equal(made, torch.full((3,), 2.0))
+            assert torch.equal(
+                inside.add_(before.to("sim:0")).view(1, 3)[:, 1:].cpu(), torch.full((1, 2), 2.0)
+            )
