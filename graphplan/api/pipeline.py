@@ -69,7 +69,8 @@ def partition_pipeline(
         module, with ``.plan`` and ``.plans``. For a dict, a :class:`PlacedComponents`.
 
     Raises:
-        InputError: there is no model in ``pipe``, or its run calls none.
+        InputError: there is no model in ``pipe``, its run calls none, or it cannot be copied.
+        NoGraphError: a model that is called cannot be traced: place that one by itself.
         GraphplanError: as in :func:`graphplan.partition`.
         Exception: what the pipeline itself raises, unchanged.
     """
@@ -112,9 +113,17 @@ def _models_of(pipe: Any) -> dict[str, nn.Module]:
 
 def _copied(pipe: Any, models: Mapping[str, nn.Module]) -> Any:
     """A deep copy, as a run may change schedulers and the like, with the models themselves."""
-    if isinstance(pipe, Mapping):
-        return PlacedComponents(pipe)
-    return copy.deepcopy(pipe, {id(model): model for model in models.values()})
+    own: dict[int, Any] = {id(model): model for model in models.values()}
+    try:
+        if isinstance(pipe, Mapping):
+            return PlacedComponents(copy.deepcopy(dict(pipe), own))
+        return copy.deepcopy(pipe, own)
+    except Exception as error:
+        raise InputError(
+            f"the run that finds the calls needs a copy of this {type(pipe).__name__}, and copy.deepcopy "
+            f"fails: {type(error).__name__}: {error}. Take out what cannot be copied, or give a dict of the "
+            "models with run="
+        ) from error
 
 
 def _with(pipe: Any, models: Mapping[str, nn.Module], components: nn.Module) -> Any:

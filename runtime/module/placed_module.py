@@ -65,8 +65,8 @@ def _kept_in_place(name: str) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
-        device = getattr(self, "device", None)
-        welcome = device if isinstance(device, torch.device) else None
+        # the property that answers for placed models, not an attribute that is called so
+        welcome = self.device if "device" in vars(type(self)) else None
         require_in_place(self, lambda probe: method(probe, *args, **kwargs), welcome)
         return self
 

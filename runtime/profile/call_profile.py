@@ -101,7 +101,7 @@ Mark = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
+class _Measured:
     kind: Kind
     name: str
     device: DeviceKey
@@ -121,7 +121,7 @@ class Recorder(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, plan: PlanData) -> None:
         super().__init__(module)
         self.plan = plan
-        self.spans: list[_Span] = []
+        self.spans: list[_Measured] = []
         self.bases: dict[torch.device, torch.cuda.Event] = {}
         self.measured: Measured | None = None
 
@@ -187,7 +187,7 @@ class Recorder(fx.Interpreter):
     ) -> Any:
         start = self._mark(places[0])
         result = super().run_node(node)
-        self.spans.append(_Span(kind, name, key, start, self._mark(places[1]), weights))
+        self.spans.append(_Measured(kind, name, key, start, self._mark(places[1]), weights))
         return result
 
     def _load(self, node: fx.Node, step: Load) -> Any:
@@ -199,7 +199,7 @@ class Recorder(fx.Interpreter):
         start = self._mark(place, copies)
         result = super().run_node(node)
         end = self._mark(place, copies)
-        self.spans.append(_Span("load", ", ".join(step.weights), step.device, start, end, step.weights))
+        self.spans.append(_Measured("load", ", ".join(step.weights), step.device, start, end, step.weights))
         return result
 
     def _mark(self, device: torch.device | None, stream: torch.cuda.Stream | None = None) -> Mark:

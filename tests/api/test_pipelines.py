@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 from abc import ABC, abstractmethod
 from collections import UserDict
 from pathlib import Path
@@ -125,6 +126,25 @@ def test_a_dict_of_models() -> None:
         assert models["vae"] is pipe.vae
 
 
+def test_the_run_changes_nothing_in_a_dict() -> None:
+    pipe = Pipe()
+    models = {"text": pipe.text, "seen": []}
+
+    def run(parts: Any) -> None:
+        parts["seen"].append(parts["text"].encode(X))
+
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition_pipeline(models, machine.max_memory, run=run)
+        assert models["seen"] == placed["seen"] == []
+
+
+def test_what_cannot_be_copied_is_said() -> None:
+    pipe = Pipe()
+    pipe.lock = threading.Lock()  # type: ignore[attr-defined]
+    with graphplan.simulate({0: "1MiB"}) as machine, pytest.raises(InputError, match="Take out what cannot"):
+        graphplan.partition_pipeline(pipe, machine.max_memory, x=X)
+
+
 def test_options_of_partition() -> None:
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine:
         placed = graphplan.partition_pipeline(
@@ -170,6 +190,15 @@ def test_moving_a_placed_part() -> None:
         assert {name: t.device for name, t in placed.refiner.named_parameters()} == before
         with pytest.raises(PlanError, match="unplace"):
             placed.refiner.to(torch.float16)
+
+
+def test_an_attribute_called_device_is_no_place_to_move_to() -> None:
+    model = nn.Linear(64, 64)
+    model.device = torch.device("cpu", 0)  # type: ignore[assignment]
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (X,))
+        with pytest.raises(PlanError, match="unplace"):
+            placed.to(placed.device)
 
 
 def test_memory_is_given_back_with_the_pipeline() -> None:
