@@ -10,7 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from graphplan.errors import DeviceError
 
@@ -121,6 +123,14 @@ class DeviceSpec:
             elif self.type == "cuda" and nbytes > _MIB:
                 middle += self.rounded(nbytes)
         return total + -(-middle // (19 * _MIB)) * _MIB
+
+    def resident_alone(self, nbytes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """As :meth:`resident`, for one storage of each of these sizes, which are whole 512s."""
+        if self.type != "cuda":
+            return nbytes
+        rest = -nbytes % (2 * _MIB)
+        large = np.where(rest <= _MIB, rest, 0.0)
+        return nbytes + np.where(nbytes >= 10 * _MIB, large, np.where(nbytes > _MIB, _MIB, 0.0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -305,7 +305,7 @@ class Arrays:
         return base, [np.flatnonzero(depth == level) for level in range(1, int(depth.max(initial=0)) + 1)]
 
     @cached_property
-    def _staying(self) -> Ints:
+    def staying(self) -> Ints:
         """Items that are live at the end where they are made."""
         found = [self.item_of[value.name] for value in self.tensors if value.stays]
         if not self.problem.returns_to_host:
@@ -339,7 +339,7 @@ class Arrays:
         born[at_home[self.values :]] = -1  # weights are there all the time
         np.maximum.at(last, self.looked_at * width + home[self.looked_at], self.looking)
         np.maximum.at(last, self.item[moved] * width + home[self.item[moved]], born[instance[moved]])
-        last[at_home[self._staying]] = end
+        last[at_home[self.staying]] = end
         for item, operation in self.written:
             last[item * width + devices[operation]] = end
         last = np.maximum(last, born)

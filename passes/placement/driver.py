@@ -54,12 +54,12 @@ def place(
         return found
     # the search is no proof: what fits larger budgets may fit the given ones
     with _effort(problem, limits).share(0.5) as part:
-        nearest = smallest_budgets(problem, part, probe)
-    if nearest is not None:
-        again = evaluate(problem, nearest.assignment)
+        advice = smallest_budgets(problem, part, probe)
+    if advice is not None:
+        again = evaluate(problem, advice.evaluation.assignment)
         if again.feasible:
             return certify(again, Bound())
-    raise explain_infeasible(problem, nearest)
+    raise explain_infeasible(problem, advice)
 
 
 def probe(problem: Problem, effort: Effort | None = None, deadline: float | None = None) -> Evaluation | None:
@@ -181,13 +181,21 @@ def _place_resident(
 
 
 def _begin(search: ResidentSearch | StreamedSearch, near: Assignment | None) -> bool:
-    """Find a placement at all, in half of the time and effort; the budgets of an error take the rest."""
+    """Find a placement at all, in half of the time; the budgets of an error take the rest.
+
+    An error costs the caller more than a longer search: a small effort does not end before the default has.
+    """
     whole = search.effort
+    default = Effort.default(len(search.problem.graph.operations)).visits
     search.effort = replace(whole, deadline=whole.until(0.5))
     found = search.begin(near)
     whole.charge(search.effort.done)
+    if not found and whole.total < default:
+        search.effort = replace(search.effort, visits=default)
+        found = search.begin(near)
+        whole.charge(search.effort.done)
     if not found:
-        search.effort = replace(search.effort, visits=whole.visits / 2)
+        search.effort = replace(search.effort, visits=max(whole.visits, default) / 2)
         search.improve()
         whole.charge(search.effort.done)
     search.effort = whole

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from graphplan.devices.topology import DeviceKey, Topology
 from graphplan.errors import InfeasibleError, readable_bytes
@@ -16,11 +16,24 @@ from graphplan.passes.placement.residence import reside
 Probe = Callable[[Problem, Effort], Evaluation | None]
 
 
-def smallest_budgets(problem: Problem, effort: Effort, probe: Probe) -> Evaluation | None:
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What would do.
+
+    Attributes:
+        evaluation: a placement that passes the given budgets by little.
+        budgets: key -> bytes, with which a placement is found; none below the given.
+    """
+
+    evaluation: Evaluation
+    budgets: Mapping[DeviceKey, int]
+
+
+def smallest_budgets(problem: Problem, effort: Effort, probe: Probe) -> Advice | None:
     """A placement within the smallest growth of all budgets in proportion that is found in time.
 
-    Growth begins where the weights fit at all, with an eighth for activations, and doubles its steps until a
-    placement is found; between the last two, bisection.
+    Growth begins where the weights fit at all, goes on with an eighth for activations, and doubles its steps
+    until a placement is found; between the last two, bisection.
 
     Args:
         problem: what does not fit.
@@ -29,8 +42,8 @@ def smallest_budgets(problem: Problem, effort: Effort, probe: Probe) -> Evaluati
     """
     topology, step = _growable(problem.topology), 0.125
     room = sum(spec.room for spec in topology.devices)
-    low = max(1.0, problem.graph.weight_bytes / max(1, room))
-    high, found = low, None
+    low = high = max(1.0, problem.graph.weight_bytes / max(1, room))
+    found = probe(replace(problem, topology=topology.scaled(high)), effort)
     while found is None and high < low * (1 << 20) and not effort.over:
         low, high = high, high * (1 + step)
         step *= 2
@@ -47,7 +60,7 @@ def smallest_budgets(problem: Problem, effort: Effort, probe: Probe) -> Evaluati
     return _sufficient(problem, found, topology.scaled(high), effort, probe)
 
 
-def _everything_on_one(problem: Problem) -> Evaluation | None:
+def _everything_on_one(problem: Problem) -> Advice | None:
     """All that may run there on one device, whatever it takes: an answer that needs no search."""
     found = []
     for spec in problem.topology.devices:
@@ -55,7 +68,8 @@ def _everything_on_one(problem: Problem) -> Evaluation | None:
             operations = problem.obey(dict.fromkeys(problem.graph.operations, spec.key))
             found.append(evaluate(problem, reside(problem, operations)))
     finite = [one for one in found if math.isfinite(one.seconds)]
-    return min(finite, key=lambda one: sum(one.excess.values()), default=None)
+    least = min(finite, key=lambda one: sum(one.excess.values()), default=None)
+    return None if least is None else Advice(least, peaks_or_given(problem.topology, least))
 
 
 def _growable(topology: Topology) -> Topology:
@@ -63,42 +77,43 @@ def _growable(topology: Topology) -> Topology:
     return topology.with_memory({s.key: 512 for s in topology.devices if s.memory == 0 and s.computes})
 
 
+def peaks_or_given(topology: Topology, found: Evaluation) -> dict[DeviceKey, int]:
+    """The given budgets, those that a placement passes raised to its peaks."""
+    return {
+        spec.key: max(spec.memory, found.peak(spec.key).nbytes + spec.withheld) for spec in topology.devices
+    }
+
+
 def _sufficient(
     problem: Problem, found: Evaluation, limit: Topology, effort: Effort, probe: Probe
-) -> Evaluation:
+) -> Advice:
     """Ask for the peaks themselves if that succeeds; else for the grown budgets."""
-    peaks = {spec.key: found.peak(spec.key).nbytes + spec.withheld for spec in problem.topology.devices}
-    exactly = replace(problem, topology=problem.topology.with_memory(peaks))
+    budgets = peaks_or_given(problem.topology, found)
+    exactly = replace(problem, topology=problem.topology.with_memory(budgets))
     if not effort.over and probe(exactly, effort) is not None:
-        return found
-    raised = {
-        spec.key: replace(found.peak(spec.key), nbytes=limit[spec.key].room)
-        for spec in problem.topology.devices
-    }
-    memory = replace(found.memory, peaks={**found.memory.peaks, **raised})
-    return replace(found, memory=memory)
+        return Advice(found, budgets)
+    return Advice(found, {spec.key: spec.memory for spec in limit.devices})
 
 
-def explain_infeasible(problem: Problem, found: Evaluation | None) -> InfeasibleError:
-    """The error, with the budgets of ``found``, a placement that passes the given ones."""
+def explain_infeasible(problem: Problem, advice: Advice | None) -> InfeasibleError:
+    """The error, with the budgets that would do."""
     topology = problem.topology
     available = {spec.key: spec.memory for spec in topology.devices}
-    if found is None:
+    if advice is None:
         total = readable_bytes(problem.graph.weight_bytes)
         return InfeasibleError(
             f"no placement fits: the model's weights are {total}, and no proportional increase of the "
             f"budgets was found that suffices; the budgets are {_listed(available)}",
             available=available,
         )
-    needed = {spec.key: found.peak(spec.key).nbytes + spec.withheld for spec in topology.devices}
-    short = {key: needed[key] - available[key] for key in needed if needed[key] > available[key]}
-    device = max(short, key=lambda key: short[key] / max(needed[key], 1))
-    operation = found.peak(device).operation
+    peaks = peaks_or_given(topology, advice.evaluation)
+    device = max(peaks, key=lambda key: (peaks[key] - available[key]) / max(peaks[key], 1))
+    operation = advice.evaluation.peak(device).operation
     return InfeasibleError(
-        f"no placement fits: device {device!r} needs {readable_bytes(needed[device])} for "
-        f"{_described(problem, operation)}, max_memory allows {readable_bytes(available[device])}. "
-        f"Budgets that would do: max_memory={_listed(needed)}",
-        needed=needed,
+        f"no placement fits: the nearest that was found needs {readable_bytes(peaks[device])} on device "
+        f"{device!r} for {_described(problem, operation)}, max_memory allows "
+        f"{readable_bytes(available[device])}. Budgets that would do: max_memory={_listed(advice.budgets)}",
+        needed=advice.budgets,
         available=available,
         operation=operation,
         device=device,

@@ -212,10 +212,9 @@ def _infeasible(calls: Sequence[Call], limits: Limits, *, advise: bool) -> Infea
     if nearest is None:
         return InfeasibleError(said)
     available = {spec.key: spec.memory for spec in problem.topology.devices}
-    needed = {s.key: nearest.peak(s.key).nbytes + s.withheld for s in problem.topology.devices}
     return InfeasibleError(
-        f"{said}. Budgets that would do: max_memory={needed}; the given ones are {available}",
-        needed=needed,
+        f"{said}. Budgets that would do: max_memory={dict(nearest.budgets)}; the given ones are {available}",
+        needed=nearest.budgets,
         available=available,
     )
 

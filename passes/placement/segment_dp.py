@@ -130,6 +130,8 @@ class SegmentDP:
         np.maximum.at(last, arrays.item, arrays.reader)
         np.maximum.at(last, arrays.looked_at, arrays.looking)
         last = np.maximum(last, arrays.source)
+        last[arrays.staying] = arrays.count
+        last[[item for item, _ in arrays.written]] = arrays.count
         base, levels = arrays.views
         for level in reversed(levels):
             np.maximum.at(last, base[level], last[level])
@@ -315,15 +317,19 @@ class SegmentDP:
         for members in self.classes:
             classes += [rest] if (rest := [d for d in members if not taken[d]]) else []
         classes += [[d] for d in np.flatnonzero(taken).tolist()]  # a class of its own, with the last reader
-        space = self.arrays.room - taken - margin - self.arrays.fixed_bytes
-        costs = [self._seconds(tables, members[0], space[members[0]], homes) for members in classes]
-        on_cpu = None if self.cpu is None else self._seconds(tables, self.cpu, space[self.cpu], homes)
+        there = taken + self.arrays.fixed_bytes
+        space = self.arrays.room - there - margin
+        used = [members[0] for members in classes] + ([] if self.cpu is None else [self.cpu])
+        needs = {d: self._needs(tables, d, there[d]) for d in used}
+        costs = [self._seconds(tables, d, needs[d] - space[d], space[d], homes) for d in used]
+        on_cpu = None if self.cpu is None else costs.pop()
         path = _ShortestPath(self, classes, costs, on_cpu, tables).run()
         if path is None:
             return None
         found = []
         for i, j, device in path:
-            need = tables.weights[i, j - i - 1] + tables.activations[i, j - i - 1]
+            first = device if device in needs else next(m[0] for m in classes if device in m)
+            need = needs[first][i, j - i - 1]
             excess = 0.0 if device == self.cpu else max(0.0, float(need - space[device]))
             found.append(Segment(int(self.cuts[i]), int(self.cuts[j]), device, excess))
         return found
@@ -335,7 +341,12 @@ class SegmentDP:
             self._made[names] = self._tables(homes)
         return self._made[names]
 
-    def _seconds(self, tables: _Tables, device: int, space: float, homes: Homes) -> Floats:
+    def _needs(self, tables: _Tables, device: int, there: float) -> Floats:
+        """(rows, columns) bytes of each segment on a device, beside what is there: one storage for weights."""
+        storage = self.arrays.specs[device].resident_alone(tables.weights + there) - there
+        return storage + tables.activations
+
+    def _seconds(self, tables: _Tables, device: int, excess: Floats, space: float, homes: Homes) -> Floats:
         """(rows, columns) of each segment on a device, without what arrives from other segments."""
         arrays, cuts, last = self.arrays, self.cuts, len(self.cuts) - 1
         ends = np.arange(1, len(cuts) + 1)[:, None] + np.arange(tables.weights.shape[1])[None, :]
@@ -359,7 +370,6 @@ class SegmentDP:
             back = len(returned) * arrays.latency[device, host]
             back += float(arrays.nbytes[returned].sum()) * arrays.per_byte[device, host]
             seconds = seconds + np.where(ends == last, back, 0.0)
-        excess = tables.weights + tables.activations - space
         fits = excess <= 0
         if self.streaming and device != self.cpu:
             # the buffers take room of their own, and copies overlap with what is computed
