@@ -65,12 +65,10 @@ class _ExchangeSearch:
         self.accelerators = {s.key for s in problems[0].topology.devices if s.is_accelerator}
         fixed = {name for problem in problems for name in problem.fixed_weights}
         self.units = _units([problem.graph for problem in problems], fixed)
-        self.followers = {
-            unit: [_followers(problem.graph, names) for problem in problems]
-            for unit, names in self.units.items()
-        }
-        for unit, followers in self.followers.items():
-            if any(_writes(p.graph, names) for p, names in zip(problems, followers, strict=True)):
+        followers = [_followers(problem.graph, self.units) for problem in problems]
+        self.followers = {unit: [each[unit] for each in followers] for unit in self.units}
+        for unit, names in self.followers.items():
+            if any(_writes(p.graph, each) for p, each in zip(problems, names, strict=True)):
                 del self.units[unit]
         self.seconds = weighted_seconds(self.weights, self.best)
 
@@ -163,14 +161,16 @@ def _layer(name: str) -> str:
     return found.group() if found else name.rpartition(".")[0] or name
 
 
-def _followers(graph: Graph, names: Sequence[str]) -> list[str]:
-    """The operations that read these weights, those after them that read none, and those tied to these."""
-    found, follows = set[str](), False
+def _followers(graph: Graph, units: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Of each unit the operations that read its weights, those after them that read none, and those tied."""
+    unit_of = {name: unit for unit, names in units.items() for name in names}
+    tied = {name: group for group in graph.together for name in group}
+    found: dict[str, dict[str, None]] = {unit: {} for unit in units}
+    follows = dict[str, None]()
     for operation in graph.operations.values():
         weights = [name for name in operation.inputs if name in graph.weights]
-        follows = any(name in names for name in weights) if weights else follows
-        if follows:
-            found.add(operation.name)
-    tied = [group for group in graph.together if group & found]
-    found = found.union(*tied)
-    return [name for name in graph.operations if name in found]
+        if weights:
+            follows = dict.fromkeys(unit_of[name] for name in weights if name in unit_of)
+        for unit in follows:
+            found[unit].update(dict.fromkeys(sorted(tied.get(operation.name, [operation.name]))))
+    return {unit: list(names) for unit, names in found.items()}

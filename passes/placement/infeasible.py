@@ -84,9 +84,7 @@ def peaks_or_given(topology: Topology, found: Evaluation) -> dict[DeviceKey, int
     }
 
 
-def _sufficient(
-    problem: Problem, found: Evaluation, limit: Topology, effort: Effort, probe: Probe
-) -> Advice:
+def _sufficient(problem: Problem, found: Evaluation, limit: Topology, effort: Effort, probe: Probe) -> Advice:
     """Ask for the peaks themselves if that succeeds; else for the grown budgets."""
     budgets = peaks_or_given(problem.topology, found)
     exactly = replace(problem, topology=problem.topology.with_memory(budgets))

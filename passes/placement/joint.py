@@ -3,7 +3,7 @@
 A prefill and a decode, say, run over the same weights, and each must keep every budget. What is
 minimised is the sum of their seconds, each times its weight. Each call in turn is placed first, and
 settles where its weights live; the others follow. What is found is improved by exchanging weights between
-devices; in the best before that and after it, each call is placed once more over the weights as they are.
+devices; in the best, each call is placed once more over the weights as they are.
 Every call is judged by the evaluator, with all weights where they are, and with the prefetch buffers that all
 calls share. The bound is the weighted sum of each call's own: alone, none is slower.
 """
@@ -25,7 +25,7 @@ from graphplan.passes.placement.evaluate import Evaluation
 from graphplan.passes.placement.exchange import exchange, weighted_seconds
 from graphplan.passes.placement.infeasible import smallest_budgets
 from graphplan.passes.placement.limits import Limits
-from graphplan.passes.placement.params import Effort
+from graphplan.passes.placement.params import Effort, SearchParams
 from graphplan.passes.placement.problem import Problem, cpu_key
 from graphplan.passes.placement.shared_buffers import beside, evaluate_together, fit_together, within
 
@@ -91,6 +91,7 @@ def place_jointly(
     problems, weights = [call.with_homes(_pinned(calls)) for call in calls], [call.weight for call in calls]
     known: Sequence[Assignment | None] = near or [None] * len(calls)
     part = limits.one_of(4 * len(calls))
+    part = replace(part, effort=part.effort * SearchParams().call_effort)
     alone = [place(problem, part, near=one) for problem, one in zip(problems, known, strict=True)]
 
     def find(problem: Problem) -> Evaluation | None:
@@ -99,17 +100,20 @@ def place_jointly(
         solution = attempt(problem, replace(part, proves=False), None)
         return None if solution is None else solution.evaluation
 
-    tried: list[list[Evaluation] | None] = [
-        *_starts(calls, [solution.evaluation for solution in alone], find)
-    ]
-    if near is not None:
-        tried.append(fit_together(problems, near))
-    starts = [start for start in tried if start is not None and _feasible(start)]
+    starts: list[list[Evaluation]] = []
+    if near is not None and _feasible(known_together := fit_together(problems, near)):
+        starts.append(known_together)
+    for start in _starts(calls, [solution.evaluation for solution in alone], find):
+        if start is not None and _feasible(start):
+            starts.append(start)
+        if starts and limits.over:
+            break
     if not starts:
         raise _infeasible(calls, limits, advise=advise)
     exchanged = [exchange(problems, weights, start, limits.until(1 / (2 * len(starts)))) for start in starts]
-    fastest = [min(found, key=partial(weighted_seconds, weights)) for found in (starts, exchanged)]
-    best = min((_placed_again(calls, one, part) for one in fastest), key=partial(weighted_seconds, weights))
+    best = min(exchanged, key=partial(weighted_seconds, weights))
+    if not limits.over:
+        best = _placed_again(calls, best, part)
     return tuple(
         certify(found, _bound(problem, found, solo, limits))
         for problem, found, solo in zip(problems, best, alone, strict=True)

@@ -46,6 +46,8 @@ class SearchParams:
         most_visits: of that, some two seconds.
         visits_per_second: that are planned for within a time limit; the clock ends the search in any case.
         streaming_effort: times the default where weights are streamed: copies and buffers are searched too.
+        call_effort: times the default for each search of one call among several: more makes the calls'
+            own placements better, and not what they have in common.
     """
 
     segment_cuts: int = 400
@@ -72,6 +74,7 @@ class SearchParams:
     most_visits: int = 35_000_000
     visits_per_second: int = 15_000_000
     streaming_effort: float = 3.0
+    call_effort: float = 0.3
 
     def __post_init__(self) -> None:
         for each in fields(self):

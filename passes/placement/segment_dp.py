@@ -342,7 +342,7 @@ class SegmentDP:
         return self._made[names]
 
     def _needs(self, tables: _Tables, device: int, there: float) -> Floats:
-        """(rows, columns) bytes of each segment on a device, beside what is there: one storage for weights."""
+        """(rows, columns) bytes of each segment on a device beside what is there, weights in one storage."""
         storage = self.arrays.specs[device].resident_alone(tables.weights + there) - there
         return storage + tables.activations
 

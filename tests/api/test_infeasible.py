@@ -52,4 +52,5 @@ def test_the_budgets_that_are_printed_do(make: Any, budgets: dict[Any, int], cal
         assert found is not None
         printed = ast.literal_eval(found[1])
         assert printed == caught.value.needed
+        assert all(printed[key] >= nbytes for key, nbytes in budgets.items())
         place(make(), printed, **call)

@@ -15,8 +15,11 @@ from placements import HOST, ample, equal_cards, stack
 from second_set import second_set
 
 from graphplan.devices.topology import CPU, DeviceKey, DeviceSpec, Link, Topology
+from graphplan.ir.graph import Graph
+from graphplan.ir.graph_elements import Value
 from graphplan.passes.placement.arrays import Arrays, Ints
 from graphplan.passes.placement.driver import place
+from graphplan.passes.placement.limits import Limits
 from graphplan.passes.placement.params import Effort
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.segment_dp import SegmentDP
@@ -236,3 +239,36 @@ def test_in_order_of_the_devices_all_cuts_are_affordable() -> None:
         if arrays.fits(devices)
     ]
     assert fitting
+
+
+def with_caches(graph: Graph, nbytes: int) -> Graph:
+    """Each operation makes a tensor of a cache as well, which stays where it is made."""
+    operations = [replace(o, outputs=(*o.outputs, f"{o.name}.cache")) for o in graph.operations.values()]
+    caches = [Value(f"{o.name}.cache", nbytes, nbytes, stays=True) for o in operations]
+    values, weights = [*graph.values.values(), *caches], [*graph.weights.values()]
+    return Graph(operations, values, weights, [*graph.inputs], [*graph.outputs])
+
+
+@pytest.mark.parametrize("kind", ["sim", "cuda"])
+def test_what_a_segment_needs_is_what_the_evaluator_counts(kind: str) -> None:
+    """Caches that stay to the end, and what an allocator adds to a storage of weights."""
+    graph = with_caches(stack([300 * KIB] * 12, 10**8), 100 * KIB)
+    for memory in range(2 * MIB, 6 * MIB, 256 * KIB):
+        arrays = Arrays(Problem(graph, equal_cards(3, memory=memory, kind=kind), CPU))
+        first = next(SegmentDP(arrays, ample()).placements({}), None)
+        assert first is None or arrays.fits(first[1]), memory
+        if first is None:
+            assert best_segments(arrays) == math.inf, memory
+
+
+def test_a_storage_alone_is_what_several_would_be() -> None:
+    sizes = np.array([0, 512, MIB, MIB + 512, 9 * MIB, 10 * MIB, 11 * MIB, 11 * MIB + 512, 64 * MIB])
+    for kind in ("sim:0", "cuda:0"):
+        spec = DeviceSpec(0, kind, 1 << 30, 1e12, 1e11, 4e-6)
+        found = spec.resident_alone(sizes.astype(float)).tolist()
+        assert found == [spec.resident([nbytes]) for nbytes in sizes.tolist()]
+
+
+def test_a_small_effort_does_not_refuse_what_fits() -> None:
+    problem = second_set(97)["97.15-stack-7"]().problem
+    assert place(problem, Limits(effort=1e-3, proves=False)).evaluation.feasible
