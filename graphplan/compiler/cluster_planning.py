@@ -178,22 +178,38 @@ class _Search:
 
     def _place(self, c: int, start: int, end: int) -> None:
         """Place a stretch on a class of machines, unless an equal one was placed before."""
-        source = self._source(start, end)
-        topology = self._topology(c, start, end)
-        key = c, self._buffer_bytes(start, end), structure_of(source.annotator.graph())
-        plan: Plan | None = None
-        if key in self.known and (like := self.known[key]) is not None and not like.graph.parts:
-            assignment = renamed(like.schedule.assignment, like.graph, source.annotator.graph())
-            bound = Bound(like.lower_bound, like.proof)
-            plan = plan_like(source, topology, self.options, assignment, bound)
-        if plan is None and not (key in self.known and self.known[key] is None):
+        key = c, self._structure(start, end)
+        if key not in self.known:
+            source = self._source(start, end)
             try:
-                plan = source.compiler(topology, self.options).plan(source.example()).plan
+                found = source.compiler(self._topology(c, start, end), self.options).plan(source.example())
+                self.known[key] = found.plan
             except InfeasibleError:
-                plan = None
-        self.known.setdefault(key, plan)
-        self.placed[c, start, end] = plan
+                self.known[key] = None
+        plan = self.placed[c, start, end] = self.known[key]
         self.estimates.exact[c, start, end] = math.inf if plan is None else plan.makespan
+
+    def _own_plan(self, c: int, start: int, end: int) -> Plan:
+        """The plan of a stretch, in its own names, that was placed as an equal one was."""
+        plan, source = self.placed[c, start, end], self._source(start, end)
+        assert plan is not None
+        graph = source.annotator.graph()
+        if graph.operations.keys() == plan.graph.operations.keys():
+            return plan
+        topology = self._topology(c, start, end)
+        if not plan.graph.parts and len(graph.operations) == len(plan.graph.operations):
+            assignment = renamed(plan.schedule.assignment, plan.graph, graph)
+            bound = Bound(plan.lower_bound, plan.proof)
+            found = plan_like(source, topology, self.options, assignment, bound)
+            if found is not None:
+                return found
+        return source.compiler(topology, self.options).plan(source.example()).plan
+
+    def _structure(self, start: int, end: int) -> Hashable:
+        graph, cuts = self.boundaries.graph, self.estimates.cuts
+        first, last = int(cuts[start]), int(cuts[end])
+        crossing = self.boundaries.crossing
+        return structure_of(graph, first, last, crossing(first), crossing(last))
 
     def _source(self, start: int, end: int) -> StageSource:
         if (start, end) not in self.sources:
@@ -227,8 +243,7 @@ class _Search:
         free = [iter(members) for members in classes]
         made: list[MachineStage[Plan]] = []
         for c, start, end in stages:
-            source, plan = self._source(start, end), self.placed[c, start, end]
-            assert plan is not None
+            source, plan = self._source(start, end), self._own_plan(c, start, end)
             sends = source.sends if end < len(self.estimates.cuts) - 1 else ()
             cuts, nbytes = self.estimates.cuts, self._buffer_bytes(start, end)
             span = int(cuts[start]), int(cuts[end])

@@ -36,7 +36,7 @@ def _row(plan: ClusterPlanData[Any], index: int, stage: MachineStage[Any]) -> tu
         str(stage.machine),
         f"{stage.start}-{stage.end - 1}",
         size_text(stage.plan.graph.weight_bytes),
-        ", ".join(f"{key}: {size_text(nbytes)}" for key, nbytes in peaks.items()),
+        ", ".join(f"{key}: {size_text(nbytes)}" for key, nbytes in peaks.items() if nbytes),
         time_text(stage.plan.makespan),
         f"{100 * plan.loads[index] / max(plan.loads):.0f} %",
         size_text(sum(one.nbytes for one in stage.sends)) if stage.sends else "",

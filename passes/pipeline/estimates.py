@@ -230,4 +230,5 @@ class Estimates:
 def operation_seconds(graph: Graph, devices: Sequence[DeviceSpec]) -> Floats:
     """(operations,) seconds of each operation on the fastest of these devices."""
     operations = graph.operations.values()
-    return np.min([all_seconds(operations, spec) for spec in devices], axis=0)
+    speeds = {(spec.flops, spec.bandwidth, spec.overhead): spec for spec in devices}
+    return np.asarray(np.min([all_seconds(operations, spec) for spec in speeds.values()], axis=0))

@@ -52,14 +52,13 @@ class StageBound:
 def bound_stages(boundaries: Boundaries, machines: Sequence[Topology], network: Link) -> StageBound:
     """The bound for stages of a graph on at most these machines."""
     graph = boundaries.graph
-    specs = (spec for machine in machines for spec in machine.devices if spec.computes)
-    speeds = {(spec.flops, spec.bandwidth, spec.overhead): spec for spec in specs}
+    devices = [spec for machine in machines for spec in machine.devices if spec.computes]
     free = [
         op.target.startswith(_FREE_WHERE_DENSE) or name in boundaries.recomputed
         for name, op in graph.operations.items()
     ]
     return bound_prefix(
-        np.where(free, 0.0, operation_seconds(graph, list(speeds.values()))),
+        np.where(free, 0.0, operation_seconds(graph, devices)),
         boundaries.crossing_count * network.latency + boundaries.crossing_bytes / network.bandwidth,
         _first_reads(graph),
         [float(sum(spec.room for spec in machine.devices)) for machine in machines],

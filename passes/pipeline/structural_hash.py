@@ -5,40 +5,57 @@ Layers of a stack that are on machines of their own are placed once.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
+from itertools import islice
 
 from graphplan.ir.graph import Graph
 from graphplan.ir.schedule import Assignment
 
 
-def structure_of(graph: Graph) -> Hashable:
-    """Equal for two graphs that differ in names only, items compared in order."""
-    number = {name: index for index, name in enumerate((*graph.weights, *graph.values, *graph.operations))}
+def structure_of(graph: Graph, start: int, end: int, received: Sequence[str], sent: Sequence[str]) -> Hashable:
+    """Equal for two stretches of the order that differ in names only.
+
+    Args:
+        graph: whose order it is.
+        start: position of the first operation.
+        end: position after the last.
+        received: values that cross the cut before it.
+        sent: values that cross the cut after it.
+    """
+    number: dict[str, int] = {}
+    described: list[Hashable] = []
 
     def of(*names: str) -> tuple[int, ...]:
+        for name in names:
+            if name not in number:
+                number[name] = len(number)
+                described.append(_described(graph, name, of))
         return tuple(number[name] for name in names)
 
-    weights = tuple(
-        (w.nbytes, w.kind, w.persistent, w.mutated, w.movable, w.shape, w.dtype, w.part_of, w.start)
-        for w in graph.weights.values()
-    )
-    values = tuple(
-        (v.nbytes, v.copy_bytes, v.alias_of and of(v.alias_of), v.is_tensor, v.shape, v.dtype, v.stays)
-        for v in graph.values.values()
-    )
     operations = tuple(
-        (
-            (op.target, of(*op.inputs), of(*op.outputs), of(*op.mutates), op.flops, op.bytes_accessed)
-            + (tuple(op.workspace.items()), op.host_only)
-        )
-        for op in graph.operations.values()
+        (op.target, of(*op.inputs), of(*op.outputs), of(*op.mutates), op.flops, op.bytes_accessed)
+        + (tuple(op.workspace.items()), op.host_only)
+        for op in islice(graph.operations.values(), start, end)
     )
-    groups = tuple(sorted(tuple(sorted(of(*group))) for group in graph.together))
-    return weights, values, operations, of(*graph.inputs), of(*graph.outputs), groups
+    return operations, of(*received), of(*sent), tuple(described)
+
+
+def _described(graph: Graph, name: str, of: Callable[..., tuple[int, ...]]) -> Hashable:
+    """What is to be equal of a value or weight, beside its name."""
+    if name in graph.weights:
+        w = graph.weights[name]
+        return w.nbytes, w.kind, w.mutated, w.movable, w.shape, w.dtype, len(graph.readers.get(name, ()))
+    v = graph.values[name]
+    base = None if v.alias_of is None else of(v.alias_of)
+    return v.nbytes, v.copy_bytes, base, v.is_tensor, v.shape, v.dtype, v.stays, name in graph.inputs
 
 
 def renamed(assignment: Assignment, graph: Graph, like: Graph) -> Assignment:
-    """The assignment of ``graph`` for ``like``, a graph of the same structure."""
+    """The assignment of ``graph`` for ``like``, a graph of the same structure.
+
+    Raises:
+        ValueError: they have different numbers of operations or weights.
+    """
     operations = zip(graph.operations, like.operations, strict=True)
     weights = zip(graph.weights, like.weights, strict=True)
     return Assignment(
