@@ -7,6 +7,7 @@
 True
 """
 
+from graphplan.analysis.cluster_plan import ClusterPlan
 from graphplan.analysis.explanation import Explanation
 from graphplan.analysis.plan import Plan
 from graphplan.analysis.relocation import Alternative
@@ -20,6 +21,7 @@ from graphplan.errors import (
     BudgetError,
     CaptureError,
     CheckpointError,
+    ClusterError,
     DeviceError,
     GraphplanError,
     GraphplanWarning,
@@ -52,6 +54,8 @@ __all__ = [
     "BudgetError",
     "CaptureError",
     "CheckpointError",
+    "ClusterError",
+    "ClusterPlan",
     "DeviceError",
     "DeviceSpec",
     "Explanation",

@@ -26,12 +26,11 @@ def partial_model(weights: ModelWeights, names: Iterable[str]) -> StageModule:
         weights: of the model.
         names: first names of those that it holds; it holds them under all of their names.
     """
-    root = StageModule()
-    for first in names:
-        for name in weights.names[first]:
+    root, wanted = StageModule(), set(names)
+    for name, first in weights.first.items():  # in the order of the model, so that first names stay first
+        if first in wanted:
             path, _, own = name.rpartition(".")
-            part = _part(root, path)
-            tensor = weights.tensors[first]
+            part, tensor = _part(root, path), weights.tensors[first]
             if name in weights.parameters:
                 part.register_parameter(own, tensor)  # type: ignore[arg-type]  # it is one in the model
             else:

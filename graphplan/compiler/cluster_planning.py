@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -18,10 +17,9 @@ from graphplan.analysis.cluster_plan import ClusterPlan
 from graphplan.analysis.plan import Plan
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model_copy import ModelCopy
-from graphplan.capture.signature import BoundCall
 from graphplan.compiler.formulation import Options
-from graphplan.compiler.stage_compiler import StageSource, plan_like, stage_source, with_buffers
 from graphplan.compiler.pipeline import Compiler
+from graphplan.compiler.stage_compiler import StageSource, plan_like, stage_source, with_buffers
 from graphplan.devices.topology import Link, Topology
 from graphplan.errors import InfeasibleError, InputError, readable_bytes
 from graphplan.ir.cluster_plan_data import MachineStage, Objective
@@ -71,39 +69,30 @@ class Cluster:
         return 1 if self.objective == "latency" else self.flight.microbatches
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterPlanned:
-    """A plan of several machines, and what its stages are cut from."""
-
-    plan: ClusterPlan
-    annotator: Annotator
-    boundaries: Boundaries
+def whole_compiler(model_copy: ModelCopy, cluster: Cluster, options: Options) -> Compiler:
+    """What traces the whole model, as every rank does: it knows the kinds of devices of all machines."""
+    specs = {spec.type: spec for machine in cluster.machines for spec in machine.devices if spec.computes}
+    every = replace(cluster.machines[0], devices=tuple(specs.values()))
+    return Compiler(model_copy, every, options)
 
 
-def plan_cluster(model_copy: ModelCopy, call: BoundCall, batch: int, cluster: Cluster, options: Options) -> ClusterPlanned:
+def plan_cluster(
+    model_copy: ModelCopy, annotator: Annotator, batch: int, cluster: Cluster, options: Options
+) -> ClusterPlan:
     """Plan one call of a model.
 
     Args:
         model_copy: of the model.
-        call: one microbatch.
+        annotator: of the call of one microbatch.
         batch: rows of the whole batch; 0 where it is not divided.
         cluster: the machines.
         options: of the caller, for the placement on each machine.
 
     Raises:
         InfeasibleError: no cut into stages fits the machines.
-        InputError: a result has no batch dimension to be joined along.
+        InputError: a result has no batch dimension to be joined along, or sizes are not known.
     """
-    annotator = annotate_call(model_copy, call, cluster, options)
-    search = _Search(model_copy, annotator, cluster, options, batch)
-    return ClusterPlanned(search.run(), annotator, search.boundaries)
-
-
-def annotate_call(model_copy: ModelCopy, call: BoundCall, cluster: Cluster, options: Options) -> Annotator:
-    """The whole model's call, captured and annotated, as every rank does it."""
-    specs = {spec.type: spec for machine in cluster.machines for spec in machine.devices if spec.computes}
-    every = replace(cluster.machines[0], devices=tuple(specs.values()))
-    return Compiler(model_copy, every, options).annotated(call)
+    return _Search(model_copy, annotator, cluster, options, batch).run()
 
 
 @dataclass(slots=True)
@@ -201,7 +190,7 @@ class _Search:
             assignment = renamed(plan.schedule.assignment, plan.graph, graph)
             bound = Bound(plan.lower_bound, plan.proof)
             found = plan_like(source, topology, self.options, assignment, bound)
-            if found is not None:
+            if found is not None and math.isclose(found.makespan, plan.makespan):
                 return found
         return source.compiler(topology, self.options).plan(source.example()).plan
 
@@ -267,7 +256,9 @@ class _Search:
         """The error, with budgets that would do as far as estimates tell."""
         cluster, factor = self.cluster, 1.0
         weights = readable_bytes(self.boundaries.graph.weight_bytes)
-        said = f"no cut into contiguous stages fits the {len(cluster.machines)} machines: {weights} of weights"
+        said = (
+            f"no cut into contiguous stages fits the {len(cluster.machines)} machines: {weights} of weights"
+        )
         if len(self.boundaries.allowed) == 2 and len(cluster.machines) > 1:
             return InfeasibleError(f"{said}, and there is no place where the model can be cut")
         for _ in range(40):
@@ -289,8 +280,3 @@ def _certified(plan: ClusterPlan) -> ClusterPlan:
         )
         return replace(plan, lower_bound=0.0, proof="no bound: the one that was found contradicts the plan")
     return plan
-
-
-def stage_of_rank(planned: ClusterPlanned, model_copy: ModelCopy, stage: MachineStage[Any]) -> StageSource:
-    """The stage that a machine runs, cut out of its own trace."""
-    return stage_source(planned.annotator, planned.boundaries, model_copy.weights, stage.start, stage.end)

@@ -7,16 +7,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from graphplan.analysis.plan import Plan
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.model_weights import ModelWeights
 from graphplan.capture.partial_model import StageModule, partial_model
 from graphplan.capture.signature import BoundCall
-from graphplan.compiler.compile_state import Choice, Member
-from graphplan.compiler.formulation import Formulation, Options
+from graphplan.compiler.compile_state import Choice, CompileState, Member
 from graphplan.compiler.earlier_plans import Commitments
+from graphplan.compiler.formulation import Formulation, Options
 from graphplan.compiler.pipeline import Compiler, check_budgets, plan_of
-from graphplan.compiler.compile_state import CompileState
-from graphplan.analysis.plan import Plan
 from graphplan.devices.topology import CPU, Topology
 from graphplan.ir.cluster_plan_data import Crossing
 from graphplan.ir.schedule import Assignment, Schedule

@@ -26,7 +26,6 @@ _FORMAT = Format("graphplan.cluster_plan", 1, "plan of several machines")
 _FIGURES = ("batch", "microbatches", "schedule", "objective", "lower_bound", "proof")
 
 
-
 @dataclass(frozen=True, slots=True)
 class Crossing:
     """A tensor that is sent from one machine to the next, once per microbatch.

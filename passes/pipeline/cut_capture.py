@@ -87,8 +87,8 @@ class _Cut:
         graph = self._graph(wanted, outputs)
         weights = {
             node.name: self.whole.weights[node.name]
-            for node in wanted
-            if node.op == "placeholder" and node.name in self.whole.weights
+            for node in graph.find_nodes(op="placeholder")
+            if node.name in self.whole.weights
         }
         constants = {n: t for n, t in self.whole.constants.items() if n in set(weights.values())}
         leaves = tuple(self._leaf(name) for name in inputs)
@@ -104,9 +104,13 @@ class _Cut:
             dict(self.whole.sizes),
             order=tuple(range(len(inputs))),
         )
-        sizes = {name: self._tensor(name) for name in {*self.received, *self.sent, *inputs}
-                 if isinstance(self.nodes[name].meta.get("val"), torch.Tensor)}
+        named = dict.fromkeys((*self.received, *self.sent, *inputs))
+        sizes = {name: self._tensor(name) for name in named if name not in self._numbers(inputs)}
         return StageCapture(capture, tuple(inputs), outputs, self.received, self.sent, sizes)
+
+    def _numbers(self, inputs: Sequence[str]) -> set[str]:
+        """Inputs of the model that are no tensors."""
+        return {n for n in inputs if not isinstance(self.nodes[n].meta.get("val"), torch.Tensor)}
 
     def _wanted(self, names: Iterable[str]) -> set[fx.Node]:
         """The nodes that the stage has: its own operations, what they read, what it makes again."""
@@ -154,7 +158,9 @@ class _Cut:
             return None if place is None else self.whole.signature.leaves[place]
         sizes = self._tensor(name).shape
         shape = tuple(None if isinstance(size, torch.SymInt) else int(size) for size in val.shape)
-        ranges = tuple(None if size is not None else (0, most) for size, most in zip(shape, sizes, strict=True))
+        ranges = tuple(
+            None if size is not None else (0, most) for size, most in zip(shape, sizes, strict=True)
+        )
         return TensorLeaf(val.dtype, shape, ranges, ())
 
     def _tensor(self, name: str) -> TensorMeta:

@@ -99,9 +99,7 @@ def bound_prefix(
     return StageBound(total, low)
 
 
-def _covers(
-    limit: float, before: Floats, crossing: Floats, first: NDArray[np.int64], machines: int
-) -> bool:
+def _covers(limit: float, before: Floats, crossing: Floats, first: NDArray[np.int64], machines: int) -> bool:
     """Whether so many stretches within a limit, each from ``first[end]`` on at the earliest, reach the end."""
     size = len(before)
     reached = np.zeros(size, dtype=bool)

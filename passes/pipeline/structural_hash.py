@@ -9,10 +9,13 @@ from collections.abc import Callable, Hashable, Sequence
 from itertools import islice
 
 from graphplan.ir.graph import Graph
+from graphplan.ir.graph_elements import Operation
 from graphplan.ir.schedule import Assignment
 
 
-def structure_of(graph: Graph, start: int, end: int, received: Sequence[str], sent: Sequence[str]) -> Hashable:
+def structure_of(
+    graph: Graph, start: int, end: int, received: Sequence[str], sent: Sequence[str]
+) -> Hashable:
     """Equal for two stretches of the order that differ in names only.
 
     Args:
@@ -32,12 +35,18 @@ def structure_of(graph: Graph, start: int, end: int, received: Sequence[str], se
                 described.append(_described(graph, name, of))
         return tuple(number[name] for name in names)
 
+    def of_all(names: Sequence[str]) -> tuple[int, ...]:
+        return of(*names)
+
     operations = tuple(
-        (op.target, of(*op.inputs), of(*op.outputs), of(*op.mutates), op.flops, op.bytes_accessed)
-        + (tuple(op.workspace.items()), op.host_only)
+        (op.target, *map(of_all, (op.inputs, op.outputs, op.mutates)), _cost(op))
         for op in islice(graph.operations.values(), start, end)
     )
     return operations, of(*received), of(*sent), tuple(described)
+
+
+def _cost(op: Operation) -> Hashable:
+    return op.flops, op.bytes_accessed, tuple(op.workspace.items()), op.host_only
 
 
 def _described(graph: Graph, name: str, of: Callable[..., tuple[int, ...]]) -> Hashable:

@@ -1,0 +1,399 @@
+"""``machines=``: what ``plan`` and ``partition`` do for several machines, a process of torchrun on each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+from graphplan._compat.torch import group_of
+from graphplan.analysis.cluster_plan import ClusterPlan
+from graphplan.analysis.plan import Plan
+from graphplan.api.arguments import read_example, read_model
+from graphplan.api.placer import Placer, Recipe
+from graphplan.capture.captured_graph import Capture
+from graphplan.capture.dynamic_sizes import sizes_of_call
+from graphplan.capture.microbatches import batch_of, microbatches_of
+from graphplan.capture.model_copy import ModelCopy
+from graphplan.capture.partial_model import StageModule
+from graphplan.capture.signature import BoundCall
+from graphplan.compiler.cluster_planning import Cluster, plan_cluster, whole_compiler
+from graphplan.compiler.formulation import Options
+from graphplan.compiler.pipeline import Compiler
+from graphplan.compiler.stage_compiler import StageSource, stage_source, with_buffers
+from graphplan.devices.max_memory import MaxMemory, Reserve, read_max_memory, require_present
+from graphplan.devices.speeds import Measurements, Speed, with_speeds
+from graphplan.devices.topology import DeviceKey, Link, Topology
+from graphplan.errors import InputError, PlanError
+from graphplan.ir.cluster_plan_data import MachineStage, Objective, PipelineSchedule
+from graphplan.passes.frontend.annotate import Annotator
+from graphplan.passes.frontend.tensor_meta import describe
+from graphplan.passes.pipeline.boundaries import Boundaries
+from graphplan.passes.pipeline.cut_capture import results_of
+from graphplan.passes.pipeline.estimates import Flight
+from graphplan.passes.pipeline.stage_positions import stage_positions
+from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint, read_checkpoint
+from graphplan.runtime.distributed.agreement import broadcast_text, on_all, require_group, require_same
+from graphplan.runtime.distributed.cluster_module import ClusterCall, ClusterModule
+from graphplan.runtime.distributed.sent_weights import ranks_without_data, send_weights
+from graphplan.runtime.distributed.stage_runner import StageProgram, StageRunner, Wire
+from graphplan.runtime.module.result_structure import rebuilder
+
+NETWORK = Link(1.25e9, 50e-6)
+"""Between machines, where the caller says nothing: 10 Gbit/s and 50 microseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """What a caller says of several machines.
+
+    Attributes:
+        max_memory: of each.
+        microbatches: into which a batch is divided.
+        schedule: of the microbatches.
+        objective: what to minimise.
+        network: the link between any two.
+        devices: speeds, as in :func:`graphplan.plan`.
+        links: likewise, inside each machine.
+        reserve: likewise.
+    """
+
+    max_memory: Sequence[MaxMemory]
+    microbatches: int = 1
+    schedule: PipelineSchedule = "gpipe"
+    objective: Objective = "latency"
+    network: Link | None = None
+    devices: Mapping[DeviceKey, Speed] | Measurements | None = None
+    links: Mapping[tuple[DeviceKey, DeviceKey], Link] | None = None
+    reserve: Reserve = 0
+
+    def cluster(self, *, grad: bool = False) -> Cluster:
+        """The machines as the planner knows them.
+
+        Raises:
+            InputError: an argument is not what it should be.
+            BudgetError, DeviceError: a ``max_memory`` cannot be read.
+        """
+        many = isinstance(self.max_memory, Sequence) and not isinstance(self.max_memory, str)
+        if not many or not self.max_memory or not all(isinstance(one, Mapping) for one in self.max_memory):
+            raise InputError("machines must list one max_memory for each rank: [{0: '20GiB'}, {0: '80GiB'}]")
+        count = self.microbatches
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise InputError(f"microbatches must be a positive integer, not {count!r}")
+        for what, value, known in (
+            ("schedule", self.schedule, get_args(PipelineSchedule)),
+            ("objective", self.objective, get_args(Objective)),
+        ):
+            if value not in known:
+                raise InputError(f"{what} must be one of {', '.join(map(repr, known))}, not {value!r}")
+        if self.network is not None and not isinstance(self.network, Link):
+            raise InputError(f"network must be a graphplan.Link, not {self.network!r}")
+        machines = tuple(
+            with_speeds(read_max_memory(one, self.links, self.reserve), self.devices)
+            for one in self.max_memory
+        )
+        flight = Flight(count, self.schedule, grad)
+        return Cluster(machines, self.network or NETWORK, flight, self.objective)
+
+
+def refuse_with_machines(**given: object) -> None:
+    """Raise InputError for an argument that several machines do not take."""
+    for name, value in given.items():
+        if value is not None and value is not False and value != ():
+            raise InputError(f"machines= does not go with {name}=: leave one of them out")
+
+
+def plan_machines(
+    model: Any, machines: Machines, args: Sequence[Any], kwargs: Mapping[str, Any] | None, options: Options
+) -> ClusterPlan:
+    """As :func:`graphplan.plan` with ``machines=``."""
+    cluster = machines.cluster(grad=options.grad)
+    asked = _asked(model, cluster, args, kwargs, options)
+    return plan_cluster(asked.model_copy, asked.annotator(asked.micro), asked.batch, cluster, options)
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A model and an example of its calls."""
+
+    model: nn.Module
+    model_copy: ModelCopy
+    compiler: Compiler
+    micro: BoundCall
+    batch: int
+
+    def annotator(self, micro: BoundCall) -> Annotator:
+        """The whole model's call of one microbatch, traced."""
+        found = self.compiler.annotated(micro)
+        if found.capture.method == "symbolic_trace":
+            raise InputError("machines= needs example inputs: without them nobody knows what crosses a cut")
+        if found.capture.caches:
+            raise InputError(
+                f"{', '.join(found.capture.caches)}: a call over several machines takes no caches of the caller's"
+            )
+        return found
+
+
+def _asked(
+    model: Any, cluster: Cluster, args: Sequence[Any], kwargs: Mapping[str, Any] | None, options: Options
+) -> _Asked:
+    model = read_model(model)
+    model_copy = ModelCopy(model)
+    call = read_example(model, model_copy, args, kwargs)
+    if call is None:
+        raise InputError("machines= needs example inputs: give args= or kwargs=")
+    count = cluster.flight.microbatches
+    micro = microbatches_of(call, count)[0]
+    compiler = whole_compiler(model_copy, cluster, options)
+    return _Asked(model, model_copy, compiler, micro, batch_of(call) if count > 1 else 0)
+
+
+# -- under torchrun ----------------------------------------------------------------------------------------
+
+
+def partition_machines(
+    model: Any,
+    machines: Machines,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    options: Options,
+    *,
+    checkpoint: str | Path | Checkpoint | None,
+    strict: bool,
+    everywhere: bool,
+    plan: object = None,
+) -> ClusterModule:
+    """As :func:`graphplan.partition` with ``machines=``: every rank calls it, alike.
+
+    Args:
+        model: with data on every rank, or on rank 0; or on the meta device with ``checkpoint``.
+        machines: of all ranks.
+        args: example inputs by position.
+        kwargs: example inputs by name.
+        options: of the caller.
+        checkpoint: from which each rank reads its own weights.
+        strict: whether names that the checkpoint lacks, or the model does not know, are errors.
+        everywhere: whether all ranks get results, or the last only.
+        plan: to carry out, in place of a search; or the file of one.
+    """
+    require_group(len(machines.max_memory))
+    cluster = on_all("reading machines=", lambda: machines.cluster(grad=options.grad))
+    asked = on_all("reading the model", lambda: _asked(model, cluster, args, kwargs, options))
+    require_same(_facts(asked, machines, options))
+    annotator = on_all("tracing the model", lambda: asked.annotator(asked.micro))
+    require_same({"the traced graph, and so in code": str(annotator.graph())})
+    text = _planned_on_first(asked, annotator, cluster, options, plan)
+    source = on_all("reading the checkpoint", lambda: _source(asked, checkpoint, strict=strict))
+    found = ClusterPlan.from_json(text)
+    builder = _Builder(asked, cluster, options, found, source, everywhere=everywhere)
+    return builder.build(annotator)
+
+
+def _facts(asked: _Asked, machines: Machines, options: Options) -> dict[str, str]:
+    weights = asked.model_copy.weights
+    return {
+        "versions": f"torch {torch.__version__}, graphplan {version('graphplan')}",
+        "machines=, or another argument": f"{machines!r} {options!r}",
+        "the weights' names and sizes": "\n".join(
+            f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in weights.tensors.items()
+        ),
+    }
+
+
+def _source(asked: _Asked, checkpoint: str | Path | Checkpoint | None, *, strict: bool) -> Checkpoint | None:
+    if checkpoint is None or isinstance(checkpoint, Checkpoint):
+        return checkpoint
+    return read_checkpoint(asked.model, asked.model_copy.weights, checkpoint, strict=strict)
+
+
+def _planned_on_first(
+    asked: _Asked, annotator: Annotator, cluster: Cluster, options: Options, plan: object
+) -> str:
+    """The plan's text, made on rank 0 and known to all."""
+
+    def make() -> str:
+        if dist.get_rank():
+            return ""
+        given = _read_given(plan, cluster)
+        found = given or plan_cluster(asked.model_copy, annotator, asked.batch, cluster, options)
+        return found.to_json()
+
+    return broadcast_text(on_all("planning", make), "the plan")
+
+
+def _read_given(plan: object, cluster: Cluster) -> ClusterPlan | None:
+    """The caller's plan, if any, as far as it is for as many machines and microbatches."""
+    if plan is None:
+        return None
+    if isinstance(plan, str | Path):
+        try:
+            plan = ClusterPlan.from_json(Path(plan).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise PlanError(f"the plan {str(plan)!r} cannot be read: {error}") from error
+    if not isinstance(plan, ClusterPlan):
+        raise InputError(f"with machines=, plan must be a graphplan.ClusterPlan or its file, not {plan!r}")
+    for what, planned, now in (
+        ("machines", plan.machines, len(cluster.machines)),
+        ("microbatches", plan.microbatches, cluster.flight.microbatches),
+    ):
+        if planned != now:
+            raise PlanError(f"the plan is for {planned} {what}, not for {now}")
+    return plan
+
+
+@dataclass(slots=True)
+class _Builder:
+    """Makes what one rank runs, of the first call and of calls of other sizes."""
+
+    asked: _Asked
+    cluster: Cluster
+    options: Options
+    plan: ClusterPlan
+    source: Checkpoint | None
+    everywhere: bool = field(kw_only=True)
+    compiler: Compiler | None = None
+    placed: nn.Module | None = None
+    order: tuple[str, ...] = ()
+    group: dist.ProcessGroup | None = None
+
+    def build(self, annotator: Annotator) -> ClusterModule:
+        """The module that the rank calls."""
+        self.group = group_of(self._ranks)
+        rank, stage = dist.get_rank(), self.plan.stage_of(dist.get_rank())
+        boundaries = Boundaries(annotator.graph())
+        self.order = tuple(boundaries.graph.operations)
+        cut = stage and stage_source(
+            annotator, boundaries, self.asked.model_copy.weights, stage.start, stage.end
+        )
+        self._fetch_weights(cut)
+        if stage is not None and cut is not None:
+            topology = with_buffers(self.cluster.machines[rank], stage.buffer_bytes)
+            self.placed = on_all("placing the stages", lambda: self._place(stage, cut, topology))
+        else:
+            on_all("placing the stages", lambda: None)
+        signature = self.asked.model_copy.signature
+        return ClusterModule(self.plan, self.placed, signature, self.prepare, everywhere=self.everywhere)
+
+    @property
+    def _ranks(self) -> list[int]:
+        return [stage.machine for stage in self.plan.stages]
+
+    def _fetch_weights(self, cut: StageSource | None) -> None:
+        """Take from rank 0 what this rank has no data for."""
+        if self.source is not None:
+            return
+        weights = self.asked.model_copy.weights.tensors
+        lacking = ranks_without_data(weights)
+        wanted = {
+            stage.machine: [n for n in stage.plan.graph.weights if n in weights]
+            for stage in self.plan.stages
+            if stage.machine in lacking
+        }
+        got = send_weights(weights, wanted)
+        if cut is not None and got:
+            _fill(cut.module, got)
+
+    def _place(self, stage: MachineStage[Plan], cut: StageSource, topology: Topology) -> nn.Module:
+        require_present(topology)
+        model_copy = ModelCopy(cut.module)
+        cut = replace(
+            cut, model_copy=model_copy, annotator=cut.annotator.of(cut.cut.capture, model_copy.weights)
+        )
+        self.compiler = cut.compiler(topology, self.options, stage.plan)
+        placer = Placer(Recipe(topology, self.options, strict=True), self.source, compiler=self.compiler)
+        return placer.place(cut.module, model_copy, cut.example("cpu"))
+
+    def prepare(self, micro: BoundCall) -> ClusterCall:
+        """How calls like this one are run, on all ranks at once: traced anew where sizes are new."""
+        annotator = on_all("tracing the model", lambda: self.asked.annotator(micro))
+        capture, boundaries = annotator.capture, Boundaries(annotator.graph())
+        positions = self._positions(boundaries)
+        rank = dist.get_rank()
+        wires = _Wires(capture, micro)
+        runner = None
+        if rank in self._ranks:
+            index = self._ranks.index(rank)
+            cut = stage_source(
+                annotator, boundaries, self.asked.model_copy.weights, positions[index], positions[index + 1]
+            )
+            runner = self._runner(cut, wires)
+        return ClusterCall(
+            runner,
+            lambda part: _traced_inputs(capture, part),
+            [wires.of(name) for name in results_of(capture)],
+            lambda results: _rebuild(capture, results),
+            self._ranks[-1],
+        )
+
+    def _positions(self, boundaries: Boundaries) -> list[int]:
+        if tuple(boundaries.graph.operations) == self.order:
+            return [0, *(stage.end for stage in self.plan.stages)]
+        return stage_positions(boundaries, [set(stage.plan.graph.weights) for stage in self.plan.stages])
+
+    def _runner(self, cut: StageSource, wires: _Wires) -> StageRunner:
+        assert self.compiler is not None and self.placed is not None
+        self.compiler.adopt(cut.annotator)
+        program = StageProgram(
+            self.placed,
+            cut.cut.inputs,
+            cut.cut.outputs,
+            [wires.of(name) for name in cut.cut.received],
+            [wires.of(name) for name in cut.cut.sent],
+            self._ranks,
+        )
+        return StageRunner(program, self.plan.microbatches, self.group)
+
+
+class _Wires:
+    """Tensors on the network in a call: their sizes are its own, not those that the plan is for."""
+
+    def __init__(self, capture: Capture, micro: BoundCall) -> None:
+        traced = micro if capture.prepare is None else capture.prepare(micro)
+        here = sizes_of_call(capture.graph, capture.inputs, traced.leaves)
+        self.sizes = {**capture.sizes, **here}
+        self.nodes = {node.name: node for node in capture.graph.nodes}
+
+    def of(self, name: str) -> Wire:
+        described = describe(self.nodes[name].meta["val"], self.sizes)
+        return Wire(name, described.shape, described.dtype)
+
+
+def _traced_inputs(capture: Capture, part: BoundCall) -> dict[str, Any]:
+    traced = part if capture.prepare is None else capture.prepare(part)
+    return dict(zip(capture.inputs, traced.leaves, strict=True))
+
+
+def _rebuild(capture: Capture, results: Sequence[torch.Tensor]) -> Any:
+    """What the model returns, of the values that were computed and of constants of the trace."""
+    values = dict(zip(results_of(capture), results, strict=True))
+    flat = [values[item.name] if isinstance(item, fx.Node) else item for item in capture.outputs]
+    return rebuilder(capture.out_spec)(flat, {})
+
+
+def _fill(module: StageModule, got: Mapping[str, torch.Tensor]) -> None:
+    """Give the module the data of these weights, by any of their names."""
+    named = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    for name, tensor in got.items():
+        path, _, own = name.rpartition(".")
+        part = module.get_submodule(path)
+        if own in part._parameters:
+            old = part._parameters[own]
+            assert old is not None and id(old) in named
+            new = nn.Parameter(tensor, old.requires_grad)
+            _replace(module, old, new)
+        else:
+            _replace(module, part._buffers[own], tensor)
+
+
+def _replace(module: nn.Module, old: Any, new: torch.Tensor) -> None:
+    for part in module.modules():
+        for table in (part._parameters, part._buffers):
+            for name, tensor in table.items():
+                if tensor is old:
+                    table[name] = new  # type: ignore[assignment]  # a parameter for a parameter

@@ -1,0 +1,112 @@
+"""The module that every rank calls alike: its own stage runs, and the last rank has the results."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from graphplan.capture.microbatches import microbatches_of
+from graphplan.capture.signature import BoundCall, bind_call, leaf_names
+from graphplan.runtime.distributed.agreement import require_same
+from graphplan.runtime.distributed.stage_runner import StageRunner, Wire
+
+Results = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterCall:
+    """How calls of one structure are run.
+
+    Attributes:
+        runner: of this rank's stage; None where it has none.
+        own: from a microbatch to the model's inputs by name.
+        results: of one microbatch.
+        rebuild: from the flat results, and the inputs of the whole call, to what the model returns.
+        last: rank of the last stage.
+    """
+
+    runner: StageRunner | None
+    own: Callable[[BoundCall], dict[str, Any]]
+    results: Sequence[Wire]
+    rebuild: Callable[[Results], Any]
+    last: int
+
+
+class ClusterModule(nn.Module):
+    """A model over several machines: what :func:`graphplan.partition` with ``machines=`` returns.
+
+    Every rank calls it with the same inputs. Its parameters are those of this rank's stage.
+
+    Attributes:
+        plan: of all machines.
+        stage: this rank's placed stage; None where it has none.
+    """
+
+    def __init__(
+        self,
+        plan: Any,
+        stage: nn.Module | None,
+        signature: inspect.Signature,
+        prepare: Callable[[BoundCall], ClusterCall],
+        *,
+        everywhere: bool,
+    ) -> None:
+        super().__init__()
+        self.plan, self.stage = plan, stage
+        self._signature, self._prepare, self._everywhere = signature, prepare, everywhere
+        self._calls: dict[Any, ClusterCall] = {}
+        self.eval()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on its own arguments, on all ranks at once.
+
+        Returns:
+            what the model returns, on the rank of the last stage, or on all with ``return_outputs="all"``;
+            None elsewhere.
+
+        Raises:
+            InputError: the batch does not divide into the microbatches.
+            ClusterError: ranks were called with inputs of different sizes, or one of them does not answer.
+        """
+        call = bind_call(self._signature, args, kwargs)
+        parts = microbatches_of(call, self.plan.microbatches)
+        form = _form(parts[0])
+        require_same({"the inputs of this call": repr(form)})
+        if form not in self._calls:
+            self._calls[form] = self._prepare(parts[0])
+        known = self._calls[form]
+        chunks = [] if known.runner is None else known.runner.run([known.own(part) for part in parts])
+        here = dist.get_rank() == known.last
+        if not here and not self._everywhere:
+            return None
+        found = _joined(chunks) if here else [_empty(wire, len(parts)) for wire in known.results]
+        if self._everywhere:
+            for tensor in found:
+                dist.broadcast(tensor, known.last)
+        return known.rebuild(found)
+
+
+def _form(call: BoundCall) -> tuple[Any, ...]:
+    """What decides how a call is run: names, sizes, and what is no tensor."""
+    leaves = [
+        (str(leaf.dtype), tuple(leaf.shape)) if isinstance(leaf, torch.Tensor) else repr(leaf)
+        for leaf in call.leaves
+    ]
+    return (*leaf_names(call), *leaves)
+
+
+def _joined(chunks: Sequence[Results]) -> list[torch.Tensor]:
+    if len(chunks) == 1:
+        return list(chunks[0])
+    return [torch.cat(tensors) for tensors in zip(*chunks, strict=True)]
+
+
+def _empty(wire: Wire, count: int) -> torch.Tensor:
+    shape = wire.shape if count == 1 else (wire.shape[0] * count, *wire.shape[1:])
+    return torch.empty(shape, dtype=wire.dtype)

@@ -1,0 +1,178 @@
+"""One stage in a pipeline: ``torch.distributed.pipelining`` moves microbatches, the placed stage computes.
+
+What a stage gets from the one before crosses the network; inputs of the model are at hand on every rank, and
+do not. The schedule hands stages the number of a microbatch, by which each finds its own inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+from graphplan.errors import ClusterError, first_line
+
+_HOST = torch.device("cpu")  # where tensors of the network are
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """A tensor on the network, of one microbatch."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def like(self) -> torch.Tensor:
+        """One without data."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgram:
+    """What one rank runs of a call.
+
+    Attributes:
+        stage: the placed stage, which takes ``inputs`` and returns ``outputs``.
+        inputs: names of values.
+        outputs: likewise.
+        received: from the stage before.
+        sent: to the stage after; of the last stage, the results.
+        ranks: of the stages, in order.
+    """
+
+    stage: nn.Module
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    received: Sequence[Wire]
+    sent: Sequence[Wire]
+    ranks: Sequence[int]
+
+
+class _Step(nn.Module):
+    """What a schedule calls for each microbatch."""
+
+    def __init__(self, program: StageProgram) -> None:
+        super().__init__()
+        self.stage, self.program = program.stage, program
+        self.own: Sequence[Mapping[str, Any]] = ()
+        self.failed: Exception | None = None
+        self.made: list[tuple[torch.Tensor, ...]] = []
+
+    def forward(
+        self, *received: torch.Tensor, number: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        program = self.program
+        first = not program.received
+        values = dict(zip((wire.name for wire in program.received), () if first else received, strict=True))
+        values |= self.own[int(received[0] if number is None else number)]
+        try:
+            made = self.stage(*(values[name] for name in program.inputs))
+            values |= zip(program.outputs, made, strict=True)
+            found = tuple(values[wire.name].to(_HOST).contiguous() for wire in program.sent)
+        except Exception as error:  # the schedule wraps it, whatever it is
+            self.failed = error
+            raise
+        self.made.append(found)
+        return found
+
+
+class StageRunner:
+    """Runs the microbatches of a call through this rank's stage.
+
+    Args:
+        program: of this rank.
+        microbatches: in each call.
+        group: of the ranks that have stages; None for all.
+        loss: of a result and a target, for training; None for inference.
+        schedule: a schedule class of ``torch.distributed.pipelining``.
+    """
+
+    def __init__(
+        self,
+        program: StageProgram,
+        microbatches: int,
+        group: dist.ProcessGroup | None = None,
+        schedule: type = ScheduleGPipe,
+        loss: Any = None,
+    ) -> None:
+        self.program, self.microbatches = program, microbatches
+        self.index = list(program.ranks).index(dist.get_rank())
+        self.step = _Step(program)
+        number = torch.empty(1, dtype=torch.int64, device="meta")
+        grad = loss is not None
+        arriving = tuple(_training(wire.like(), grad) for wire in program.received) or (number,)
+        leaving = tuple(_training(wire.like(), grad) for wire in program.sent)
+        self.stage = PipelineStage(
+            self.step, self.index, len(program.ranks), _HOST, arriving, leaving, group=group
+        )
+        self.stage.stage_index_to_group_rank = {
+            index: rank if group is None else dist.get_group_rank(group, rank)
+            for index, rank in enumerate(program.ranks)
+        }
+        self.schedule = schedule(self.stage, microbatches, **({"loss_fn": loss} if grad else {}))
+
+    def run(self, own: Sequence[Mapping[str, Any]]) -> list[tuple[torch.Tensor, ...]]:
+        """Run a batch forward.
+
+        Args:
+            own: for each microbatch, the model's inputs by name.
+
+        Returns:
+            the results of each microbatch on the rank of the last stage; nothing elsewhere.
+
+        Raises:
+            ClusterError: another rank did not send or take something within the group's timeout.
+            Exception: what this rank's own stage raised.
+        """
+        with torch.no_grad():
+            return self._call(self.schedule.eval, own, {})
+
+    def train(self, own: Sequence[Mapping[str, Any]], target: Any, losses: list[Any]) -> list[Any]:
+        """Run a batch forward and backward; gradients are added to those of the parameters.
+
+        Args:
+            own: as for :meth:`run`.
+            target: of the whole batch, on the last stage's rank.
+            losses: to which the last stage adds that of each microbatch.
+        """
+        last = self.index == len(self.program.ranks) - 1
+        return self._call(self.schedule.step, own, {"target": target, "losses": losses} if last else {})
+
+    def _call(self, action: Any, own: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> list[Any]:
+        step = self.step
+        step.own, step.failed, step.made = own, None, []
+        numbers = torch.arange(self.microbatches)
+        try:
+            if self.index:
+                action(number=numbers, return_outputs=False, **more)
+            else:
+                action(numbers, return_outputs=False, **more)
+            return step.made if self.index == len(self.program.ranks) - 1 else []
+        except RuntimeError as error:
+            if step.failed is not None:
+                raise step.failed from None
+            raise self._no_answer(error) from error
+        finally:
+            step.own, step.made = (), []
+            self.stage.clear_runtime_states()
+
+    def _no_answer(self, error: Exception) -> ClusterError:
+        program, ranks = self.program, self.program.ranks
+        where = f"rank {ranks[self.index]} (stage {self.index} of {len(ranks)})"
+        done = len(self.step.made)
+        sending = done == self.microbatches or not self.index
+        wires, peer = (program.sent, self.index + 1) if sending else (program.received, self.index - 1)
+        names = ", ".join(repr(wire.name) for wire in wires)
+        number = min(done, self.microbatches - 1)
+        verb = f"for rank {ranks[peer]} to take" if sending else f"for rank {ranks[peer]} to send"
+        return ClusterError(f"{where} waited {verb} {names} of microbatch {number}: {first_line(error)}")
+
+
+def _training(tensor: torch.Tensor, grad: bool) -> torch.Tensor:
+    return tensor.requires_grad_(grad and tensor.is_floating_point())
