@@ -123,4 +123,5 @@ def group_of(ranks: Sequence[int]) -> dist.ProcessGroup | None:
         return None
     backend = private(whole, "_get_backend", "torch", _TESTED)(torch.device("cpu"))
     timeout = private(private(backend, "options", "torch", _TESTED), "_timeout", "torch", _TESTED)
-    return dist.new_group(sorted(ranks), timeout=timeout)
+    made: dist.ProcessGroup = dist.new_group(sorted(ranks), timeout=timeout)
+    return made

@@ -42,7 +42,7 @@ from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint, read_check
 from graphplan.runtime.distributed.agreement import broadcast_text, on_all, require_group, require_same
 from graphplan.runtime.distributed.cluster_module import ClusterCall, ClusterModule
 from graphplan.runtime.distributed.sent_weights import ranks_without_data, send_weights
-from graphplan.runtime.distributed.stage_runner import StageProgram, StageRunner, Wire
+from graphplan.runtime.distributed.stage_runner import StageProgram, StageRunner, Wire, make_ready
 from graphplan.runtime.module.result_structure import rebuilder
 
 NETWORK = Link(1.25e9, 50e-6)
@@ -115,7 +115,7 @@ def plan_machines(
     """As :func:`graphplan.plan` with ``machines=``."""
     cluster = machines.cluster(grad=options.grad)
     asked = _asked(model, cluster, args, kwargs, options)
-    return plan_cluster(asked.model_copy, asked.annotator(asked.micro), asked.batch, cluster, options)
+    return plan_cluster(asked.model_copy, asked.traced(), asked.batch, cluster, options)
 
 
 @dataclass(slots=True)
@@ -125,8 +125,33 @@ class _Asked:
     model: nn.Module
     model_copy: ModelCopy
     compiler: Compiler
-    micro: BoundCall
-    batch: int
+    call: BoundCall
+    microbatches: int
+
+    @property
+    def micro(self) -> BoundCall:
+        """The first of its microbatches."""
+        return microbatches_of(self.call, self.microbatches)[0]
+
+    @property
+    def batch(self) -> int:
+        """Rows of the batch; 0 where it is not divided."""
+        return batch_of(self.call) if self.microbatches > 1 else 0
+
+    def traced(self) -> Annotator:
+        """The example's microbatch, traced.
+
+        Raises:
+            InputError: results of microbatches are not those of the batch in parts.
+        """
+        found = self.annotator(self.micro)
+        if self.microbatches > 1:
+            whole, part = self.compiler.trace(self.call), found.capture
+            after, before = _Wires(whole, self.call), _Wires(part, self.micro)
+            for large, small in zip(whole.outputs, part.outputs, strict=True):
+                if isinstance(large, fx.Node) and isinstance(small, fx.Node):
+                    _require_part(after.of(large.name), before.of(small.name), self.microbatches)
+        return found
 
     def annotator(self, micro: BoundCall) -> Annotator:
         """The whole model's call of one microbatch, traced."""
@@ -134,9 +159,8 @@ class _Asked:
         if found.capture.method == "symbolic_trace":
             raise InputError("machines= needs example inputs: without them nobody knows what crosses a cut")
         if found.capture.caches:
-            raise InputError(
-                f"{', '.join(found.capture.caches)}: a call over several machines takes no caches of the caller's"
-            )
+            names = ", ".join(found.capture.caches)
+            raise InputError(f"{names}: a call over several machines takes no caches of the caller's")
         return found
 
 
@@ -148,10 +172,19 @@ def _asked(
     call = read_example(model, model_copy, args, kwargs)
     if call is None:
         raise InputError("machines= needs example inputs: give args= or kwargs=")
-    count = cluster.flight.microbatches
-    micro = microbatches_of(call, count)[0]
+    microbatches_of(call, cluster.flight.microbatches)  # raises where it cannot be divided
     compiler = whole_compiler(model_copy, cluster, options)
-    return _Asked(model, model_copy, compiler, micro, batch_of(call) if count > 1 else 0)
+    return _Asked(model, model_copy, compiler, call, cluster.flight.microbatches)
+
+
+def _require_part(whole: Wire, part: Wire, count: int) -> None:
+    joined = (part.shape[0] * count, *part.shape[1:]) if part.shape else ()
+    if not part.shape or whole.shape != joined:
+        raise InputError(
+            f"a result has the sizes {list(whole.shape)} for the batch and {list(part.shape)} for each of "
+            f"{count} microbatches, which cannot be joined along the first dimension to be the same: use "
+            "microbatches=1"
+        )
 
 
 # -- under torchrun ----------------------------------------------------------------------------------------
@@ -186,7 +219,7 @@ def partition_machines(
     cluster = on_all("reading machines=", lambda: machines.cluster(grad=options.grad))
     asked = on_all("reading the model", lambda: _asked(model, cluster, args, kwargs, options))
     require_same(_facts(asked, machines, options))
-    annotator = on_all("tracing the model", lambda: asked.annotator(asked.micro))
+    annotator = on_all("tracing the model", asked.traced)
     require_same({"the traced graph, and so in code": str(annotator.graph())})
     text = _planned_on_first(asked, annotator, cluster, options, plan)
     source = on_all("reading the checkpoint", lambda: _source(asked, checkpoint, strict=strict))
@@ -268,9 +301,9 @@ class _Builder:
         rank, stage = dist.get_rank(), self.plan.stage_of(dist.get_rank())
         boundaries = Boundaries(annotator.graph())
         self.order = tuple(boundaries.graph.operations)
-        cut = stage and stage_source(
-            annotator, boundaries, self.asked.model_copy.weights, stage.start, stage.end
-        )
+        weights, cut = self.asked.model_copy.weights, None
+        if stage is not None:
+            cut = stage_source(annotator, boundaries, weights, stage.start, stage.end)
         self._fetch_weights(cut)
         if stage is not None and cut is not None:
             topology = with_buffers(self.cluster.machines[rank], stage.buffer_bytes)
@@ -316,13 +349,15 @@ class _Builder:
         positions = self._positions(boundaries)
         rank = dist.get_rank()
         wires = _Wires(capture, micro)
-        runner = None
-        if rank in self._ranks:
-            index = self._ranks.index(rank)
-            cut = stage_source(
-                annotator, boundaries, self.asked.model_copy.weights, positions[index], positions[index + 1]
-            )
-            runner = self._runner(cut, wires)
+
+        def make() -> StageRunner | None:
+            if rank not in self._ranks:
+                return None
+            index, weights = self._ranks.index(rank), self.asked.model_copy.weights
+            cut = stage_source(annotator, boundaries, weights, positions[index], positions[index + 1])
+            return self._runner(cut, wires)
+
+        runner = on_all("placing a call of other sizes", make)
         return ClusterCall(
             runner,
             lambda part: _traced_inputs(capture, part),
@@ -337,8 +372,10 @@ class _Builder:
         return stage_positions(boundaries, [set(stage.plan.graph.weights) for stage in self.plan.stages])
 
     def _runner(self, cut: StageSource, wires: _Wires) -> StageRunner:
-        assert self.compiler is not None and self.placed is not None
+        assert self.compiler is not None
+        assert self.placed is not None
         self.compiler.adopt(cut.annotator)
+        make_ready(self.placed, [wires.example(name) for name in cut.cut.inputs])
         program = StageProgram(
             self.placed,
             cut.cut.inputs,
@@ -354,14 +391,20 @@ class _Wires:
     """Tensors on the network in a call: their sizes are its own, not those that the plan is for."""
 
     def __init__(self, capture: Capture, micro: BoundCall) -> None:
-        traced = micro if capture.prepare is None else capture.prepare(micro)
-        here = sizes_of_call(capture.graph, capture.inputs, traced.leaves)
+        self.inputs = _traced_inputs(capture, micro)
+        here = sizes_of_call(capture.graph, capture.inputs, list(self.inputs.values()))
         self.sizes = {**capture.sizes, **here}
         self.nodes = {node.name: node for node in capture.graph.nodes}
 
     def of(self, name: str) -> Wire:
         described = describe(self.nodes[name].meta["val"], self.sizes)
         return Wire(name, described.shape, described.dtype)
+
+    def example(self, name: str) -> Any:
+        """A value that a stage takes: an input, or a tensor of the sizes of what it receives."""
+        if name in self.inputs:
+            return self.inputs[name]
+        return torch.empty(self.of(name).shape, dtype=self.of(name).dtype)
 
 
 def _traced_inputs(capture: Capture, part: BoundCall) -> dict[str, Any]:
@@ -377,23 +420,21 @@ def _rebuild(capture: Capture, results: Sequence[torch.Tensor]) -> Any:
 
 
 def _fill(module: StageModule, got: Mapping[str, torch.Tensor]) -> None:
-    """Give the module the data of these weights, by any of their names."""
-    named = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-    for name, tensor in got.items():
-        path, _, own = name.rpartition(".")
-        part = module.get_submodule(path)
-        if own in part._parameters:
-            old = part._parameters[own]
-            assert old is not None and id(old) in named
-            new = nn.Parameter(tensor, old.requires_grad)
-            _replace(module, old, new)
-        else:
-            _replace(module, part._buffers[own], tensor)
-
-
-def _replace(module: nn.Module, old: Any, new: torch.Tensor) -> None:
+    """Give the module the data of these weights, under all of their names."""
+    of = {
+        id(module.get_parameter(name) if _is_parameter(module, name) else module.get_buffer(name)): tensor
+        for name, tensor in got.items()
+    }
+    made: dict[int, Any] = {}
     for part in module.modules():
         for table in (part._parameters, part._buffers):
-            for name, tensor in table.items():
-                if tensor is old:
-                    table[name] = new  # type: ignore[assignment]  # a parameter for a parameter
+            for name, old in table.items():
+                if old is not None and id(old) in of:
+                    data = of[id(old)]
+                    new = nn.Parameter(data, old.requires_grad) if isinstance(old, nn.Parameter) else data
+                    table[name] = made.setdefault(id(old), new)
+
+
+def _is_parameter(module: nn.Module, name: str) -> bool:
+    path, _, own = name.rpartition(".")
+    return own in module.get_submodule(path)._parameters

@@ -15,17 +15,15 @@ import numpy as np
 
 from graphplan.analysis.cluster_plan import ClusterPlan
 from graphplan.analysis.plan import Plan
-from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler
 from graphplan.compiler.stage_compiler import StageSource, plan_like, stage_source, with_buffers
 from graphplan.devices.topology import Link, Topology
-from graphplan.errors import InfeasibleError, InputError, readable_bytes
+from graphplan.errors import InfeasibleError, readable_bytes
 from graphplan.ir.cluster_plan_data import MachineStage, Objective
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.pipeline.boundaries import Boundaries
-from graphplan.passes.pipeline.cut_capture import results_of
 from graphplan.passes.pipeline.estimates import Estimates, Flight, operation_seconds
 from graphplan.passes.pipeline.stage_bound import PROOF, bound_stages
 from graphplan.passes.pipeline.stage_dp import Segments, StageDP
@@ -90,7 +88,6 @@ def plan_cluster(
 
     Raises:
         InfeasibleError: no cut into stages fits the machines.
-        InputError: a result has no batch dimension to be joined along, or sizes are not known.
     """
     return _Search(model_copy, annotator, cluster, options, batch).run()
 
@@ -110,7 +107,6 @@ class _Search:
 
     def run(self) -> ClusterPlan:
         self.boundaries = Boundaries(self.annotator.graph())
-        self._require_batches(self.annotator.capture)
         classes = self.cluster.classes
         self.estimates = self._estimates(self.cluster)
         best: list[tuple[int, int, int]] | None = None
@@ -148,20 +144,6 @@ class _Search:
         counts = [len(members) for members in self.cluster.classes]
         fits = estimates.fits if self.cluster.flight.grad else None
         return StageDP(estimates.costs(), counts, fits).solve(self.cluster.counted)
-
-    def _require_batches(self, whole: Capture) -> None:
-        """Results of microbatches are joined along their first dimension, which must be the batch's."""
-        count = self.cluster.flight.microbatches
-        if count == 1:
-            return
-        values = self.boundaries.graph.values
-        for name in results_of(whole):
-            shape = values[name].shape if name in values else ()
-            if not shape or shape[0] != self.batch // count:
-                raise InputError(
-                    f"the result {name!r} has the sizes {list(shape)} for a microbatch of {self.batch // count} "
-                    "rows: results of microbatches cannot be joined along the batch. Use microbatches=1"
-                )
 
     # -- stages placed -----------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""One stage of a model over several machines: cut out of a capture, placed and lowered as a model of its own."""
+"""One stage of a model over several machines, cut out of a capture: placed and lowered as a model is."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class StageSource:
 def stage_source(
     annotator: Annotator, boundaries: Boundaries, weights: ModelWeights, start: int, end: int
 ) -> StageSource:
-    """The stage of the operations from ``start`` to ``end`` of an annotated call of a model with ``weights``."""
+    """The stage of the operations from ``start`` to ``end`` of an annotated call."""
     cut = cut_capture(annotator.capture, boundaries, start, end)
     read = dict.fromkeys(cut.capture.weights.values())
     module = partial_model(weights, [name for name in read if name not in cut.capture.constants])

@@ -12,19 +12,19 @@ def cluster_summary(plan: ClusterPlanData[Any]) -> str:
     """The plan as a table that a person can read."""
     used = len(plan.stages)
     idle = f", {plan.machines - used} of {plan.machines} not used" if used < plan.machines else ""
+    parts = count_text(plan.microbatches, "microbatch", "microbatches")
+    speed = f"{size_text(int(plan.network.bandwidth))}/s and {time_text(plan.network.latency)}"
     lines = [
-        f"{count_text(used, 'machine')}{idle}, {count_text(plan.microbatches, 'microbatch', 'microbatches')}, "
-        f"schedule {plan.schedule}, for {plan.objective}",
+        f"{count_text(used, 'machine')}{idle}, {parts}, schedule {plan.schedule}, for {plan.objective}",
         "",
         *table_lines(
             ("machine", "operations", "weights", "peaks", "seconds", "busy", "sends"),
             [_row(plan, index, stage) for index, stage in enumerate(plan.stages)],
         ),
         "",
-        f"network: {size_text(plan.network_bytes)} per microbatch, at {size_text(int(plan.network.bandwidth))}/s "
-        f"and {time_text(plan.network.latency)}",
-        f"time: {time_text(plan.makespan)} estimated for a batch, {time_text(plan.latency)} for one microbatch; "
-        f"machines wait {100 * plan.bubble:.0f} % of it",
+        f"network: {size_text(plan.network_bytes)} per microbatch, at {speed}",
+        f"time: {time_text(plan.makespan)} estimated for a batch, {time_text(plan.latency)} for one "
+        f"microbatch; machines wait {100 * plan.bubble:.0f} % of it",
         f"lower bound {time_text(plan.lower_bound)}, gap {100 * plan.gap:.1f} % ({plan.proof})",
     ]
     return "\n".join(lines)

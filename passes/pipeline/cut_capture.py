@@ -168,8 +168,8 @@ class _Cut:
         val = node.meta.get("val")
         if not isinstance(val, torch.Tensor):
             raise CaptureError(
-                f"{name!r} is no tensor but {type(val).__name__}: between machines, and as a result of a model "
-                "over several machines, there are tensors only"
+                f"{name!r} is no tensor but {type(val).__name__}: between machines, and as results of a "
+                "model over several machines, there are tensors only"
             )
         open_sizes = [s for s in val.shape if isinstance(s, torch.SymInt) and _is_open(s)]
         if open_sizes:

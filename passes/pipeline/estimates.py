@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from graphplan.devices.topology import CPU, DeviceSpec, Link, Topology
 from graphplan.ir.cost_model import all_seconds
+from graphplan.ir.cluster_plan_data import PipelineSchedule
 from graphplan.ir.graph import Graph
 from graphplan.passes.pipeline.boundaries import Boundaries
 from graphplan.passes.pipeline.stage_dp import Floats, StageCosts
@@ -34,7 +35,7 @@ class Flight:
     """
 
     microbatches: int = 1
-    schedule: str = "gpipe"
+    schedule: PipelineSchedule = "gpipe"
     grad: bool = False
 
     def kept(self, after: int) -> int:
@@ -143,7 +144,7 @@ class Estimates:
                     read |= (starts <= reader) & (reader < ends)
                 found += weight.nbytes * read
         before = np.concatenate([[0.0], alone.cumsum()])[cuts]
-        return found + np.maximum(before[None, :] - before[:, None], 0.0)
+        return np.asarray(found + np.maximum(before[None, :] - before[:, None], 0.0))
 
     @cached_property
     def live_bytes(self) -> Floats:

@@ -100,7 +100,7 @@ def bound_prefix(
 
 
 def _covers(limit: float, before: Floats, crossing: Floats, first: NDArray[np.int64], machines: int) -> bool:
-    """Whether so many stretches within a limit, each from ``first[end]`` on at the earliest, reach the end."""
+    """Whether so many stretches within a limit, each from ``first[end]`` on or later, reach the end."""
     size = len(before)
     reached = np.zeros(size, dtype=bool)
     reached[0] = True
@@ -128,7 +128,7 @@ def _window_minimum(values: Floats, first: NDArray[np.int64], last: NDArray[np.i
         tables.append(np.minimum(before, shifted))
     level = np.floor(np.log2(last - first + 1)).astype(np.int64)
     table = np.stack(tables)
-    return np.minimum(table[level, first], table[level, last - (1 << level) + 1])
+    return np.asarray(np.minimum(table[level, first], table[level, last - (1 << level) + 1]))
 
 
 def _first_reads(graph: Graph) -> Floats:

@@ -1,0 +1,116 @@
+"""What each process of torchrun runs in the tests of several machines: the case that is named."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+sys.path[:0] = [os.path.join(os.path.dirname(__file__), "..", ".."), os.path.dirname(__file__)]
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import torch.distributed as dist
+from cluster_models import PLAIN
+
+import graphplan
+
+SECONDS = 20  # the timeout of the process group
+QUICK = graphplan.Link(1e12, 0.0)  # so that small models are worth dividing
+
+
+def difference(found: Any, expected: Any) -> float:
+    from builders import largest_difference
+
+    return largest_difference(found, expected)
+
+
+def say(text: str) -> None:
+    print(f"[{dist.get_rank()}] {text}", flush=True)
+
+
+def divided(model: Any, inputs: dict[str, Any], microbatches: int, **options: Any) -> Any:
+    """The model over all ranks, each with a CPU that would hold the whole."""
+    ranks = dist.get_world_size()
+    return graphplan.partition(
+        model,
+        machines=[{"cpu": "1GiB"}] * ranks,
+        kwargs=inputs,
+        microbatches=microbatches,
+        objective="throughput",
+        network=QUICK,
+        return_outputs="all",
+        time_limit=0.3,
+        **options,
+    )
+
+
+def check(name: str, model: Any, inputs: dict[str, Any]) -> None:
+    """The model in two microbatches where its results allow that, and eager, say the same."""
+    with torch.no_grad():
+        expected = model(**inputs)
+    ranks = dist.get_world_size()
+    try:
+        try:
+            placed = divided(model, inputs, 2)
+        except graphplan.InputError:
+            placed = split_by_memory(model, inputs)
+        found = placed(**inputs)
+        used = len(placed.plan.stages)
+        same = type(found) is type(expected)
+        say(f"{name}: {used}/{ranks} stages, same type {same}, difference {difference(found, expected):.1e}")
+    except Exception as error:
+        say(f"{name}: FAILED {type(error).__name__}: {error}")
+
+
+def split_by_memory(model: Any, inputs: dict[str, Any]) -> Any:
+    """In one microbatch: only memory parts a model then."""
+    nbytes = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+    ranks = dist.get_world_size()
+    for share in (0.7, 0.9, 1.2, 2.0, 4.0):
+        try:
+            return graphplan.partition(
+                model, machines=[{"cpu": int(nbytes * share)}] * ranks, kwargs=inputs,
+                network=QUICK, return_outputs="all", time_limit=0.3,
+            )  # fmt: skip
+        except (graphplan.InfeasibleError, graphplan.ClusterError):
+            continue
+    raise AssertionError("nothing fits")
+
+
+def architectures(*stems: str) -> None:
+    from architectures import TABLE
+
+    for stem in stems:
+        torch.manual_seed(0)
+        (architecture,) = [a for a in TABLE if a.stem == stem]
+        model, inputs = architecture.build()
+        inputs = {k: v for k, v in inputs.items() if k != "use_cache"}
+        if "use_cache" in model.forward.__code__.co_varnames:
+            inputs["use_cache"] = False
+        check(stem, model, inputs)
+
+
+def plain() -> None:
+    for name, make in PLAIN.items():
+        torch.manual_seed(0)
+        model, inputs = make()
+        check(name, model.eval(), inputs)
+
+
+CASES: dict[str, Callable[..., None]] = {"architectures": architectures, "plain": plain}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=SECONDS))
+    torch.manual_seed(0)
+    CASES[sys.argv[1]](*sys.argv[2:])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
