@@ -55,7 +55,8 @@ class Boundaries:
         """
         graph = self.graph
         operations = list(graph.operations.values())
-        found = dict.fromkeys(graph.outputs, len(operations))
+        returned = [value.name for value in graph.values.values() if value.stays]  # tensors of caches
+        found = dict.fromkeys((*graph.outputs, *returned), len(operations))
         for position in range(len(operations) - 1, -1, -1):
             operation, until = operations[position], position
             if operation.name in self.recomputed:

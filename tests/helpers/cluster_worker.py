@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -88,7 +89,7 @@ def architectures(*stems: str) -> None:
         (architecture,) = [a for a in TABLE if a.stem == stem]
         model, inputs = architecture.build()
         inputs = {k: v for k, v in inputs.items() if k != "use_cache"}
-        if "use_cache" in model.forward.__code__.co_varnames:
+        if "use_cache" in inspect.signature(model.forward).parameters:
             inputs["use_cache"] = False
         check(stem, model, inputs)
 
