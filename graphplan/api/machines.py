@@ -30,10 +30,10 @@ from graphplan.compiler.stage_compiler import StageSource, stage_source, with_bu
 from graphplan.devices.max_memory import MaxMemory, Reserve, read_max_memory, require_present
 from graphplan.devices.speeds import Measurements, Speed, with_speeds
 from graphplan.devices.topology import DeviceKey, Link, Topology
-from graphplan.errors import InputError, PlanError
+from graphplan.errors import CaptureError, InputError, PlanError
 from graphplan.ir.cluster_plan_data import MachineStage, Objective, PipelineSchedule
 from graphplan.passes.frontend.annotate import Annotator
-from graphplan.passes.frontend.tensor_meta import describe
+from graphplan.passes.frontend.tensor_meta import TensorMeta, describe
 from graphplan.passes.pipeline.boundaries import Boundaries
 from graphplan.passes.pipeline.cut_capture import results_of
 from graphplan.passes.pipeline.estimates import Flight
@@ -47,6 +47,12 @@ from graphplan.runtime.module.result_structure import rebuilder
 
 NETWORK = Link(1.25e9, 50e-6)
 """Between machines, where the caller says nothing: 10 Gbit/s and 50 microseconds."""
+
+
+_GRAPH = (
+    "the traced graph: their code is not the same, or goes through a set, whose order is another in each "
+    "process unless all have the same PYTHONHASHSEED"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +226,7 @@ def partition_machines(
     asked = on_all("reading the model", lambda: _asked(model, cluster, args, kwargs, options))
     require_same(_facts(asked, machines, options))
     annotator = on_all("tracing the model", asked.traced)
-    require_same({"the traced graph, and so in code": str(annotator.graph())})
+    require_same({_GRAPH: str(annotator.graph())})
     text = _planned_on_first(asked, annotator, cluster, options, plan)
     source = on_all("reading the checkpoint", lambda: _source(asked, checkpoint, strict=strict))
     found = ClusterPlan.from_json(text)
@@ -342,7 +348,7 @@ class _Builder:
         placer = Placer(Recipe(topology, self.options, strict=True), self.source, compiler=self.compiler)
         return placer.place(cut.module, model_copy, cut.example("cpu"))
 
-    def prepare(self, micro: BoundCall) -> ClusterCall:
+    def prepare(self, micro: BoundCall, form: int) -> ClusterCall:
         """How calls like this one are run, on all ranks at once: traced anew where sizes are new."""
         annotator = on_all("tracing the model", lambda: self.asked.annotator(micro))
         capture, boundaries = annotator.capture, Boundaries(annotator.graph())
@@ -355,7 +361,7 @@ class _Builder:
                 return None
             index, weights = self._ranks.index(rank), self.asked.model_copy.weights
             cut = stage_source(annotator, boundaries, weights, positions[index], positions[index + 1])
-            return self._runner(cut, wires)
+            return self._runner(cut, wires, form)
 
         runner = on_all("placing a call of other sizes", make)
         return ClusterCall(
@@ -371,7 +377,7 @@ class _Builder:
             return [0, *(stage.end for stage in self.plan.stages)]
         return stage_positions(boundaries, [set(stage.plan.graph.weights) for stage in self.plan.stages])
 
-    def _runner(self, cut: StageSource, wires: _Wires) -> StageRunner:
+    def _runner(self, cut: StageSource, wires: _Wires, form: int) -> StageRunner:
         assert self.compiler is not None
         assert self.placed is not None
         self.compiler.adopt(cut.annotator)
@@ -383,6 +389,7 @@ class _Builder:
             [wires.of(name) for name in cut.cut.received],
             [wires.of(name) for name in cut.cut.sent],
             self._ranks,
+            form,
         )
         return StageRunner(program, self.plan.microbatches, self.group)
 
@@ -397,7 +404,12 @@ class _Wires:
         self.nodes = {node.name: node for node in capture.graph.nodes}
 
     def of(self, name: str) -> Wire:
-        described = describe(self.nodes[name].meta["val"], self.sizes)
+        described = describe(self.nodes[name].meta.get("val"), self.sizes)
+        if not isinstance(described, TensorMeta):
+            raise CaptureError(
+                f"a result is {described!r}, no tensor, which no machine can send: leave it out of what the "
+                "model returns (for a transformers model, use_cache=False)"
+            )
         return Wire(name, described.shape, described.dtype)
 
     def example(self, name: str) -> Any:

@@ -141,10 +141,12 @@ class _Cut:
         for node in given:
             made = graph.create_node("placeholder", node.name, name=node.name)
             made.meta.update(node.meta)
+            made.name = node.name  # fx gives another where it is that of a builtin, as ``input`` is
             env[node] = made
         for node in ordered:
             if node not in env:
                 env[node] = graph.node_copy(node, env.__getitem__)
+                env[node].name = node.name
         graph.output(tuple(env[self.nodes[name]] for name in outputs))
         graph.lint()
         return graph

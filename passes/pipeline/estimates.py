@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphplan.devices.topology import CPU, DeviceSpec, Link, Topology
-from graphplan.ir.cost_model import all_seconds
 from graphplan.ir.cluster_plan_data import PipelineSchedule
+from graphplan.ir.cost_model import all_seconds
 from graphplan.ir.graph import Graph
 from graphplan.passes.pipeline.boundaries import Boundaries
 from graphplan.passes.pipeline.stage_dp import Floats, StageCosts

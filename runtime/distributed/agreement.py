@@ -78,7 +78,7 @@ def require_same(facts: Mapping[str, str]) -> None:
             of.setdefault(lines[index], []).append(rank)
         if len(of) > 1:
             groups = " and ".join(_ranks(ranks) for ranks in of.values())
-            raise ClusterError(f"ranks differ in {what}: {groups}. Give all ranks the same")
+            raise ClusterError(f"{groups} differ in {what}")
 
 
 def on_all(what: str, action: Callable[[], Made]) -> Made:

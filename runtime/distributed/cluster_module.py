@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import nn
 
 from graphplan.capture.microbatches import microbatches_of
 from graphplan.capture.signature import BoundCall, bind_call, leaf_names
+from graphplan.errors import ClusterError, first_line
 from graphplan.runtime.distributed.agreement import require_same
 from graphplan.runtime.distributed.stage_runner import StageRunner, Wire
 
@@ -53,7 +55,7 @@ class ClusterModule(nn.Module):
         plan: Any,
         stage: nn.Module | None,
         signature: inspect.Signature,
-        prepare: Callable[[BoundCall], ClusterCall],
+        prepare: Callable[[BoundCall, int], ClusterCall],
         *,
         everywhere: bool,
     ) -> None:
@@ -77,9 +79,9 @@ class ClusterModule(nn.Module):
         call = bind_call(self._signature, args, kwargs)
         parts = microbatches_of(call, self.plan.microbatches)
         form = _form(parts[0])
-        require_same({"the inputs of this call": repr(form)})
         if form not in self._calls:
-            self._calls[form] = self._prepare(parts[0])
+            require_same({"the inputs of this call": repr(form)})
+            self._calls[form] = self._prepare(parts[0], _number(form))
         known = self._calls[form]
         chunks = [] if known.runner is None else known.runner.run([known.own(part) for part in parts])
         here = dist.get_rank() == known.last
@@ -87,8 +89,7 @@ class ClusterModule(nn.Module):
             return None
         found = _joined(chunks) if here else [_empty(wire, len(parts)) for wire in known.results]
         if self._everywhere:
-            for tensor in found:
-                dist.broadcast(tensor, known.last)
+            _broadcast(found, known.results, known.last)
         return known.rebuild(found)
 
 
@@ -99,6 +100,22 @@ def _form(call: BoundCall) -> tuple[Any, ...]:
         for leaf in call.leaves
     ]
     return (*leaf_names(call), *leaves)
+
+
+def _number(form: tuple[Any, ...]) -> int:
+    """The same for equal forms in all processes."""
+    return int(hashlib.sha256(repr(form).encode()).hexdigest()[:15], 16)
+
+
+def _broadcast(tensors: Sequence[torch.Tensor], wires: Sequence[Wire], source: int) -> None:
+    for tensor, wire in zip(tensors, wires, strict=True):
+        try:
+            dist.broadcast(tensor, source)
+        except RuntimeError as error:
+            raise ClusterError(
+                f"rank {dist.get_rank()} waited for the result {wire.name!r} of rank {source}, which has the "
+                f"last stage: {first_line(error)}"
+            ) from error
 
 
 def _joined(chunks: Sequence[Results]) -> list[torch.Tensor]:

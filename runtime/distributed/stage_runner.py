@@ -1,7 +1,8 @@
 """One stage in a pipeline: ``torch.distributed.pipelining`` moves microbatches, the placed stage computes.
 
 What a stage gets from the one before crosses the network; inputs of the model are at hand on every rank, and
-do not. The schedule hands stages the number of a microbatch, by which each finds its own inputs.
+do not. The schedule hands stages the number of a microbatch, by which each finds its own inputs. Before the
+values goes the number of the form of the call, so that ranks that were called differently find out.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class StageProgram:
         received: from the stage before.
         sent: to the stage after; of the last stage, the results.
         ranks: of the stages, in order.
+        form: a number that is the same for calls of the same names and sizes.
     """
 
     stage: nn.Module
@@ -53,6 +55,7 @@ class StageProgram:
     received: Sequence[Wire]
     sent: Sequence[Wire]
     ranks: Sequence[int]
+    form: int = 0
 
 
 def make_ready(stage: nn.Module, values: Sequence[Any]) -> None:
@@ -70,15 +73,17 @@ class _Step(nn.Module):
         self.own: Sequence[Mapping[str, Any]] = ()
         self.failed: Exception | None = None
         self.made: list[tuple[torch.Tensor, ...]] = []
+        self.header = torch.tensor([program.form])
 
     def forward(
         self, *received: torch.Tensor, number: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, ...]:
         program = self.program
-        first = not program.received
-        values = dict(zip((wire.name for wire in program.received), () if first else received, strict=True))
-        values |= self.own[int(received[0] if number is None else number)]
+        values = dict(self.own[int(received[0] if number is None else number)])
         try:
+            if number is not None:
+                self._require_form(int(received[0]))
+                values |= zip((wire.name for wire in program.received), received[1:], strict=True)
             made = self.stage(*(values[name] for name in program.inputs))
             values |= zip(program.outputs, made, strict=True)
             found = tuple(values[wire.name].to(_HOST).contiguous() for wire in program.sent)
@@ -86,7 +91,16 @@ class _Step(nn.Module):
             self.failed = error
             raise
         self.made.append(found)
-        return found
+        return (self.header, *found) if dist.get_rank() != program.ranks[-1] else found
+
+    def _require_form(self, received: int) -> None:
+        if received != self.program.form:
+            ranks = self.program.ranks
+            before = ranks[list(ranks).index(dist.get_rank()) - 1]
+            raise ClusterError(
+                f"rank {dist.get_rank()} was called with inputs of other names or sizes than rank {before}: "
+                "all ranks make the same calls"
+            )
 
 
 class StageRunner:
@@ -112,9 +126,10 @@ class StageRunner:
         self.index = list(program.ranks).index(dist.get_rank())
         self.step = _Step(program)
         number = torch.empty(1, dtype=torch.int64, device="meta")
+        last = self.index == len(program.ranks) - 1
         grad = loss is not None
-        arriving = tuple(_training(wire.like(), grad) for wire in program.received) or (number,)
-        leaving = tuple(_training(wire.like(), grad) for wire in program.sent)
+        arriving = (number, *(_training(wire.like(), grad) for wire in program.received))
+        leaving = (*(() if last else (number,)), *(_training(wire.like(), grad) for wire in program.sent))
         self.stage = PipelineStage(
             self.step, self.index, len(program.ranks), _HOST, arriving, leaving, group=group
         )

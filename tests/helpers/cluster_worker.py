@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import inspect
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -101,12 +102,46 @@ def plain() -> None:
         check(name, model.eval(), inputs)
 
 
-CASES: dict[str, Callable[..., None]] = {"architectures": architectures, "plain": plain}
+def chain(width: int = 8, wrong: bool = False) -> Any:
+    layers = [torch.nn.Linear(width, width) for _ in range(6)]
+    return torch.nn.Sequential(*layers, *([torch.nn.Tanh()] if wrong else [])).eval()
+
+
+def fault(kind: str, rank: str) -> None:
+    """One rank is given something else, dies or stops; the others say what they waited for."""
+    here = dist.get_rank() == int(rank)
+    x = torch.randn(4, 8)
+    budget = "2GiB" if here and kind == "budgets" else "1GiB"
+    width = 9 if here and kind == "weights" else 8
+    model = chain(width, wrong=here and kind == "code")
+    try:
+        placed = graphplan.partition(
+            model, machines=[{"cpu": budget}] * dist.get_world_size(), args=(x[:, :1].expand(4, width),),
+            microbatches=2, objective="throughput", network=QUICK, time_limit=0.3,
+        )  # fmt: skip
+        placed(x)
+        if here and kind == "dies":
+            os._exit(9)
+        if here and kind == "stops":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if here and kind == "inputs":
+            x = torch.randn(2, 8)
+            placed._calls[next(iter(placed._calls))] = placed._calls[next(iter(placed._calls))]
+        placed(x)
+        placed(x)
+        say("no error")
+    except graphplan.GraphplanError as error:
+        say(f"{type(error).__name__}: {error}")
+    os._exit(0)
+
+
+CASES: dict[str, Callable[..., None]] = {"architectures": architectures, "fault": fault, "plain": plain}
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=SECONDS))
+    seconds = 5 if sys.argv[1] == "fault" else SECONDS
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
     torch.manual_seed(0)
     CASES[sys.argv[1]](*sys.argv[2:])
     dist.barrier()
