@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -40,10 +41,10 @@ from graphplan.passes.pipeline.estimates import Flight
 from graphplan.passes.pipeline.stage_positions import stage_positions
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint, read_checkpoint
 from graphplan.runtime.distributed.agreement import broadcast_text, on_all, require_group, require_same
-from graphplan.runtime.distributed.cluster_module import ClusterCall, ClusterModule
+from graphplan.runtime.distributed.cluster_module import ClusterCall, ClusterModule, Form
 from graphplan.runtime.distributed.sent_weights import ranks_without_data, send_weights
 from graphplan.runtime.distributed.stage_runner import StageProgram, StageRunner, Wire, make_ready
-from graphplan.runtime.module.result_structure import rebuilder
+from graphplan.runtime.module.result_structure import given_layouts, rebuilder
 
 NETWORK = Link(1.25e9, 50e-6)
 """Between machines, where the caller says nothing: 10 Gbit/s and 50 microseconds."""
@@ -159,14 +160,11 @@ class _Asked:
                     _require_part(after.of(large.name), before.of(small.name), self.microbatches)
         return found
 
-    def annotator(self, micro: BoundCall) -> Annotator:
-        """The whole model's call of one microbatch, traced."""
-        found = self.compiler.annotated(micro)
+    def annotator(self, micro: BoundCall, ahead: float = 0.0) -> Annotator:
+        """The whole model's call of one microbatch, traced; ``ahead`` as for captures."""
+        found = self.compiler.annotated(micro, ahead)
         if found.capture.method == "symbolic_trace":
             raise InputError("machines= needs example inputs: without them nobody knows what crosses a cut")
-        if found.capture.caches:
-            names = ", ".join(found.capture.caches)
-            raise InputError(f"{names}: a call over several machines takes no caches of the caller's")
         return found
 
 
@@ -299,6 +297,9 @@ class _Builder:
     compiler: Compiler | None = None
     placed: nn.Module | None = None
     order: tuple[str, ...] = ()
+    cuts: dict[tuple[int, bool], StageSource | None] = field(default_factory=dict)
+    runners: dict[Any, StageRunner] = field(default_factory=dict)
+    traffic: Counter[str] = field(default_factory=Counter)
     group: dist.ProcessGroup | None = None
 
     def build(self, annotator: Annotator) -> ClusterModule:
@@ -348,57 +349,85 @@ class _Builder:
         placer = Placer(Recipe(topology, self.options, strict=True), self.source, compiler=self.compiler)
         return placer.place(cut.module, model_copy, cut.example("cpu"))
 
-    def prepare(self, micro: BoundCall, form: int) -> ClusterCall:
-        """How calls like this one are run, on all ranks at once: traced anew where sizes are new."""
-        annotator = on_all("tracing the model", lambda: self.asked.annotator(micro))
-        capture, boundaries = annotator.capture, Boundaries(annotator.graph())
-        positions = self._positions(boundaries)
-        rank = dist.get_rank()
+    def prepare(self, micro: BoundCall, form: Form) -> ClusterCall:
+        """How calls like this one are run, on all ranks at once: traced anew where sizes are new.
+
+        Raises:
+            InputError: the call takes caches, which only ``generate`` keeps where they are.
+        """
+        stay = form.caches_stay
+        annotator = self._annotated(micro, form)
+        capture = annotator.capture
+        if capture.caches and not stay:
+            raise InputError(f"{', '.join(capture.caches)}: over several machines, generate() keeps caches")
         wires = _Wires(capture, micro)
-
-        def make() -> StageRunner | None:
-            if rank not in self._ranks:
-                return None
-            index, weights = self._ranks.index(rank), self.asked.model_copy.weights
-            cut = stage_source(annotator, boundaries, weights, positions[index], positions[index + 1])
-            return self._runner(cut, wires, form)
-
-        runner = on_all("placing a call of other sizes", make)
+        key = id(annotator), stay
+        if key not in self.cuts:
+            self.cuts[key] = on_all(
+                "placing a call of other sizes", lambda: self._cut(annotator, wires, stay)
+            )
+        cut = self.cuts[key]
         return ClusterCall(
-            runner,
+            None if cut is None else self._runner(key, cut, wires, 1 if stay else self.plan.microbatches),
             lambda part: _traced_inputs(capture, part),
-            [wires.of(name) for name in results_of(capture)],
-            lambda results: _rebuild(capture, results),
+            [wires.of(name) for name in results_of(capture, caches_stay=stay)],
+            lambda results, call: _rebuild(capture, wires, results, call),
             self._ranks[-1],
         )
+
+    def _annotated(self, micro: BoundCall, form: Form) -> Annotator:
+        """The call, traced; only where that is new, ranks tell each other."""
+
+        def trace() -> Annotator:
+            return self.asked.annotator(micro, 1.0 if form.caches_stay else 0.0)
+
+        try:
+            found = trace()
+        except Exception:  # whatever it is, all ranks are to hear of it
+            return on_all("tracing the model", trace)
+        if (id(found), form.caches_stay) not in self.cuts:
+            on_all("tracing the model", lambda: None)
+            require_same({"the inputs of this call": repr(form)})
+        return found
+
+    def _cut(self, annotator: Annotator, wires: _Wires, stay: bool) -> StageSource | None:
+        """This rank's stage of a call, placed; None where it has none."""
+        rank = dist.get_rank()
+        if rank not in self._ranks:
+            return None
+        assert self.compiler is not None
+        assert self.placed is not None
+        boundaries = Boundaries(annotator.graph(), stay)
+        positions = self._positions(boundaries)
+        index, weights = self._ranks.index(rank), self.asked.model_copy.weights
+        cut = stage_source(annotator, boundaries, weights, positions[index], positions[index + 1])
+        self.compiler.adopt(cut.annotator)
+        make_ready(self.placed, [wires.example(name) for name in cut.cut.inputs])
+        return cut
 
     def _positions(self, boundaries: Boundaries) -> list[int]:
         if tuple(boundaries.graph.operations) == self.order:
             return [0, *(stage.end for stage in self.plan.stages)]
         return stage_positions(boundaries, [set(stage.plan.graph.weights) for stage in self.plan.stages])
 
-    def _runner(self, cut: StageSource, wires: _Wires, form: int) -> StageRunner:
-        assert self.compiler is not None
+    def _runner(
+        self, key: tuple[int, bool], cut: StageSource, wires: _Wires, microbatches: int
+    ) -> StageRunner:
+        """What runs the stage for tensors of these sizes."""
         assert self.placed is not None
-        self.compiler.adopt(cut.annotator)
-        make_ready(self.placed, [wires.example(name) for name in cut.cut.inputs])
-        program = StageProgram(
-            self.placed,
-            cut.cut.inputs,
-            cut.cut.outputs,
-            [wires.of(name) for name in cut.cut.received],
-            [wires.of(name) for name in cut.cut.sent],
-            self._ranks,
-            form,
-        )
-        return StageRunner(program, self.plan.microbatches, self.group)
+        received, sent = ([wires.of(name) for name in names] for names in (cut.cut.received, cut.cut.sent))
+        sizes = key, tuple(received), tuple(sent), microbatches
+        if sizes not in self.runners:
+            program = StageProgram(self.placed, cut.cut.inputs, cut.cut.outputs, received, sent, self._ranks)
+            self.runners[sizes] = StageRunner(program, microbatches, self.traffic, self.group)
+        return self.runners[sizes]
 
 
 class _Wires:
     """Tensors on the network in a call: their sizes are its own, not those that the plan is for."""
 
     def __init__(self, capture: Capture, micro: BoundCall) -> None:
-        self.inputs = _traced_inputs(capture, micro)
+        self.capture, self.inputs = capture, _traced_inputs(capture, micro)
         here = sizes_of_call(capture.graph, capture.inputs, list(self.inputs.values()))
         self.sizes = {**capture.sizes, **here}
         self.nodes = {node.name: node for node in capture.graph.nodes}
@@ -412,6 +441,15 @@ class _Wires:
             )
         return Wire(name, described.shape, described.dtype)
 
+    def given(self, name: str, call: BoundCall) -> Any:
+        """An input of a call that is a result too."""
+        return _traced_inputs(self.capture, call)[name]
+
+    def absent(self, name: str) -> torch.Tensor:
+        """A value that another rank has: zeros of its sizes that take no memory."""
+        wire = self.of(name)
+        return torch.zeros((), dtype=wire.dtype).expand(wire.shape)
+
     def example(self, name: str) -> Any:
         """A value that a stage takes: an input, or a tensor of the sizes of what it receives."""
         if name in self.inputs:
@@ -424,11 +462,20 @@ def _traced_inputs(capture: Capture, part: BoundCall) -> dict[str, Any]:
     return dict(zip(capture.inputs, traced.leaves, strict=True))
 
 
-def _rebuild(capture: Capture, results: Sequence[torch.Tensor]) -> Any:
-    """What the model returns, of the values that were computed and of constants of the trace."""
-    values = dict(zip(results_of(capture), results, strict=True))
-    flat = [values[item.name] if isinstance(item, fx.Node) else item for item in capture.outputs]
-    return rebuilder(capture.out_spec)(flat, {})
+def _rebuild(capture: Capture, wires: _Wires, results: Mapping[str, torch.Tensor], call: BoundCall) -> Any:
+    """What the model returns, of the values that are here, of constants of the trace, and of zeros."""
+    flat = []
+    for item in capture.outputs:
+        if not isinstance(item, fx.Node):
+            flat.append(item)
+        elif item.name in results:
+            flat.append(results[item.name])
+        elif item.name in wires.inputs:
+            flat.append(wires.given(item.name, call))
+        else:
+            flat.append(wires.absent(item.name))
+    caches = {name: call.kwargs[name] for name in capture.caches}
+    return rebuilder(capture.out_spec, given_layouts(capture.signature.spec, caches))(flat, caches)
 
 
 def _fill(module: StageModule, got: Mapping[str, torch.Tensor]) -> None:

@@ -120,9 +120,9 @@ class Compiler:
         return self._committed.layout(self.topology)
 
     @one_at_a_time
-    def annotated(self, call: BoundCall) -> Annotator:
-        """What is captured of a call, annotated for its sizes."""
-        return self._captures.annotated(call)
+    def annotated(self, call: BoundCall, ahead: float = 0.0) -> Annotator:
+        """What is captured of a call, annotated for its sizes, or larger ones: ``ahead`` as for captures."""
+        return self._captures.annotated(call, ahead=ahead)
 
     @one_at_a_time
     def plan(self, call: BoundCall | None, entry: str = "") -> Planned:

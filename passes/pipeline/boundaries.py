@@ -27,9 +27,11 @@ class Boundaries:
 
     Attributes:
         graph: whose order is cut.
+        caches_stay: whether tensors of returned caches stay where they are made, instead of going to the end.
     """
 
     graph: Graph
+    caches_stay: bool = False
 
     @cached_property
     def recomputed(self) -> frozenset[str]:
@@ -56,7 +58,8 @@ class Boundaries:
         graph = self.graph
         operations = list(graph.operations.values())
         returned = [value.name for value in graph.values.values() if value.stays]  # tensors of caches
-        found = dict.fromkeys((*graph.outputs, *returned), len(operations))
+        ends = graph.outputs if self.caches_stay else (*graph.outputs, *returned)
+        found = dict.fromkeys(ends, len(operations))
         for position in range(len(operations) - 1, -1, -1):
             operation, until = operations[position], position
             if operation.name in self.recomputed:

@@ -35,7 +35,8 @@ class StageCapture:
     Attributes:
         capture: takes ``inputs``, returns ``outputs`` as a flat tuple.
         inputs: names of the values that it takes: received ones, and inputs of the model.
-        outputs: names of the values that it computes for later stages, or as results.
+        outputs: names of the values that it computes for later stages, or as results, those included that
+            stay here.
         received: names of the values that cross the cut before it, in order; some only pass through.
         sent: names of those that cross the cut after it; of the results, for the last stage.
         sizes: name of each of these -> what it is at the sizes that the plan is for.
@@ -64,9 +65,14 @@ def cut_capture(whole: Capture, boundaries: Boundaries, start: int, end: int) ->
     return _Cut(whole, boundaries, start, end).stage()
 
 
-def results_of(whole: Capture) -> tuple[str, ...]:
-    """The names of the results that are values of the graph, each once."""
-    return tuple(dict.fromkeys(node.name for node in whole.outputs if isinstance(node, fx.Node)))
+def results_of(whole: Capture, *, caches_stay: bool = False) -> tuple[str, ...]:
+    """The names of the results that are values of the graph, each once; without caches, where these stay."""
+    named = (
+        node.name
+        for position, node in enumerate(whole.outputs)
+        if isinstance(node, fx.Node) and not (caches_stay and position in whole.kept)
+    )
+    return tuple(dict.fromkeys(named))
 
 
 class _Cut:
@@ -76,12 +82,16 @@ class _Cut:
         self.names = set(self.operations[start:end]) - boundaries.recomputed
         self.received = boundaries.crossing(start) if start else ()
         last = end == len(self.operations)
-        self.sent = results_of(whole) if last else boundaries.crossing(end)
+        stay = boundaries.caches_stay
+        self.sent = results_of(whole, caches_stay=stay) if last else boundaries.crossing(end)
         self.nodes = {node.name: node for node in whole.graph.nodes}
+        cached = {whole.outputs[position] for position in whole.kept} if stay else set()
+        self.cached = [node.name for node in cached if isinstance(node, fx.Node) and self._is_made_here(node)]
 
     def stage(self) -> StageCapture:
         given = {*self.received, *self.whole.inputs}
-        outputs = tuple(name for name in self.sent if name not in given)
+        made = (*self.sent, *sorted(self.cached))
+        outputs = tuple(dict.fromkeys(name for name in made if name not in given))
         wanted = self._wanted([*self.names, *outputs])
         inputs = [name for name in (*self.received, *self.whole.inputs) if self.nodes[name] in wanted]
         graph = self._graph(wanted, outputs)
@@ -126,10 +136,17 @@ class _Cut:
                 left += node.all_input_nodes
         return found
 
+    def _producer(self, node: fx.Node) -> fx.Node:
+        """The node of the operation that makes a value, which may be one of several."""
+        while node.name not in self.boundaries.graph.operations and node.target is operator.getitem:
+            node = node.all_input_nodes[0]
+        return node
+
+    def _is_made_here(self, node: fx.Node) -> bool:
+        return self._producer(node).name in self.names
+
     def _require_made_here(self, node: fx.Node) -> None:
-        producer = node
-        while producer.name not in self.boundaries.graph.operations and producer.target is operator.getitem:
-            producer = producer.all_input_nodes[0]
+        producer = self._producer(node)
         here = producer.name in self.names or producer.name in self.boundaries.recomputed
         if not here and producer.op == "call_function":
             raise VerificationError(f"a stage reads {node.name!r}, which no cut before it lets cross")

@@ -78,12 +78,16 @@ class StageDP:
     def __post_init__(self) -> None:
         self._states = sorted(product(*(range(n + 1) for n in self.counts)), key=sum)
 
+    def evenest(self) -> Segments | None:
+        """The stages of the least load of the busiest machine: what very many microbatches ask for."""
+        return self._path(np.inf, bottleneck=True)
+
     def solve(self, microbatches: int) -> Segments | None:
         """The stages of the least seconds, within a tolerance; None where none fit."""
         quickest = self._path(np.inf, bottleneck=False)
         if quickest is None or microbatches == 1:
             return quickest
-        evenest = self._path(np.inf, bottleneck=True)
+        evenest = self.evenest()
         assert evenest is not None
         least = self._path(evenest.slowest * (1 + 1e-12), bottleneck=False)
         assert least is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,29 +15,47 @@ from torch import nn
 from graphplan.capture.microbatches import microbatches_of
 from graphplan.capture.signature import BoundCall, bind_call, leaf_names
 from graphplan.errors import ClusterError, first_line
-from graphplan.runtime.distributed.agreement import require_same
 from graphplan.runtime.distributed.stage_runner import StageRunner, Wire
 
 Results = Sequence[torch.Tensor]
+_MOST = 256  # forms of calls that are remembered
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterCall:
-    """How calls of one structure are run.
+    """How calls of one form are run.
 
     Attributes:
         runner: of this rank's stage; None where it has none.
         own: from a microbatch to the model's inputs by name.
         results: of one microbatch.
-        rebuild: from the flat results, and the inputs of the whole call, to what the model returns.
+        rebuild: from the results by name, and the call, to what the model returns.
         last: rank of the last stage.
     """
 
     runner: StageRunner | None
     own: Callable[[BoundCall], dict[str, Any]]
     results: Sequence[Wire]
-    rebuild: Callable[[Results], Any]
+    rebuild: Callable[[Mapping[str, torch.Tensor], BoundCall], Any]
     last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What decides how a call is run.
+
+    Attributes:
+        call: names, sizes, and what is no tensor.
+        caches_stay: whether each rank keeps the caches of its own layers, as while text is generated.
+    """
+
+    call: tuple[Any, ...]
+    caches_stay: bool
+
+    @property
+    def number(self) -> int:
+        """The same for equal forms in all processes."""
+        return int(hashlib.sha256(repr(self).encode()).hexdigest()[:15], 16)
 
 
 class ClusterModule(nn.Module):
@@ -55,14 +73,14 @@ class ClusterModule(nn.Module):
         plan: Any,
         stage: nn.Module | None,
         signature: inspect.Signature,
-        prepare: Callable[[BoundCall, int], ClusterCall],
+        prepare: Callable[[BoundCall, Form], ClusterCall],
         *,
         everywhere: bool,
     ) -> None:
         super().__init__()
         self.plan, self.stage = plan, stage
         self._signature, self._prepare, self._everywhere = signature, prepare, everywhere
-        self._calls: dict[Any, ClusterCall] = {}
+        self._calls: dict[Form, ClusterCall] = {}
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,33 +96,42 @@ class ClusterModule(nn.Module):
         """
         call = bind_call(self._signature, args, kwargs)
         parts = microbatches_of(call, self.plan.microbatches)
-        form = _form(parts[0])
-        if form not in self._calls:
-            require_same({"the inputs of this call": repr(form)})
-            self._calls[form] = self._prepare(parts[0], _number(form))
-        known = self._calls[form]
-        chunks = [] if known.runner is None else known.runner.run([known.own(part) for part in parts])
+        known, chunks = self._run(parts, caches_stay=False)
         here = dist.get_rank() == known.last
         if not here and not self._everywhere:
             return None
         found = _joined(chunks) if here else [_empty(wire, len(parts)) for wire in known.results]
         if self._everywhere:
             _broadcast(found, known.results, known.last)
-        return known.rebuild(found)
+        return known.rebuild(_named(known, found), call)
+
+    def forward_in_place(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on its own arguments, on all ranks at once, and send no results nor caches.
+
+        Returns:
+            what the model returns; for results of the last rank, the others have zeros that take no memory,
+            and all have such zeros for the caches of other ranks' layers.
+        """
+        call = bind_call(self._signature, args, kwargs)
+        known, chunks = self._run([call], caches_stay=True)
+        stay = {} if known.runner is None else known.runner.take_stay()
+        return known.rebuild({**stay, **(_named(known, chunks[0]) if chunks else {})}, call)
+
+    def _run(self, parts: Sequence[BoundCall], *, caches_stay: bool) -> tuple[ClusterCall, list[Results]]:
+        form = Form(_described(parts[0]), caches_stay)
+        if form not in self._calls:
+            if len(self._calls) >= _MOST:
+                self._calls.clear()
+            self._calls[form] = self._prepare(parts[0], form)
+        known = self._calls[form]
+        if known.runner is None:
+            return known, []
+        chunks: list[Results] = [*known.runner.run([known.own(part) for part in parts], form.number)]
+        return known, chunks
 
 
-def _form(call: BoundCall) -> tuple[Any, ...]:
-    """What decides how a call is run: names, sizes, and what is no tensor."""
-    leaves = [
-        (str(leaf.dtype), tuple(leaf.shape)) if isinstance(leaf, torch.Tensor) else repr(leaf)
-        for leaf in call.leaves
-    ]
-    return (*leaf_names(call), *leaves)
-
-
-def _number(form: tuple[Any, ...]) -> int:
-    """The same for equal forms in all processes."""
-    return int(hashlib.sha256(repr(form).encode()).hexdigest()[:15], 16)
+def _named(known: ClusterCall, found: Results) -> dict[str, torch.Tensor]:
+    return {wire.name: tensor for wire, tensor in zip(known.results, found, strict=True)}
 
 
 def _broadcast(tensors: Sequence[torch.Tensor], wires: Sequence[Wire], source: int) -> None:
@@ -127,3 +154,12 @@ def _joined(chunks: Sequence[Results]) -> list[torch.Tensor]:
 def _empty(wire: Wire, count: int) -> torch.Tensor:
     shape = wire.shape if count == 1 else (wire.shape[0] * count, *wire.shape[1:])
     return torch.empty(shape, dtype=wire.dtype)
+
+
+def _described(call: BoundCall) -> tuple[Any, ...]:
+    """Names, sizes, and what is no tensor."""
+    leaves = [
+        (str(leaf.dtype), tuple(leaf.shape)) if isinstance(leaf, torch.Tensor) else repr(leaf)
+        for leaf in call.leaves
+    ]
+    return (*leaf_names(call), *leaves)

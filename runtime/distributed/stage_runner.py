@@ -7,6 +7,7 @@ values goes the number of the form of the call, so that ranks that were called d
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +47,6 @@ class StageProgram:
         received: from the stage before.
         sent: to the stage after; of the last stage, the results.
         ranks: of the stages, in order.
-        form: a number that is the same for calls of the same names and sizes.
     """
 
     stage: nn.Module
@@ -55,7 +55,6 @@ class StageProgram:
     received: Sequence[Wire]
     sent: Sequence[Wire]
     ranks: Sequence[int]
-    form: int = 0
 
 
 def make_ready(stage: nn.Module, values: Sequence[Any]) -> None:
@@ -67,13 +66,14 @@ def make_ready(stage: nn.Module, values: Sequence[Any]) -> None:
 class _Step(nn.Module):
     """What a schedule calls for each microbatch."""
 
-    def __init__(self, program: StageProgram) -> None:
+    def __init__(self, program: StageProgram, traffic: Counter[str]) -> None:
         super().__init__()
-        self.stage, self.program = program.stage, program
+        self.stage, self.program, self.traffic = program.stage, program, traffic
         self.own: Sequence[Mapping[str, Any]] = ()
         self.failed: Exception | None = None
         self.made: list[tuple[torch.Tensor, ...]] = []
-        self.header = torch.tensor([program.form])
+        self.header = torch.zeros(1, dtype=torch.int64)
+        self.stay: dict[str, torch.Tensor] = {}
 
     def forward(
         self, *received: torch.Tensor, number: torch.Tensor | None = None
@@ -86,15 +86,20 @@ class _Step(nn.Module):
                 values |= zip((wire.name for wire in program.received), received[1:], strict=True)
             made = self.stage(*(values[name] for name in program.inputs))
             values |= zip(program.outputs, made, strict=True)
+            self.stay.update(zip(program.outputs, made, strict=True))
             found = tuple(values[wire.name].to(_HOST).contiguous() for wire in program.sent)
         except Exception as error:  # the schedule wraps it, whatever it is
             self.failed = error
             raise
         self.made.append(found)
-        return (self.header, *found) if dist.get_rank() != program.ranks[-1] else found
+        if dist.get_rank() == program.ranks[-1]:
+            return found
+        for wire, tensor in zip(program.sent, found, strict=True):
+            self.traffic[wire.name] += tensor.nbytes
+        return (self.header, *found)
 
     def _require_form(self, received: int) -> None:
-        if received != self.program.form:
+        if received != int(self.header):
             ranks = self.program.ranks
             before = ranks[list(ranks).index(dist.get_rank()) - 1]
             raise ClusterError(
@@ -109,6 +114,7 @@ class StageRunner:
     Args:
         program: of this rank.
         microbatches: in each call.
+        traffic: to which the bytes that this rank sends are added, by name of the value.
         group: of the ranks that have stages; None for all.
         loss: of a result and a target, for training; None for inference.
         schedule: a schedule class of ``torch.distributed.pipelining``.
@@ -118,13 +124,14 @@ class StageRunner:
         self,
         program: StageProgram,
         microbatches: int,
+        traffic: Counter[str],
         group: dist.ProcessGroup | None = None,
         schedule: type = ScheduleGPipe,
         loss: Any = None,
     ) -> None:
         self.program, self.microbatches = program, microbatches
         self.index = list(program.ranks).index(dist.get_rank())
-        self.step = _Step(program)
+        self.step = _Step(program, traffic)
         number = torch.empty(1, dtype=torch.int64, device="meta")
         last = self.index == len(program.ranks) - 1
         grad = loss is not None
@@ -139,11 +146,12 @@ class StageRunner:
         }
         self.schedule = schedule(self.stage, microbatches, **({"loss_fn": loss} if grad else {}))
 
-    def run(self, own: Sequence[Mapping[str, Any]]) -> list[tuple[torch.Tensor, ...]]:
+    def run(self, own: Sequence[Mapping[str, Any]], form: int) -> list[tuple[torch.Tensor, ...]]:
         """Run a batch forward.
 
         Args:
             own: for each microbatch, the model's inputs by name.
+            form: a number that is the same on all ranks for calls of the same names and sizes.
 
         Returns:
             the results of each microbatch on the rank of the last stage; nothing elsewhere.
@@ -152,8 +160,14 @@ class StageRunner:
             ClusterError: another rank did not send or take something within the group's timeout.
             Exception: what this rank's own stage raised.
         """
+        self.step.header.fill_(form)
         with torch.no_grad():
             return self._call(self.schedule.eval, own, {})
+
+    def take_stay(self) -> dict[str, torch.Tensor]:
+        """What the stage has computed of the last microbatch, by name: tensors of caches among it."""
+        found, self.step.stay = self.step.stay, {}
+        return found
 
     def train(self, own: Sequence[Mapping[str, Any]], target: Any, losses: list[Any]) -> list[Any]:
         """Run a batch forward and backward; gradients are added to those of the parameters.
@@ -182,6 +196,8 @@ class StageRunner:
             raise self._no_answer(error) from error
         finally:
             step.own, step.made = (), []
+            if self.microbatches > 1:
+                step.stay = {}
             self.stage.clear_runtime_states()
 
     def _no_answer(self, error: Exception) -> ClusterError:
