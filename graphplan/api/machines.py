@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +32,8 @@ from graphplan.compiler.stage_compiler import StageSource, stage_source, with_bu
 from graphplan.devices.max_memory import MaxMemory, Reserve, read_max_memory, require_present
 from graphplan.devices.speeds import Measurements, Speed, with_speeds
 from graphplan.devices.topology import DeviceKey, Link, Topology
-from graphplan.errors import CaptureError, InputError, PlanError
+from graphplan.errors import CaptureError, InfeasibleError, InputError, PlanError
+from graphplan.integrations.transformers.cluster_generate import generator_of
 from graphplan.ir.cluster_plan_data import MachineStage, Objective, PipelineSchedule
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.frontend.tensor_meta import TensorMeta, describe
@@ -50,6 +52,9 @@ NETWORK = Link(1.25e9, 50e-6)
 """Between machines, where the caller says nothing: 10 Gbit/s and 50 microseconds."""
 
 
+logger = logging.getLogger("graphplan")
+
+_AHEAD = (1.0, 0.25)  # as for a model on one machine: see Compiler.plan
 _GRAPH = (
     "the traced graph: their code is not the same, or goes through a set, whose order is another in each "
     "process unless all have the same PYTHONHASHSEED"
@@ -318,7 +323,18 @@ class _Builder:
         else:
             on_all("placing the stages", lambda: None)
         signature = self.asked.model_copy.signature
-        return ClusterModule(self.plan, self.placed, signature, self.prepare, everywhere=self.everywhere)
+        made = ClusterModule(
+            self.plan,
+            self.placed,
+            signature,
+            self.prepare,
+            everywhere=self.everywhere,
+            traffic=self.traffic,
+        )
+        made.generate_with(
+            generator_of(self.asked.model, made.forward_in_place, self._ranks[-1], self.traffic)
+        )
+        return made
 
     @property
     def _ranks(self) -> list[int]:
@@ -352,11 +368,21 @@ class _Builder:
     def prepare(self, micro: BoundCall, form: Form) -> ClusterCall:
         """How calls like this one are run, on all ranks at once: traced anew where sizes are new.
 
+        While text is generated, there is to be room for more of it, if there is.
+
         Raises:
             InputError: the call takes caches, which only ``generate`` keeps where they are.
         """
+        for ahead in _AHEAD if form.caches_stay else ():
+            try:
+                return self._prepared(micro, form, ahead)
+            except InfeasibleError as error:
+                logger.info("no room for such sizes: %s", error)
+        return self._prepared(micro, form, 0.0)
+
+    def _prepared(self, micro: BoundCall, form: Form, ahead: float) -> ClusterCall:
         stay = form.caches_stay
-        annotator = self._annotated(micro, form)
+        annotator = self._annotated(micro, form, ahead)
         capture = annotator.capture
         if capture.caches and not stay:
             raise InputError(f"{', '.join(capture.caches)}: over several machines, generate() keeps caches")
@@ -375,11 +401,11 @@ class _Builder:
             self._ranks[-1],
         )
 
-    def _annotated(self, micro: BoundCall, form: Form) -> Annotator:
+    def _annotated(self, micro: BoundCall, form: Form, ahead: float) -> Annotator:
         """The call, traced; only where that is new, ranks tell each other."""
 
         def trace() -> Annotator:
-            return self.asked.annotator(micro, 1.0 if form.caches_stay else 0.0)
+            return self.asked.annotator(micro, ahead)
 
         try:
             found = trace()
@@ -402,7 +428,11 @@ class _Builder:
         index, weights = self._ranks.index(rank), self.asked.model_copy.weights
         cut = stage_source(annotator, boundaries, weights, positions[index], positions[index + 1])
         self.compiler.adopt(cut.annotator)
-        make_ready(self.placed, [wires.example(name) for name in cut.cut.inputs])
+        try:
+            make_ready(self.placed, [wires.example(name) for name in cut.cut.inputs])
+        except InfeasibleError:
+            self.compiler.drop(cut.annotator)
+            raise
         return cut
 
     def _positions(self, boundaries: Boundaries) -> list[int]:

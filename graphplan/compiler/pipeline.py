@@ -115,6 +115,10 @@ class Compiler:
         """Let a capture that was made elsewhere, as of a stage, serve the calls of its signature."""
         self._captures.adopt(annotator)
 
+    def drop(self, annotator: Annotator) -> None:
+        """Undo :meth:`adopt`, where there was no room."""
+        self._captures.drop(annotator)
+
     def layout(self) -> Layout:
         """Where the first plans have put the weights, and which of them they stream."""
         return self._committed.layout(self.topology)

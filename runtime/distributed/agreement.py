@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from graphplan.errors import ClusterError, GraphplanError, first_line
+from graphplan.errors import ClusterError, GraphplanError, InfeasibleError, first_line
 
 Made = TypeVar("Made")
 
@@ -86,6 +86,7 @@ def on_all(what: str, action: Callable[[], Made]) -> Made:
 
     Raises:
         ClusterError: it failed on another rank.
+        InfeasibleError: it failed there for want of memory.
         Exception: what this rank itself raised, unchanged.
     """
     failed: Exception | None = None
@@ -98,7 +99,8 @@ def on_all(what: str, action: Callable[[], Made]) -> Made:
         raise failed
     wrong = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
     if wrong:
-        raise ClusterError(f"{what} failed on {wrong[0]}")
+        kind = InfeasibleError if ": InfeasibleError:" in wrong[0] else ClusterError
+        raise kind(f"{what} failed on {wrong[0]}")
     return made
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 
 from graphplan.capture.microbatches import microbatches_of
 from graphplan.capture.signature import BoundCall, bind_call, leaf_names
-from graphplan.errors import ClusterError, first_line
+from graphplan.errors import ClusterError, InputError, first_line
 from graphplan.runtime.distributed.stage_runner import StageRunner, Wire
 
 Results = Sequence[torch.Tensor]
@@ -66,6 +67,7 @@ class ClusterModule(nn.Module):
     Attributes:
         plan: of all machines.
         stage: this rank's placed stage; None where it has none.
+        traffic: name of a value, or ``"tokens"`` -> bytes that this rank has sent of it so far.
     """
 
     def __init__(
@@ -76,10 +78,13 @@ class ClusterModule(nn.Module):
         prepare: Callable[[BoundCall, Form], ClusterCall],
         *,
         everywhere: bool,
+        traffic: Counter[str],
     ) -> None:
         super().__init__()
         self.plan, self.stage = plan, stage
         self._signature, self._prepare, self._everywhere = signature, prepare, everywhere
+        self.traffic = traffic
+        self._generate: Callable[..., Any] | None = None
         self._calls: dict[Form, ClusterCall] = {}
         self.eval()
 
@@ -116,6 +121,23 @@ class ClusterModule(nn.Module):
         known, chunks = self._run([call], caches_stay=True)
         stay = {} if known.runner is None else known.runner.take_stay()
         return known.rebuild({**stay, **(_named(known, chunks[0]) if chunks else {})}, call)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The ``generate`` of a transformers model, greedy or sampling, on all ranks at once.
+
+        Each rank keeps the caches of its own layers; every rank returns the same tokens.
+
+        Raises:
+            InputError: the model does not generate, or is asked for what needs all scores, such as beams.
+            ClusterError: a rank does not answer.
+        """
+        if self._generate is None:
+            raise InputError("this model has no generate()")
+        return self._generate(*args, **kwargs)
+
+    def generate_with(self, generate: Callable[..., Any] | None) -> None:
+        """Have :meth:`generate` be this function, whose forward passes are :meth:`forward_in_place`."""
+        self._generate = generate
 
     def _run(self, parts: Sequence[BoundCall], *, caches_stay: bool) -> tuple[ClusterCall, list[Results]]:
         form = Form(_described(parts[0]), caches_stay)

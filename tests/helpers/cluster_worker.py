@@ -36,6 +36,8 @@ def say(text: str) -> None:
 def divided(model: Any, inputs: dict[str, Any], microbatches: int, **options: Any) -> Any:
     """The model over all ranks, each with a CPU that would hold the whole."""
     ranks = dist.get_world_size()
+    if microbatches == 1:
+        return split_by_memory(model, inputs)
     return graphplan.partition(
         model,
         machines=[{"cpu": "1GiB"}] * ranks,
@@ -95,6 +97,32 @@ def architectures(*stems: str) -> None:
         check(stem, model, inputs)
 
 
+def generation(*stems: str) -> None:
+    """Greedy and sampled tokens of decoder-only models, and eager's."""
+    from architectures import TABLE
+
+    for stem in stems:
+        torch.manual_seed(0)
+        (architecture,) = [a for a in TABLE if a.stem == stem]
+        model, inputs = architecture.build()
+        ids = inputs["input_ids"]
+        mask = torch.ones_like(ids)
+        mask[0, :2] = 0
+        try:
+            placed = divided(model, {"input_ids": ids, "use_cache": False}, 2)
+            same = []
+            for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_k": 20}):
+                options |= {"max_new_tokens": 12, "attention_mask": mask, "pad_token_id": 0}
+                torch.manual_seed(1)
+                expected = model.generate(ids, **options)
+                torch.manual_seed(1)
+                same.append(torch.equal(placed.generate(ids, **options), expected))
+            sent = ", ".join(f"{name} {nbytes}" for name, nbytes in sorted(placed.traffic.items()))
+            say(f"{stem}: {len(placed.plan.stages)} stages, greedy {same[0]}, sampled {same[1]}; sent {sent}")
+        except Exception as error:
+            say(f"{stem}: FAILED {type(error).__name__}: {error}")
+
+
 def plain() -> None:
     for name, make in PLAIN.items():
         torch.manual_seed(0)
@@ -135,7 +163,12 @@ def fault(kind: str, rank: str) -> None:
     os._exit(0)
 
 
-CASES: dict[str, Callable[..., None]] = {"architectures": architectures, "fault": fault, "plain": plain}
+CASES: dict[str, Callable[..., None]] = {
+    "architectures": architectures,
+    "fault": fault,
+    "generation": generation,
+    "plain": plain,
+}
 
 
 def main() -> None:
