@@ -302,7 +302,7 @@ class _Builder:
     compiler: Compiler | None = None
     placed: nn.Module | None = None
     order: tuple[str, ...] = ()
-    cuts: dict[tuple[int, bool], StageSource | None] = field(default_factory=dict)
+    cuts: dict[tuple[int, bool], _Cut] = field(default_factory=dict)
     runners: dict[Any, StageRunner] = field(default_factory=dict)
     traffic: Counter[str] = field(default_factory=Counter)
     group: dist.ProcessGroup | None = None
@@ -392,9 +392,8 @@ class _Builder:
             self.cuts[key] = on_all(
                 "placing a call of other sizes", lambda: self._cut(annotator, wires, stay)
             )
-        cut = self.cuts[key]
         return ClusterCall(
-            None if cut is None else self._runner(key, cut, wires, 1 if stay else self.plan.microbatches),
+            self._runner(key, wires, 1 if stay else self.plan.microbatches),
             lambda part: _traced_inputs(capture, part),
             [wires.of(name) for name in results_of(capture, caches_stay=stay)],
             lambda results, call: _rebuild(capture, wires, results, call),
@@ -416,15 +415,16 @@ class _Builder:
             require_same({"the inputs of this call": repr(form)})
         return found
 
-    def _cut(self, annotator: Annotator, wires: _Wires, stay: bool) -> StageSource | None:
-        """This rank's stage of a call, placed; None where it has none."""
+    def _cut(self, annotator: Annotator, wires: _Wires, stay: bool) -> _Cut:
+        """The stages of a call, this rank's placed."""
         rank = dist.get_rank()
-        if rank not in self._ranks:
-            return None
-        assert self.compiler is not None
-        assert self.placed is not None
         boundaries = Boundaries(annotator.graph(), stay)
         positions = self._positions(boundaries)
+        crossing = tuple(name for position in positions[1:-1] for name in boundaries.crossing(position))
+        if rank not in self._ranks:
+            return _Cut(None, crossing)
+        assert self.compiler is not None
+        assert self.placed is not None
         index, weights = self._ranks.index(rank), self.asked.model_copy.weights
         cut = stage_source(annotator, boundaries, weights, positions[index], positions[index + 1])
         self.compiler.adopt(cut.annotator)
@@ -433,24 +433,38 @@ class _Builder:
         except InfeasibleError:
             self.compiler.drop(cut.annotator)
             raise
-        return cut
+        return _Cut(cut, crossing)
 
     def _positions(self, boundaries: Boundaries) -> list[int]:
         if tuple(boundaries.graph.operations) == self.order:
             return [0, *(stage.end for stage in self.plan.stages)]
         return stage_positions(boundaries, [set(stage.plan.graph.weights) for stage in self.plan.stages])
 
-    def _runner(
-        self, key: tuple[int, bool], cut: StageSource, wires: _Wires, microbatches: int
-    ) -> StageRunner:
-        """What runs the stage for tensors of these sizes."""
-        assert self.placed is not None
-        received, sent = ([wires.of(name) for name in names] for names in (cut.cut.received, cut.cut.sent))
-        sizes = key, tuple(received), tuple(sent), microbatches
+    def _runner(self, key: tuple[int, bool], wires: _Wires, microbatches: int) -> StageRunner | None:
+        """What runs this rank's stage, if it has one: all ranks make another where any tensor's size is new."""
+        known = self.cuts[key]
+        if known.source is None or self.placed is None:
+            return None
+        sizes = key, tuple(map(wires.of, known.crossing))
         if sizes not in self.runners:
-            program = StageProgram(self.placed, cut.cut.inputs, cut.cut.outputs, received, sent, self._ranks)
+            cut = known.source.cut
+            received, sent = ([wires.of(name) for name in names] for names in (cut.received, cut.sent))
+            program = StageProgram(self.placed, cut.inputs, cut.outputs, received, sent, self._ranks)
             self.runners[sizes] = StageRunner(program, microbatches, self.traffic, self.group)
         return self.runners[sizes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Where a call is cut.
+
+    Attributes:
+        source: this rank's stage; None where it has none.
+        crossing: the names of the values at all cuts, the same on all ranks.
+    """
+
+    source: StageSource | None
+    crossing: tuple[str, ...]
 
 
 class _Wires:
@@ -475,8 +489,11 @@ class _Wires:
         """An input of a call that is a result too."""
         return _traced_inputs(self.capture, call)[name]
 
-    def absent(self, name: str) -> torch.Tensor:
-        """A value that another rank has: zeros of its sizes that take no memory."""
+    def absent(self, name: str) -> Any:
+        """A value that another rank has: a size as it is, or zeros of a tensor's sizes that take no memory."""
+        described = describe(self.nodes[name].meta.get("val"), self.sizes)
+        if isinstance(described, int):
+            return described
         wire = self.of(name)
         return torch.zeros((), dtype=wire.dtype).expand(wire.shape)
 
