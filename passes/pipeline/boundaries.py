@@ -116,8 +116,11 @@ class Boundaries:
         graph, count = self.graph, len(self.graph.operations)
         at = {name: position for position, name in enumerate(graph.operations)}
         written = {graph.root(name) for op in graph.operations.values() for name in op.mutates}
-        kept = [list(group) for group in graph.together]
-        kept += [list(graph.consumers[name]) for name in written & graph.weights.keys()]
+        readers: dict[str, list[str]] = {}
+        for operation in graph.operations.values():
+            for name in {graph.root(one) for one in operation.inputs} & written & graph.weights.keys():
+                readers.setdefault(name, []).append(operation.name)
+        kept = [*map(list, graph.together), *readers.values()]
         free = np.ones(count + 1, dtype=bool)
         for group in kept:
             places = [at[name] for name in group]
