@@ -15,7 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import torch.distributed as dist
-from cluster_models import PLAIN
+from cluster_models import PLAIN, SharedWeight
 
 import graphplan
 
@@ -152,9 +152,9 @@ def fault(kind: str, rank: str) -> None:
             os._exit(9)
         if here and kind == "stops":
             os.kill(os.getpid(), signal.SIGSTOP)
-        if here and kind == "inputs":
-            x = torch.randn(2, 8)
-            placed._calls[next(iter(placed._calls))] = placed._calls[next(iter(placed._calls))]
+        if kind == "forms":  # both sizes are known to both ranks
+            placed(x[:2])
+            x = x[:2] if here else x
         placed(x)
         placed(x)
         say("no error")
@@ -163,11 +163,54 @@ def fault(kind: str, rank: str) -> None:
     os._exit(0)
 
 
+def weights() -> None:
+    """Weights that rank 0 sends, or that each rank reads from a checkpoint, or from a folder."""
+    import tempfile
+    from pathlib import Path
+
+    import transformers
+    from safetensors.torch import save_file
+
+    model, inputs = PLAIN["SharedWeight"]()
+    model.eval()
+    expected = model(**inputs)
+    with torch.device("meta"):
+        meta = SharedWeight().eval()
+    placed = divided(meta if dist.get_rank() else model, inputs, 2)
+    say(f"sent: equal {torch.allclose(placed(**inputs), expected, atol=1e-6)}")
+    shared = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(shared)
+    folder = Path(shared[0])
+    if dist.get_rank() == 0:
+        state = {k: v for k, v in model.state_dict().items() if k != "head.weight"}
+        save_file(state, folder / "model.safetensors")
+    dist.barrier()
+    placed = divided(meta, inputs, 2, checkpoint=folder / "model.safetensors", strict=False)
+    say(f"read: equal {torch.allclose(placed(**inputs), expected, atol=1e-6)}")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
+    )
+    torch.manual_seed(0)
+    llama = transformers.LlamaForCausalLM(config).eval()
+    inputs = {"input_ids": torch.randint(0, 64, (2, 5)), "use_cache": False}
+    if dist.get_rank() == 0:
+        llama.save_pretrained(folder / "llama")
+    dist.barrier()
+    placed = graphplan.load(
+        folder / "llama", machines=[{"cpu": "1GiB"}] * 2, kwargs=inputs, microbatches=2,
+        objective="throughput", network=QUICK, return_outputs="all",
+    )  # fmt: skip
+    own = sum(p.numel() for p in placed.parameters())
+    assert own < sum(p.numel() for p in llama.parameters())
+    say(f"loaded: equal {difference(placed(**inputs), llama(**inputs)) < 1e-5}")
+
+
 CASES: dict[str, Callable[..., None]] = {
     "architectures": architectures,
     "fault": fault,
     "generation": generation,
     "plain": plain,
+    "weights": weights,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -59,4 +60,4 @@ class Ranks:
 
 def said(output: str) -> list[str]:
     """The lines that a rank printed by ``say``, without its number."""
-    return [line.partition("] ")[2] for line in output.splitlines() if line.startswith("[")]
+    return [line.partition("] ")[2] for line in output.splitlines() if re.match(r"\[\d\] ", line)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import combinations, permutations
+from itertools import combinations, pairwise, permutations
 
 import numpy as np
 import pytest
@@ -88,7 +88,7 @@ def test_the_bound_is_below_every_pipeline(seed: int) -> None:
         for order in permutations(range(machines), stages):
             for inner in combinations(range(1, count), stages - 1):
                 cuts = (0, *inner, count)
-                pairs = list(zip(cuts, cuts[1:], strict=False))
+                pairs = list(pairwise(cuts))
                 fits = (held[b] - held[a] <= rooms[k] for k, (a, b) in zip(order, pairs, strict=True))
                 if not all(fits):
                     continue
