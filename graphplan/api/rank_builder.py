@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from graphplan._compat.torch import group_of
 from graphplan.analysis.cluster_plan import ClusterPlan
@@ -35,12 +36,13 @@ from graphplan.passes.pipeline.cut_capture import results_of
 from graphplan.passes.pipeline.stage_positions import stage_positions
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.distributed.agreement import on_all, require_same
-from graphplan.runtime.distributed.cluster_module import ClusterCall, ClusterModule, Form
+from graphplan.runtime.distributed.cluster_module import ClusterCall, ClusterModule, Form, Loss
 from graphplan.runtime.distributed.sent_weights import ranks_without_data, send_weights
 from graphplan.runtime.distributed.stage_runner import StageProgram, StageRunner, make_ready
 
 logger = logging.getLogger("graphplan")
 
+_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _AHEAD = (1.0, 0.25)  # as for a model on one machine: see Compiler.plan
 
 
@@ -159,7 +161,9 @@ class RankBuilder:
         capture = annotator.capture
         if capture.caches and not stay:
             raise InputError(f"{', '.join(capture.caches)}: over several machines, generate() keeps caches")
-        wires = Wires(capture, micro)
+        wires = Wires(
+            capture, micro, self.model_copy.weights.parameters if self.options.grad else frozenset()
+        )
         key = id(annotator), stay
         if key not in self.cuts:
             self.cuts[key] = on_all(
@@ -171,6 +175,9 @@ class RankBuilder:
             [wires.of(name) for name in results_of(capture, caches_stay=stay)],
             lambda results, call: rebuild_result(capture, wires, results, call),
             self._ranks[-1],
+            lambda loss: self._trainer(
+                key, wires, lambda made: rebuild_result(capture, wires, made, micro), loss
+            ),
         )
 
     def _annotated(self, micro: BoundCall, form: Form, ahead: float) -> Annotator:
@@ -220,11 +227,32 @@ class RankBuilder:
             return None
         sizes = key, tuple(map(wires.of, known.crossing))
         if sizes not in self.runners:
-            cut = known.source.cut
-            received, sent = ([wires.of(name) for name in names] for names in (cut.received, cut.sent))
-            program = StageProgram(self.placed, cut.inputs, cut.outputs, received, sent, self._ranks)
+            program = self._program(known.source, wires)
             self.runners[sizes] = StageRunner(program, microbatches, self.traffic, self.group)
         return self.runners[sizes]
+
+    def _program(self, source: StageSource, wires: Wires) -> StageProgram:
+        assert self.placed is not None
+        cut = source.cut
+        received, sent = ([wires.of(name) for name in names] for names in (cut.received, cut.sent))
+        return StageProgram(self.placed, cut.inputs, cut.outputs, received, sent, self._ranks)
+
+    def _trainer(
+        self, key: tuple[int, bool], wires: Wires, rebuild: Callable[[Mapping[str, Any]], Any], loss: Loss
+    ) -> StageRunner | None:
+        """What runs this rank's stage forward and backward, if it has one."""
+        known, schedule = self.cuts[key], _SCHEDULES[self.plan.schedule]
+        if known.source is None or not self.options.grad:
+            return None
+        program = self._program(known.source, wires)
+        names = [wire.name for wire in program.sent]
+
+        def loss_of(made: Sequence[torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+            return loss(rebuild(dict(zip(names, made, strict=True))), target)
+
+        return StageRunner(
+            program, self.plan.microbatches, self.traffic, self.group, schedule=schedule, loss=loss_of
+        )
 
 
 @dataclass(frozen=True, slots=True)

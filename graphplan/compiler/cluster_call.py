@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,11 +21,22 @@ from graphplan.runtime.module.result_structure import given_layouts, rebuilder
 class Wires:
     """Tensors on the network in a call: their sizes are its own, not those that the plan is for."""
 
-    def __init__(self, capture: Capture, micro: BoundCall) -> None:
+    def __init__(self, capture: Capture, micro: BoundCall, parameters: Set[str] = frozenset()) -> None:
+        self.parameters = parameters
         self.capture, self.inputs = capture, traced_inputs(capture, micro)
         here = sizes_of_call(capture.graph, capture.inputs, list(self.inputs.values()))
         self.sizes = {**capture.sizes, **here}
         self.nodes = {node.name: node for node in capture.graph.nodes}
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """Values that depend on a parameter."""
+        found: set[fx.Node] = set()
+        for node in self.capture.graph.nodes:
+            own = self.capture.weights.get(node.name)
+            if own in self.parameters or not found.isdisjoint(node.all_input_nodes):
+                found.add(node)
+        return frozenset(node.name for node in found)
 
     def of(self, name: str) -> Wire:
         """A value of the graph.
@@ -38,7 +50,8 @@ class Wires:
                 f"a result is {described!r}, no tensor, which no machine can send: leave it out of what the "
                 "model returns (for a transformers model, use_cache=False)"
             )
-        return Wire(name, described.shape, described.dtype)
+        trained = name in self.trained and described.dtype.is_floating_point
+        return Wire(name, described.shape, described.dtype, trained)
 
     def given(self, name: str, call: BoundCall) -> Any:
         """An input of a call that is a result too."""

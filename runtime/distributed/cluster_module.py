@@ -19,6 +19,8 @@ from graphplan.errors import ClusterError, InputError, first_line
 from graphplan.runtime.distributed.stage_runner import StageRunner, Wire
 
 Results = Sequence[torch.Tensor]
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+"""Of what the model returns for a microbatch, and its part of the target."""
 _MOST = 256  # forms of calls that are remembered
 
 
@@ -32,6 +34,7 @@ class ClusterCall:
         results: of one microbatch.
         rebuild: from the results by name, and the call, to what the model returns.
         last: rank of the last stage.
+        trainer: from a loss to what runs this rank's stage forward and backward.
     """
 
     runner: StageRunner | None
@@ -39,6 +42,7 @@ class ClusterCall:
     results: Sequence[Wire]
     rebuild: Callable[[Mapping[str, torch.Tensor], BoundCall], Any]
     last: int
+    trainer: Callable[[Loss], StageRunner | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,40 @@ class ClusterModule(nn.Module):
         known, chunks = self._run([call], caches_stay=True)
         stay = {} if known.runner is None else known.runner.take_stay()
         return known.rebuild({**stay, **(_named(known, chunks[0]) if chunks else {})}, call)
+
+    def train_step(
+        self, loss: Loss, target: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> list[torch.Tensor] | None:
+        """One step forward and backward on all ranks at once, by the plan's schedule.
+
+        Gradients are added to those of the parameters of this rank's stage, and scaled by the number of
+        microbatches. A weight that two stages read has a gradient in each.
+
+        Args:
+            loss: of what the model returns for a microbatch, and its rows of the target.
+            target: of the whole batch; its first dimension is that of the batch.
+            args: of the model.
+            kwargs: likewise.
+
+        Returns:
+            the loss of each microbatch, on the rank of the last stage; None elsewhere.
+
+        Raises:
+            InputError: the model was placed without ``grad=True``.
+        """
+        call = bind_call(self._signature, args, kwargs)
+        parts = microbatches_of(call, self.plan.microbatches)
+        form = Form(_described(parts[0]), False)
+        if form not in self._calls:
+            self._calls[form] = self._prepare(parts[0], form)
+        known = self._calls[form]
+        trainer = known.trainer(loss)
+        if trainer is None:
+            if self.stage is None:
+                return None
+            raise InputError("a training step needs a model that was placed with grad=True")
+        losses = trainer.train([known.own(part) for part in parts], form.number, target)
+        return losses if dist.get_rank() == known.last else None
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The ``generate`` of a transformers model, greedy or sampling, on all ranks at once.

@@ -25,15 +25,17 @@ _HOST = torch.device("cpu")  # where tensors of the network are
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """A tensor on the network, of one microbatch."""
+    """A tensor on the network, of one microbatch; ``trained`` where gradients of it are sent back."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    trained: bool = False
 
-    def like(self) -> torch.Tensor:
+    def like(self, *, grad: bool) -> torch.Tensor:
         """One without data."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+        made = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return made.requires_grad_(grad and self.trained)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +137,8 @@ class StageRunner:
         number = torch.empty(1, dtype=torch.int64, device="meta")
         last = self.index == len(program.ranks) - 1
         grad = loss is not None
-        arriving = (number, *(_training(wire.like(), grad) for wire in program.received))
-        leaving = (*(() if last else (number,)), *(_training(wire.like(), grad) for wire in program.sent))
+        arriving = (number, *(wire.like(grad=grad) for wire in program.received))
+        leaving = (*(() if last else (number,)), *(wire.like(grad=grad) for wire in program.sent))
         self.stage = PipelineStage(
             self.step, self.index, len(program.ranks), _HOST, arriving, leaving, group=group
         )
@@ -169,16 +171,24 @@ class StageRunner:
         found, self.step.stay = self.step.stay, {}
         return found
 
-    def train(self, own: Sequence[Mapping[str, Any]], target: Any, losses: list[Any]) -> list[Any]:
+    def train(self, own: Sequence[Mapping[str, Any]], form: int, target: torch.Tensor) -> list[torch.Tensor]:
         """Run a batch forward and backward; gradients are added to those of the parameters.
 
         Args:
             own: as for :meth:`run`.
-            target: of the whole batch, on the last stage's rank.
-            losses: to which the last stage adds that of each microbatch.
+            form: likewise.
+            target: of the whole batch.
+
+        Returns:
+            the loss of each microbatch, on the rank of the last stage; nothing elsewhere.
         """
+        self.step.header.fill_(form)
+        losses: list[torch.Tensor] = []
         last = self.index == len(self.program.ranks) - 1
-        return self._call(self.schedule.step, own, {"target": target, "losses": losses} if last else {})
+        with torch.enable_grad():
+            self._call(self.schedule.step, own, {"target": target, "losses": losses} if last else {})
+        self.step.stay = {}
+        return losses
 
     def _call(self, action: Any, own: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> list[Any]:
         step = self.step
@@ -210,7 +220,3 @@ class StageRunner:
         number = min(done, self.microbatches - 1)
         verb = f"for rank {ranks[peer]} to take" if sending else f"for rank {ranks[peer]} to send"
         return ClusterError(f"{where} waited {verb} {names} of microbatch {number}: {first_line(error)}")
-
-
-def _training(tensor: torch.Tensor, grad: bool) -> torch.Tensor:
-    return tensor.requires_grad_(grad and tensor.is_floating_point())

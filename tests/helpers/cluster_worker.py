@@ -205,11 +205,37 @@ def weights() -> None:
     say(f"loaded: equal {difference(placed(**inputs), llama(**inputs)) < 1e-5}")
 
 
+def training() -> None:
+    """A 1F1B step of a Llama of four layers, and eager's gradients."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2, vocab_size=64
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    ids, target = torch.randint(0, 64, (6, 5)), torch.randint(0, 64, (6, 5))
+
+    def loss(result: Any, wanted: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(result.logits.flatten(0, 1), wanted.flatten())
+
+    for rows in range(0, 6, 2):
+        (loss(model(ids[rows : rows + 2], use_cache=False), target[rows : rows + 2]) / 3).backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    placed = divided(model, {"input_ids": ids, "use_cache": False}, 3, grad=True, schedule="1f1b")
+    losses = placed.train_step(loss, target, input_ids=ids, use_cache=False)
+    assert (losses is not None) == (dist.get_rank() == dist.get_world_size() - 1)
+    own = dict(placed.stage.named_parameters())
+    worst = max((p.grad - expected[name]).abs().max().item() for name, p in own.items())
+    say(f"{len(own)} parameters, {len(placed.plan.stages)} stages, gradients differ by {worst:.1e}")
+
+
 CASES: dict[str, Callable[..., None]] = {
     "architectures": architectures,
     "fault": fault,
     "generation": generation,
     "plain": plain,
+    "training": training,
     "weights": weights,
 }
 
