@@ -25,16 +25,12 @@ from graphplan.ir.cluster_plan_data import MachineStage, Objective
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.pipeline.boundaries import Boundaries
 from graphplan.passes.pipeline.estimates import Estimates, Flight, operation_seconds
+from graphplan.passes.pipeline.params import PARAMS
 from graphplan.passes.pipeline.stage_bound import PROOF, bound_stages
 from graphplan.passes.pipeline.stage_dp import Segments, StageDP
 from graphplan.passes.pipeline.structural_hash import renamed, structure_of
 from graphplan.passes.placement.certificate import Bound
 from graphplan.warnings import warn
-
-_MOST_CUTS = 400  # candidates; with many classes of machines fewer, by the next figure
-_CELLS = 60_000_000  # states of the DP times stretches, at most
-_ROUNDS = 5  # times that cuts are searched with what placements have shown
-_GROWTH = 1.2  # by which budgets grow in turn, for the error that names some that would do
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +107,7 @@ class _Search:
         self.estimates = self._estimates(self.cluster)
         best: list[tuple[int, int, int]] | None = None
         least = math.inf
-        for _ in range(_ROUNDS):
+        for _ in range(PARAMS.rounds):
             found = self._stages(self.estimates)
             if found is None:
                 break
@@ -132,7 +128,7 @@ class _Search:
     def _estimates(self, cluster: Cluster) -> Estimates:
         boundaries, classes = self.boundaries, cluster.classes
         states = math.prod(len(members) + 1 for members in classes) * len(classes)
-        most = int(min(_MOST_CUTS, math.sqrt(_CELLS / states)))
+        most = int(min(PARAMS.cuts, math.sqrt(PARAMS.cells / states)))
         every = [s for machine in cluster.machines for s in machine.devices if s.computes]
         seconds = operation_seconds(boundaries.graph, every)
         progress = np.concatenate([[0.0], seconds.cumsum()]) / max(float(seconds.sum()), 1e-30)
@@ -243,8 +239,8 @@ class _Search:
         )
         if len(self.boundaries.allowed) == 2 and len(cluster.machines) > 1:
             return InfeasibleError(f"{said}, and there is no place where the model can be cut")
-        for _ in range(40):
-            factor *= _GROWTH
+        for _ in range(PARAMS.growths):
+            factor *= PARAMS.growth
             grown = replace(cluster, machines=tuple(one.scaled(factor) for one in cluster.machines))
             if self._stages(self._estimates(grown)) is not None:
                 budgets = [{s.key: s.memory for s in one.devices} for one in grown.machines]

@@ -25,11 +25,11 @@ from graphplan.devices.topology import Link, Topology
 from graphplan.ir.graph import Graph
 from graphplan.passes.pipeline.boundaries import Boundaries
 from graphplan.passes.pipeline.estimates import operation_seconds
+from graphplan.passes.pipeline.params import PARAMS
 from graphplan.passes.pipeline.stage_dp import Floats
 
 PROOF = "contiguous stages, operations at their fastest"
 _FREE_WHERE_DENSE = ("reshape", "contiguous", "flatten", "clone", "to.")
-_BISECTIONS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def bound_prefix(
     low, high = float(before[-1]) / len(rooms), float(before[-1])
     if _covers(low, before, crossing, first, len(rooms)):
         return StageBound(total, low)
-    for _ in range(_BISECTIONS):
+    for _ in range(PARAMS.bisections):
         middle = (low + high) / 2
         if _covers(middle, before, crossing, first, len(rooms)):
             high = middle

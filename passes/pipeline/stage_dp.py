@@ -18,10 +18,10 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
+from graphplan.passes.pipeline.params import PARAMS
+
 Floats = NDArray[np.float64]
 State = tuple[int, ...]  # machines of each class that the stages from a cut on use
-_TOLERANCE = 1e-4  # relative: stages whose estimates differ by less are not told apart
-_ROUNDS = 24  # limits that are tried, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +93,13 @@ class StageDP:
         assert least is not None
         best = min((quickest, least), key=lambda found: found.seconds(microbatches))
         spans = [(least, quickest)]
-        for _ in range(_ROUNDS):
+        for _ in range(PARAMS.limits):
             low, high = spans.pop() if spans else (quickest, quickest)
             optimistic = high.total + (microbatches - 1) * low.slowest
             middle = (low.slowest + high.slowest) / 2
-            if low.slowest >= high.slowest or optimistic >= best.seconds(microbatches) * (1 - _TOLERANCE):
+            if low.slowest >= high.slowest or optimistic >= best.seconds(microbatches) * (
+                1 - PARAMS.tolerance
+            ):
                 continue
             found = self._path(middle, bottleneck=False)
             if found is None:

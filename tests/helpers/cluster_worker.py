@@ -45,9 +45,8 @@ def divided(model: Any, inputs: dict[str, Any], microbatches: int, **options: An
         microbatches=microbatches,
         objective="throughput",
         network=QUICK,
-        return_outputs="all",
         time_limit=0.3,
-        **options,
+        **{"return_outputs": "all", **options},
     )
 
 
@@ -136,17 +135,10 @@ def chain(width: int = 8, wrong: bool = False) -> Any:
 
 
 def fault(kind: str, rank: str) -> None:
-    """One rank is given something else, dies or stops; the others say what they waited for."""
-    here = dist.get_rank() == int(rank)
-    x = torch.randn(4, 8)
-    budget = "2GiB" if here and kind == "budgets" else "1GiB"
-    width = 9 if here and kind == "weights" else 8
-    model = chain(width, wrong=here and kind == "code")
+    """One rank dies, stops or is called otherwise; the others say what they waited for."""
+    here, x = dist.get_rank() == int(rank), torch.randn(4, 8)
     try:
-        placed = graphplan.partition(
-            model, machines=[{"cpu": budget}] * dist.get_world_size(), args=(x[:, :1].expand(4, width),),
-            microbatches=2, objective="throughput", network=QUICK, time_limit=0.3,
-        )  # fmt: skip
+        placed = divided(chain(), {"input": x}, 2, return_outputs=True)
         placed(x)
         if here and kind == "dies":
             os._exit(9)
@@ -161,6 +153,20 @@ def fault(kind: str, rank: str) -> None:
     except graphplan.GraphplanError as error:
         say(f"{type(error).__name__}: {error}")
     os._exit(0)
+
+
+def differs() -> None:
+    """Rank 1 has another budget, other weights, other code: all find out, and go on."""
+    here = dist.get_rank() == 1
+    for kind in ("budgets", "weights", "code"):
+        width = 9 if here and kind == "weights" else 8
+        machines = [{"cpu": "2GiB" if here and kind == "budgets" else "1GiB"}] * dist.get_world_size()
+        try:
+            model = chain(width, wrong=here and kind == "code")
+            graphplan.partition(model, machines=machines, args=(torch.ones(4, width),))
+            say("no error")
+        except graphplan.ClusterError as error:
+            say(f"ClusterError: {error}")
 
 
 def weights() -> None:
@@ -232,6 +238,7 @@ def training() -> None:
 
 CASES: dict[str, Callable[..., None]] = {
     "architectures": architectures,
+    "differs": differs,
     "fault": fault,
     "generation": generation,
     "plain": plain,
