@@ -6,10 +6,14 @@ BIN := $(VENV)/bin
 # the core tests with other versions: the oldest that pyproject.toml promises, the newest there are
 CORE := tests/api tests/capture tests/devices tests/integrations tests/ir tests/passes tests/runtime
 
-.PHONY: demo test test-floor test-newest slow lint types layers check docs clean
+.PHONY: demo demo-cluster test test-floor test-newest slow lint types layers check docs clean
 
 demo: $(VENV)/.ready-demo
 	HF_HUB_OFFLINE=1 $(BIN)/graphplan demo --out out
+
+# three processes on this machine, each with a simulated accelerator
+demo-cluster: $(VENV)/.ready-demo
+	HF_HUB_OFFLINE=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 3 -m graphplan.cli.demo_cluster
 
 test: $(VENV)/.ready-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --timeout 900 --benchmark-disable

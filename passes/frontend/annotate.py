@@ -34,9 +34,12 @@ class Annotator:
         self.interpreter = Interpreter(device_types, capture.sizes)
         self._as_it_is: Graph | None = None
 
-    def of(self, capture: Capture) -> Annotator:
-        """An annotator of another capture of the model, which knows what this one has measured."""
-        other = Annotator(capture, self.weights, self.device_types)
+    def of(self, capture: Capture, weights: ModelWeights | None = None) -> Annotator:
+        """An annotator of another capture of the model, which knows what this one has measured.
+
+        ``weights`` are those of the model that it reads, if not all.
+        """
+        other = Annotator(capture, weights or self.weights, self.device_types)
         other.interpreter.memo = self.interpreter.memo
         return other
 

@@ -1,0 +1,44 @@
+"""The plan of several machines as users hold it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+from graphplan.analysis.plan import Plan
+from graphplan.ir.cluster_plan_data import ClusterPlanData
+from graphplan.report.cluster_text import cluster_summary
+
+
+class ClusterPlan(ClusterPlanData[Plan]):
+    """A model placed over several machines. Sizes are bytes, times seconds.
+
+    Attributes are those of :class:`~graphplan.ir.cluster_plan_data.ClusterPlanData`. The plan of one machine
+    is ``plan.stages[i].plan``, a :class:`graphplan.Plan`.
+    """
+
+    def summary(self) -> str:
+        """A table: machines with their stages, peaks, and what crosses the network."""
+        return cluster_summary(self)
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def __repr__(self) -> str:
+        return (
+            f"ClusterPlan({len(self.stages)} stages on {self.machines} machines, "
+            f"{self.network_bytes} bytes over the network per microbatch)"
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read a plan.
+
+        Raises:
+            PlanError: the text is no such plan, one of an unknown version, or one that does not hold.
+        """
+        return cls._read(Plan, text)
+
+    def save_json(self, path: str | Path) -> None:
+        """Write :meth:`to_json` to a file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")

@@ -1,0 +1,289 @@
+"""What one rank runs of a model over several machines, of the first call and of calls of other sizes."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+
+from graphplan._compat.torch import group_of
+from graphplan.analysis.cluster_plan import ClusterPlan
+from graphplan.analysis.plan import Plan
+from graphplan.api.placer import Placer, Recipe
+from graphplan.capture.model_copy import ModelCopy
+from graphplan.capture.partial_model import StageModule
+from graphplan.capture.signature import BoundCall
+from graphplan.compiler.cluster_call import Wires, rebuild_result, traced_inputs
+from graphplan.compiler.cluster_planning import Cluster
+from graphplan.compiler.formulation import Options
+from graphplan.compiler.pipeline import Compiler
+from graphplan.compiler.stage_compiler import StageSource, stage_source, with_buffers
+from graphplan.devices.max_memory import require_present
+from graphplan.devices.topology import Topology
+from graphplan.errors import InfeasibleError, InputError
+from graphplan.integrations.transformers.cluster_generate import generator_of
+from graphplan.ir.cluster_plan_data import MachineStage
+from graphplan.passes.frontend.annotate import Annotator
+from graphplan.passes.pipeline.boundaries import Boundaries
+from graphplan.passes.pipeline.cut_capture import results_of
+from graphplan.passes.pipeline.stage_positions import stage_positions
+from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
+from graphplan.runtime.distributed.agreement import on_all, require_same
+from graphplan.runtime.distributed.cluster_module import ClusterCall, ClusterModule, Form, Loss
+from graphplan.runtime.distributed.sent_weights import ranks_without_data, send_weights
+from graphplan.runtime.distributed.stage_runner import StageProgram, StageRunner, make_ready
+
+logger = logging.getLogger("graphplan")
+
+_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+_AHEAD = (1.0, 0.25)  # as for a model on one machine: see Compiler.plan
+
+
+@dataclass(slots=True)
+class RankBuilder:
+    """Makes what one rank runs.
+
+    Attributes:
+        model: the caller's.
+        model_copy: of the whole model, whose weights may be on the meta device.
+        annotated: traces one microbatch, for its sizes or larger ones.
+        cluster: all machines.
+        options: of the caller.
+        plan: of all machines.
+        source: a checkpoint to read weights from.
+        everywhere: whether all ranks get results.
+        compiler: of this rank's stage.
+        placed: this rank's stage.
+        order: the operations of the plan's call.
+        cuts: by the trace of a call, and whether caches stay.
+        runners: by that and by the sizes of what crosses the network.
+        traffic: bytes that this rank has sent, by name of the value.
+        group: of the ranks that have stages; None for all.
+    """
+
+    model: nn.Module
+    model_copy: ModelCopy
+    annotated: Callable[[BoundCall, float], Annotator]
+    cluster: Cluster
+    options: Options
+    plan: ClusterPlan
+    source: Checkpoint | None
+    everywhere: bool = field(kw_only=True)
+    compiler: Compiler | None = None
+    placed: nn.Module | None = None
+    order: tuple[str, ...] = ()
+    cuts: dict[tuple[int, bool], _Cut] = field(default_factory=dict)
+    runners: dict[Any, StageRunner] = field(default_factory=dict)
+    traffic: Counter[str] = field(default_factory=Counter)
+    group: dist.ProcessGroup | None = None
+
+    def build(self, annotator: Annotator) -> ClusterModule:
+        """The module that the rank calls."""
+        self.group = group_of(self._ranks)
+        rank, stage = dist.get_rank(), self.plan.stage_of(dist.get_rank())
+        boundaries = Boundaries(annotator.graph())
+        self.order = tuple(boundaries.graph.operations)
+        weights, cut = self.model_copy.weights, None
+        if stage is not None:
+            cut = stage_source(annotator, boundaries, weights, stage.start, stage.end)
+        self._fetch_weights(cut)
+        if stage is not None and cut is not None:
+            topology = with_buffers(self.cluster.machines[rank], stage.buffer_bytes)
+            self.placed = on_all("placing the stages", lambda: self._place(stage, cut, topology))
+        else:
+            on_all("placing the stages", lambda: None)
+        signature = self.model_copy.signature
+        made = ClusterModule(
+            self.plan,
+            self.placed,
+            signature,
+            self.prepare,
+            everywhere=self.everywhere,
+            traffic=self.traffic,
+        )
+        made.generate_with(generator_of(self.model, made.forward_in_place, self._ranks[-1], self.traffic))
+        return made
+
+    @property
+    def _ranks(self) -> list[int]:
+        return [stage.machine for stage in self.plan.stages]
+
+    def _fetch_weights(self, cut: StageSource | None) -> None:
+        """Take from rank 0 what this rank has no data for."""
+        if self.source is not None:
+            return
+        weights = self.model_copy.weights.tensors
+        lacking = ranks_without_data(weights)
+        wanted = {
+            stage.machine: [n for n in stage.plan.graph.weights if n in weights]
+            for stage in self.plan.stages
+            if stage.machine in lacking
+        }
+        got = send_weights(weights, wanted)
+        if cut is not None and got:
+            _fill(cut.module, got)
+
+    def _place(self, stage: MachineStage[Plan], cut: StageSource, topology: Topology) -> nn.Module:
+        require_present(topology)
+        model_copy = ModelCopy(cut.module)
+        cut = replace(
+            cut, model_copy=model_copy, annotator=cut.annotator.of(cut.cut.capture, model_copy.weights)
+        )
+        self.compiler = cut.compiler(topology, self.options, stage.plan)
+        placer = Placer(Recipe(topology, self.options, strict=True), self.source, compiler=self.compiler)
+        return placer.place(cut.module, model_copy, cut.example("cpu"))
+
+    def prepare(self, micro: BoundCall, form: Form) -> ClusterCall:
+        """How calls like this one are run, on all ranks at once: traced anew where sizes are new.
+
+        While text is generated, there is to be room for more of it, if there is.
+
+        Raises:
+            InputError: the call takes caches, which only ``generate`` keeps where they are.
+        """
+        for ahead in _AHEAD if form.caches_stay else ():
+            try:
+                return self._prepared(micro, form, ahead)
+            except InfeasibleError as error:
+                logger.info("no room for such sizes: %s", error)
+        return self._prepared(micro, form, 0.0)
+
+    def _prepared(self, micro: BoundCall, form: Form, ahead: float) -> ClusterCall:
+        stay = form.caches_stay
+        annotator = self._annotated(micro, form, ahead)
+        capture = annotator.capture
+        if capture.caches and not stay:
+            raise InputError(f"{', '.join(capture.caches)}: over several machines, generate() keeps caches")
+        wires = Wires(
+            capture, micro, self.model_copy.weights.parameters if self.options.grad else frozenset()
+        )
+        key = id(annotator), stay
+        if key not in self.cuts:
+            self.cuts[key] = on_all(
+                "placing a call of other sizes", lambda: self._cut(annotator, wires, stay)
+            )
+        return ClusterCall(
+            self._runner(key, wires, 1 if stay else self.plan.microbatches),
+            lambda part: traced_inputs(capture, part),
+            [wires.of(name) for name in results_of(capture, caches_stay=stay)],
+            lambda results, call: rebuild_result(capture, wires, results, call),
+            self._ranks[-1],
+            lambda loss: self._trainer(
+                key, wires, lambda made: rebuild_result(capture, wires, made, micro), loss
+            ),
+        )
+
+    def _annotated(self, micro: BoundCall, form: Form, ahead: float) -> Annotator:
+        """The call, traced; only where that is new, ranks tell each other."""
+
+        def trace() -> Annotator:
+            return self.annotated(micro, ahead)
+
+        try:
+            found = trace()
+        except Exception:  # whatever it is, all ranks are to hear of it
+            return on_all("tracing the model", trace)
+        if (id(found), form.caches_stay) not in self.cuts:
+            on_all("tracing the model", lambda: None)
+            require_same({"the inputs of this call": repr(form)})
+        return found
+
+    def _cut(self, annotator: Annotator, wires: Wires, stay: bool) -> _Cut:
+        """The stages of a call, this rank's placed."""
+        rank = dist.get_rank()
+        boundaries = Boundaries(annotator.graph(), stay)
+        positions = self._positions(boundaries)
+        crossing = tuple(name for position in positions[1:-1] for name in boundaries.crossing(position))
+        if rank not in self._ranks:
+            return _Cut(None, crossing)
+        assert self.compiler is not None
+        assert self.placed is not None
+        index, weights = self._ranks.index(rank), self.model_copy.weights
+        cut = stage_source(annotator, boundaries, weights, positions[index], positions[index + 1])
+        self.compiler.adopt(cut.annotator)
+        try:
+            make_ready(self.placed, [wires.example(name) for name in cut.cut.inputs])
+        except InfeasibleError:
+            self.compiler.drop(cut.annotator)
+            raise
+        return _Cut(cut, crossing)
+
+    def _positions(self, boundaries: Boundaries) -> list[int]:
+        if tuple(boundaries.graph.operations) == self.order:
+            return [0, *(stage.end for stage in self.plan.stages)]
+        return stage_positions(boundaries, [set(stage.plan.graph.weights) for stage in self.plan.stages])
+
+    def _runner(self, key: tuple[int, bool], wires: Wires, microbatches: int) -> StageRunner | None:
+        """What runs this rank's stage, if it has one: another on all ranks where any size is new."""
+        known = self.cuts[key]
+        if known.source is None or self.placed is None:
+            return None
+        sizes = key, tuple(map(wires.of, known.crossing))
+        if sizes not in self.runners:
+            program = self._program(known.source, wires)
+            self.runners[sizes] = StageRunner(program, microbatches, self.traffic, self.group)
+        return self.runners[sizes]
+
+    def _program(self, source: StageSource, wires: Wires) -> StageProgram:
+        assert self.placed is not None
+        cut = source.cut
+        received, sent = ([wires.of(name) for name in names] for names in (cut.received, cut.sent))
+        return StageProgram(self.placed, cut.inputs, cut.outputs, received, sent, self._ranks)
+
+    def _trainer(
+        self, key: tuple[int, bool], wires: Wires, rebuild: Callable[[Mapping[str, Any]], Any], loss: Loss
+    ) -> StageRunner | None:
+        """What runs this rank's stage forward and backward, if it has one."""
+        known, schedule = self.cuts[key], _SCHEDULES[self.plan.schedule]
+        if known.source is None or not self.options.grad:
+            return None
+        program = self._program(known.source, wires)
+        names = [wire.name for wire in program.sent]
+
+        def loss_of(made: Sequence[torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+            return loss(rebuild(dict(zip(names, made, strict=True))), target)
+
+        return StageRunner(
+            program, self.plan.microbatches, self.traffic, self.group, schedule=schedule, loss=loss_of
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Where a call is cut.
+
+    Attributes:
+        source: this rank's stage; None where it has none.
+        crossing: the names of the values at all cuts, the same on all ranks.
+    """
+
+    source: StageSource | None
+    crossing: tuple[str, ...]
+
+
+def _fill(module: StageModule, got: Mapping[str, torch.Tensor]) -> None:
+    """Give the module the data of these weights, under all of their names."""
+    of = {
+        id(module.get_parameter(name) if _is_parameter(module, name) else module.get_buffer(name)): tensor
+        for name, tensor in got.items()
+    }
+    made: dict[int, Any] = {}
+    for part in module.modules():
+        for table in (part._parameters, part._buffers):
+            for name, old in table.items():
+                if old is not None and id(old) in of:
+                    data = of[id(old)]
+                    new = nn.Parameter(data, old.requires_grad) if isinstance(old, nn.Parameter) else data
+                    table[name] = made.setdefault(id(old), new)
+
+
+def _is_parameter(module: nn.Module, name: str) -> bool:
+    path, _, own = name.rpartition(".")
+    return own in module.get_submodule(path)._parameters

@@ -1,0 +1,58 @@
+"""A batch, divided along its first dimension.
+
+Tensors whose first size is that of the batch are divided; all else goes with each microbatch as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from graphplan.capture.signature import BoundCall
+from graphplan.capture.structure import unflatten
+from graphplan.errors import InputError
+
+
+def batch_of(call: BoundCall) -> int:
+    """Rows of a batch: the first size of its first tensor that has sizes.
+
+    Raises:
+        InputError: there is none.
+    """
+    for tensor in call.tensors:
+        if tensor.dim():
+            return int(tensor.shape[0])
+    raise InputError("no input is a tensor with a batch dimension: leave microbatches at 1")
+
+
+def microbatches_of(call: BoundCall, count: int) -> list[BoundCall]:
+    """The calls into which a batch is divided.
+
+    Args:
+        call: of the whole batch.
+        count: of microbatches; with 1 the call stays as it is.
+
+    Raises:
+        InputError: the batch cannot be divided into so many equal parts.
+    """
+    if count == 1:
+        return [call]
+    rows = batch_of(call)
+    if rows % count:
+        raise InputError(
+            f"a batch of {rows} rows does not divide into {count} microbatches of equal size: pad it to "
+            f"{-(-rows // count) * count} rows, or choose other microbatches"
+        )
+    each = rows // count
+    return [_part(call, rows, at, at + each) for at in range(0, rows, each)]
+
+
+def _part(call: BoundCall, rows: int, start: int, stop: int) -> BoundCall:
+    def part(leaf: Any) -> Any:
+        divided = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows
+        return leaf[start:stop] if divided else leaf
+
+    leaves = tuple(map(part, call.leaves))
+    args, kwargs = unflatten(leaves, call.spec)
+    return BoundCall(tuple(args), dict(kwargs), leaves, call.spec)

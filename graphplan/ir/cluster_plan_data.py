@@ -1,0 +1,249 @@
+"""The plan of several machines as data: a plan for each, and what crosses the network between them.
+
+One microbatch passes the stages in order. With ``m`` of them a batch takes ``sum of stages + (m - 1) *
+slowest stage``, where the slowest counts what it receives and sends.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Generic, Literal, Self, TypeVar
+
+from graphplan.devices.topology import CPU, DeviceKey, Link
+from graphplan.errors import GraphplanError, PlanError, VerificationError
+from graphplan.ir.plan_data import PlanData
+from graphplan.ir.plan_json import read_plan, write_plan
+from graphplan.versioned_json import Format, decode
+
+PipelineSchedule = Literal["gpipe", "1f1b"]
+Objective = Literal["latency", "throughput"]
+AnyPlan = TypeVar("AnyPlan", bound=PlanData)
+
+_FORMAT = Format("graphplan.cluster_plan", 1, "plan of several machines")
+_FIGURES = ("batch", "microbatches", "schedule", "objective", "lower_bound", "proof")
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A tensor that is sent from one machine to the next, once per microbatch.
+
+    Attributes:
+        name: of the value.
+        nbytes: of its elements.
+        shape: of one microbatch.
+        dtype: ``"float32"``, ``"int64"``, ...
+    """
+
+    name: str
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class MachineStage(Generic[AnyPlan]):
+    """What one machine runs.
+
+    Attributes:
+        machine: its index in ``machines``, which is its rank under torchrun.
+        start: position of its first operation in the order of the trace.
+        end: position after its last.
+        receives: from the machine before.
+        sends: to the machine after.
+        buffer_bytes: of what is received and returned, of all microbatches: in host memory, where the plan
+            withholds them if the CPU has a budget.
+        plan: of one microbatch on this machine, in the keys of its own ``max_memory``.
+    """
+
+    machine: int
+    start: int
+    end: int
+    receives: tuple[Crossing, ...]
+    sends: tuple[Crossing, ...]
+    buffer_bytes: int
+    plan: AnyPlan
+
+
+@dataclass(frozen=True)
+class ClusterPlanData(Generic[AnyPlan]):
+    """A placement over several machines, in bytes and seconds.
+
+    Attributes:
+        stages: of the machines that are used, in the order in which a microbatch passes them.
+        machines: how many there are, used or not.
+        network: the link between any two of them.
+        batch: rows of the example batch; 0 where it was not divided.
+        microbatches: into which a batch is divided.
+        schedule: of the microbatches.
+        objective: what was minimised: the seconds of one microbatch, or of a batch.
+        lower_bound: seconds of a batch that no other cuts into contiguous stages go below.
+        proof: what proved the bound.
+    """
+
+    stages: tuple[MachineStage[AnyPlan], ...]
+    machines: int
+    network: Link
+    batch: int
+    microbatches: int
+    schedule: PipelineSchedule
+    objective: Objective
+    lower_bound: float
+    proof: str
+
+    @cached_property
+    def transfer_seconds(self) -> tuple[float, ...]:
+        """Seconds of the network after each stage, per microbatch; 0 after the last."""
+        return tuple(sum(self.network.seconds(one.nbytes) for one in stage.sends) for stage in self.stages)
+
+    @cached_property
+    def loads(self) -> tuple[float, ...]:
+        """Seconds that each stage is busy with a microbatch, with what it receives and sends."""
+        sent = self.transfer_seconds
+        return tuple(
+            (sent[index - 1] if index else 0.0) + stage.plan.makespan + sent[index]
+            for index, stage in enumerate(self.stages)
+        )
+
+    @property
+    def latency(self) -> float:
+        """Estimated seconds of one microbatch, from the first stage to the last."""
+        return sum(stage.plan.makespan for stage in self.stages) + sum(self.transfer_seconds)
+
+    @property
+    def makespan(self) -> float:
+        """Estimated seconds of a batch."""
+        return self.latency + (self.microbatches - 1) * max(self.loads)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the machines' time in a batch in which they wait for microbatches."""
+        whole = len(self.stages) * self.makespan
+        return 1.0 - self.microbatches * sum(self.loads) / whole if whole else 0.0
+
+    @property
+    def gap(self) -> float:
+        """How far above the lower bound the makespan may be, as a fraction of the makespan."""
+        return (self.makespan - self.lower_bound) / self.makespan if self.makespan else 0.0
+
+    @property
+    def network_bytes(self) -> int:
+        """Bytes that cross the network per microbatch."""
+        return sum(one.nbytes for stage in self.stages for one in stage.sends)
+
+    @cached_property
+    def placement(self) -> dict[str, tuple[tuple[int, DeviceKey], ...]]:
+        """Every parameter's and buffer's name -> machine and device; several where stages share it."""
+        found: dict[str, tuple[tuple[int, DeviceKey], ...]] = {}
+        for stage in self.stages:
+            for name, key in stage.plan.placement.items():
+                found[name] = (*found.get(name, ()), (stage.machine, key))
+        return found
+
+    @property
+    def peak_bytes(self) -> dict[int, dict[DeviceKey, int]]:
+        """Machine -> device -> the most bytes that it holds, buffers of the network included."""
+        found = {}
+        for stage in self.stages:
+            peaks = dict(stage.plan.peak_bytes)
+            for spec in stage.plan.topology.devices:
+                if spec.device == CPU:
+                    peaks[spec.key] += stage.buffer_bytes
+            found[stage.machine] = peaks
+        return found
+
+    def stage_of(self, machine: int) -> MachineStage[AnyPlan] | None:
+        """What a machine runs; None if it is not used."""
+        return next((stage for stage in self.stages if stage.machine == machine), None)
+
+    def verify(self) -> None:
+        """Prove the plan from its own data; raise VerificationError if it does not hold."""
+        used = [stage.machine for stage in self.stages]
+        if not used or len(set(used)) != len(used) or not all(0 <= one < self.machines for one in used):
+            raise VerificationError(f"stages are on the machines {used}, of {self.machines}")
+        for before, after in zip(self.stages, self.stages[1:], strict=False):
+            if before.sends != after.receives or before.end != after.start:
+                raise VerificationError(
+                    f"machine {after.machine} does not begin with what machine {before.machine} ends with"
+                )
+        if self.stages[0].start or self.stages[0].receives or self.stages[-1].sends:
+            raise VerificationError("the first stage receives something, or the last one sends something")
+        for stage in self.stages:
+            stage.plan.verify()
+            self._verify_buffers(stage)
+        if self.lower_bound > self.makespan * (1 + 1e-9):
+            raise VerificationError(
+                f"the lower bound, {self.lower_bound} s, is above the makespan, {self.makespan} s"
+            )
+
+    def _verify_buffers(self, stage: MachineStage[AnyPlan]) -> None:
+        least = self.microbatches * sum(one.nbytes for one in (*stage.receives, *stage.sends))
+        if stage.buffer_bytes < least:
+            raise VerificationError(
+                f"machine {stage.machine} has {stage.buffer_bytes} bytes for what it receives and sends, "
+                f"which takes {least}"
+            )
+        for spec in stage.plan.topology.devices:
+            if spec.device == CPU and spec.taken < stage.buffer_bytes:
+                raise VerificationError(f"machine {stage.machine} leaves no room for its network buffers")
+
+    def to_json(self) -> str:
+        """The plan as JSON text; :meth:`from_json` reads it back."""
+        data = {
+            **_FORMAT.head(),
+            **{name: getattr(self, name) for name in _FIGURES},
+            "machines": self.machines,
+            "network": asdict(self.network),
+            "stages": [
+                {
+                    "machine": stage.machine,
+                    "start": stage.start,
+                    "end": stage.end,
+                    "receives": [asdict(one) for one in stage.receives],
+                    "sends": [asdict(one) for one in stage.sends],
+                    "buffer_bytes": stage.buffer_bytes,
+                    "plan": json.loads(write_plan(stage.plan)),
+                }
+                for stage in self.stages
+            ],
+        }
+        return json.dumps(data, indent=1)
+
+    @classmethod
+    def _read(cls, kind: type[AnyPlan], text: str) -> Self:
+        """The plan that :meth:`to_json` wrote, with plans of a class for the machines.
+
+        Raises:
+            PlanError: the text is no such plan, or one that does not hold.
+        """
+        data = _FORMAT.parse(text)
+        try:
+            made = cls(
+                stages=tuple(_read_stage(kind, one) for one in data["stages"]),
+                machines=decode(int, data["machines"]),
+                network=decode(Link, data["network"]),
+                batch=decode(int, data["batch"]),
+                microbatches=decode(int, data["microbatches"]),
+                schedule=decode(PipelineSchedule, data["schedule"]),
+                objective=decode(Objective, data["objective"]),
+                lower_bound=decode(float, data["lower_bound"]),
+                proof=decode(str, data["proof"]),
+            )
+            made.verify()
+        except (KeyError, TypeError, ValueError, AttributeError, GraphplanError) as error:
+            raise PlanError(f"this plan is damaged: {type(error).__name__}: {error}") from error
+        return made
+
+
+def _read_stage(kind: type[AnyPlan], data: Mapping[str, Any]) -> MachineStage[AnyPlan]:
+    return MachineStage(
+        decode(int, data["machine"]),
+        decode(int, data["start"]),
+        decode(int, data["end"]),
+        decode(tuple[Crossing, ...], data["receives"]),
+        decode(tuple[Crossing, ...], data["sends"]),
+        decode(int, data["buffer_bytes"]),
+        read_plan(kind, json.dumps(data["plan"])),
+    )

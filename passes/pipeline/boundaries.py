@@ -1,0 +1,149 @@
+"""What crosses a cut of the order of operations, and where the order may be cut at all.
+
+Position ``p`` is before operation ``p``. Only tensors that an operation computed cross a cut. What a later
+stage can make itself it makes again: sizes, and views of weights and of the model's inputs, which every
+machine has::
+
+    n = sym_size(x, 0)          # x is an input: made again after the cut
+    h = linear(x, w)            # crosses
+    -------------------------------------------- cut
+    y = reshape(h, [n, -1])
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphplan.ir.graph import Graph
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """The cuts of a graph.
+
+    Attributes:
+        graph: whose order is cut.
+        caches_stay: whether tensors of returned caches stay where they are made, instead of going to the end.
+    """
+
+    graph: Graph
+    caches_stay: bool = False
+
+    @cached_property
+    def recomputed(self) -> frozenset[str]:
+        """Operations that each stage which needs their outputs runs itself."""
+        graph, own = self.graph, {*self.graph.weights, *self.graph.inputs}
+        return frozenset(
+            op.name
+            for op in graph.operations.values()
+            if op.outputs
+            and not op.mutates
+            and (op.host_only or all(self._is_view(name, own) for name in op.outputs))
+        )
+
+    def _is_view(self, name: str, own: set[str]) -> bool:
+        value = self.graph.values[name]
+        return not value.is_tensor or (value.alias_of is not None and self.graph.root(name) in own)
+
+    @cached_property
+    def last_needed(self) -> dict[str, int]:
+        """Value or weight -> the position of the last operation that needs it, directly or to make it again.
+
+        Results are needed at the end, by nobody: the position after the last operation.
+        """
+        graph = self.graph
+        operations = list(graph.operations.values())
+        returned = [value.name for value in graph.values.values() if value.stays]  # tensors of caches
+        ends = graph.outputs if self.caches_stay else (*graph.outputs, *returned)
+        found = dict.fromkeys(ends, len(operations))
+        for position in range(len(operations) - 1, -1, -1):
+            operation, until = operations[position], position
+            if operation.name in self.recomputed:
+                until = max([position, *(found.get(name, -1) for name in operation.outputs)])
+            for name in operation.inputs:
+                found[name] = max(found.get(name, -1), until)
+        return found
+
+    def crossing(self, position: int) -> tuple[str, ...]:
+        """The values that cross a cut here, in the order in which they are made."""
+        found = []
+        for name, (start, end) in self._spans.items():
+            if start < position <= end:
+                found.append(name)
+        return tuple(found)
+
+    @cached_property
+    def _spans(self) -> dict[str, tuple[int, int]]:
+        """Value that may cross -> position of its producer, and of what needs it last."""
+        graph, last = self.graph, self.last_needed
+        return {
+            name: (position, last[name])
+            for position, operation in enumerate(graph.operations.values())
+            if operation.name not in self.recomputed
+            for name in operation.outputs
+            if graph.values[name].is_tensor and last.get(name, -1) > position
+        }
+
+    @cached_property
+    def crossing_bytes(self) -> NDArray[np.float64]:
+        """(operations + 1,) bytes that cross each position."""
+        return self._per_position({name: float(self.graph.values[name].copy_bytes) for name in self._spans})
+
+    @cached_property
+    def crossing_count(self) -> NDArray[np.float64]:
+        """(operations + 1,) tensors that cross each position."""
+        return self._per_position(dict.fromkeys(self._spans, 1.0))
+
+    def _per_position(self, amounts: dict[str, float]) -> NDArray[np.float64]:
+        change = np.zeros(len(self.graph.operations) + 2)
+        for name, amount in amounts.items():
+            start, end = self._spans[name]
+            change[start + 1] += amount
+            change[end + 1] -= amount
+        return change.cumsum()[:-1]
+
+    @cached_property
+    def allowed(self) -> NDArray[np.int64]:
+        """Positions where the order may be cut, both ends included, in order.
+
+        Not between operations that must share a device, nor between those that read a weight which one of
+        them writes to, nor where nothing has been computed yet.
+        """
+        graph, count = self.graph, len(self.graph.operations)
+        at = {name: position for position, name in enumerate(graph.operations)}
+        written = {graph.root(name) for op in graph.operations.values() for name in op.mutates}
+        readers: dict[str, list[str]] = {}
+        for operation in graph.operations.values():
+            for name in {graph.root(one) for one in operation.inputs} & written & graph.weights.keys():
+                readers.setdefault(name, []).append(operation.name)
+        kept = [*map(list, graph.together), *readers.values()]
+        free = np.ones(count + 1, dtype=bool)
+        for group in kept:
+            places = [at[name] for name in group]
+            free[min(places) + 1 : max(places) + 1] = False
+        free[1:-1] &= self.crossing_count[1:-1] > 0
+        free[[0, -1]] = True
+        return np.flatnonzero(free)
+
+    def candidates(self, most: int, progress: NDArray[np.float64]) -> NDArray[np.int64]:
+        """So many of the allowed cuts, those that few bytes cross, spread over the work.
+
+        Args:
+            most: cuts, both ends included.
+            progress: (operations + 1,) share of the work before each position, from 0 to 1.
+        """
+        inner = self.allowed[1:-1]
+        if len(inner) <= most - 2:
+            return self.allowed
+        nbytes = self.crossing_bytes[inner]
+        stretch = np.floor(progress[inner] * (most // 2)).astype(np.int64)
+        order = np.argsort(nbytes, kind="stable")
+        _, first = np.unique(stretch[order], return_index=True)
+        chosen = order[np.sort(first)]
+        rest = order[~np.isin(order, chosen)][: most - 2 - len(chosen)]
+        kept = np.sort(inner[np.concatenate([chosen, rest])])
+        return np.concatenate([self.allowed[:1], kept, self.allowed[-1:]])

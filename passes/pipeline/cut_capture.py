@@ -1,0 +1,205 @@
+"""The capture of one stage: a stretch of a captured graph, as a graph of its own.
+
+Before, and the second of two stages, cut before ``linear_1``::
+
+    x, w1, w2 = placeholders                  relu, x, w2 = placeholders
+    n = sym_size(x, 0)                        n = sym_size(x, 0)
+    linear = linear(x, w1)                    linear_1 = linear(relu, w2)
+    relu = relu(linear)                       view = reshape(linear_1, [n, -1])
+    linear_1 = linear(relu, w2)               return (view,)
+    view = reshape(linear_1, [n, -1])
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from graphplan.capture.captured_graph import Capture
+from graphplan.capture.signature import InputSignature, TensorLeaf
+from graphplan.errors import CaptureError, VerificationError
+from graphplan.passes.frontend.tensor_meta import TensorMeta, describe
+from graphplan.passes.pipeline.boundaries import Boundaries
+
+
+@dataclass(frozen=True, slots=True)
+class StageCapture:
+    """One stage of a captured call.
+
+    Attributes:
+        capture: takes ``inputs``, returns ``outputs`` as a flat tuple.
+        inputs: names of the values that it takes: received ones, and inputs of the model.
+        outputs: names of the values that it computes for later stages, or as results, those included that
+            stay here.
+        received: names of the values that cross the cut before it, in order; some only pass through.
+        sent: names of those that cross the cut after it; of the results, for the last stage.
+        sizes: name of each of these -> what it is at the sizes that the plan is for.
+    """
+
+    capture: Capture
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    received: tuple[str, ...]
+    sent: tuple[str, ...]
+    sizes: dict[str, TensorMeta]
+
+
+def cut_capture(whole: Capture, boundaries: Boundaries, start: int, end: int) -> StageCapture:
+    """The stage of the operations from position ``start`` to ``end``.
+
+    Args:
+        whole: the capture of the model's call, for the sizes of the plan.
+        boundaries: of its graph.
+        start: position of the first operation.
+        end: position after the last.
+
+    Raises:
+        CaptureError: a value that crosses a cut, or a result, is no tensor, or of a size that data decides.
+    """
+    return _Cut(whole, boundaries, start, end).stage()
+
+
+def results_of(whole: Capture, *, caches_stay: bool = False) -> tuple[str, ...]:
+    """The names of the results that are values of the graph, each once; without caches, where these stay."""
+    named = (
+        node.name
+        for position, node in enumerate(whole.outputs)
+        if isinstance(node, fx.Node) and not (caches_stay and position in whole.kept)
+    )
+    return tuple(dict.fromkeys(named))
+
+
+class _Cut:
+    def __init__(self, whole: Capture, boundaries: Boundaries, start: int, end: int) -> None:
+        self.whole, self.boundaries = whole, boundaries
+        self.operations = list(boundaries.graph.operations)
+        self.names = set(self.operations[start:end]) - boundaries.recomputed
+        self.received = boundaries.crossing(start) if start else ()
+        last = end == len(self.operations)
+        stay = boundaries.caches_stay
+        self.sent = results_of(whole, caches_stay=stay) if last else boundaries.crossing(end)
+        self.nodes = {node.name: node for node in whole.graph.nodes}
+        cached = {whole.outputs[position] for position in whole.kept} if stay else set()
+        self.cached = [node.name for node in cached if isinstance(node, fx.Node) and self._is_made_here(node)]
+
+    def stage(self) -> StageCapture:
+        given = {*self.received, *self.whole.inputs}
+        made = (*self.sent, *sorted(self.cached))
+        outputs = tuple(dict.fromkeys(name for name in made if name not in given))
+        wanted = self._wanted([*self.names, *outputs])
+        inputs = [name for name in (*self.received, *self.whole.inputs) if self.nodes[name] in wanted]
+        graph = self._graph(wanted, outputs)
+        weights = {
+            node.name: self.whole.weights[node.name]
+            for node in graph.find_nodes(op="placeholder")
+            if node.name in self.whole.weights
+        }
+        constants = {n: t for n, t in self.whole.constants.items() if n in set(weights.values())}
+        leaves = tuple(self._leaf(name) for name in inputs)
+        spec = pytree.tree_structure((tuple(range(len(inputs))), {}))
+        capture = Capture(
+            fx.GraphModule(self.whole.module, graph),
+            weights,
+            constants,
+            tuple(inputs),
+            pytree.tree_structure(tuple(range(len(outputs)))),
+            InputSignature(spec, leaves, tuple(inputs)),
+            self.whole.method,
+            dict(self.whole.sizes),
+            order=tuple(range(len(inputs))),
+        )
+        named = dict.fromkeys((*self.received, *self.sent, *inputs))
+        sizes = {name: self._tensor(name) for name in named if name not in self._numbers(inputs)}
+        return StageCapture(capture, tuple(inputs), outputs, self.received, self.sent, sizes)
+
+    def _numbers(self, inputs: Sequence[str]) -> set[str]:
+        """Inputs of the model that are no tensors."""
+        return {n for n in inputs if not isinstance(self.nodes[n].meta.get("val"), torch.Tensor)}
+
+    def _wanted(self, names: Iterable[str]) -> set[fx.Node]:
+        """The nodes that the stage has: its own operations, what they read, what it makes again."""
+        found: set[fx.Node] = set()
+        left = [self.nodes[name] for name in names]
+        while left:
+            node = left.pop()
+            if node in found:
+                continue
+            found.add(node)
+            if node.name not in self.received and node.op != "placeholder":
+                self._require_made_here(node)
+                left += node.all_input_nodes
+        return found
+
+    def _producer(self, node: fx.Node) -> fx.Node:
+        """The node of the operation that makes a value, which may be one of several."""
+        while node.name not in self.boundaries.graph.operations and node.target is operator.getitem:
+            node = node.all_input_nodes[0]
+        return node
+
+    def _is_made_here(self, node: fx.Node) -> bool:
+        return self._producer(node).name in self.names
+
+    def _require_made_here(self, node: fx.Node) -> None:
+        producer = self._producer(node)
+        here = producer.name in self.names or producer.name in self.boundaries.recomputed
+        if not here and producer.op == "call_function":
+            raise VerificationError(f"a stage reads {node.name!r}, which no cut before it lets cross")
+
+    def _graph(self, wanted: set[fx.Node], outputs: Sequence[str]) -> fx.Graph:
+        graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+        ordered = [node for node in self.whole.graph.nodes if node in wanted]
+        given = [n for n in ordered if n.op == "placeholder" or n.name in self.received]
+        for node in given:
+            made = graph.create_node("placeholder", node.name, name=node.name)
+            made.meta.update(node.meta)
+            made.name = node.name  # fx gives another where it is that of a builtin, as ``input`` is
+            env[node] = made
+        for node in ordered:
+            if node not in env:
+                env[node] = graph.node_copy(node, env.__getitem__)
+                env[node].name = node.name
+        graph.output(tuple(env[self.nodes[name]] for name in outputs))
+        graph.lint()
+        return graph
+
+    def _leaf(self, name: str) -> Any:
+        """What the stage asks of an input: sizes that vary may be as large as the plan is for."""
+        val = self.nodes[name].meta.get("val")
+        if not isinstance(val, torch.Tensor):
+            index = self.whole.inputs.index(name)
+            place = self.whole.order[index] if self.whole.order else index
+            return None if place is None else self.whole.signature.leaves[place]
+        sizes = self._tensor(name).shape
+        shape = tuple(None if isinstance(size, torch.SymInt) else int(size) for size in val.shape)
+        ranges = tuple(
+            None if size is not None else (0, most) for size, most in zip(shape, sizes, strict=True)
+        )
+        return TensorLeaf(val.dtype, shape, ranges, ())
+
+    def _tensor(self, name: str) -> TensorMeta:
+        node = self.nodes[name]
+        val = node.meta.get("val")
+        if not isinstance(val, torch.Tensor):
+            raise CaptureError(
+                f"{name!r} is no tensor but {type(val).__name__}: between machines, and as results of a "
+                "model over several machines, there are tensors only"
+            )
+        open_sizes = [s for s in val.shape if isinstance(s, torch.SymInt) and _is_open(s)]
+        if open_sizes:
+            raise CaptureError(
+                f"{name!r} has a size that data decides, {open_sizes[0]}, and would cross from machine to "
+                "machine, or be a result: such sizes are not known ahead"
+            )
+        described = describe(val, self.whole.sizes)
+        assert isinstance(described, TensorMeta)
+        return described
+
+
+def _is_open(size: torch.SymInt) -> bool:
+    return any(str(symbol).startswith("u") for symbol in size.node.expr.free_symbols)

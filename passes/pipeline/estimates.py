@@ -1,0 +1,235 @@
+"""Seconds and bytes of every stretch between two candidate cuts, estimated for a class of machines.
+
+The estimate is cheap and as a rule a little low: operations run on the fastest device of the machine,
+weights that its accelerators do not hold are streamed from the host while others compute, and each further
+accelerator costs one transfer. Stages that are chosen are then placed for true.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphplan.devices.topology import CPU, DeviceSpec, Link, Topology
+from graphplan.ir.cluster_plan_data import PipelineSchedule
+from graphplan.ir.cost_model import all_seconds
+from graphplan.ir.graph import Graph
+from graphplan.passes.pipeline.boundaries import Boundaries
+from graphplan.passes.pipeline.stage_dp import Floats, StageCosts
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """How many microbatches there are, and what each leaves in memory while others are on their way.
+
+    Attributes:
+        microbatches: of one batch.
+        schedule: ``"gpipe"``: all go forward before one goes back; ``"1f1b"``: a stage has as many on their
+            way as there are stages from it to the last.
+        grad: whether activations are kept for a backward pass.
+    """
+
+    microbatches: int = 1
+    schedule: PipelineSchedule = "gpipe"
+    grad: bool = False
+
+    def kept(self, after: int) -> int:
+        """Microbatches whose activations a stage keeps at once, if so many stages follow it."""
+        if not self.grad:
+            return 0
+        return min(self.microbatches, after + 1) if self.schedule == "1f1b" else self.microbatches
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """Tables over stretches, by the candidate cuts where they start (rows) and end (columns).
+
+    Attributes:
+        boundaries: of the graph.
+        cuts: candidate positions, both ends included.
+        machines: one of each class.
+        network: between any two machines.
+        flight: what is on its way.
+        exact: (class, start, end) -> seconds of the placement of a stretch that was placed; infinite where
+            nothing fits.
+        scale: class -> factor by which estimates are low, as far as placements have shown.
+    """
+
+    boundaries: Boundaries
+    cuts: NDArray[np.int64]
+    machines: Sequence[Topology]
+    network: Link
+    flight: Flight = field(default_factory=Flight)
+    exact: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    scale: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> Graph:
+        """Whose order is cut."""
+        return self.boundaries.graph
+
+    def costs(self) -> StageCosts:
+        """Of each class of machines, with what is known exactly in place of what was estimated."""
+        seconds, load = [], []
+        receive, send = self.transfers[:, None], self.transfers[None, :]
+        for c in range(len(self.machines)):
+            here = self._compute[c] * self.scale.get(c, 1.0)
+            known = {key[1:]: value for key, value in self.exact.items() if key[0] == c}
+            for (start, end), value in known.items():
+                here[start, end] = value
+            here[self._backwards] = np.inf
+            seconds.append(here + send)
+            load.append(receive + here + send)
+        return StageCosts(seconds, load)
+
+    def calibrate(self) -> None:
+        """Let estimates be as those of the stretches that were placed are in the middle."""
+        for c, estimated in enumerate(self._compute):
+            pairs = [(v, estimated[key[1:]]) for key, v in self.exact.items() if key[0] == c]
+            ratios = [value / before for value, before in pairs if math.isfinite(value) and before > 0]
+            if ratios:
+                self.scale[c] = float(np.median(ratios))
+
+    @cached_property
+    def transfers(self) -> Floats:
+        """(cuts,) seconds in which what crosses a cut passes the network; 0 at both ends."""
+        nbytes, count = self.boundaries.crossing_bytes[self.cuts], self.boundaries.crossing_count[self.cuts]
+        found = np.asarray(count * self.network.latency + nbytes / self.network.bandwidth)
+        found[[0, -1]] = 0.0
+        return found
+
+    @cached_property
+    def buffers(self) -> Floats:
+        """(cuts, cuts) bytes of what a stretch receives and returns, of all microbatches.
+
+        The stages of ``torch.distributed.pipelining`` keep both until the batch is through.
+        """
+        nbytes = self.boundaries.crossing_bytes[self.cuts]
+        arriving = nbytes.copy()
+        arriving[0] = 0.0
+        return np.asarray(self.flight.microbatches * (arriving[:, None] + nbytes[None, :]))
+
+    def fits(self, c: int, after: int) -> NDArray[np.bool_]:
+        """Whether activations that are kept for the backward pass have room, if so many stages follow."""
+        kept = self.flight.kept(after)
+        devices = [spec for spec in self.machines[c].devices if spec.computes]
+        return np.asarray(self.weights + kept * self._saved + self._live <= sum(s.room for s in devices))
+
+    # -- tables ----------------------------------------------------------------------------------------
+
+    @cached_property
+    def _backwards(self) -> NDArray[np.bool_]:
+        return np.tri(len(self.cuts), dtype=bool)
+
+    @cached_property
+    def weights(self) -> Floats:
+        """(cuts, cuts) bytes of the distinct weights that a stretch reads."""
+        graph, cuts = self.graph, self.cuts
+        at = {name: position for position, name in enumerate(graph.operations)}
+        alone = np.zeros(len(at) + 1)
+        found = np.zeros((len(cuts), len(cuts)))
+        for weight in graph.weights.values():
+            readers = sorted({at[name] for name in graph.readers.get(weight.name, ())})
+            if len(readers) == 1:
+                alone[readers[0]] += weight.nbytes
+            elif readers:
+                starts, ends = cuts[:, None], cuts[None, :]
+                read = np.zeros(found.shape, dtype=bool)
+                for reader in readers:
+                    read |= (starts <= reader) & (reader < ends)
+                found += weight.nbytes * read
+        before = np.concatenate([[0.0], alone.cumsum()])[cuts]
+        return np.asarray(found + np.maximum(before[None, :] - before[:, None], 0.0))
+
+    @cached_property
+    def live_bytes(self) -> Floats:
+        """(operations,) bytes of activations and workspace at each operation, all on one device."""
+        graph, last = self.graph, self.boundaries.last_needed
+        operations = list(graph.operations.values())
+        until: dict[str, int] = {}
+        for value in graph.values.values():
+            root = graph.root(value.name)
+            until[root] = max(until.get(root, -1), last.get(value.name, -1))
+        change = np.zeros(len(operations) + 2)
+        for position, operation in enumerate(operations):
+            for name in operation.outputs:
+                if nbytes := graph.values[name].nbytes:
+                    change[position] += nbytes
+                    change[max(position, until.get(name, position)) + 1] -= nbytes
+        workspace = np.array([max(operation.workspace.values(), default=0) for operation in operations])
+        return np.asarray(change.cumsum()[: len(operations)] + workspace)
+
+    @cached_property
+    def _live(self) -> Floats:
+        """(cuts, cuts) most bytes of activations at once."""
+        pieces = [
+            self.live_bytes[a:b].max(initial=0.0) for a, b in zip(self.cuts, self.cuts[1:], strict=False)
+        ]
+        found = np.zeros((len(self.cuts), len(self.cuts)))
+        for start in range(len(pieces)):
+            found[start, start + 1 :] = np.maximum.accumulate(pieces[start:])
+        return found
+
+    @cached_property
+    def _saved(self) -> Floats:
+        """(cuts, cuts) bytes of all activations of one microbatch: what a backward pass may need."""
+        graph = self.graph
+        made = [sum(graph.values[v].nbytes for v in op.outputs) for op in graph.operations.values()]
+        before = np.concatenate([[0.0], np.cumsum(made)])[self.cuts]
+        return np.asarray(np.maximum(before[None, :] - before[:, None], 0.0))
+
+    @cached_property
+    def _compute(self) -> list[Floats]:
+        return [self._class_seconds(machine) for machine in self.machines]
+
+    def _class_seconds(self, machine: Topology) -> Floats:
+        accelerators = [spec for spec in machine.devices if spec.is_accelerator]
+        hosts = [spec for spec in machine.devices if not spec.is_accelerator]
+        host_room = np.zeros_like(self.buffers) + sum(spec.room for spec in hosts)
+        if any(spec.device == CPU for spec in hosts):
+            host_room = host_room - self.buffers
+        need = self.weights + self._live
+        fastest = self._operation_seconds(accelerators or [s for s in hosts if s.computes])
+        before = np.concatenate([[0.0], fastest.cumsum()])[self.cuts]
+        seconds = before[None, :] - before[:, None]
+        if not accelerators:
+            return np.where(need <= host_room, seconds, np.inf)
+        room = sum(spec.room for spec in accelerators)
+        seconds = seconds + self._moves(machine, accelerators[0])
+        if len(accelerators) > 1:
+            most = max(spec.room for spec in accelerators)
+            hop = machine.link(accelerators[0].key, accelerators[1].key)
+            further = np.clip(np.ceil(need / max(most, 1)) - 1, 0, len(accelerators) - 1)
+            seconds = seconds + further * (hop.latency + self._narrowest / hop.bandwidth)
+        excess = np.maximum(0.0, need - room)
+        host = next((spec.key for spec in hosts), CPU)
+        streamed = excess / machine.link(host, accelerators[0].key).bandwidth
+        return np.where(excess <= host_room, np.maximum(seconds, streamed), np.inf)
+
+    def _operation_seconds(self, devices: Sequence[DeviceSpec]) -> Floats:
+        """(operations,) seconds on the fastest of these devices; those that are made again cost nothing."""
+        return operation_seconds(self.graph, devices)
+
+    @property
+    def _narrowest(self) -> float:
+        """Bytes that cross where least do, inside."""
+        return float(self.boundaries.crossing_bytes[self.cuts][1:-1].min(initial=math.inf))
+
+    def _moves(self, machine: Topology, device: DeviceSpec) -> Floats:
+        """(cuts, cuts) seconds between the host, where the network ends, and an accelerator."""
+        link = machine.link(CPU, device.key)
+        nbytes, count = self.boundaries.crossing_bytes[self.cuts], self.boundaries.crossing_count[self.cuts]
+        each = np.asarray(count * link.latency + nbytes / link.bandwidth)
+        return each[:, None] + each[None, :]
+
+
+def operation_seconds(graph: Graph, devices: Sequence[DeviceSpec]) -> Floats:
+    """(operations,) seconds of each operation on the fastest of these devices."""
+    operations = graph.operations.values()
+    speeds = {(spec.flops, spec.bandwidth, spec.overhead): spec for spec in devices}
+    return np.asarray(np.min([all_seconds(operations, spec) for spec in speeds.values()], axis=0))

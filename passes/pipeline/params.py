@@ -1,0 +1,34 @@
+"""The numbers that steer the search for cuts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineParams:
+    """How far the search for cuts goes.
+
+    Attributes:
+        cuts: candidate positions, at most; those that few bytes cross, spread over the work.
+        cells: states of the dynamic program times stretches, at most: with many classes of machines there are
+            fewer candidates.
+        limits: limits on the slowest stage that are tried.
+        tolerance: relative; pipelines whose estimates differ by less are not told apart.
+        rounds: times that cuts are searched with what placements have shown.
+        growth: by which budgets grow in turn, for the error that names some that would do.
+        growths: times that they grow, at most.
+        bisections: of the bound on the slowest stage.
+    """
+
+    cuts: int = 400
+    cells: int = 60_000_000
+    limits: int = 24
+    tolerance: float = 1e-4
+    rounds: int = 5
+    growth: float = 1.2
+    growths: int = 40
+    bisections: int = 40
+
+
+PARAMS = PipelineParams()

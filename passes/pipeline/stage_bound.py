@@ -1,0 +1,142 @@
+"""A lower bound on every pipeline of contiguous stages of the order, cut anywhere.
+
+Each operation takes at least its seconds on the fastest device of all machines, each cut at least what its
+tensors take on the network. Let ``P`` be prefix sums of the former and ``x`` the latter.
+
+- One microbatch takes at least ``P[end]`` and, where ``k`` machines at least are needed to hold the weights,
+  ``k - 1`` times the least ``x``.
+- The busiest machine has at least the least ``T`` such that ``n`` stretches with ``x[i] + P[j] - P[i] + x[j]
+  <= T``, and with weights that some machine holds, cover the order: the probe of chains on chains (Pinar and
+  Aykanat, JPDC 2004). Which starts are reachable with ``k`` stretches is a running minimum of ``x - P``.
+
+Layout operations that are free where their input arrives dense count as free. A weight counts where it is
+read first only, so that shared ones make the bound lower, never false.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphplan.devices.topology import Link, Topology
+from graphplan.ir.graph import Graph
+from graphplan.passes.pipeline.boundaries import Boundaries
+from graphplan.passes.pipeline.estimates import operation_seconds
+from graphplan.passes.pipeline.params import PARAMS
+from graphplan.passes.pipeline.stage_dp import Floats
+
+PROOF = "contiguous stages, operations at their fastest"
+_FREE_WHERE_DENSE = ("reshape", "contiguous", "flatten", "clone", "to.")
+
+
+@dataclass(frozen=True, slots=True)
+class StageBound:
+    """Seconds that no contiguous pipeline takes less than.
+
+    Attributes:
+        total: of one microbatch.
+        slowest: of the busiest machine for one microbatch.
+    """
+
+    total: float
+    slowest: float
+
+    def seconds(self, microbatches: int) -> float:
+        """Of so many microbatches: see :mod:`graphplan.passes.pipeline.stage_dp`."""
+        return self.total + (microbatches - 1) * self.slowest
+
+
+def bound_stages(boundaries: Boundaries, machines: Sequence[Topology], network: Link) -> StageBound:
+    """The bound for stages of a graph on at most these machines."""
+    graph = boundaries.graph
+    devices = [spec for machine in machines for spec in machine.devices if spec.computes]
+    free = [
+        op.target.startswith(_FREE_WHERE_DENSE) or name in boundaries.recomputed
+        for name, op in graph.operations.items()
+    ]
+    return bound_prefix(
+        np.where(free, 0.0, operation_seconds(graph, devices)),
+        boundaries.crossing_count * network.latency + boundaries.crossing_bytes / network.bandwidth,
+        _first_reads(graph),
+        [float(sum(spec.room for spec in machine.devices)) for machine in machines],
+        boundaries.allowed,
+    )
+
+
+def bound_prefix(
+    seconds: Floats, transfer: Floats, weights: Floats, rooms: Sequence[float], allowed: NDArray[np.int64]
+) -> StageBound:
+    """As :func:`bound_stages`, of plain figures.
+
+    Args:
+        seconds: (operations,) of each.
+        transfer: (operations + 1,) of what crosses each position.
+        weights: (operations,) bytes that each reads first.
+        rooms: bytes of each machine.
+        allowed: positions that may be cut, both ends included.
+    """
+    before = np.concatenate([[0.0], seconds.cumsum()])[allowed]
+    held = np.concatenate([[0.0], weights.cumsum()])[allowed]
+    crossing = transfer[allowed].copy()
+    crossing[[0, -1]] = 0.0
+    most = sorted(rooms, reverse=True)
+    needed = int(np.searchsorted(np.cumsum(most), held[-1])) + 1  # machines that hold the weights
+    least = float(crossing[1:-1].min(initial=np.inf)) if needed > 1 else 0.0
+    total = float(before[-1]) + ((needed - 1) * least if np.isfinite(least) else 0.0)
+    first = np.searchsorted(held, held - most[0] * (1 + 1e-12), side="left")
+    low, high = float(before[-1]) / len(rooms), float(before[-1])
+    if _covers(low, before, crossing, first, len(rooms)):
+        return StageBound(total, low)
+    for _ in range(PARAMS.bisections):
+        middle = (low + high) / 2
+        if _covers(middle, before, crossing, first, len(rooms)):
+            high = middle
+        else:
+            low = middle
+    return StageBound(total, low)
+
+
+def _covers(limit: float, before: Floats, crossing: Floats, first: NDArray[np.int64], machines: int) -> bool:
+    """Whether so many stretches within a limit, each from ``first[end]`` on or later, reach the end."""
+    size = len(before)
+    reached = np.zeros(size, dtype=bool)
+    reached[0] = True
+    ends = np.arange(size)
+    for _ in range(machines):
+        key = np.where(reached, crossing - before, np.inf)
+        # a stretch that starts where it ends is empty, and changes nothing
+        through = _window_minimum(key, first, ends) + before + crossing
+        now = reached | (through <= limit * (1 + 1e-12))
+        if now[-1]:
+            return True
+        if (now == reached).all():
+            return False
+        reached = now
+    return False
+
+
+def _window_minimum(values: Floats, first: NDArray[np.int64], last: NDArray[np.int64]) -> Floats:
+    """For each pair, the least of ``values[first : last + 1]``: a sparse table of powers of two."""
+    tables = [values]
+    while (1 << len(tables)) <= len(values):
+        width = 1 << (len(tables) - 1)
+        before = tables[-1]
+        shifted = np.concatenate([before[width:], np.full(width, np.inf)])
+        tables.append(np.minimum(before, shifted))
+    level = np.floor(np.log2(last - first + 1)).astype(np.int64)
+    table = np.stack(tables)
+    return np.asarray(np.minimum(table[level, first], table[level, last - (1 << level) + 1]))
+
+
+def _first_reads(graph: Graph) -> Floats:
+    """(operations,) bytes of the weights that each operation is the first to read."""
+    at = {name: position for position, name in enumerate(graph.operations)}
+    found = np.zeros(len(at))
+    for weight in graph.weights.values():
+        readers = [at[name] for name in graph.readers.get(weight.name, ())]
+        if readers:
+            found[min(readers)] += weight.nbytes
+    return found

@@ -1,0 +1,46 @@
+"""Where the order of another trace of a model is cut, so that each stage reads the weights that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+from graphplan.errors import PlanError
+from graphplan.passes.pipeline.boundaries import Boundaries
+
+
+def stage_positions(boundaries: Boundaries, held: Sequence[Set[str]]) -> list[int]:
+    """The cuts of stages that hold these weights, both ends included; of those that do, the narrowest.
+
+    Args:
+        boundaries: of the graph of the other trace.
+        held: names of the weights of each stage, in order.
+
+    Raises:
+        PlanError: the operations of this trace read the weights in an order that fits no such stages.
+    """
+    graph, count = boundaries.graph, len(boundaries.graph.operations)
+    reads = [
+        {name for name in (graph.root(one) for one in operation.inputs) if name in graph.weights}
+        if not operation.host_only and operation.name not in boundaries.recomputed
+        else set()
+        for operation in graph.operations.values()
+    ]
+    known = set().union(*held)
+    cuts = [0]
+    for stage in range(len(held) - 1):
+        later = set().union(*held[stage + 1 :])
+        latest = next(
+            (p for p in range(cuts[-1], count) if any(n in known and n not in held[stage] for n in reads[p])),
+            count,
+        )
+        earliest = 1 + max(
+            (p for p in range(latest) if any(n in known and n not in later for n in reads[p])), default=-1
+        )
+        found = [int(p) for p in boundaries.allowed if max(earliest, cuts[-1]) <= p <= latest]
+        if not found:
+            raise PlanError(
+                f"calls of these sizes read weights in another order than the plan's: no cut after machine "
+                f"{stage} leaves each machine the weights that it holds"
+            )
+        cuts.append(min(found, key=lambda p: boundaries.crossing_bytes[p]))
+    return [*cuts, count]

@@ -1,0 +1,225 @@
+"""The module that every rank calls alike: its own stage runs, and the last rank has the results."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from graphplan.capture.microbatches import microbatches_of
+from graphplan.capture.signature import BoundCall, bind_call, leaf_names
+from graphplan.errors import ClusterError, InputError, first_line
+from graphplan.runtime.distributed.stage_runner import StageRunner, Wire
+
+Results = Sequence[torch.Tensor]
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+"""Of what the model returns for a microbatch, and its part of the target."""
+_MOST = 256  # forms of calls that are remembered
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterCall:
+    """How calls of one form are run.
+
+    Attributes:
+        runner: of this rank's stage; None where it has none.
+        own: from a microbatch to the model's inputs by name.
+        results: of one microbatch.
+        rebuild: from the results by name, and the call, to what the model returns.
+        last: rank of the last stage.
+        trainer: from a loss to what runs this rank's stage forward and backward.
+    """
+
+    runner: StageRunner | None
+    own: Callable[[BoundCall], dict[str, Any]]
+    results: Sequence[Wire]
+    rebuild: Callable[[Mapping[str, torch.Tensor], BoundCall], Any]
+    last: int
+    trainer: Callable[[Loss], StageRunner | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What decides how a call is run.
+
+    Attributes:
+        call: names, sizes, and what is no tensor.
+        caches_stay: whether each rank keeps the caches of its own layers, as while text is generated.
+    """
+
+    call: tuple[Any, ...]
+    caches_stay: bool
+
+    @property
+    def number(self) -> int:
+        """The same for equal forms in all processes."""
+        return int(hashlib.sha256(repr(self).encode()).hexdigest()[:15], 16)
+
+
+class ClusterModule(nn.Module):
+    """A model over several machines: what :func:`graphplan.partition` with ``machines=`` returns.
+
+    Every rank calls it with the same inputs. Its parameters are those of this rank's stage.
+
+    Attributes:
+        plan: of all machines.
+        stage: this rank's placed stage; None where it has none.
+        traffic: name of a value, or ``"tokens"`` -> bytes that this rank has sent of it so far.
+    """
+
+    def __init__(
+        self,
+        plan: Any,
+        stage: nn.Module | None,
+        signature: inspect.Signature,
+        prepare: Callable[[BoundCall, Form], ClusterCall],
+        *,
+        everywhere: bool,
+        traffic: Counter[str],
+    ) -> None:
+        super().__init__()
+        self.plan, self.stage = plan, stage
+        self._signature, self._prepare, self._everywhere = signature, prepare, everywhere
+        self.traffic = traffic
+        self._generate: Callable[..., Any] | None = None
+        self._calls: dict[Form, ClusterCall] = {}
+        self.eval()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on its own arguments, on all ranks at once.
+
+        Returns:
+            what the model returns, on the rank of the last stage, or on all with ``return_outputs="all"``;
+            None elsewhere.
+
+        Raises:
+            InputError: the batch does not divide into the microbatches.
+            ClusterError: ranks were called with inputs of different sizes, or one of them does not answer.
+        """
+        call = bind_call(self._signature, args, kwargs)
+        parts = microbatches_of(call, self.plan.microbatches)
+        known, chunks = self._run(parts, caches_stay=False)
+        here = dist.get_rank() == known.last
+        if not here and not self._everywhere:
+            return None
+        found = _joined(chunks) if here else [_empty(wire, len(parts)) for wire in known.results]
+        if self._everywhere:
+            _broadcast(found, known.results, known.last)
+        return known.rebuild(_named(known, found), call)
+
+    def forward_in_place(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on its own arguments, on all ranks at once, and send no results nor caches.
+
+        Returns:
+            what the model returns; for results of the last rank, the others have zeros that take no memory,
+            and all have such zeros for the caches of other ranks' layers.
+        """
+        call = bind_call(self._signature, args, kwargs)
+        known, chunks = self._run([call], caches_stay=True)
+        stay = {} if known.runner is None else known.runner.take_stay()
+        return known.rebuild({**stay, **(_named(known, chunks[0]) if chunks else {})}, call)
+
+    def train_step(
+        self, loss: Loss, target: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> list[torch.Tensor] | None:
+        """One step forward and backward on all ranks at once, by the plan's schedule.
+
+        Gradients are added to those of the parameters of this rank's stage, and scaled by the number of
+        microbatches. A weight that two stages read has a gradient in each.
+
+        Args:
+            loss: of what the model returns for a microbatch, and its rows of the target.
+            target: of the whole batch; its first dimension is that of the batch.
+            args: of the model.
+            kwargs: likewise.
+
+        Returns:
+            the loss of each microbatch, on the rank of the last stage; None elsewhere.
+
+        Raises:
+            InputError: the model was placed without ``grad=True``.
+        """
+        call = bind_call(self._signature, args, kwargs)
+        parts = microbatches_of(call, self.plan.microbatches)
+        form = Form(_described(parts[0]), False)
+        if form not in self._calls:
+            self._calls[form] = self._prepare(parts[0], form)
+        known = self._calls[form]
+        trainer = known.trainer(loss)
+        if trainer is None:
+            if self.stage is None:
+                return None
+            raise InputError("a training step needs a model that was placed with grad=True")
+        losses = trainer.train([known.own(part) for part in parts], form.number, target)
+        return losses if dist.get_rank() == known.last else None
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The ``generate`` of a transformers model, greedy or sampling, on all ranks at once.
+
+        Each rank keeps the caches of its own layers; every rank returns the same tokens.
+
+        Raises:
+            InputError: the model does not generate, or is asked for what needs all scores, such as beams.
+            ClusterError: a rank does not answer.
+        """
+        if self._generate is None:
+            raise InputError("this model has no generate()")
+        return self._generate(*args, **kwargs)
+
+    def generate_with(self, generate: Callable[..., Any] | None) -> None:
+        """Have :meth:`generate` be this function, whose forward passes are :meth:`forward_in_place`."""
+        self._generate = generate
+
+    def _run(self, parts: Sequence[BoundCall], *, caches_stay: bool) -> tuple[ClusterCall, list[Results]]:
+        form = Form(_described(parts[0]), caches_stay)
+        if form not in self._calls:
+            if len(self._calls) >= _MOST:
+                self._calls.clear()
+            self._calls[form] = self._prepare(parts[0], form)
+        known = self._calls[form]
+        if known.runner is None:
+            return known, []
+        chunks: list[Results] = [*known.runner.run([known.own(part) for part in parts], form.number)]
+        return known, chunks
+
+
+def _named(known: ClusterCall, found: Results) -> dict[str, torch.Tensor]:
+    return {wire.name: tensor for wire, tensor in zip(known.results, found, strict=True)}
+
+
+def _broadcast(tensors: Sequence[torch.Tensor], wires: Sequence[Wire], source: int) -> None:
+    for tensor, wire in zip(tensors, wires, strict=True):
+        try:
+            dist.broadcast(tensor, source)
+        except RuntimeError as error:
+            raise ClusterError(
+                f"rank {dist.get_rank()} waited for the result {wire.name!r} of rank {source}, which has the "
+                f"last stage: {first_line(error)}"
+            ) from error
+
+
+def _joined(chunks: Sequence[Results]) -> list[torch.Tensor]:
+    if len(chunks) == 1:
+        return list(chunks[0])
+    return [torch.cat(tensors) for tensors in zip(*chunks, strict=True)]
+
+
+def _empty(wire: Wire, count: int) -> torch.Tensor:
+    shape = wire.shape if count == 1 else (wire.shape[0] * count, *wire.shape[1:])
+    return torch.empty(shape, dtype=wire.dtype)
+
+
+def _described(call: BoundCall) -> tuple[Any, ...]:
+    """Names, sizes, and what is no tensor."""
+    leaves = [
+        (str(leaf.dtype), tuple(leaf.shape)) if isinstance(leaf, torch.Tensor) else repr(leaf)
+        for leaf in call.leaves
+    ]
+    return (*leaf_names(call), *leaves)

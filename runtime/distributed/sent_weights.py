@@ -1,0 +1,57 @@
+"""Weights that only rank 0 has, sent to the ranks whose stages read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from graphplan.errors import ClusterError, InputError, first_line
+
+
+def ranks_without_data(weights: Mapping[str, torch.Tensor]) -> list[int]:
+    """The ranks on which a weight is on the meta device.
+
+    Raises:
+        InputError: rank 0 is one of them, so that nobody has the data.
+    """
+    empty = [name for name, tensor in weights.items() if tensor.device.type == "meta"]
+    flags = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(flags, torch.tensor([len(empty)]))
+    found = [rank for rank, flag in enumerate(flags) if int(flag)]
+    if found and found[0] == 0:
+        raise InputError(
+            "the model has no data on rank 0: its weights are on the meta device. Load it there, or give "
+            "checkpoint=, from which each rank reads its own"
+        )
+    return found
+
+
+def send_weights(
+    weights: Mapping[str, torch.Tensor], wanted: Mapping[int, Sequence[str]]
+) -> dict[str, torch.Tensor]:
+    """What this rank gets of rank 0's weights.
+
+    Args:
+        weights: of the model here, by first name; on the meta device where this rank gets them.
+        wanted: rank -> names of those that it is sent.
+
+    Raises:
+        ClusterError: the other side does not answer within the group's timeout.
+    """
+    me, found = dist.get_rank(), dict[str, torch.Tensor]()
+    for rank, names in wanted.items():
+        for name in names if me in (0, rank) else ():
+            try:
+                if me == 0:
+                    dist.send(weights[name].detach().cpu().contiguous(), rank)
+                else:
+                    found[name] = torch.empty(weights[name].shape, dtype=weights[name].dtype)
+                    dist.recv(found[name], 0)
+            except RuntimeError as error:
+                peer = rank if me == 0 else 0
+                raise ClusterError(
+                    f"rank {me} waited for rank {peer} to pass on the weight {name!r}: {first_line(error)}"
+                ) from error
+    return found

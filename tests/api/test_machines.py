@@ -1,0 +1,161 @@
+"""Plans of several machines, made offline."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphplan
+from graphplan import ClusterPlan, Link
+
+WIDTH = 1024
+WEIGHTS = 8 * (WIDTH * WIDTH + WIDTH) * 4
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: int = 8, width: int = WIDTH) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+X = torch.ones(8, WIDTH)
+NEAR = Link(1e11, 1e-7)
+
+
+def planned(machines: Any, **options: Any) -> ClusterPlan:
+    model = options.pop("model", None) or Stack()
+    return graphplan.plan(model, machines=machines, args=(options.pop("x", X),), network=NEAR, **options)
+
+
+def test_latency_takes_as_few_machines_as_hold_the_model() -> None:
+    plan = planned([{0: int(WEIGHTS * 0.7)}] * 4)
+    assert len(plan.stages) == 2
+    assert plan.makespan == pytest.approx(plan.latency)
+    assert plan.gap >= 0
+    held = [stage.plan.graph.weight_bytes for stage in plan.stages]
+    assert sum(held) == WEIGHTS
+    assert set(plan.placement) == {name for name, _ in Stack().named_parameters()}
+
+
+def test_throughput_divides_the_work_evenly() -> None:
+    plan = planned([{"cpu": "1GiB"}] * 4, microbatches=8, objective="throughput")
+    assert len(plan.stages) == 4
+    assert max(plan.loads) < 1.3 * min(plan.loads)
+    one = planned([{"cpu": "1GiB"}], microbatches=8, objective="throughput")
+    assert plan.makespan < one.makespan
+    assert plan.lower_bound <= plan.makespan
+    assert plan.gap < 0.3
+
+
+def test_unequal_machines_get_unequal_shares() -> None:
+    small, large = {0: int(0.4 * WEIGHTS)}, {0: int(0.9 * WEIGHTS)}
+    plan = planned([small, large])
+    by_machine = {stage.machine: stage.plan.graph.weight_bytes for stage in plan.stages}
+    assert by_machine[1] > by_machine[0]
+    for machine, peaks in plan.peak_bytes.items():
+        assert all(nbytes <= (small, large)[machine][key] for key, nbytes in peaks.items())
+
+
+def test_a_plan_is_data() -> None:
+    machines = [{0: "12MiB", "cpu": "40MiB"}, {"cpu": "40MiB"}, {0: "18MiB"}]
+    plan = planned(machines, microbatches=8, objective="throughput")
+    assert len(plan.stages) > 1
+    again = ClusterPlan.from_json(plan.to_json())
+    assert again == plan
+    again.verify()
+    assert "machine" in plan.summary()
+    data = json.loads(plan.to_json())
+    data["stages"][0]["end"] += 1
+    with pytest.raises(graphplan.PlanError, match="damaged"):
+        ClusterPlan.from_json(json.dumps(data))
+
+
+def test_a_bound_above_the_plan_is_an_error() -> None:
+    plan = planned([{0: "1GiB"}])
+    with pytest.raises(graphplan.VerificationError, match="lower bound"):
+        replace(plan, lower_bound=plan.makespan * 1.1).verify()
+
+
+def test_what_arrives_and_leaves_counts_against_the_cpu() -> None:
+    machines = [{"cpu": int(WEIGHTS * 0.75)}] * 2
+    plan = planned(machines, microbatches=4)
+    crossing = plan.stages[0].sends[0]
+    assert crossing.shape == (2, WIDTH)
+    for stage in plan.stages:
+        assert stage.buffer_bytes >= 4 * crossing.nbytes
+        (spec,) = stage.plan.topology.devices
+        assert spec.taken == stage.buffer_bytes
+    peaks = plan.peak_bytes
+    assert all(peaks[k]["cpu"] <= machines[k]["cpu"] for k in (0, 1))
+
+
+def test_kept_activations_ask_for_more_machines_in_a_training_step() -> None:
+    from graphplan.api.machines import Machines
+    from graphplan.devices.max_memory import read_max_memory
+    from graphplan.passes.pipeline.estimates import Flight
+
+    assert read_max_memory({"cpu": 1})
+    assert Machines([{"cpu": "1GiB"}], 8, "1f1b").cluster(grad=True).flight == Flight(8, "1f1b", True)
+    assert Flight(8, "gpipe", True).kept(after=1) == 8
+    assert Flight(8, "1f1b", True).kept(after=1) == 2
+    assert Flight(8, "1f1b", False).kept(after=1) == 0
+
+
+def test_an_error_names_budgets_that_do() -> None:
+    with pytest.raises(graphplan.InfeasibleError, match="machines=") as caught:
+        planned([{0: "7MiB"}] * 3)
+    text = str(caught.value)
+    budgets = eval(text[text.index("machines=") + len("machines=") :])
+    assert planned(budgets).stages
+
+
+class Contrastive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.left(x) @ self.right(x).t()
+
+
+def test_results_that_mix_rows_are_not_divided() -> None:
+    x = torch.ones(4, 8)
+    with pytest.raises(graphplan.InputError, match="microbatches=1"):
+        planned([{0: "1GiB"}], model=Contrastive(), x=x, microbatches=2)
+    assert planned([{0: "1GiB"}], model=Contrastive(), x=x).stages
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"machines": {0: "1GiB"}}, "one max_memory for each rank"),
+        ({"machines": []}, "one max_memory for each rank"),
+        ({"microbatches": 0}, "microbatches"),
+        ({"microbatches": 3}, "8 rows does not divide into 3"),
+        ({"schedule": "zigzag"}, "schedule"),
+        ({"objective": "cost"}, "objective"),
+        ({"network": 3}, "graphplan.Link"),
+        ({"max_memory": {0: "1GiB"}}, "does not go with max_memory="),
+        ({"pin": {"layers.0": 0}}, "does not go with pin="),
+        ({"args": ()}, "example inputs"),
+    ],
+)
+def test_bad_arguments_are_named(options: dict[str, Any], match: str) -> None:
+    given: dict[str, Any] = {"machines": [{0: "1GiB"}], "args": (X,), **options}
+    with pytest.raises(graphplan.InputError, match=match):
+        graphplan.plan(Stack(), **given)
+
+
+def test_without_torchrun_there_is_no_group() -> None:
+    with pytest.raises(graphplan.ClusterError, match="torchrun"):
+        graphplan.partition(Stack(), machines=[{"cpu": "1GiB"}], args=(X,))

@@ -1,0 +1,261 @@
+"""What each process of torchrun runs in the tests of several machines: the case that is named."""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+sys.path[:0] = [os.path.join(os.path.dirname(__file__), "..", ".."), os.path.dirname(__file__)]
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import torch.distributed as dist
+from cluster_models import PLAIN, SharedWeight
+
+import graphplan
+
+SECONDS = 20  # the timeout of the process group
+QUICK = graphplan.Link(1e12, 0.0)  # so that small models are worth dividing
+
+
+def difference(found: Any, expected: Any) -> float:
+    from builders import largest_difference
+
+    return largest_difference(found, expected)
+
+
+def say(text: str) -> None:
+    print(f"[{dist.get_rank()}] {text}", flush=True)
+
+
+def divided(model: Any, inputs: dict[str, Any], microbatches: int, **options: Any) -> Any:
+    """The model over all ranks, each with a CPU that would hold the whole."""
+    ranks = dist.get_world_size()
+    if microbatches == 1:
+        return split_by_memory(model, inputs)
+    return graphplan.partition(
+        model,
+        machines=[{"cpu": "1GiB"}] * ranks,
+        kwargs=inputs,
+        microbatches=microbatches,
+        objective="throughput",
+        network=QUICK,
+        time_limit=0.3,
+        **{"return_outputs": "all", **options},
+    )
+
+
+def check(name: str, model: Any, inputs: dict[str, Any]) -> None:
+    """The model in two microbatches where its results allow that, and eager, say the same."""
+    with torch.no_grad():
+        expected = model(**inputs)
+    ranks = dist.get_world_size()
+    try:
+        try:
+            placed = divided(model, inputs, 2)
+        except graphplan.InputError:
+            placed = split_by_memory(model, inputs)
+        found = placed(**inputs)
+        used = len(placed.plan.stages)
+        same = type(found) is type(expected)
+        say(f"{name}: {used}/{ranks} stages, same type {same}, difference {difference(found, expected):.1e}")
+    except Exception as error:
+        say(f"{name}: FAILED {type(error).__name__}: {error}")
+
+
+def split_by_memory(model: Any, inputs: dict[str, Any]) -> Any:
+    """In one microbatch: only memory parts a model then."""
+    nbytes = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+    ranks = dist.get_world_size()
+    for share in (0.7, 0.9, 1.2, 2.0, 4.0):
+        try:
+            return graphplan.partition(
+                model, machines=[{"cpu": int(nbytes * share)}] * ranks, kwargs=inputs,
+                network=QUICK, return_outputs="all", time_limit=0.3,
+            )  # fmt: skip
+        except (graphplan.InfeasibleError, graphplan.ClusterError):
+            continue
+    raise AssertionError("nothing fits")
+
+
+def architectures(*stems: str) -> None:
+    from architectures import TABLE
+
+    for stem in stems:
+        torch.manual_seed(0)
+        (architecture,) = [a for a in TABLE if a.stem == stem]
+        model, inputs = architecture.build()
+        inputs = {k: v for k, v in inputs.items() if k != "use_cache"}
+        if "use_cache" in inspect.signature(model.forward).parameters:
+            inputs["use_cache"] = False
+        check(stem, model, inputs)
+
+
+def generation(*stems: str) -> None:
+    """Greedy and sampled tokens of decoder-only models, and eager's."""
+    from architectures import TABLE
+
+    for stem in stems:
+        torch.manual_seed(0)
+        (architecture,) = [a for a in TABLE if a.stem == stem]
+        model, inputs = architecture.build()
+        ids = inputs["input_ids"]
+        mask = torch.ones_like(ids)
+        mask[0, :2] = 0
+        try:
+            placed = divided(model, {"input_ids": ids, "use_cache": False}, 2)
+            same = []
+            for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_k": 20}):
+                options |= {"max_new_tokens": 12, "attention_mask": mask, "pad_token_id": 0}
+                torch.manual_seed(1)
+                expected = model.generate(ids, **options)
+                torch.manual_seed(1)
+                same.append(torch.equal(placed.generate(ids, **options), expected))
+            sent = ", ".join(f"{name} {nbytes}" for name, nbytes in sorted(placed.traffic.items()))
+            say(f"{stem}: {len(placed.plan.stages)} stages, greedy {same[0]}, sampled {same[1]}; sent {sent}")
+        except Exception as error:
+            say(f"{stem}: FAILED {type(error).__name__}: {error}")
+
+
+def plain() -> None:
+    for name, make in PLAIN.items():
+        torch.manual_seed(0)
+        model, inputs = make()
+        check(name, model.eval(), inputs)
+
+
+def chain(width: int = 8, wrong: bool = False) -> Any:
+    layers = [torch.nn.Linear(width, width) for _ in range(6)]
+    return torch.nn.Sequential(*layers, *([torch.nn.Tanh()] if wrong else [])).eval()
+
+
+def fault(kind: str, rank: str) -> None:
+    """One rank dies, stops or is called otherwise; the others say what they waited for."""
+    here, x = dist.get_rank() == int(rank), torch.randn(4, 8)
+    try:
+        placed = divided(chain(), {"input": x}, 2, return_outputs=True)
+        placed(x)
+        if here and kind == "dies":
+            os._exit(9)
+        if here and kind == "stops":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if kind == "forms":  # both sizes are known to both ranks
+            placed(x[:2])
+            x = x[:2] if here else x
+        placed(x)
+        placed(x)
+        say("no error")
+    except graphplan.GraphplanError as error:
+        say(f"{type(error).__name__}: {error}")
+    os._exit(0)
+
+
+def differs() -> None:
+    """Rank 1 has another budget, other weights, other code: all find out, and go on."""
+    here = dist.get_rank() == 1
+    for kind in ("budgets", "weights", "code"):
+        width = 9 if here and kind == "weights" else 8
+        machines = [{"cpu": "2GiB" if here and kind == "budgets" else "1GiB"}] * dist.get_world_size()
+        try:
+            model = chain(width, wrong=here and kind == "code")
+            graphplan.partition(model, machines=machines, args=(torch.ones(4, width),))
+            say("no error")
+        except graphplan.ClusterError as error:
+            say(f"ClusterError: {error}")
+
+
+def weights() -> None:
+    """Weights that rank 0 sends, or that each rank reads from a checkpoint, or from a folder."""
+    import tempfile
+    from pathlib import Path
+
+    import transformers
+    from safetensors.torch import save_file
+
+    model, inputs = PLAIN["SharedWeight"]()
+    model.eval()
+    expected = model(**inputs)
+    with torch.device("meta"):
+        meta = SharedWeight().eval()
+    placed = divided(meta if dist.get_rank() else model, inputs, 2)
+    say(f"sent: equal {torch.allclose(placed(**inputs), expected, atol=1e-6)}")
+    shared = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(shared)
+    folder = Path(shared[0])
+    if dist.get_rank() == 0:
+        state = {k: v for k, v in model.state_dict().items() if k != "head.weight"}
+        save_file(state, folder / "model.safetensors")
+    dist.barrier()
+    placed = divided(meta, inputs, 2, checkpoint=folder / "model.safetensors", strict=False)
+    say(f"read: equal {torch.allclose(placed(**inputs), expected, atol=1e-6)}")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
+    )
+    torch.manual_seed(0)
+    llama = transformers.LlamaForCausalLM(config).eval()
+    inputs = {"input_ids": torch.randint(0, 64, (2, 5)), "use_cache": False}
+    if dist.get_rank() == 0:
+        llama.save_pretrained(folder / "llama")
+    dist.barrier()
+    placed = graphplan.load(
+        folder / "llama", machines=[{"cpu": "1GiB"}] * 2, kwargs=inputs, microbatches=2,
+        objective="throughput", network=QUICK, return_outputs="all",
+    )  # fmt: skip
+    own = sum(p.numel() for p in placed.parameters())
+    assert own < sum(p.numel() for p in llama.parameters())
+    say(f"loaded: equal {difference(placed(**inputs), llama(**inputs)) < 1e-5}")
+
+
+def training() -> None:
+    """A 1F1B step of a Llama of four layers, and eager's gradients."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2, vocab_size=64
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    ids, target = torch.randint(0, 64, (6, 5)), torch.randint(0, 64, (6, 5))
+
+    def loss(result: Any, wanted: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(result.logits.flatten(0, 1), wanted.flatten())
+
+    for rows in range(0, 6, 2):
+        (loss(model(ids[rows : rows + 2], use_cache=False), target[rows : rows + 2]) / 3).backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    placed = divided(model, {"input_ids": ids, "use_cache": False}, 3, grad=True, schedule="1f1b")
+    losses = placed.train_step(loss, target, input_ids=ids, use_cache=False)
+    assert (losses is not None) == (dist.get_rank() == dist.get_world_size() - 1)
+    own = dict(placed.stage.named_parameters())
+    worst = max((p.grad - expected[name]).abs().max().item() for name, p in own.items())
+    say(f"{len(own)} parameters, {len(placed.plan.stages)} stages, gradients differ by {worst:.1e}")
+
+
+CASES: dict[str, Callable[..., None]] = {
+    "architectures": architectures,
+    "differs": differs,
+    "fault": fault,
+    "generation": generation,
+    "plain": plain,
+    "training": training,
+    "weights": weights,
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    seconds = 5 if sys.argv[1] == "fault" else SECONDS
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
+    torch.manual_seed(0)
+    CASES[sys.argv[1]](*sys.argv[2:])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
