@@ -11,7 +11,7 @@ from graphplan.compiler.formulation import Formulation
 from graphplan.devices.topology import DISK
 from graphplan.ir.constraints import Constraints
 from graphplan.ir.schedule import Assignment
-from graphplan.passes.frontend.upper_bound_graph import upper_bound_graph
+from graphplan.passes.frontend.two_readings import upper_bound_graph
 from graphplan.passes.placement.certificate import Bound, Solution, certify
 from graphplan.passes.placement.constrain import constrain
 from graphplan.passes.placement.disk import place_or_map

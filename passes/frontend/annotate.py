@@ -11,6 +11,7 @@ from graphplan.ir.graph import Graph
 from graphplan.ir.schedule import Schedule
 from graphplan.passes.frontend.fake_interpreter import Interpreter
 from graphplan.passes.frontend.graph_reader import GraphReader
+from graphplan.passes.frontend.two_readings import with_least_costs
 
 
 def annotate(capture: Capture, weights: ModelWeights, device_types: Sequence[str] = ("cpu",)) -> Graph:
@@ -46,9 +47,10 @@ class Annotator:
     def graph(self, schedule: Schedule | None = None, kinds: Mapping[DeviceKey, str] | None = None) -> Graph:
         """The graph; with ``schedule``, as it is when values are moved as it says.
 
-        A moved value that was a slice arrives dense, and kernels of one type of device return other
-        strides than those of another: after either an operation may copy where it took a view, or take
-        another workspace.
+        Without one, values are those of accelerators, and an operation costs what it costs where it costs
+        least, so that bounds hold wherever it runs. With one, a moved value that was a slice arrives dense,
+        and kernels of one type of device return other strides than those of another: after either an
+        operation may copy where it took a view, or take another workspace.
 
         Args:
             schedule: where operations run.
@@ -60,15 +62,17 @@ class Annotator:
         if schedule is not None:
             return self._read(schedule, kinds or {})
         if self._as_it_is is None:
-            self._as_it_is = self._read(None, {})
+            usual = next((kind for kind in self.device_types if kind != CPU), CPU)
+            self._as_it_is = self._read(None, {}, usual)
+            if usual != CPU and CPU in self.device_types and self.capture.method != "symbolic_trace":
+                self._as_it_is = with_least_costs(self._as_it_is, self._read(None, {}, CPU))
         return self._as_it_is
 
-    def _read(self, schedule: Schedule | None, kinds: Mapping[DeviceKey, str]) -> Graph:
+    def _read(self, schedule: Schedule | None, kinds: Mapping[DeviceKey, str], usual: str = CPU) -> Graph:
         reader = GraphReader(self.capture, self.weights, kinds)
         if self.capture.method == "symbolic_trace":
             reader.read_unknown()
         else:
-            usual = next((kind for kind in self.device_types if kind != CPU), CPU)
             reader.read(self.interpreter, schedule, usual)
         graph = reader.graph()
         graph.verify()

@@ -78,8 +78,10 @@ class GraphReader:
                 key = None if schedule is None else schedule.assignment.operations[node.name]
                 kind = usual if key is None else self.kinds.get(key, CPU)
                 effect = _inner_tensor(node) or interpreter.run(node, copied, kind)
-                interpreter.env[node] = effect.value
                 self._operation(node, effect)
+                if schedule is None:
+                    self._count_least(interpreter, node, kind)
+                interpreter.env[node] = effect.value
                 for user in self._parts(node):
                     interpreter.env[user] = interpreter.env[node][user.args[1]]
 
@@ -170,6 +172,27 @@ class GraphReader:
                 source=source_line(node.meta.get("stack_trace") or ""),
             )
         )
+
+    def _count_least(self, interpreter: Interpreter, node: fx.Node, kind: str) -> None:
+        """Let an operation that copies slices cost what it costs where these were moved, and are dense.
+
+        Expanded values are as they are: to move what they repeat costs less, the copy that it saves included.
+        """
+        operation = self.operations[-1]
+        values = ((n, interpreter.env.get(n)) for n in node.all_input_nodes)
+        slices = {
+            n
+            for n, value in values
+            if isinstance(value, TensorMeta)
+            and 0 not in value.stride
+            and value.copied().stride != value.stride
+        }
+        if slices and operation.bytes_accessed:
+            dense = interpreter.run(node, slices.__contains__, kind)
+            cost = self._cost(node, self._parts(node), dense, writes=bool(operation.mutates))
+            flops = min(operation.flops, cost.flops)
+            nbytes = min(operation.bytes_accessed, cost.bytes_accessed)
+            self.operations[-1] = replace(operation, flops=flops, bytes_accessed=nbytes)
 
     def _cost(self, node: fx.Node, parts: Sequence[fx.Node], effect: Effect, *, writes: bool) -> _Cost:
         beside = unnamed_bytes(parts, effect) + self._unwrapped_bytes(node)

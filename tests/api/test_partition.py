@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import warnings
 from typing import Any
 
 import pytest
@@ -430,3 +431,24 @@ def test_a_device_that_is_full_already_is_named() -> None:
         with pytest.raises(graphplan.GraphplanError, match=r"sim:0"):
             graphplan.partition(model, {0: 300_000}, args=(torch.ones(1, 256),))
         del taken
+
+
+def test_the_bound_holds_where_kernels_of_the_cpu_return_other_strides() -> None:
+    """Attention's result is dense on the CPU, and ``contiguous`` then copies nothing."""
+
+    class Attends(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            heads = self.first(x).reshape(2, 9, 4, 8).transpose(1, 2)
+            mixed = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+            found: torch.Tensor = self.last(mixed.transpose(1, 2).reshape(2, 9, 32))
+            return found
+
+    with graphplan.simulate({0: 1 << 30}) as machine, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        budgets = machine.max_memory | {"cpu": 1 << 30}
+        plan = graphplan.plan(Attends(), budgets, (torch.ones(2, 9, 32),), pin={"": "cpu"})
+        assert 0 < plan.lower_bound <= plan.makespan

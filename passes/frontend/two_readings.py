@@ -1,4 +1,4 @@
-"""One graph that covers two readings of a capture: of each value and operation the larger bytes."""
+"""One graph for two readings of a capture: layouts, and so copies, differ by device and by what is moved."""
 
 from __future__ import annotations
 
@@ -23,6 +23,23 @@ def upper_bound_graph(a: Graph, b: Graph) -> Graph:
     together = {*a.together, *b.together}
     parts = (operations, values, a.weights.values(), a.inputs, a.outputs)
     return Graph(*parts, together, shapes_known=a.shapes_known)
+
+
+def with_least_costs(a: Graph, b: Graph) -> Graph:
+    """The first of two readings, with the FLOP and bytes of the second where an operation takes fewer there.
+
+    A ``contiguous`` that copies what one device's kernel returns may only make a view on another.
+    """
+    operations = []
+    for name, operation in a.operations.items():
+        other = b.operations[name]
+        cost = {
+            field: min(getattr(operation, field), getattr(other, field))
+            for field in ("flops", "bytes_accessed")
+        }
+        operations.append(replace(operation, **cost))
+    parts = (operations, a.values.values(), a.weights.values(), a.inputs, a.outputs)
+    return Graph(*parts, a.together, shapes_known=a.shapes_known)
 
 
 def _upper_bound_value(a: Value, b: Value) -> Value:
