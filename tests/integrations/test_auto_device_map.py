@@ -381,3 +381,26 @@ def test_a_plans_map_goes_into_dispatch_model_and_from_pretrained(
         theirs = type(model).from_pretrained(tmp_path, device_map=on_simulated(found))
         for placed in (ours, theirs):
             assert largest_difference(run_there(placed, on_sim), expected) < 1e-5
+
+
+def test_a_device_map_is_carried_out_as_it_is() -> None:
+    (architecture,) = [one for one in TABLE if one.stem == "Llama"]
+    model, inputs = architecture.build()
+    with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        budgets = machine.max_memory | {"cpu": 1 << 30}
+        for devices in (
+            {"": 1},
+            {
+                "model.embed_tokens": 0,
+                "model.layers.0": 0,
+                "model.layers.1": "cpu",
+                "model.norm": 1,
+                "lm_head": 0,
+            },
+        ):
+            placed = graphplan.partition(model, budgets, kwargs=inputs, pin=devices)
+            for name, key in placed.plan.placement.items():
+                assert key == device_of(devices, name) or name.startswith("model.rotary_emb"), name
+            with torch.no_grad():
+                assert largest_difference(placed(**inputs), model(**inputs)) < 1e-5
