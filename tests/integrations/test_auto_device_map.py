@@ -401,6 +401,7 @@ def test_a_device_map_is_carried_out_as_it_is() -> None:
         ):
             placed = graphplan.partition(model, budgets, kwargs=inputs, pin=devices)
             for name, key in placed.plan.placement.items():
-                assert key == device_of(devices, name) or name.startswith("model.rotary_emb"), name
+                if not name.startswith("model.rotary_emb"):  # which that map leaves out
+                    assert key == device_of(devices, name), name
             with torch.no_grad():
                 assert largest_difference(placed(**inputs), model(**inputs)) < 1e-5
