@@ -19,7 +19,7 @@ from cluster_models import PLAIN, SharedWeight
 
 import graphplan
 
-SECONDS = 20  # the timeout of the process group
+SECONDS = 60  # the timeout of the process group
 QUICK = graphplan.Link(1e12, 0.0)  # so that small models are worth dividing
 
 
@@ -249,7 +249,7 @@ CASES: dict[str, Callable[..., None]] = {
 
 def main() -> None:
     torch.set_num_threads(1)
-    seconds = 5 if sys.argv[1] == "fault" else SECONDS
+    seconds = 15 if sys.argv[1] == "fault" else SECONDS
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
     torch.manual_seed(0)
     CASES[sys.argv[1]](*sys.argv[2:])

@@ -88,14 +88,14 @@ def test_generation_of_more_families(ranks: int) -> None:
 
 @pytest.mark.parametrize("kind", ["dies", "stops"])
 def test_a_rank_that_does_not_answer_is_named(kind: str) -> None:
-    with Ranks(3, "fault", kind, "1", seconds=60) as group:
+    with Ranks(3, "fault", kind, "1") as group:
         first, last = (said(output)[-1] for output in group.outputs([0, 2]))
     assert re.match(r"ClusterError: rank 0 \(stage 0 of 3\) waited for rank 1 to take 'linear_\d'", first)
     assert re.match(r"ClusterError: rank 2 \(stage 2 of 3\) waited for rank 1 to send 'linear_\d'", last)
 
 
 def test_what_differs_between_ranks_is_found_at_the_start() -> None:
-    with Ranks(3, "differs", seconds=90) as group:
+    with Ranks(3, "differs") as group:
         for output in group.outputs():
             budgets, weights, code = said(output)
             assert "ClusterError: ranks 0, 2 and rank 1 differ in machines=, or another argument" in budgets
@@ -104,7 +104,7 @@ def test_what_differs_between_ranks_is_found_at_the_start() -> None:
 
 
 def test_calls_of_other_sizes_on_one_rank_are_found() -> None:
-    with Ranks(2, "fault", "forms", "0", seconds=60) as group:
+    with Ranks(2, "fault", "forms", "0") as group:
         outputs = group.outputs()
     assert "rank 1 was called with inputs of other names or sizes than rank 0" in said(outputs[1])[-1]
 
