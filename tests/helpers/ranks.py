@@ -48,6 +48,8 @@ class Ranks:
             if process.poll() is None:
                 process.kill()
             process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
 
     def outputs(self, ranks: Sequence[int] | None = None) -> list[str]:
         """What these ranks printed, once they have ended."""
