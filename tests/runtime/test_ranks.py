@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
-from ranks import Ranks, said
+from ranks import Ranks, said, torchrun
 
 # at every change each of these on two ranks or on three; all 32 on both under -m slow
 TWO = ("Llama", "Gemma3", "Mixtral", "Bert", "ModernBert", "T5", "ResNet", "CLIP")
@@ -122,3 +123,21 @@ def test_a_training_step_has_the_gradients_of_eager() -> None:
         for output in group.outputs():
             (line,) = said(output)
             assert float(line.rpartition(" ")[2]) < 1e-5, line
+
+
+@pytest.mark.slow
+def test_a_process_grows_by_its_own_stage(tmp_path: Path) -> None:
+    """Of a model of 1 GB, read from a checkpoint: by a tenth more, and what a small model takes, at most."""
+    for _ in range(2):  # rank 0 writes the checkpoint the first time, and is larger for it
+        with Ranks(2, "memory", str(tmp_path / "llama")) as group:
+            lines = [said(output)[-1].split() for output in group.outputs()]
+    for _, weights, _, grown in lines:
+        assert int(weights) > 400_000_000
+        assert int(grown) < 1.1 * int(weights) + (32 << 20)
+
+
+def test_torchrun_starts_again_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    output = torchrun(2, "restart", str(tmp_path), options=["--max-restarts=1"])
+    assert output.count("after 1 restart: equal True") == 2, output[-2000:]
+        -2000:
+    ]
