@@ -139,5 +139,3 @@ def test_a_process_grows_by_its_own_stage(tmp_path: Path) -> None:
 def test_torchrun_starts_again_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     output = torchrun(2, "restart", str(tmp_path), options=["--max-restarts=1"])
     assert output.count("after 1 restart: equal True") == 2, output[-2000:]
-        -2000:
-    ]
