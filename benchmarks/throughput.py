@@ -222,7 +222,7 @@ def optimum(workload: Workload) -> float | None:
     for ideal in ideals[1:]:
         here: dict[tuple[int, int], float] = {}
         for before in [one for one in least if one < ideal]:
-            fast, slow = _loads(workload, ideal - before)
+            fast, slow = loads(workload, ideal - before)
             for (used, cores), so_far in least[before].items():
                 for state, load in (((used + 1, cores), fast), ((used, cores + 1), slow)):
                     if state[0] <= workload.accelerators and state[1] <= workload.cores:
@@ -246,7 +246,7 @@ def _ideals(graph: nx.DiGraph) -> list[frozenset[int]] | None:
     return found
 
 
-def _loads(workload: Workload, stage: frozenset[int]) -> tuple[float, float]:
+def loads(workload: Workload, stage: frozenset[int]) -> tuple[float, float]:
     """Of a set of groups, on an accelerator and on a core."""
     inside = list(stage)
     moved = sum(

@@ -7,6 +7,7 @@ from typing import Self
 
 from graphplan.analysis.plan import Plan
 from graphplan.ir.cluster_plan_data import ClusterPlanData
+from graphplan.report.cluster_perfetto import to_cluster_trace
 from graphplan.report.cluster_text import cluster_summary
 
 
@@ -42,3 +43,7 @@ class ClusterPlan(ClusterPlanData[Plan]):
     def save_json(self, path: str | Path) -> None:
         """Write :meth:`to_json` to a file."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write the estimated batch for Perfetto or ``chrome://tracing``: lanes for each machine."""
+        Path(path).write_text(to_cluster_trace(self), encoding="utf-8")

@@ -20,7 +20,7 @@ from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler
 from graphplan.compiler.stage_compiler import StageSource, plan_like, stage_source, with_buffers
 from graphplan.devices.topology import Link, Topology
-from graphplan.errors import InfeasibleError, readable_bytes
+from graphplan.errors import CaptureError, InfeasibleError, readable_bytes
 from graphplan.ir.cluster_plan_data import MachineStage, Objective
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.pipeline.boundaries import Boundaries
@@ -100,6 +100,7 @@ class _Search:
     sources: dict[tuple[int, int], StageSource] = field(default_factory=dict)
     placed: dict[tuple[int, int, int], Plan | None] = field(default_factory=dict)
     known: dict[Hashable, Plan | None] = field(default_factory=dict)
+    refused: CaptureError | None = None
 
     def run(self) -> ClusterPlan:
         self.boundaries = Boundaries(self.annotator.graph())
@@ -122,7 +123,7 @@ class _Search:
                 break
             self.estimates.calibrate()
         if best is None:
-            raise self._infeasible()
+            raise self.refused or self._infeasible()
         return self._plan(best, classes)
 
     def _estimates(self, cluster: Cluster) -> Estimates:
@@ -147,12 +148,14 @@ class _Search:
         """Place a stretch on a class of machines, unless an equal one was placed before."""
         key = c, self._structure(start, end)
         if key not in self.known:
-            source = self._source(start, end)
             try:
+                source = self._source(start, end)
                 found = source.compiler(self._topology(c, start, end), self.options).plan(source.example())
                 self.known[key] = found.plan
             except InfeasibleError:
                 self.known[key] = None
+            except CaptureError as error:  # something crosses here that cannot be sent: cut elsewhere
+                self.known[key], self.refused = None, error
         plan = self.placed[c, start, end] = self.known[key]
         self.estimates.exact[c, start, end] = math.inf if plan is None else plan.makespan
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 
 import graphplan
 from graphplan import ClusterPlan, Link
+from graphplan.report.cluster_perfetto import batch_slots
 
 WIDTH = 1024
 WEIGHTS = 8 * (WIDTH * WIDTH + WIDTH) * 4
@@ -78,6 +81,23 @@ def test_a_plan_is_data() -> None:
     data["stages"][0]["end"] += 1
     with pytest.raises(graphplan.PlanError, match="damaged"):
         ClusterPlan.from_json(json.dumps(data))
+
+
+def test_the_trace_has_a_group_of_lanes_for_each_machine(tmp_path: Path) -> None:
+    plan = planned([{"cpu": "1GiB"}] * 3, microbatches=4, objective="throughput")
+    slots = list(batch_slots(plan))
+    last = max(slot.end for slot in slots)
+    assert plan.latency + 3 * max(plan.loads) == pytest.approx(plan.makespan)
+    assert last <= plan.makespan * (1 + 1e-9)
+    assert last >= plan.latency + 3 * max(stage.plan.makespan for stage in plan.stages) - 1e-12
+    for index in range(3):  # a machine does one thing at a time
+        mine = sorted((s.start, s.end) for s in slots if s.stage == index)
+        assert all(end <= start + 1e-12 for (_, end), (start, _) in pairwise(mine))
+    plan.save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {1, 2, 3}
+    received = [event for event in events if event.get("cat") == "receive"]
+    assert sum(sum(event["args"].values()) for event in received) == 4 * plan.network_bytes
 
 
 def test_a_bound_above_the_plan_is_an_error() -> None:

@@ -19,7 +19,7 @@ from cluster_models import PLAIN, SharedWeight
 
 import graphplan
 
-SECONDS = 20  # the timeout of the process group
+SECONDS = 60  # the timeout of the process group
 QUICK = graphplan.Link(1e12, 0.0)  # so that small models are worth dividing
 
 
@@ -211,6 +211,62 @@ def weights() -> None:
     say(f"loaded: equal {difference(placed(**inputs), llama(**inputs)) < 1e-5}")
 
 
+def restart(folder: str) -> None:
+    """Rank 1 dies after the first call; all are started again, and read the checkpoint again."""
+    from safetensors.torch import save_file
+
+    file = os.path.join(folder, "model.safetensors")
+    with torch.device("meta"):
+        meta = chain()
+    model = chain()
+    if dist.get_rank() == 0 and not os.path.exists(file):
+        save_file(model.state_dict(), file)
+    dist.barrier()
+    x = torch.randn(4, 8)
+    placed = divided(meta, {"input": x}, 2, checkpoint=file)
+    found = placed(x)
+    count = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if count == 0 and dist.get_rank() == 1:
+        os._exit(9)
+    if count == 0:
+        placed(x)  # ends with an error, or by torchrun
+    say(f"after {count} restart: equal {torch.allclose(found, model(x), atol=1e-6)}")
+
+
+def memory(folder: str) -> None:
+    """How far a process grows that loads its stage of a model of 1 GB, in bytes, beside its weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=14,
+        num_attention_heads=16,
+        vocab_size=8000,
+    )
+    if dist.get_rank() == 0 and not os.path.isdir(folder):
+        LlamaForCausalLM(config).save_pretrained(folder)
+    dist.barrier()
+    small = config.to_dict() | {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64}
+    inputs = {"input_ids": torch.zeros(2, 8, dtype=torch.int64), "use_cache": False}
+    divided(LlamaForCausalLM(LlamaConfig(**small)).eval(), inputs, 2)(**inputs)  # imports all that is needed
+    before = rss()
+    placed = graphplan.load(
+        folder, machines=[{"cpu": "2GiB"}] * dist.get_world_size(), kwargs=inputs, microbatches=2,
+        objective="throughput", network=QUICK,
+    )  # fmt: skip
+    placed(**inputs)
+    own = sum(p.nbytes for p in placed.parameters())
+    say(f"weights {own} grown {rss(peak=True) - before}")
+
+
+def rss(peak: bool = False) -> int:
+    """Bytes of this process in memory, now or at most so far."""
+    with open("/proc/self/status") as file:
+        text = file.read()
+    return 1024 * int(text.partition("VmHWM:" if peak else "VmRSS:")[2].split()[0])
+
+
 def training() -> None:
     """A 1F1B step of a Llama of four layers, and eager's gradients."""
     import transformers
@@ -241,7 +297,9 @@ CASES: dict[str, Callable[..., None]] = {
     "differs": differs,
     "fault": fault,
     "generation": generation,
+    "memory": memory,
     "plain": plain,
+    "restart": restart,
     "training": training,
     "weights": weights,
 }
@@ -249,7 +307,7 @@ CASES: dict[str, Callable[..., None]] = {
 
 def main() -> None:
     torch.set_num_threads(1)
-    seconds = 5 if sys.argv[1] == "fault" else SECONDS
+    seconds = 15 if sys.argv[1] == "fault" else SECONDS
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
     torch.manual_seed(0)
     CASES[sys.argv[1]](*sys.argv[2:])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
-from ranks import Ranks, said
+from ranks import Ranks, said, torchrun
 
 # at every change each of these on two ranks or on three; all 32 on both under -m slow
 TWO = ("Llama", "Gemma3", "Mixtral", "Bert", "ModernBert", "T5", "ResNet", "CLIP")
@@ -88,14 +89,14 @@ def test_generation_of_more_families(ranks: int) -> None:
 
 @pytest.mark.parametrize("kind", ["dies", "stops"])
 def test_a_rank_that_does_not_answer_is_named(kind: str) -> None:
-    with Ranks(3, "fault", kind, "1", seconds=60) as group:
+    with Ranks(3, "fault", kind, "1") as group:
         first, last = (said(output)[-1] for output in group.outputs([0, 2]))
     assert re.match(r"ClusterError: rank 0 \(stage 0 of 3\) waited for rank 1 to take 'linear_\d'", first)
     assert re.match(r"ClusterError: rank 2 \(stage 2 of 3\) waited for rank 1 to send 'linear_\d'", last)
 
 
 def test_what_differs_between_ranks_is_found_at_the_start() -> None:
-    with Ranks(3, "differs", seconds=90) as group:
+    with Ranks(3, "differs") as group:
         for output in group.outputs():
             budgets, weights, code = said(output)
             assert "ClusterError: ranks 0, 2 and rank 1 differ in machines=, or another argument" in budgets
@@ -104,7 +105,7 @@ def test_what_differs_between_ranks_is_found_at_the_start() -> None:
 
 
 def test_calls_of_other_sizes_on_one_rank_are_found() -> None:
-    with Ranks(2, "fault", "forms", "0", seconds=60) as group:
+    with Ranks(2, "fault", "forms", "0") as group:
         outputs = group.outputs()
     assert "rank 1 was called with inputs of other names or sizes than rank 0" in said(outputs[1])[-1]
 
@@ -122,3 +123,19 @@ def test_a_training_step_has_the_gradients_of_eager() -> None:
         for output in group.outputs():
             (line,) = said(output)
             assert float(line.rpartition(" ")[2]) < 1e-5, line
+
+
+@pytest.mark.slow
+def test_a_process_grows_by_its_own_stage(tmp_path: Path) -> None:
+    """Of a model of 1 GB, read from a checkpoint: by a tenth more, and what a small model takes, at most."""
+    for _ in range(2):  # rank 0 writes the checkpoint the first time, and is larger for it
+        with Ranks(2, "memory", str(tmp_path / "llama")) as group:
+            lines = [said(output)[-1].split() for output in group.outputs()]
+    for _, weights, _, grown in lines:
+        assert int(weights) > 400_000_000
+        assert int(grown) < 1.1 * int(weights) + (32 << 20)
+
+
+def test_torchrun_starts_again_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    output = torchrun(2, "restart", str(tmp_path), options=["--max-restarts=1"])
+    assert output.count("after 1 restart: equal True") == 2, output[-2000:]
