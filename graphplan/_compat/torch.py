@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -110,3 +110,13 @@ class Registry:
             else:
                 table[key] = value
             self._before.pop()
+
+
+def mark_backward_nodes(roots: Sequence[Any]) -> None:
+    """Let a trace know, of what autograd is about to run, the line and the module of the forward pass.
+
+    Args:
+        roots: the ``grad_fn`` from which backward starts.
+    """
+    tracing = importlib.import_module("torch._functorch._aot_autograd.logging_utils")  # late: it takes time
+    private(tracing, "setup_stacktrace_preservation_hooks", "torch", _TESTED)(roots)

@@ -23,6 +23,7 @@ from graphplan.api.arguments import (
     read_model,
 )
 from graphplan.api.placer import Placer, Recipe
+from graphplan.api.training_arguments import read_training
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.shared_attributes import copy_to_run, of_class
 from graphplan.capture.size_limits import SizeLimits
@@ -35,6 +36,7 @@ from graphplan.devices.topology import DeviceKey, Link
 from graphplan.errors import CaptureError, GraphplanError, InputError, first_line
 from graphplan.integrations.transformers.generate_plan import plan_first
 from graphplan.ir.plan_data import PlanData
+from graphplan.passes.training.optimizer_memory import Optimizer
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint, read_checkpoint
 from graphplan.runtime.module.placed_module import attach_start, placed_class
 from graphplan.runtime.weights.storage import require_data
@@ -67,6 +69,12 @@ def plan(
     max_batch: int | None = None,
     max_length: int | None = None,
     time_limit: float | None = None,
+    train: bool = False,
+    optimizer: Optimizer | None = None,
+    optimizer_bytes_per_element: float | None = None,
+    train_outputs: str | Sequence[str] | None = None,
+    recompute: bool = True,
+    offload_activations: bool = True,
 ) -> Plan:
     """Decide where everything in ``model`` goes, and move nothing.
 
@@ -109,6 +117,17 @@ def plan(
             bound that was proven. None: some work, which is seconds where the accelerators hold the
             model and up to a minute where weights are streamed or memory is tight, and the same result
             whatever the clock says.
+        train: plan a training step instead of a forward pass: forward, backward and the optimizer's step, with
+            gradients, saved activations and the optimizer's state within the budgets. It is planned in the
+            modes that the model is in (``model.train()``), for the sizes of the example.
+        optimizer: class of the optimizer, or a function from parameters to one, such as
+            ``functools.partial(torch.optim.SGD, momentum=0.9)``: a dry step shows what it keeps. None counts
+            no state.
+        optimizer_bytes_per_element: bytes of state for each element of a parameter, instead of a dry step.
+        train_outputs: names of the results that backward starts from; by default ``"loss"``, or where no
+            result has this name, all that have a gradient.
+        recompute: False: nothing of the forward pass is computed again in the backward pass.
+        offload_activations: False: what the backward pass reads stays on the device where it was made.
 
     Raises:
         BudgetError, DeviceError: ``max_memory``, ``reserve``, ``links`` or ``devices`` cannot be read.
@@ -124,9 +143,27 @@ def plan(
         pin, together, topology, offload=offload, cpu_compute=cpu_compute, balance=balance
     )
     size_limits = SizeLimits(max_batch, max_length)
-    options = Options(dynamic_shapes, False, return_outputs, constraints, size_limits, time_limit=time_limit)
     model = read_model(model)
     model_copy = ModelCopy(model)
+    training = read_training(
+        model_copy,
+        train,
+        optimizer,
+        optimizer_bytes_per_element,
+        train_outputs,
+        recompute=recompute,
+        offload_activations=offload_activations,
+        unsupported=dict(dynamic_shapes=dynamic_shapes, calls=calls, max_batch=max_batch, max_length=max_length),
+    )
+    options = Options(
+        dynamic_shapes,
+        False,
+        return_outputs,
+        constraints,
+        size_limits,
+        time_limit=time_limit,
+        training=training,
+    )
     compiler = Compiler(model_copy, topology, options)
     if calls is not None or weights is not None:
         find = read_examples(model_copy, args, kwargs, calls, weights)
@@ -163,6 +200,12 @@ def partition(
     time_limit: float | None = None,
     warm: bool = False,
     plan: PlanData | str | Path | None = None,
+    train: bool = False,
+    optimizer: Optimizer | None = None,
+    optimizer_bytes_per_element: float | None = None,
+    train_outputs: str | Sequence[str] | None = None,
+    recompute: bool = True,
+    offload_activations: bool = True,
 ) -> Any:
     """The model, placed over the devices of ``max_memory`` and ready to run.
 
@@ -209,6 +252,14 @@ def partition(
             each budget at least what it takes; ``max_memory`` may be left out: then it is the plan's.
         warm: let each accelerator's allocator reserve the planned bytes of activations now, instead of
             piece by piece in the first call.
+        train: as in :func:`plan`. The loop stays PyTorch's: ``loss = placed(**batch).loss``,
+            ``loss.backward()``, ``optimizer.step()``; gradients and the optimizer's state reside where their
+            parameters do. Calls under ``torch.no_grad()`` run the forward pass alone.
+        optimizer: as in :func:`plan`.
+        optimizer_bytes_per_element: as in :func:`plan`.
+        train_outputs: as in :func:`plan`.
+        recompute: as in :func:`plan`.
+        offload_activations: as in :func:`plan`.
 
     Raises:
         GraphplanError: as in :func:`plan`; also DeviceError for a device that this machine lacks,
@@ -231,7 +282,27 @@ def partition(
     model = read_model(model)
     model_copy = ModelCopy(model)
     constraints = pin_sparse(constraints, model_copy.weights, topology)
-    options = Options(dynamic_shapes, grad, return_outputs, constraints, size_limits, compiled, time_limit)
+    training = read_training(
+        model_copy,
+        train,
+        optimizer,
+        optimizer_bytes_per_element,
+        train_outputs,
+        recompute=recompute,
+        offload_activations=offload_activations,
+        unsupported=dict(
+            grad=grad,
+            dynamic_shapes=dynamic_shapes,
+            calls=calls,
+            compile=compile,
+            check=check,
+            max_batch=max_batch,
+            max_length=max_length,
+        ),
+    )
+    options = Options(
+        dynamic_shapes, grad, return_outputs, constraints, size_limits, compiled, time_limit, training
+    )
     for name, value in model_copy.shared.items():
         warn(_SHARED.format(name, type(value).__name__))
     source = _source(model, model_copy, checkpoint, strict=strict is not False)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from graphplan.api.eager_check import require_equal
@@ -33,6 +34,7 @@ from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.fallback.short_names import unplaced
 from graphplan.runtime.memory.allocation import warm_activations
 from graphplan.runtime.module.placed_module import attach, placed_class
+from graphplan.runtime.module.training_reader import TrainingReader
 from graphplan.runtime.weights.storage import place_model
 from graphplan.warnings import warn
 
@@ -103,6 +105,9 @@ class Placer:
         """Place a module as it is now, at a call of it."""
         model = unplaced(module)
         model_copy = ModelCopy(model)
+        reader = self._training_reader()
+        if reader is not None and torch.is_grad_enabled():
+            model_copy.step = reader.of(module).read()
         call = model_copy.part(entry).bind(args, kwargs)
         return replace(self, in_place=True).place(model, model_copy, call, entry)
 
@@ -159,6 +164,12 @@ class Placer:
         homes = None if recipe.homes is None else dict(recipe.homes)
         return Compiler(model_copy, recipe.topology, recipe.options, homes, mappable, known, self.plan)
 
+    def _training_reader(self) -> TrainingReader | None:
+        training, devices = self.recipe.options.training, self.recipe.topology.devices
+        if training is None:
+            return None
+        return TrainingReader(training.outputs, [spec.type for spec in devices if spec.computes])
+
     def _attached(self, model: nn.Module, compiler: Compiler, planned: Sequence[Planned]) -> nn.Module:
         recipe, model_copy = self.recipe, compiler.model_copy
         if self.source is None and DISK in (recipe.homes or {}).values():
@@ -185,6 +196,7 @@ class Placer:
             return_outputs=recipe.options.return_outputs,
             refused=None if recipe.strict else later_refused,
             memory=(*made.pages, *made.files),
+            training=self._training_reader(),
         )
         if self.warm:
             warm_activations(program.plan for program in programs)

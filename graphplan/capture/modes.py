@@ -25,6 +25,21 @@ _training = attrgetter("training")
 
 
 @dataclass(frozen=True, slots=True)
+class Differentiation:
+    """What is differentiated in a training step.
+
+    Attributes:
+        trained: first names of the parameters that require a gradient.
+        outputs: names of the results that backward starts from; None for the loss, or all that have a gradient.
+        autocast: the type that autocast is on for; None where it is off.
+    """
+
+    trained: tuple[str, ...]
+    outputs: tuple[str, ...] | None = None
+    autocast: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Modes:
     """The modes of a tree of modules.
 
@@ -32,11 +47,13 @@ class Modes:
         training: for each module, in the order of ``modules()``.
         adapters: for each layer that adapters were put into: whether they are off, the active and the merged.
         configs: for each configuration, its plain values by name.
+        step: what is differentiated, in a training step; None for a forward pass alone.
     """
 
     training: tuple[bool, ...]
     adapters: tuple[tuple[bool, tuple[str, ...], tuple[str, ...]], ...] = ()
     configs: tuple[dict[str, Any], ...] = field(default=(), hash=False)
+    step: Differentiation | None = None
 
     def difference(self, other: Modes) -> str | None:
         """What is not as in ``other``, for people; None where nothing is."""
@@ -46,6 +63,8 @@ class Modes:
             for name in sorted(mine.keys() | theirs.keys()):
                 if mine.get(name) != theirs.get(name):
                     return f"config.{name} is {mine.get(name)!r}, and was {theirs.get(name)!r}"
+        if self.step != other.step:
+            return "other parameters require gradients, autocast has changed, or gradients are on or off"
         return None if self.training == other.training else "its modules train, or do not any more"
 
 

@@ -20,7 +20,7 @@ from functools import partial
 from graphplan.analysis.plan import Plan
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model_copy import ModelCopy
-from graphplan.capture.modes import Modes, write_modes
+from graphplan.capture.modes import Modes
 from graphplan.capture.signature import BoundCall
 from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.compiler.capture_cache import Captured, Captures
@@ -185,7 +185,7 @@ class Compiler:
     @one_at_a_time
     def further(self, call: BoundCall, modes: Modes, entry: str = "") -> Program:
         """Plan, commit and lower a call of another structure, with the weights where they are."""
-        write_modes(self.model_copy.module, modes)
+        self.model_copy.enter(modes)
         planned = self.plan(call, entry)
         self.commit(planned)
         return self.lower(planned)

@@ -120,7 +120,8 @@ class GraphReader:
         counter = isinstance(node.meta.get("val"), torch.SymInt)
         if self.sees_shapes and not isinstance(described, TensorMeta) and not counter:
             return  # a constant, which the trace has taken in
-        if node.name not in self.capture.inputs:
+        tangents = () if self.capture.step is None else self.capture.step.tangents
+        if node.name not in self.capture.inputs and node.name not in tangents:
             return
         self.name_of[node] = node.name
         self.inputs.append(node.name)
@@ -154,7 +155,12 @@ class GraphReader:
         else:
             values = values_of(node, parts, effect, self.name_of)
             cost = self._cost(node, parts, effect, writes=bool(mutates))
-        self.values.update({value.name: value for value in values})
+        gradients = {} if self.capture.step is None else self.capture.step.gradients
+        for value in values:
+            parameter = gradients.get(value.name, "")
+            self.values[value.name] = replace(value, gradient_of=parameter) if parameter else value
+            if self.capture.step is not None and value.name in self.capture.step.input_gradients:
+                self._let_stay(value.name)
         self.operations.append(
             Operation(
                 node.name,
@@ -168,6 +174,7 @@ class GraphReader:
                 module_path(node),
                 host_only=not any(value.is_tensor for value in values) and not mutates,
                 source=source_line(node.meta.get("stack_trace") or ""),
+                backward=bool(node.meta.get("backward")),
             )
         )
 

@@ -29,7 +29,7 @@ def smallest_budgets(problem: Problem, effort: Effort, probe: Probe) -> Evaluati
     """
     topology, step = _growable(problem.topology), 0.125
     room = sum(spec.room for spec in topology.devices)
-    low = max(1.0, problem.graph.weight_bytes / max(1, room))
+    low = max(1.0, problem.graph.held_bytes / max(1, room))
     high, found = low, None
     while found is None and high < low * (1 << 20) and not effort.over:
         low, high = high, high * (1 + step)
@@ -84,7 +84,7 @@ def explain_infeasible(problem: Problem, found: Evaluation | None) -> Infeasible
     topology = problem.topology
     available = {spec.key: spec.memory for spec in topology.devices}
     if found is None:
-        total = readable_bytes(problem.graph.weight_bytes)
+        total = readable_bytes(problem.graph.held_bytes)
         return InfeasibleError(
             f"no placement fits: the model's weights are {total}, and no proportional increase of the "
             f"budgets was found that suffices; the budgets are {_listed(available)}",

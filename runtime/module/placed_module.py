@@ -42,6 +42,8 @@ from graphplan.runtime.module.placed_parts import link
 from graphplan.runtime.module.placed_view import PlacedView
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.program_run import run
+from graphplan.runtime.module.training_reader import TrainingReader
+from graphplan.runtime.module.training_step import run_step
 from graphplan.runtime.module.transformers_methods import answers
 from graphplan.runtime.profile.call_profile import Recorder
 from graphplan.runtime.weights.weight_changes import require_in_place
@@ -110,9 +112,11 @@ class PlacedModule(ShortNames):
         signature = signature or state.signature
         assert signature is not None
         state.streams.check_files()
+        training = state.training if torch.is_grad_enabled() else None
+        step = None if training is None else training.read()
         with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):
             try:
-                served = serve(self, state, entry, signature, args, kwargs)
+                served = serve(self, state, entry, signature, args, kwargs, step)
             except TooManyPrograms:
                 _begin_anew(self, state)
                 return self._graphplan_enter(entry, signature, args, kwargs, record)
@@ -122,6 +126,10 @@ class PlacedModule(ShortNames):
             program = state.programs[served.index]
             with state.turns if program.streams else nullcontext():
                 code = code_of(self, state, served.index)
+                if program.backward is not None:
+                    if record is not None:
+                        raise PlanError("a training step is not profiled: profile a call under torch.no_grad()")
+                    return run_step(self, state, program, code, served)
                 if record is not None:
                     code = replace(code, bound=record(program, code.module))
                 return run(self, program, code, served)
@@ -136,6 +144,8 @@ class PlacedModule(ShortNames):
         link(self)
         if self._graphplan.start is None:
             self._graphplan.reader, self._graphplan.guard = ModeReader(self), ModuleGuard(self)
+            if self._graphplan.training is not None:
+                self._graphplan.training = self._graphplan.training.of(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _notice_changes(self)
@@ -242,11 +252,13 @@ def attach(
     return_outputs: bool,
     refused: Refused | None = None,
     memory: Sequence[Pages] = (),
+    training: TrainingReader | None = None,
 ) -> None:
     """Give a placed copy its programs, the way to make more, and the memory of its weights."""
     share_prefetch_buffers(programs)
     state = ModuleState(programs, compile, signature, restart, keep_grad, return_outputs, refused)
     state.streams.pages.extend(memory)
+    state.training = None if training is None else training.of(module)
     link(module)
     state.reader, state.guard = ModeReader(module), ModuleGuard(module)
     module.__dict__["_graphplan"] = state
