@@ -34,6 +34,7 @@ from graphplan.capture.model_weights import ModelWeights, is_wrapper
 from graphplan.capture.modes import Differentiation
 from graphplan.capture.quiet import quiet
 from graphplan.capture.signature import BoundCall, TensorLeaf
+from graphplan.capture.structure import flatten_with_path, unflatten
 from graphplan.errors import InputError, NoGraphError, first_line
 
 aten = torch.ops.aten
@@ -212,9 +213,8 @@ def _detached(values: Sequence[Any]) -> list[Any]:
 
 def _names(spec: pytree.TreeSpec) -> list[str]:
     """A name for each result: ``"loss"``, ``"[0]"``."""
-    tree = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
-    paths, _ = pytree.tree_flatten_with_path(tree)
-    found = [pytree.keystr(path) for path, _ in paths]
+    tree = unflatten(list(range(spec.num_leaves)), spec)
+    found = [pytree.keystr(path) for path, _ in flatten_with_path(tree)]
     return [name[2:-2] if name.startswith("['") and name.endswith("']") else name.lstrip(".") for name in found]
 
 

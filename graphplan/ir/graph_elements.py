@@ -56,7 +56,8 @@ class Weight:
         start: for a part, its first row.
         beside: bytes of each storage that resides with it while it is trained: its gradient, the optimizer's
             state.
-        step_bytes: bytes that the optimizer takes beyond these while it changes the parameter.
+        step_bytes: bytes that the optimizer takes beyond these while it changes parameters one by one.
+        together_bytes: likewise for this parameter, where it changes all at once.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Weight:
     start: int = 0
     beside: tuple[int, ...] = ()
     step_bytes: int = 0
+    together_bytes: int = 0
 
     @property
     def streamable(self) -> bool:

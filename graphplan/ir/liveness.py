@@ -233,9 +233,10 @@ class _Sweep:
     def _step_bytes(self, key: DeviceKey) -> int:
         """Bytes that the optimizer takes, beside its state, for the parameters that reside on a device."""
         spec, weights = self.specs[key], self.graph.weights
-        here = (weights[name] for name, home in self.schedule.assignment.weights.items() if home == key)
-        sizes = [spec.allocated(weight.step_bytes) for weight in here if weight.step_bytes]
-        return sum(sizes) if spec.type in _TOGETHER else max(sizes, default=0)
+        here = [weights[name] for name, home in self.schedule.assignment.weights.items() if home == key]
+        if spec.type in _TOGETHER:
+            return sum(spec.allocated(weight.together_bytes) for weight in here if weight.together_bytes)
+        return max((spec.allocated(weight.step_bytes) for weight in here if weight.step_bytes), default=0)
 
     def _workspace(self, step: Step) -> int:
         """Bytes that an allocator takes for what an operation needs while it runs."""

@@ -1,8 +1,9 @@
 """What an optimizer keeps for each parameter, and takes for its step: measured in a dry step.
 
-One parameter of each shape and dtype goes through two steps on the meta device. What the first leaves in
-``state`` is kept; the most that lives in the second beyond that is what a step takes. Tensors of no
-dimension, such as Adam's ``step``, are scalars on the CPU and are not counted.
+Two parameters of each shape and dtype go through two steps on the meta device: two, since a loop over parameters
+still holds what it took for the one before. What the first step leaves in ``state`` is kept; the most that lives
+in the second beyond that is what a step takes. Tensors of no dimension, such as Adam's ``step``, are scalars on
+the CPU and are not counted.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ class OptimizerMemory:
 
     Attributes:
         state: of each tensor that the optimizer keeps.
-        step: the most that it takes beyond these while it changes the parameter.
+        step: the most that it takes beyond these while it changes parameters of this size one by one.
+        together: this parameter's part of the most that it takes where it changes all at once
+            (``foreach=True``, torch's default on GPUs).
     """
 
     state: tuple[int, ...] = ()
     step: int = 0
+    together: int = 0
 
 
 def optimizer_memory(
@@ -67,25 +71,39 @@ def _measure(
         return OptimizerMemory((nbytes,) if nbytes else ())
     if optimizer is None:
         return OptimizerMemory()
-    parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
-    parameter.grad = torch.empty_like(parameter)
     try:
-        stepping = optimizer([parameter])
-        stepping.step()
-        kept = _tensors(stepping.state)
-        with _Watch([parameter, parameter.grad, *kept]) as watch:
-            stepping.step()
+        kept, step = _dry_steps(shape, dtype, optimizer, foreach=False)
+        _, together = _dry_steps(shape, dtype, optimizer, foreach=True)
     except Exception as error:  # the optimizer's own code may raise anything
         raise InputError(
             f"optimizer={optimizer!r} does not step on the meta device ({first_line(error)}): give "
             "optimizer_bytes_per_element= instead, the bytes of its state for each element of a parameter"
         ) from error
-    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in kept if t.dim()}
-    return OptimizerMemory(tuple(sizes.values()), watch.live.peak)
+    return OptimizerMemory(kept, step, together // 2)
 
 
-def _tensors(state: Any) -> list[torch.Tensor]:
-    tables = [list(table.values()) for table in state.values()]
+def _dry_steps(
+    shape: torch.Size, dtype: torch.dtype, optimizer: Optimizer, *, foreach: bool
+) -> tuple[tuple[int, ...], int]:
+    """Bytes of the state of one parameter, and the most beyond that in the second step of two parameters."""
+    parameters = [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for _ in range(2)]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    stepping = optimizer(parameters)
+    for group in stepping.param_groups:
+        if "foreach" in group and not group.get("fused"):
+            group["foreach"] = foreach
+    stepping.step()
+    kept = _tensors(stepping.state.values())
+    with _Watch([*parameters, *(p.grad for p in parameters if p.grad is not None), *kept]) as watch:
+        stepping.step()
+    mine = [tensor for tensor in _tensors([stepping.state[parameters[0]]]) if tensor.dim()]
+    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in mine}
+    return tuple(sizes.values()), watch.live.peak
+
+
+def _tensors(states: Iterable[Any]) -> list[torch.Tensor]:
+    tables = [list(state.values()) for state in states]
     return [leaf for leaf in pytree.tree_leaves(tables) if isinstance(leaf, torch.Tensor)]
 
 
