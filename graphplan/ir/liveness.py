@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Topology, round_up
 from graphplan.errors import VerificationError, lines_around
 from graphplan.ir.graph import Graph
+from graphplan.ir.graph_elements import Weight
 from graphplan.ir.schedule import STAGED_BYTES, Move, Run, Schedule, Step, Wait, read_in_place
 
 _Instance = tuple[str, DeviceKey]
@@ -57,7 +58,7 @@ class Memory:
 
 
 OPTIMIZER = "optimizer"  # what runs, for a peak, while the optimizer changes the parameters
-_TOGETHER = ("cuda", "xpu")  # device types of which optimizers change all parameters at once, by default
+_TOGETHER = ("cuda", "xpu")  # types of devices
 _LASTING = 0  # the number of all storages that are counted apart, and there for the whole call
 
 
@@ -233,10 +234,9 @@ class _Sweep:
     def _step_bytes(self, key: DeviceKey) -> int:
         """Bytes that the optimizer takes, beside its state, for the parameters that reside on a device."""
         spec, weights = self.specs[key], self.graph.weights
-        here = [weights[name] for name, home in self.schedule.assignment.weights.items() if home == key]
-        if spec.type in _TOGETHER:
-            return sum(spec.allocated(weight.together_bytes) for weight in here if weight.together_bytes)
-        return max((spec.allocated(weight.step_bytes) for weight in here if weight.step_bytes), default=0)
+        here = (weights[name] for name, home in self.schedule.assignment.weights.items() if home == key)
+        sizes = [spec.allocated(nbytes) for weight in here if (nbytes := step_bytes(weight, spec))]
+        return sum(sizes) if steps_together(spec) else max(sizes, default=0)
 
     def _workspace(self, step: Step) -> int:
         """Bytes that an allocator takes for what an operation needs while it runs."""
@@ -254,6 +254,16 @@ class _Sweep:
 
 def _device_of(step: Step) -> DeviceKey:
     return step.destination if isinstance(step, Move) else step.device
+
+
+def steps_together(spec: DeviceSpec) -> bool:
+    """Whether optimizers change all parameters of a device at once, by default, and not one by one."""
+    return spec.type in _TOGETHER
+
+
+def step_bytes(weight: Weight, spec: DeviceSpec) -> int:
+    """Bytes that the optimizer takes on a device for a weight that resides there."""
+    return weight.together_bytes if steps_together(spec) else weight.step_bytes
 
 
 class LiveStorages:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphplan.devices.topology import DeviceKey, DeviceSpec
+from graphplan.ir.liveness import step_bytes, steps_together
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.params import SearchParams
 from graphplan.passes.placement.problem import Problem, cpu_key
@@ -357,11 +358,31 @@ class Arrays:
         change = np.zeros((self.computing, end + 2))
         np.add.at(change, (device, born[live]), nbytes[live])
         np.add.at(change, (device, last[live] + 1), -nbytes[live])
-        profile = change.cumsum(axis=1)[:, : end + 1] + self.workspace
+        live_bytes = change.cumsum(axis=1)[:, : end + 1]
         acting = where[None, :] == np.arange(self.computing)[:, None]
         # a copy that is made is live from its move on, which is a step of the target's
-        found: Floats = np.where(acting, profile, 0.0).max(axis=1) + self.resident(home)
-        return found
+        found: Floats = np.where(acting, live_bytes + self.workspace, 0.0).max(axis=1)
+        if self._steps.any():
+            found = np.maximum(found, live_bytes[:, end] + self._stepping(home))
+        return found + self.resident(home)
+
+    @cached_property
+    def _steps(self) -> Floats:
+        """(devices that compute, weights) bytes that the optimizer takes for each, beside its state."""
+        return np.array(
+            [[self._allocated(spec, step_bytes(w, spec)) for w in self.weights] for spec in self.specs]
+        ).reshape(self.computing, len(self.weights))
+
+    def _stepping(self, home: Ints) -> Floats:
+        """(devices that compute,) bytes that the optimizer takes for the weights that reside there."""
+        where = home[self.values :]
+        here = [self._steps[d][where == d] for d in range(self.computing)]
+        return np.array(
+            [
+                steps.sum() if steps_together(spec) else steps.max(initial=0.0)
+                for steps, spec in zip(here, self.specs, strict=True)
+            ]
+        )
 
     @cached_property
     def _apart(self) -> Bools:
