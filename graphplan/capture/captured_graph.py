@@ -56,6 +56,15 @@ class TrainingStep:
     gradients: Mapping[str, str]
     input_gradients: Mapping[str, int] = field(default_factory=dict)
 
+    def renamed(self, names: Mapping[str, str]) -> TrainingStep:
+        """The same of a graph whose nodes have other names."""
+        return TrainingStep(
+            self.differentiated,
+            tuple(names[node] for node in self.tangents),
+            {names[node]: weight for node, weight in self.gradients.items()},
+            {names[node]: leaf for node, leaf in self.input_gradients.items()},
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Capture:

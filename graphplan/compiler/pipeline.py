@@ -5,7 +5,7 @@
     capture         Captures.annotated      model, call -> fx graph -> Graph: bytes, FLOPs, aliases
     plan            PASSES, below           over one CompileState, of one call or several
         reuse_slices                        weights that are in parts already
-        place_whole_or_sliced               constrain, slice if needed, place: where everything is
+        place_step                          constrain, save less or slice if needed, place: where everything is
         check_budgets                       proof that nothing passes a budget, in any call
     lower           lower_planned           plan -> fx graph with every move, specialised, verified
 """
@@ -23,13 +23,14 @@ from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.modes import Modes
 from graphplan.capture.signature import BoundCall
 from graphplan.capture.thread_patches import one_at_a_time
+from graphplan.compiler.activation_choice import place_step
 from graphplan.compiler.capture_cache import Captured, Captures
 from graphplan.compiler.code_generation import Planned, lower_planned
 from graphplan.compiler.compile_state import Choice, CompileState, Member
 from graphplan.compiler.earlier_plans import Commitments
 from graphplan.compiler.formulation import Formulation, Options, host_key
 from graphplan.compiler.given_plan import place_as_planned
-from graphplan.compiler.slicing_choice import place_whole_or_sliced, reuse_slices
+from graphplan.compiler.slicing_choice import reuse_slices
 from graphplan.devices.topology import DeviceKey, Topology
 from graphplan.errors import CaptureError, InfeasibleError, NoGraphError
 from graphplan.ir.graph import Graph
@@ -224,7 +225,7 @@ def check_budgets(state: CompileState) -> CompileState:
 
 PASSES: Sequence[Callable[[CompileState], CompileState]] = (
     reuse_slices,
-    place_whole_or_sliced,
+    place_step,
     check_budgets,
 )
 

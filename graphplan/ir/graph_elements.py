@@ -109,6 +109,8 @@ class Operation:
         source: the line of the model's code that called it (``"models/llama.py:263"``), from below the
             folder that it was imported from; empty where unknown.
         backward: whether it is of the backward pass of a training step, which begins when all others have run.
+        repeats: the operation of the forward pass that it computes again in the backward pass.
+        offloads: whether it keeps a value in CPU memory from the forward to the backward pass.
     """
 
     name: str
@@ -123,6 +125,8 @@ class Operation:
     host_only: bool = False
     source: str = ""
     backward: bool = False
+    repeats: str = ""
+    offloads: bool = False
 
     def workspace_on(self, device_type: str) -> int:
         """Workspace on a device of this type; the largest known where unmeasured."""

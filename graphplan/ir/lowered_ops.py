@@ -100,6 +100,11 @@ def take_saved(saved: list[Any], index: int) -> Any:
     return value
 
 
+def keep_on_cpu(value: torch.Tensor) -> torch.Tensor:
+    """What the backward pass will read, in CPU memory until then: it runs there, on a copy."""
+    return value
+
+
 def add_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor, owned: bool) -> None:
     """Add a gradient to that of its parameter, on the parameter's device, as autograd does.
 

@@ -16,6 +16,7 @@ from graphplan.capture.source_lines import source_line
 from graphplan.devices.topology import CPU, DeviceKey, round_up
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value, Weight
+from graphplan.ir.lowered_ops import keep_on_cpu
 from graphplan.ir.schedule import Schedule
 from graphplan.passes.frontend.aliases import find_together
 from graphplan.passes.frontend.fake_interpreter import Interpreter
@@ -175,6 +176,8 @@ class GraphReader:
                 host_only=not any(value.is_tensor for value in values) and not mutates,
                 source=source_line(node.meta.get("stack_trace") or ""),
                 backward=bool(node.meta.get("backward")),
+                repeats=node.meta.get("repeats", ""),
+                offloads=node.target is keep_on_cpu,
             )
         )
 

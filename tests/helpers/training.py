@@ -49,7 +49,7 @@ def gap(a: Mapping[str, torch.Tensor | None], b: Mapping[str, torch.Tensor | Non
         if x is None or y is None:
             worst = worst if x is y else float("inf")
         elif x.numel():
-            scale = max(1.0, float(y.abs().max()))
+            scale = max(1.0, float(y.double().abs().max()))
             worst = max(worst, float((x.double() - y.double()).abs().max()) / scale)
     return worst
 
