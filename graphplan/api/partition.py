@@ -153,6 +153,7 @@ def plan(
         train_outputs,
         recompute=recompute,
         offload_activations=offload_activations,
+        device_types=[spec.type for spec in topology.devices if spec.computes],
         unsupported=dict(dynamic_shapes=dynamic_shapes, calls=calls, max_batch=max_batch, max_length=max_length),
     )
     options = Options(
@@ -290,6 +291,7 @@ def partition(
         train_outputs,
         recompute=recompute,
         offload_activations=offload_activations,
+        device_types=[spec.type for spec in topology.devices if spec.computes],
         unsupported=dict(
             grad=grad,
             dynamic_shapes=dynamic_shapes,

@@ -20,6 +20,7 @@ def read_training(
     *,
     recompute: bool,
     offload_activations: bool,
+    device_types: Sequence[str],
     unsupported: Mapping[str, Any],
 ) -> Training | None:
     """What is to be trained, and how; None for a forward pass alone. Sets what ``model_copy`` differentiates.
@@ -32,6 +33,7 @@ def read_training(
         train_outputs: likewise.
         recompute: likewise.
         offload_activations: likewise.
+        device_types: of the devices that compute, whose autocast counts.
         unsupported: name -> value of arguments that are not combined with training.
 
     Raises:
@@ -74,7 +76,7 @@ def read_training(
         raise InputError("train=True: no parameter of the model requires a gradient")
     memory = optimizer_memory(trained, optimizer, optimizer_bytes_per_element)
     training = Training(memory, outputs, recompute, offload_activations)
-    model_copy.step = training.differentiation()
+    model_copy.step = training.differentiation(device_types)
     return training
 
 

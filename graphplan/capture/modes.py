@@ -10,7 +10,7 @@ A graph is of the modes in which it was traced. All of these change a result, an
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from typing import Any
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphplan.errors import PlanError
+from graphplan.devices.topology import CPU, SIMULATED
+from graphplan.errors import InputError, PlanError
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _training = attrgetter("training")
@@ -121,6 +122,21 @@ class ModeReader:
             for name, value in plain.items():
                 if name not in table or table[name] != value:
                     table[name] = copy.deepcopy(value)
+
+
+def autocast_of(device_types: Sequence[str]) -> torch.dtype | None:
+    """The type that autocast is on for, on any of these device types.
+
+    Raises:
+        InputError: it is on for several, with different types.
+    """
+    kinds = {CPU if kind == SIMULATED else kind for kind in device_types}  # simulated values are the CPU's
+    found = {torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
+    if len(found) > 1:
+        raise InputError(
+            f"autocast is on with {' and '.join(sorted(map(str, found)))} on the devices of one model: use one"
+        )
+    return next(iter(found), None)
 
 
 def read_modes(module: nn.Module) -> Modes:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.modes import Differentiation
+from graphplan.capture.modes import Differentiation, autocast_of
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Weight
 from graphplan.passes.training.optimizer_memory import OptimizerMemory
@@ -28,9 +28,9 @@ class Training:
     recompute: bool = True
     offload_activations: bool = True
 
-    def differentiation(self) -> Differentiation:
-        """Of the step that is planned first."""
-        return Differentiation(tuple(self.optimizer), self.outputs)
+    def differentiation(self, device_types: Sequence[str]) -> Differentiation:
+        """Of the step that is planned first, under the autocast that is on now for these types of devices."""
+        return Differentiation(tuple(self.optimizer), self.outputs, autocast_of(device_types))
 
     def held(self, graph: Graph, capture: Capture) -> Graph:
         """The graph, with gradients and the optimizer's state beside the parameters.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from graphplan.capture.modes import Differentiation
-from graphplan.errors import InputError
+from graphplan.capture.modes import Differentiation, autocast_of
 
 
 class TrainingReader:
@@ -23,7 +23,7 @@ class TrainingReader:
     def __init__(
         self, outputs: tuple[str, ...] | None, device_types: Sequence[str], module: nn.Module | None = None
     ) -> None:
-        self.outputs, self.device_types = outputs, tuple(dict.fromkeys(device_types))
+        self.outputs, self.device_types = outputs, tuple(device_types)
         self._entries = [] if module is None else list(_entries(module))
         self._last: tuple[tuple[bool, ...], Differentiation] | None = None
 
@@ -51,23 +51,7 @@ class TrainingReader:
         return found
 
 
-def autocast_of(device_types: Sequence[str]) -> torch.dtype | None:
-    """The type that autocast is on for, on any of these device types.
-
-    Raises:
-        InputError: it is on for several, with different types.
-    """
-    found = {
-        torch.get_autocast_dtype(kind) for kind in device_types if torch.is_autocast_enabled(kind)
-    }
-    if len(found) > 1:
-        raise InputError(
-            f"autocast is on with {' and '.join(sorted(map(str, found)))} on the devices of one model: use one"
-        )
-    return next(iter(found), None)
-
-
-def _entries(module: nn.Module):  # type: ignore[no-untyped-def]
+def _entries(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, str]]:
     """The dictionary, the name there and the first name of each parameter, shared ones once."""
     seen: set[int] = set()
     for path, part in module.named_modules():

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from graphplan.devices.topology import CPU, SIMULATED
 from graphplan.runtime.module.dispatch import Served
 from graphplan.runtime.module.module_state import Code, ModuleState
 from graphplan.runtime.module.program import Program
@@ -78,7 +79,8 @@ class _StepCall:
         host = self.program.host
         given = [t if t.device == host else t.to(host) for t in tangents]
         with self.state.turns, torch.no_grad(), _without_autocast(self.program):
-            return self.code.backward([saved, *given])
+            found = self.code.backward([saved, *given])
+        return [gradient.to(host) for gradient in found]
 
 
 class _Step(torch.autograd.Function):
@@ -134,7 +136,7 @@ def run_step(module: nn.Module, state: ModuleState, program: Program, code: Code
 def _without_autocast(program: Program) -> ExitStack:
     """A block without autocast: what it does is in the graph already."""
     stack = ExitStack()
-    for kind in {spec.type for spec in program.plan.topology.devices if spec.computes}:
-        if torch.is_autocast_enabled(kind):
+    for kind in {CPU, *(spec.type for spec in program.plan.topology.devices if spec.computes)}:
+        if kind != SIMULATED and torch.is_autocast_enabled(kind):
             stack.enter_context(torch.autocast(kind, enabled=False))
     return stack
