@@ -117,9 +117,9 @@ def plan(
             bound that was proven. None: some work, which is seconds where the accelerators hold the
             model and up to a minute where weights are streamed or memory is tight, and the same result
             whatever the clock says.
-        train: plan a training step instead of a forward pass: forward, backward and the optimizer's step, with
-            gradients, saved activations and the optimizer's state within the budgets. It is planned in the
-            modes that the model is in (``model.train()``), for the sizes of the example.
+        train: plan a training step instead of a forward pass: forward, backward and the optimizer's step,
+            with gradients, saved activations and the optimizer's state within the budgets. It is planned in
+            the modes that the model is in (``model.train()``), for the sizes of the example.
         optimizer: class of the optimizer, or a function from parameters to one, such as
             ``functools.partial(torch.optim.SGD, momentum=0.9)``: a dry step shows what it keeps. None counts
             no state.
@@ -154,7 +154,12 @@ def plan(
         recompute=recompute,
         offload_activations=offload_activations,
         device_types=[spec.type for spec in topology.devices if spec.computes],
-        unsupported=dict(dynamic_shapes=dynamic_shapes, calls=calls, max_batch=max_batch, max_length=max_length),
+        unsupported={
+            "dynamic_shapes": dynamic_shapes,
+            "calls": calls,
+            "max_batch": max_batch,
+            "max_length": max_length,
+        },
     )
     options = Options(
         dynamic_shapes,
@@ -292,15 +297,15 @@ def partition(
         recompute=recompute,
         offload_activations=offload_activations,
         device_types=[spec.type for spec in topology.devices if spec.computes],
-        unsupported=dict(
-            grad=grad,
-            dynamic_shapes=dynamic_shapes,
-            calls=calls,
-            compile=compile,
-            check=check,
-            max_batch=max_batch,
-            max_length=max_length,
-        ),
+        unsupported={
+            "grad": grad,
+            "dynamic_shapes": dynamic_shapes,
+            "calls": calls,
+            "compile": compile,
+            "check": check,
+            "max_batch": max_batch,
+            "max_length": max_length,
+        },
     )
     options = Options(
         dynamic_shapes, grad, return_outputs, constraints, size_limits, compiled, time_limit, training

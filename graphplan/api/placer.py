@@ -21,12 +21,13 @@ from graphplan.api.eager_check import require_equal
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.model_weights import tensor_bytes
+from graphplan.capture.saved_bytes import saved_bytes
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.code_generation import Planned
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.devices.topology import DISK, DeviceKey, Topology
-from graphplan.errors import NoGraphError
+from graphplan.errors import NoGraphError, first_line, readable_bytes
 from graphplan.integrations.accelerate.fallback_placement import fall_back, later_refused
 from graphplan.integrations.transformers.generate_plan import plan_first
 from graphplan.ir.plan_data import PlanData
@@ -41,6 +42,12 @@ from graphplan.warnings import warn
 _IN_MEMORY = (
     "weights that were on 'disk' have been unpickled and are in memory now, beyond the CPU's budget: "
     "partition the model again, with checkpoint=, to leave them on disk"
+)
+
+
+_UNTRACED = (
+    "the training step has no graph, so autograd runs the backward pass, as with grad=True: what it saves "
+    "({}), gradients and the optimizer's state are not in the plan, and may pass the budgets. {}"
 )
 
 
@@ -124,9 +131,22 @@ class Placer:
             if self.strict or call is None or own_code:
                 raise
             failed = error
+        if self.recipe.options.training is not None:
+            return self._untraced(model, model_copy, call, failed, entry)
         if self.recipe.homes is not None:  # its modules run this call where their weights are
             return self._attached(model, compiler, [])
         return self._hooked(model, model_copy, calls, failed)
+
+    def _untraced(
+        self, model: nn.Module, model_copy: ModelCopy, call: BoundCall, failed: NoGraphError, entry: str
+    ) -> nn.Module:
+        """A placed copy that trains through autograd alone, since its step cannot be traced."""
+        found = saved_bytes(model_copy, call.on_cpu())
+        much = "of a size that is not known" if found is None else f"about {readable_bytes(found)}"
+        warn(_UNTRACED.format(much, first_line(failed)))
+        options = replace(self.recipe.options, training=None, grad=True)
+        plain = replace(self, recipe=replace(self.recipe, options=options))
+        return plain.place(model, ModelCopy(model), call, entry)
 
     def place_together(
         self, model: nn.Module, model_copy: ModelCopy, find: Callable[[Compiler], Sequence[EntryCall]]

@@ -39,7 +39,11 @@ def read_training(
     Raises:
         InputError: an argument is not what it should be, or no parameter requires a gradient.
     """
-    for what, flag in (("train", train), ("recompute", recompute), ("offload_activations", offload_activations)):
+    for what, flag in (
+        ("train", train),
+        ("recompute", recompute),
+        ("offload_activations", offload_activations),
+    ):
         if not isinstance(flag, bool):
             raise InputError(f"{what} must be True or False, not {flag!r}")
     if not train:
@@ -60,11 +64,13 @@ def read_training(
     if bytes_given and optimizer is not None:
         raise InputError("give optimizer or optimizer_bytes_per_element, not both")
     if bytes_given and not _is_size(optimizer_bytes_per_element):
-        raise InputError(f"optimizer_bytes_per_element={optimizer_bytes_per_element!r}: write 0 or more bytes")
+        raise InputError(
+            f"optimizer_bytes_per_element={optimizer_bytes_per_element!r}: write 0 or more bytes"
+        )
     if optimizer is not None and not callable(optimizer):
         raise InputError(
-            f"optimizer={type(optimizer).__name__}(...) is an optimizer of other parameters: give its class, or a "
-            "function from parameters to one"
+            f"optimizer={type(optimizer).__name__}(...) is an optimizer of other parameters: give its class, "
+            "or a function from parameters to one"
         )
     weights = model_copy.weights
     trained = {

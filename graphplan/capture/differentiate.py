@@ -123,8 +123,8 @@ class _Tracing:
         able = [i for i, r in enumerate(results) if isinstance(r, torch.Tensor) and r.requires_grad]
         if not able:
             raise InputError(
-                "train=True: no result of the model has a gradient: does it compute under torch.no_grad(), are "
-                "all parameters frozen, or is the loss not among the results (labels= is missing)?"
+                "train=True: no result of the model has a gradient: does it compute under torch.no_grad(), "
+                "are all parameters frozen, or is the loss not among the results (labels= is missing)?"
             )
         names = _names(self.capture.out_spec)
         wanted = self.how.outputs
@@ -215,7 +215,9 @@ def _names(spec: pytree.TreeSpec) -> list[str]:
     """A name for each result: ``"loss"``, ``"[0]"``."""
     tree = unflatten(list(range(spec.num_leaves)), spec)
     found = [pytree.keystr(path) for path, _ in flatten_with_path(tree)]
-    return [name[2:-2] if name.startswith("['") and name.endswith("']") else name.lstrip(".") for name in found]
+    return [
+        name[2:-2] if name.startswith("['") and name.endswith("']") else name.lstrip(".") for name in found
+    ]
 
 
 def _mark_backward(graph: fx.Graph, tangents: Sequence[fx.Node]) -> None:

@@ -31,7 +31,7 @@ class Differentiation:
 
     Attributes:
         trained: first names of the parameters that require a gradient.
-        outputs: names of the results that backward starts from; None for the loss, or all that have a gradient.
+        outputs: names of the results that backward starts from; None for the loss, or all with a gradient.
         autocast: the type that autocast is on for; None where it is off.
     """
 
@@ -134,7 +134,7 @@ def autocast_of(device_types: Sequence[str]) -> torch.dtype | None:
     found = {torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
     if len(found) > 1:
         raise InputError(
-            f"autocast is on with {' and '.join(sorted(map(str, found)))} on the devices of one model: use one"
+            f"autocast is on with {' and '.join(sorted(map(str, found)))} on devices of one model: use one"
         )
     return next(iter(found), None)
 

@@ -1,4 +1,4 @@
-"""Keep what a training step saves, compute it again, or move it to CPU memory and back: the fastest that fits.
+"""Keep what a training step saves, compute it again, or move it to CPU memory: the fastest that fits.
 
 Segments are treated whole (:mod:`graphplan.passes.training.segments`), and shares of them, spread evenly, are
 tried by a quick search each. Where the accelerators hold the step as it is, nothing else is tried.

@@ -45,9 +45,8 @@ def lower_planned(
     """The program of a plan; ``modes`` are those in which it was traced."""
     captured, plan = planned.capture, planned.plan
     graph, (code, attributes) = plan.graph, _generate(planned, topology, options)
-    backward, tangents = None, ()
+    backward, tangents = None, () if captured.step is None else captured.step.tangents
     if captured.step is not None:
-        tangents = captured.step.tangents
         parts = split_step(code, tangents, len(captured.outputs))
         code, backward = parts.forward, _backward_of(captured, graph, parts.backward)
     placed = constants.place(captured.constants, topology)

@@ -5,7 +5,7 @@
     capture         Captures.annotated      model, call -> fx graph -> Graph: bytes, FLOPs, aliases
     plan            PASSES, below           over one CompileState, of one call or several
         reuse_slices                        weights that are in parts already
-        place_step                          constrain, save less or slice if needed, place: where everything is
+        place_step                          constrain, save less or slice, place: where everything is
         check_budgets                       proof that nothing passes a budget, in any call
     lower           lower_planned           plan -> fx graph with every move, specialised, verified
 """

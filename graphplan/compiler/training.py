@@ -45,4 +45,9 @@ class Training:
 
     def _held(self, weight: Weight) -> Weight:
         memory = self.optimizer.get(weight.name, OptimizerMemory())
-        return replace(weight, beside=(weight.nbytes, *memory.state), step_bytes=memory.step, together_bytes=memory.together)
+        return replace(
+            weight,
+            beside=(weight.nbytes, *memory.state),
+            step_bytes=memory.step,
+            together_bytes=memory.together,
+        )

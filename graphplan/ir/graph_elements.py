@@ -108,7 +108,7 @@ class Operation:
         host_only: returns only host scalars and runs wherever its inputs are.
         source: the line of the model's code that called it (``"models/llama.py:263"``), from below the
             folder that it was imported from; empty where unknown.
-        backward: whether it is of the backward pass of a training step, which begins when all others have run.
+        backward: whether it is of the backward pass of a training step: all others run first.
         repeats: the operation of the forward pass that it computes again in the backward pass.
         offloads: whether it keeps a value in CPU memory from the forward to the backward pass.
     """

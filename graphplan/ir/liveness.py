@@ -1,12 +1,13 @@
 """Bytes on each device at each step of a schedule: the one place where memory is counted.
 
-A device holds, at a step: the weights that live there, in one allocation, and the prefetch buffer of streamed
-weights, both for the whole call, every storage whose last reader has not run yet, and the workspace
-of the operation that runs. A view holds its base's storage and brings none. What the caller passed in
-stays on the caller's device throughout. In training, a weight's gradient and the optimizer's state are there
-as long as the weight, and what the optimizer takes for its step comes after all steps of the schedule. Weights on disk take the system's page cache and no memory of
-the CPU's budget, but for the buffers that they pass on their way to an accelerator. A part of a sliced
-weight takes bytes where the whole lives, and where it is kept beside that.
+A device holds, at a step: the weights that live there, in one allocation, and the prefetch buffer of
+streamed weights, both for the whole call, every storage whose last reader has not run yet, and the
+workspace of the operation that runs. A view holds its base's storage and brings none. What the caller
+passed in stays on the caller's device throughout. In training, a weight's gradient and the optimizer's
+state are there as long as the weight, and what the optimizer takes for its step comes after all steps of
+the schedule. Weights on disk take the system's page cache and no memory of the CPU's budget, but for the
+buffers that they pass on their way to an accelerator. A part of a sliced weight takes bytes where the whole
+lives, and where it is kept beside that.
 """
 
 from __future__ import annotations

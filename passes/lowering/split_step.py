@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -78,7 +79,7 @@ def _backward(
     later: Sequence[fx.Node],
     saved: Sequence[fx.Node],
     tangents: Sequence[str],
-    of_inputs: Sequence[object],
+    of_inputs: Sequence[Any],
 ) -> fx.Graph:
     made = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}

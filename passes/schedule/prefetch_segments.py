@@ -155,7 +155,11 @@ def _cluster(uses: Iterable[_Span], backward: int) -> list[_Span]:
     for use in uses:
         known = latest.get(use.weights[0])
         apart = known is not None and known.start < backward <= use.start
-        if known is not None and not apart and bisect_left(starts, use.start) <= bisect_right(starts, known.end):
+        if (
+            known is not None
+            and not apart
+            and bisect_left(starts, use.start) <= bisect_right(starts, known.end)
+        ):
             known.end = max(known.end, use.end)
             continue
         use.alone |= known is not None

@@ -1,9 +1,9 @@
 """Make every move explicit: a graph and an assignment become a schedule.
 
 A value is copied to a device right before its first reader there, once; outputs return to the caller's
-device at the end of the forward pass, and gradients go where their parameters reside. Weights that are streamed get their steps from
-:mod:`graphplan.passes.schedule.prefetch_segments`. Before and after, for ``b`` on device 1 and the rest
-on device 0::
+device at the end of the forward pass, and gradients go where their parameters reside. Weights that are
+streamed get their steps from :mod:`graphplan.passes.schedule.prefetch_segments`. Before and after, for
+``b`` on device 1 and the rest on device 0::
 
     a = linear(x, w)             move x: cpu -> 0
     b = relu(a)                  run a on 0

@@ -1,9 +1,9 @@
 """What an optimizer keeps for each parameter, and takes for its step: measured in a dry step.
 
-Two parameters of each shape and dtype go through two steps on the meta device: two, since a loop over parameters
-still holds what it took for the one before. What the first step leaves in ``state`` is kept; the most that lives
-in the second beyond that is what a step takes. Tensors of no dimension, such as Adam's ``step``, are scalars on
-the CPU and are not counted.
+Two parameters of each shape and dtype go through two steps on the meta device: two, since a loop over
+parameters still holds what it took for the one before. What the first step leaves in ``state`` is kept; the
+most that lives in the second beyond that is what a step takes. Tensors of no dimension, such as Adam's
+``step``, are scalars on the CPU and are not counted.
 """
 
 from __future__ import annotations

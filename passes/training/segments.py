@@ -1,7 +1,8 @@
 """Segments of a training step's forward pass: the layers of a stack, or the model's submodules.
 
-A segment is the largest unit that is computed again, or whose saved values are moved to CPU memory, as a whole:
-module boundaries, as for ``torch.utils.checkpoint`` on every block. What is in no submodule is in none.
+A segment is the largest unit that is computed again, or whose saved values are moved to CPU memory, as a
+whole: module boundaries, as for ``torch.utils.checkpoint`` on every block. What is in no submodule is in
+none.
 """
 
 from __future__ import annotations
@@ -72,9 +73,7 @@ def saved_nodes(segment: Segment) -> list[fx.Node]:
 def written_nodes(nodes: Collection[fx.Node]) -> set[fx.Node]:
     """Nodes that write, and those whose memory is written to, or is a view of such."""
     base: Mapping[fx.Node, fx.Node] = {
-        node: node.args[0]  # type: ignore[misc]  # a node: views take one first
-        for node in nodes
-        if node.target in VIEWS and isinstance(node.args[0], fx.Node)
+        node: node.args[0] for node in nodes if node.target in VIEWS and isinstance(node.args[0], fx.Node)
     }
 
     def root(node: fx.Node) -> fx.Node:

@@ -191,7 +191,10 @@ def _captured(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> 
     try:
         state.programs.append(state.compile(call, modes, entry))
     except NoGraphError as error:
-        if state.refused is None or isinstance(error, RunAsItIs | UntracedMethodError):
+        own_code = isinstance(error, RunAsItIs | UntracedMethodError)
+        if (
+            state.refused is None or own_code or modes.step is not None
+        ):  # without a graph, nothing has gradients
             raise
         state.refused(error)
         return ServedByModules(state.modulewise.note(entry, call, modes), call)

@@ -73,12 +73,12 @@ class KnownForm:
 class ModuleState:
     """What a placed module keeps beside the model's own attributes.
 
-    ``codes`` are bound to one module's weights, so a copy of the module makes its own.
-    ``start`` places the module at its next call: where there were no inputs to plan with, and where
-    pickling has dropped the programs. ``restart`` is what pickling keeps for that. ``as_written`` are methods
-    that run as they are. ``turns`` is held by a run that streams weights, or goes module by module: they use
-    the same memory. ``training`` reads what a training step differentiates, where steps are planned. What is added to ``programs`` is added under the capture lock; nothing is ever taken
-    away.
+    ``codes`` are bound to one module's weights, so a copy of the module makes its own. ``start`` places the
+    module at its next call: where there were no inputs to plan with, and where pickling has dropped the
+    programs. ``restart`` is what pickling keeps for that. ``as_written`` are methods that run as they are.
+    ``turns`` is held by a run that streams weights, or goes module by module: they use the same memory.
+    ``training`` reads what a training step differentiates, where steps are planned. What is added to
+    ``programs`` is added under the capture lock; nothing is ever taken away.
     """
 
     programs: list[Program]

@@ -128,7 +128,9 @@ class PlacedModule(ShortNames):
                 code = code_of(self, state, served.index)
                 if program.backward is not None:
                     if record is not None:
-                        raise PlanError("a training step is not profiled: profile a call under torch.no_grad()")
+                        raise PlanError(
+                            "a training step is not profiled: profile a call under torch.no_grad()"
+                        )
                     return run_step(self, state, program, code, served)
                 if record is not None:
                     code = replace(code, bound=record(program, code.module))

@@ -1,11 +1,10 @@
-"""What a call of a placed module would differentiate: which parameters require gradients, under which autocast."""
+"""What a call of a placed module differentiates: the parameters that require gradients, the autocast."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from graphplan.capture.modes import Differentiation, autocast_of
@@ -41,9 +40,7 @@ class TrainingReader:
         autocast = autocast_of(self.device_types)
         if self._last is not None and self._last[0] == flags and self._last[1].autocast == autocast:
             return self._last[1]
-        trained = tuple(
-            first for (_, _, first), trains in zip(self._entries, flags, strict=True) if trains
-        )
+        trained = tuple(first for (_, _, first), trains in zip(self._entries, flags, strict=True) if trains)
         if not trained:
             return None
         found = Differentiation(trained, self.outputs, autocast)

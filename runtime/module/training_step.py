@@ -31,8 +31,8 @@ _TWICE = (
     "Call the model again (retain_graph=True does not keep what a plan frees)"
 )
 _CHANGED = (
-    "{!r} has been changed by an in-place operation between the forward and the backward pass, which reads it: "
-    "call backward() before the optimizer steps"
+    "{!r} has been changed by an in-place operation between the forward and the backward pass, which reads "
+    "it: call backward() before the optimizer steps"
 )
 
 
@@ -64,7 +64,9 @@ class _StepCall:
             original.copy_(changed)
         assert self.program.backward is not None
         named = named_tensors(self.module)
-        self.versions = [(n, named[n], named[n]._version) for n in self.program.backward.weights if n in named]
+        self.versions = [
+            (n, named[n], named[n]._version) for n in self.program.backward.weights if n in named
+        ]
         return self.results
 
     def backward(self, tangents: Sequence[torch.Tensor]) -> Sequence[Any]:
@@ -99,7 +101,7 @@ class _Step(torch.autograd.Function):
         return tensors
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]  # of torch
+    @once_differentiable
     def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
         """The gradients of inputs; those of parameters are added up where they are."""
         found = ctx.call.backward([tangents[index] for index in ctx.starts])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import re
 import warnings
 from typing import Any
 
@@ -283,6 +284,33 @@ def test_both_can_be_forbidden(wide: int) -> None:
             partitioned(machine, stack(), kwargs=wide_batch(), recompute=False)
         plan = partitioned(machine, stack(), kwargs=wide_batch()).plan
     assert any(op.repeats for op in plan.graph.operations.values())
+
+
+class Branching(Stack):
+    """Data decides what it computes."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        result = super().forward(ids, labels)
+        return (
+            result if float(result["logits"].detach().sum()) > 1e9 else {**result, "loss": result["loss"] * 2}
+        )
+
+
+def test_what_cannot_be_traced_trains_through_autograd_with_a_warning() -> None:
+    torch.manual_seed(0)
+    model = Branching().eval()
+    eager = copy.deepcopy(model)
+    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            placed = graphplan.partition(model, machine.max_memory, kwargs=batch(), train=True)
+        texts = [str(one.message) for one in said if one.category is graphplan.GraphplanWarning]
+        assert any(re.search(r"what it saves \(about [\d.]+ KiB", text) for text in texts)
+        for one in (placed, eager):
+            step_of(one, batch())
+        assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
+        with pytest.raises(graphplan.CaptureError):
+            graphplan.partition(Branching(), machine.max_memory, kwargs=batch(), train=True, strict=True)
 
 
 # -- arguments ------------------------------------------------------------------------------------------

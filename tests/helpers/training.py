@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from builders import moves_of, planned_moves
 from torch import nn
 
 import graphplan
-from builders import moves_of, planned_moves
 from graphplan.capture.structure import leaves_of
 from graphplan.runtime.simulate.simulated_machine import SimulatedMachine
 
@@ -81,7 +81,7 @@ def check_training(
     exact: bool = True,
     **options: Any,
 ) -> graphplan.Plan:
-    """Two forward and backward passes, a step, and another pass: equal to eager, within the plan, and freed."""
+    """Three forward and backward passes and two steps: equal to eager, within the plan, and freed."""
     eager, own = copy.deepcopy(model), copy.deepcopy(model)
     with graphplan.simulate(budgets) as machine:
         placed = graphplan.partition(
