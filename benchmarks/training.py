@@ -23,7 +23,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from report import parser_of, table, write
+from report import parser_of, write
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -93,11 +93,11 @@ def plan_row(layers: int, length: int, budgets: Mapping[Any, int | str], share: 
 
 def plan_rows(layers: int, length: int) -> list[dict[str, Any]]:
     """With room for everything, and with less."""
-    roomy = plan_row(layers, length, {**dict.fromkeys(range(4), "80GiB"), "cpu": "2TiB"}, 1.0)
+    roomy = plan_row(layers, length, {**dict.fromkeys(range(4), "80GiB"), "cpu": "2000GiB"}, 1.0)
     need = sum(nbytes for key, nbytes in roomy["peak_bytes"].items() if key != "cpu")
     rows = [roomy]
     for share in (0.75, 0.5):
-        budgets: dict[Any, int | str] = {**dict.fromkeys(range(4), int(share * need / 4)), "cpu": "2TiB"}
+        budgets: dict[Any, int | str] = {**dict.fromkeys(range(4), int(share * need / 4)), "cpu": "2000GiB"}
         rows.append(plan_row(layers, length, budgets, share))
     return rows
 

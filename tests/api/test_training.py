@@ -14,7 +14,7 @@ import torch
 from builders import bytes_of
 from shortcuts import short_search
 from torch import nn
-from training import ROOMY, check_training, gap, gradients_of, needed, step_of
+from training_steps import ROOMY, check_training, gap, gradients_of, needed, step_of
 
 import graphplan
 
@@ -276,6 +276,39 @@ def test_activations_wait_in_cpu_memory(wide: int) -> None:
     kept = [op.name for op in plan.graph.operations.values() if op.offloads]
     assert kept
     assert {plan.schedule.assignment.operations[name] for name in kept} == {"cpu"}
+
+
+def test_a_plan_says_what_it_computes_again_and_what_waits_in_cpu_memory(wide: int) -> None:
+    with graphplan.simulate({0: int(0.6 * wide), **CPU}) as machine, short_search():
+        planned = functools.partial(
+            graphplan.plan, stack(), machine.max_memory, kwargs=wide_batch(), train=True
+        )
+        again = planned(optimizer=ADAMW, offload_activations=False)
+        kept = planned(optimizer=ADAMW, recompute=False)
+    assert 0 < again.recompute_seconds < again.makespan
+    assert f"recomputes {len(again.recomputed)} operations" in again.summary()
+    assert sum(kept.offloaded_activations.values()) > 0.1 * wide
+    assert "to CPU memory until the backward pass" in kept.summary()
+
+
+def test_explain_says_what_is_saved_and_what_computing_it_again_takes() -> None:
+    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+        plan = graphplan.plan(stack(), machine.max_memory, kwargs=wide_batch(), train=True)
+        found = plan.explain("layers.1")
+    rows = 16 * 64
+    assert found.saved_bytes >= 4 * rows * 128  # the input of gelu
+    assert 0 < found.recompute_seconds < plan.makespan / 4
+    assert "saves" in str(found)
+
+
+def test_largest_batch_is_the_last_that_fits(size: int) -> None:
+    with graphplan.simulate({0: size}) as machine, short_search():
+        found = graphplan.largest_batch(
+            stack(), machine.max_memory, kwargs=batch(), most=16, train=True, optimizer=ADAMW, recompute=False
+        )
+        assert 8 <= found < 12  # 8 were planned for
+        with pytest.raises(graphplan.InputError, match="first tensor"):
+            graphplan.largest_batch(stack(), machine.max_memory)
 
 
 def test_both_can_be_forbidden(wide: int) -> None:
