@@ -48,7 +48,7 @@ class Explanation:
             and outputs. The copy of a streamed weight counts as far as an operation waits for it.
         makespan: of the plan; with ``calls=`` the weighted sum.
         alternatives: one for each device of ``max_memory``.
-        saved_bytes: of a training step, what its operations make in the forward pass and the backward pass reads.
+        saved_bytes: of a training step, what its operations make in the forward pass for the backward pass.
         recompute_seconds: estimated seconds of these operations of the forward pass.
     """
 

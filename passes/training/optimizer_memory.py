@@ -2,8 +2,8 @@
 
 Two parameters of each shape and dtype go through two steps on the meta device: two, since a loop over
 parameters still holds what it took for the one before. What the first step leaves in ``state`` is kept; the
-most that lives in the second beyond that is what a step takes. Tensors of no dimension, such as Adam's
-``step``, are scalars on the CPU and are not counted.
+most that lives in the second beyond that is what a step takes. What is on the CPU all the same, such as
+Adam's ``step``, is a scalar, and is not counted.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _dry_steps(
     kept = _tensors(stepping.state.values())
     with _Watch([*parameters, *(p.grad for p in parameters if p.grad is not None), *kept]) as watch:
         stepping.step()
-    mine = [tensor for tensor in _tensors([stepping.state[parameters[0]]]) if tensor.dim()]
+    mine = filter(_counts, _tensors([stepping.state[parameters[0]]]))
     sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in mine}
     return tuple(sizes.values()), watch.live.peak
 
@@ -105,6 +105,11 @@ def _dry_steps(
 def _tensors(states: Iterable[Any]) -> list[torch.Tensor]:
     tables = [list(state.values()) for state in states]
     return [leaf for leaf in pytree.tree_leaves(tables) if isinstance(leaf, torch.Tensor)]
+
+
+def _counts(tensor: torch.Tensor) -> bool:
+    """Whether it would be on the parameter's device."""
+    return tensor.device.type == "meta"
 
 
 class _Watch(TorchDispatchMode):
@@ -119,5 +124,5 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         leaves = pytree.tree_leaves(out)
-        self.live.count(leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim())
+        self.live.count(leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and _counts(leaf))
         return out

@@ -222,6 +222,21 @@ def test_batch_norm_statistics_change_once_a_step() -> None:
         check_training(model, inputs, {0: int(0.8 * room), **CPU})
 
 
+def test_a_parameter_of_no_dimension_has_its_state_on_its_device() -> None:
+    # seen on CLIP's logit_scale: the plan was 1,024 bytes below what was measured
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.scale = nn.Linear(64, 64), nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(self.linear(x)) * self.scale.exp()
+
+    with short_search():
+        plan = check_training(Scaled(), {"x": torch.randn(256, 64)}, {0: ROOMY})
+    assert plan.graph.weights["scale"].beside == (4, 4, 4)
+
+
 def test_a_second_backward_and_weights_changed_before_it_are_errors() -> None:
     with graphplan.simulate({0: ROOMY}) as machine, short_search():
         placed = partitioned(machine, stack())
@@ -280,9 +295,8 @@ def test_activations_wait_in_cpu_memory(wide: int) -> None:
 
 def test_a_plan_says_what_it_computes_again_and_what_waits_in_cpu_memory(wide: int) -> None:
     with graphplan.simulate({0: int(0.6 * wide), **CPU}) as machine, short_search():
-        planned = functools.partial(
-            graphplan.plan, stack(), machine.max_memory, kwargs=wide_batch(), train=True
-        )
+        options = {"kwargs": wide_batch(), "train": True}
+        planned = functools.partial(graphplan.plan, stack(), machine.max_memory, **options)
         again = planned(optimizer=ADAMW, offload_activations=False)
         kept = planned(optimizer=ADAMW, recompute=False)
     assert 0 < again.recompute_seconds < again.makespan
