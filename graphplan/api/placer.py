@@ -179,7 +179,8 @@ class Placer:
 
     def _compiler(self, model_copy: ModelCopy) -> Compiler:
         recipe = self.recipe
-        mappable = frozenset[str]() if self.source is None else self.source.mappable()
+        trains = recipe.options.training is not None  # what is trained is written to
+        mappable = frozenset[str]() if self.source is None or trains else self.source.mappable()
         known = None if recipe.known_plan is None else recipe.known_plan.schedule.assignment
         homes = None if recipe.homes is None else dict(recipe.homes)
         return Compiler(model_copy, recipe.topology, recipe.options, homes, mappable, known, self.plan)

@@ -16,8 +16,8 @@ operation whose gradient they compute, as autograd counts them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from graphplan._compat.torch import mark_backward_nodes
@@ -114,7 +115,7 @@ class _Tracing:
 
     def tangents(self, values: Sequence[Any]) -> list[torch.Tensor]:
         """Fakes of the gradients that backward starts from; finds out of which results."""
-        with self._autocast():
+        with self._kernels():
             results = fx.Interpreter(self.capture.module).run(*_detached(values))
         self.differentiated = self._chosen(results)
         return [torch.empty_like(results[position]).detach() for position in self.differentiated]
@@ -144,7 +145,7 @@ class _Tracing:
         """What is traced: results, then gradients; None for a parameter that has none."""
         given = len(values) - len(self.differentiated)
         inputs, tangents = values[:given], values[given:]
-        with self._autocast():
+        with self._kernels():
             results = list(fx.Interpreter(self.capture.module).run(*inputs))
         starts = [results[position] for position in self.differentiated]
         mark_backward_nodes([start.grad_fn for start in starts])
@@ -152,8 +153,15 @@ class _Tracing:
         gradients = torch.autograd.grad(starts, sources, tangents, allow_unused=True)
         return [*results, *gradients]
 
-    def _autocast(self) -> Any:
-        return nullcontext() if self.how.autocast is None else torch.autocast("cpu", self.how.autocast)
+    @contextmanager
+    def _kernels(self) -> Iterator[None]:
+        """A block in which operations are taken apart as the devices ask for."""
+        with ExitStack() as stack:
+            if self.how.autocast is not None:
+                stack.enter_context(torch.autocast("cpu", self.how.autocast))
+            if self.how.portable:
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            yield
 
     def capture_of(self, traced: fx.GraphModule, nodes: Sequence[fx.Node]) -> Capture:
         """The trace as a capture, with the names that the forward pass's has for weights and inputs."""
@@ -164,6 +172,8 @@ class _Tracing:
         for node in graph.nodes:
             if node.op == "get_attr":
                 raise NoGraphError(f"the training step computes with {node.target!r}, which is no weight")
+            if self.how.portable and _is_of_cpus(node):
+                raise NoGraphError(f"the training step was traced with {node.target}, which only CPUs have")
         names = [node.name for node in placeholders]
         renamed = dict(zip((node.name for node in nodes), names, strict=False))
         tangents = tuple(names[len(nodes) :])
@@ -194,6 +204,11 @@ class _Tracing:
             roles=(),
             step=step,
         )
+
+
+def _is_of_cpus(node: fx.Node) -> bool:
+    """Whether it calls a kernel that only CPUs have."""
+    return "_for_cpu" in str(node.target) or "mkldnn" in str(node.target)
 
 
 def _fake(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:

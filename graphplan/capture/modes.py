@@ -33,11 +33,13 @@ class Differentiation:
         trained: first names of the parameters that require a gradient.
         outputs: names of the results that backward starts from; None for the loss, or all with a gradient.
         autocast: the type that autocast is on for; None where it is off.
+        portable: whether kernels that only CPUs have are avoided: attention is then written out.
     """
 
     trained: tuple[str, ...]
     outputs: tuple[str, ...] | None = None
     autocast: torch.dtype | None = None
+    portable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,11 @@ class ModeReader:
             for name, value in plain.items():
                 if name not in table or table[name] != value:
                     table[name] = copy.deepcopy(value)
+
+
+def needs_portable(device_types: Sequence[str]) -> bool:
+    """Whether a trace for these types of devices must do without kernels that only CPUs have."""
+    return not {CPU, SIMULATED}.issuperset(device_types)
 
 
 def autocast_of(device_types: Sequence[str]) -> torch.dtype | None:

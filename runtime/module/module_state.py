@@ -122,6 +122,7 @@ class ModuleState:
         ]
         copied = replace(self, programs=programs, codes={}, routes=[], by_sizes={}, reader=None, guard=None)
         copied.modulewise = self.modulewise.renewed()
+        copied.training = None if self.training is None else self.training.of(None)
         copied.streams, copied.parts, copied.turns = ModuleStreams(), ModuleParts(), threading.RLock()
         return copied
 

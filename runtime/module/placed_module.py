@@ -22,7 +22,7 @@ import torch
 from torch import fx, nn
 
 from graphplan.capture.model_methods import method_of
-from graphplan.capture.modes import ModeReader
+from graphplan.capture.modes import Differentiation, ModeReader
 from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mode
 from graphplan.errors import PlanError
@@ -112,8 +112,7 @@ class PlacedModule(ShortNames):
         signature = signature or state.signature
         assert signature is not None
         state.streams.check_files()
-        training = state.training if torch.is_grad_enabled() else None
-        step = None if training is None else training.read()
+        step = _differentiated(self, state)
         with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):
             try:
                 served = serve(self, state, entry, signature, args, kwargs, step)
@@ -146,12 +145,19 @@ class PlacedModule(ShortNames):
         link(self)
         if self._graphplan.start is None:
             self._graphplan.reader, self._graphplan.guard = ModeReader(self), ModuleGuard(self)
-            if self._graphplan.training is not None:
-                self._graphplan.training = self._graphplan.training.of(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _notice_changes(self)
         return _rebuild, (original_class(self),), self.__dict__
+
+
+def _differentiated(module: PlacedModule, state: ModuleState) -> Differentiation | None:
+    """What a call differentiates; None for a forward pass alone."""
+    if state.training is None or not torch.is_grad_enabled():
+        return None
+    if not state.training.bound:  # of a copy
+        state.training = state.training.of(module)
+    return state.training.read()
 
 
 @outside_inference_mode

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from graphplan.capture.modes import Differentiation, autocast_of
+from graphplan.capture.modes import Differentiation, autocast_of, needs_portable
 
 
 class TrainingReader:
@@ -23,12 +23,17 @@ class TrainingReader:
         self, outputs: tuple[str, ...] | None, device_types: Sequence[str], module: nn.Module | None = None
     ) -> None:
         self.outputs, self.device_types = outputs, tuple(device_types)
-        self._entries = [] if module is None else list(_entries(module))
+        self._entries = None if module is None else list(_entries(module))
         self._last: tuple[tuple[bool, ...], Differentiation] | None = None
 
-    def of(self, module: nn.Module) -> TrainingReader:
-        """The reader of another module."""
+    def of(self, module: nn.Module | None) -> TrainingReader:
+        """The reader of another module, or of one that is not known yet."""
         return TrainingReader(self.outputs, self.device_types, module)
+
+    @property
+    def bound(self) -> bool:
+        """Whether it is a module's."""
+        return self._entries is not None
 
     def read(self) -> Differentiation | None:
         """What is differentiated now; None where no parameter requires a gradient.
@@ -36,6 +41,7 @@ class TrainingReader:
         Raises:
             InputError: autocast is on for two of the plan's device types, with different types.
         """
+        assert self._entries is not None
         flags = tuple(table[name].requires_grad for table, name, _ in self._entries)
         autocast = autocast_of(self.device_types)
         if self._last is not None and self._last[0] == flags and self._last[1].autocast == autocast:
@@ -43,7 +49,7 @@ class TrainingReader:
         trained = tuple(first for (_, _, first), trains in zip(self._entries, flags, strict=True) if trains)
         if not trained:
             return None
-        found = Differentiation(trained, self.outputs, autocast)
+        found = Differentiation(trained, self.outputs, autocast, needs_portable(self.device_types))
         self._last = flags, found
         return found
 

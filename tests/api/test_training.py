@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import pickle
 import re
 import warnings
 from typing import Any
@@ -235,6 +236,30 @@ def test_a_parameter_of_no_dimension_has_its_state_on_its_device() -> None:
     with short_search():
         plan = check_training(Scaled(), {"x": torch.randn(256, 64)}, {0: ROOMY})
     assert plan.graph.weights["scale"].beside == (4, 4, 4)
+
+
+def test_copies_and_pickles_train_too() -> None:
+    eager, own = stack(), stack()
+    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+        placed = partitioned(machine, own)
+        copied, unpickled = copy.deepcopy(placed), pickle.loads(pickle.dumps(placed))
+        step_of(eager, batch())
+        for model in (copied, unpickled):
+            step_of(model, batch())
+            assert gap(gradients_of(model), gradients_of(eager)) < 1e-5
+        assert all(parameter.grad is None for parameter in placed.parameters())
+
+
+def test_attention_is_written_out_for_gpus() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0)
+    inputs = {"src": torch.randn(2, 6, 32)}
+    targets = {}
+    for key in (0, "cpu"):  # device 0 counts as a GPU outside of a simulation
+        plan = graphplan.plan(model, {key: "1GiB"}, kwargs=inputs, train=True)
+        targets[key] = {operation.target for operation in plan.graph.operations.values()}
+    assert any("for_cpu" in target for target in targets["cpu"])
+    assert not any("for_cpu" in target for target in targets[0])
 
 
 def test_a_second_backward_and_weights_changed_before_it_are_errors() -> None:
