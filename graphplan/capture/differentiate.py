@@ -10,8 +10,8 @@ So what it saves are ordinary values, made before and read after::
                                    t_1 = t(expand)                        backward
                                    mm_1 = mm(t_1, x)                      backward, the gradient of w
 
-Nodes of the backward pass have ``backward`` in their ``meta``, and ``forward_of`` the sequence number of the
-operation whose gradient they compute, as autograd counts them.
+Nodes of the backward pass have ``backward`` in their ``meta``, and the module and the line of the operation
+whose gradient they compute: autograd gives both the same sequence number.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ from graphplan.capture.structure import flatten_with_path, unflatten
 from graphplan.errors import InputError, NoGraphError, first_line
 
 aten = torch.ops.aten
+
+_SUM = "Gradient addition node"  # how autograd's sums are marked in a trace
 
 
 def differentiate(
@@ -235,13 +237,27 @@ def _names(spec: pytree.TreeSpec) -> list[str]:
     ]
 
 
+_OF_FORWARD = ("nn_module_stack", "stack_trace")  # what backward nodes have of the forward pass's
+
+
 def _mark_backward(graph: fx.Graph, tangents: Sequence[fx.Node]) -> None:
-    """Mark what autograd ran: all from the first reader of a tangent on."""
-    started = False
+    """Mark what autograd ran: all from the first reader of a tangent on; and say which module it is of."""
+    first: dict[Any, fx.Node] = {}  # of a number, the operation that autograd has given it
+    started, last = False, None
     for node in graph.nodes:
+        if node.op != "call_function":
+            continue
         started |= any(one in tangents for one in node.all_input_nodes)
-        if started and node.op == "call_function":
-            node.meta["backward"] = True
+        if not started:
+            first.setdefault(node.meta.get("seq_nr"), node)
+            continue
+        node.meta["backward"] = True
+        # the sum of the gradients of a value that is read twice belongs to no operation: it follows the last
+        summed = _SUM in (node.meta.get("stack_trace") or "")
+        owner = last if summed else first.get(node.meta.get("seq_nr"), last)
+        if owner is not None:
+            node.meta.update({key: owner.meta[key] for key in _OF_FORWARD if key in owner.meta})
+            last = owner
 
 
 def _apart(graph: fx.Graph, gradients: Sequence[Any]) -> list[fx.Node | None]:

@@ -43,12 +43,20 @@ def place_step(state: CompileState) -> CompileState:
     lacking: InfeasibleError | None = None
     for _, member in found:
         try:
-            return place_whole_or_sliced(replace(state, members=[member]))
+            placed = place_whole_or_sliced(replace(state, members=[member]))
+            return placed if member is state.members[0] else _bound_of_variant(placed)
         except InfeasibleError as error:  # the moves that a placement brings made operations take more
             lacking = lacking or error
     if lacking is not None:
         raise lacking
-    return place_whole_or_sliced(replace(state, members=[_smallest(state)]))
+    return _bound_of_variant(place_whole_or_sliced(replace(state, members=[_smallest(state)])))
+
+
+def _bound_of_variant(state: CompileState) -> CompileState:
+    """The placement, whose bound holds for steps that recompute and offload the same, and says so."""
+    (choice,) = state.choices
+    proof = f"{choice.solution.proof}, of steps that save the same"
+    return replace(state, choices=[replace(choice, solution=replace(choice.solution, proof=proof))])
 
 
 def _probed(state: CompileState) -> Iterator[tuple[float, Member]]:

@@ -262,6 +262,20 @@ def test_attention_is_written_out_for_gpus() -> None:
     assert not any("for_cpu" in target for target in targets[0])
 
 
+def test_backward_operations_belong_to_the_modules_of_the_forward_pass() -> None:
+    with graphplan.simulate({0: ROOMY, 1: ROOMY}) as machine, short_search():
+        plan = graphplan.plan(
+            stack(), machine.max_memory, kwargs=batch(), train=True, pin={"layers.2": 1, "layers.1": 0}
+        )
+    operations, devices = plan.graph.operations, plan.schedule.assignment.operations
+    for module, device in (("layers.1", 0), ("layers.2", 1)):
+        named = [op for op in operations.values() if op.module_path.startswith(module)]
+        assert {op.backward for op in named} == {True, False}
+        assert {devices[op.name] for op in named if not op.host_only} == {device}
+    gelu = next(op for op in operations.values() if op.target == "gelu_backward")
+    assert gelu.module_path == "layers.3"
+
+
 def test_a_second_backward_and_weights_changed_before_it_are_errors() -> None:
     with graphplan.simulate({0: ROOMY}) as machine, short_search():
         placed = partitioned(machine, stack())
