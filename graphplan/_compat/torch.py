@@ -125,3 +125,13 @@ def group_of(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     timeout = private(private(backend, "options", "torch", _TESTED), "_timeout", "torch", _TESTED)
     made: dist.ProcessGroup = dist.new_group(sorted(ranks), timeout=timeout)
     return made
+
+
+def mark_backward_nodes(roots: Sequence[Any]) -> None:
+    """Let a trace know, of what autograd is about to run, the line and the module of the forward pass.
+
+    Args:
+        roots: the ``grad_fn`` from which backward starts.
+    """
+    tracing = importlib.import_module("torch._functorch._aot_autograd.logging_utils")  # late: it takes time
+    private(tracing, "setup_stacktrace_preservation_hooks", "torch", _TESTED)(roots)

@@ -48,6 +48,8 @@ class Explanation:
             and outputs. The copy of a streamed weight counts as far as an operation waits for it.
         makespan: of the plan; with ``calls=`` the weighted sum.
         alternatives: one for each device of ``max_memory``.
+        saved_bytes: of a training step, what its operations make in the forward pass for the backward pass.
+        recompute_seconds: estimated seconds of these operations of the forward pass.
     """
 
     name: str
@@ -63,6 +65,8 @@ class Explanation:
     transfer_seconds: float
     makespan: float
     alternatives: tuple[Alternative, ...]
+    saved_bytes: int = 0
+    recompute_seconds: float = 0.0
 
     def to(self, device: DeviceKey) -> Alternative:
         """Its cost on one device.
@@ -109,7 +113,12 @@ class Explanation:
         ]
         header = ["moved to", "time", "change", "its compute", "all copies", "obstacle"]
         head = f"{self.kind} {self.name or '(all)'}: {runs}{lives}{stages}"
-        return "\n".join([head, sizes, "", *table_lines(header, rows)])
+        saved = (
+            f"saves {size_text(self.saved_bytes)} for the backward pass, computing it again takes "
+            f"{time_text(self.recompute_seconds)}"
+        )
+        lines = [head, sizes, *([saved] if self.saved_bytes else []), ""]
+        return "\n".join([*lines, *table_lines(header, rows)])
 
 
 def explain(plan: PlanData, name: str) -> Explanation:
@@ -132,6 +141,7 @@ def explain(plan: PlanData, name: str) -> Explanation:
     kind = "weight" if weight is not None else "operation" if name in graph.operations else "module"
     mover = Mover(plan, name, kind, owned)
     problem = constrained_problem(plan)
+    forward = [op for op in working if plan.graph.trains and not graph.operations[op].backward]
     return Explanation(
         name,
         kind,
@@ -146,7 +156,17 @@ def explain(plan: PlanData, name: str) -> Explanation:
         _touching(plan, operations, owned),
         plan.weighted_makespan,
         tuple(mover.to(spec.key) for spec in plan.topology.devices),
+        _saved_bytes(graph, forward),
+        sum(problem.seconds(graph.operations[op], specs[devices[op]]) for op in forward),
     )
+
+
+def _saved_bytes(graph: Graph, forward: Sequence[str]) -> int:
+    """Bytes that operations of the forward pass make and the backward pass reads, each storage once."""
+    made = {graph.root(value) for op in forward for value in graph.operations[op].outputs}
+    later = (operation for operation in graph.operations.values() if operation.backward)
+    read = {graph.root(name) for operation in later for name in operation.inputs}
+    return sum(graph.values[name].nbytes for name in made & read & graph.values.keys())
 
 
 def _owned(graph: Graph, name: str, operations: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The two entry points: :func:`plan` decides, :func:`partition` also places and returns what runs."""
+"""``graphplan.partition``: plan a model, place it, and return what runs."""
 
 from __future__ import annotations
 
@@ -22,142 +22,29 @@ from graphplan.api.arguments import (
     read_given_plan,
     read_model,
 )
-from graphplan.api.machines import Machines, partition_machines, plan_machines, refuse_with_machines
+from graphplan.api.machines import Machines, partition_machines, refuse_with_machines
 from graphplan.api.placer import Placer, Recipe
+from graphplan.api.planning import Links
+from graphplan.api.training_arguments import read_training
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.shared_attributes import copy_to_run, of_class
 from graphplan.capture.size_limits import SizeLimits
 from graphplan.capture.thread_patches import outside_inference_mode
 from graphplan.compiler.formulation import Options
-from graphplan.compiler.pipeline import Compiler
 from graphplan.devices.max_memory import MaxMemory, Reserve, read_max_memory, require_present
 from graphplan.devices.speeds import Measurements, Speed, with_speeds
 from graphplan.devices.topology import DeviceKey, Link
 from graphplan.errors import CaptureError, GraphplanError, InputError, first_line
-from graphplan.integrations.transformers.generate_plan import plan_first
 from graphplan.ir.cluster_plan_data import Objective, PipelineSchedule
 from graphplan.ir.constraints import Constraints
 from graphplan.ir.plan_data import PlanData
+from graphplan.passes.training.optimizer_memory import Optimizer
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint, read_checkpoint
 from graphplan.runtime.module.placed_module import attach_start, placed_class
 from graphplan.runtime.weights.storage import require_data
 from graphplan.warnings import warn
 
 _SHARED = "{!r} ({}) cannot be copied: the placed model shares it with the original"
-
-Links = Mapping[tuple[DeviceKey, DeviceKey], Link]
-
-
-@outside_inference_mode
-def plan(
-    model: nn.Module,
-    max_memory: MaxMemory | None = None,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    dynamic_shapes: Any = None,
-    links: Links | None = None,
-    return_outputs: bool = True,
-    pin: Mapping[str, DeviceKey | torch.device] | None = None,
-    together: Sequence[str | Sequence[str]] = (),
-    offload: bool = True,
-    cpu_compute: bool = True,
-    balance: bool = False,
-    reserve: Reserve = 0,
-    devices: Mapping[DeviceKey, Speed] | Measurements | None = None,
-    calls: Sequence[ExampleCall] | ExampleRun | None = None,
-    weights: Sequence[float] | None = None,
-    max_batch: int | None = None,
-    max_length: int | None = None,
-    time_limit: float | None = None,
-    machines: Sequence[MaxMemory] | None = None,
-    microbatches: int = 1,
-    schedule: PipelineSchedule = "gpipe",
-    objective: Objective = "latency",
-    network: Link | None = None,
-) -> Any:
-    """Decide where everything in ``model`` goes, and move nothing.
-
-    The model may be on the meta device, and the devices need not exist here.
-
-    Args:
-        model: any module; it is not changed.
-        max_memory: device key -> bytes or text such as ``"20GiB"``. Keys are accelerator indices,
-            ``"cpu"``, or device names; their order is the order of preference. A budget covers
-            everything on the device: weights, activations, copies. None: what is free here.
-        args: example inputs by position, on any device, meta too. Without examples the model's
-            ``dummy_inputs`` serve, or a symbolic trace, which knows no activation sizes.
-        kwargs: example inputs by name.
-        dynamic_shapes: as in ``torch.export.export``.
-        links: (source key, destination key) -> :class:`graphplan.Link`, where it differs from
-            25 GB/s and 15 microseconds. It holds in both directions unless the other is given too.
-        return_outputs: whether results go back to the device of the first tensor input.
-        pin: module, operation, parameter or buffer -> device key, or the device as torch names it. A
-            module runs there, and its weights live there; a parameter or buffer lives there.
-        together: modules, or lists of them, that must not be split over devices.
-        offload: False for accelerators only: what does not fit them is an error.
-        cpu_compute: False where the CPU may keep weights, but not compute.
-        balance: spread the work evenly over the accelerators instead of moving the fewest bytes.
-        reserve: bytes, or text such as ``"1GiB"``, to leave free on every device; or device key -> either.
-        devices: device key -> :class:`graphplan.Speed`, or what :func:`graphplan.measure_devices` found.
-            Without, known cards count at their makers' figures and others at a common one.
-        calls: several example calls, in place of ``args`` and ``kwargs``: each a mapping of named
-            inputs, a pair ``(args, kwargs)``, or ``("vae.decode", args, kwargs)`` for another method or a
-            submodule than ``forward``. One placement of the weights serves them all, keeps
-            every budget in each, and minimises the weighted sum of their seconds. What is returned is
-            the plan of the first; the others' are in its ``others``. Or a function of the model that makes
-            the calls, ``lambda m: m.decode(m.encode(x))``: it runs on zeros, and nothing is computed.
-        weights: how much each of ``calls`` counts, 1 each by default: ``[1, 200]`` for a prefill
-            that 200 decodes follow.
-        max_batch: for a transformers model, the most sequences in a call, beams counted. Memory is
-            planned for as many; without, for those of the example. With this or ``max_length``, the
-            prefill and the decode that ``generate`` makes after the example are planned too, and have room.
-        max_length: likewise the most tokens of a sequence, those in its cache counted.
-        time_limit: seconds for the search, after the trace; the best placement by then is taken, with the
-            bound that was proven. None: some work, which is seconds where the accelerators hold the
-            model and up to a minute where weights are streamed or memory is tight, and the same result
-            whatever the clock says.
-        machines: in place of ``max_memory``, one for each of several machines, of which each runs a
-            contiguous stage of the model. What is returned is then a :class:`graphplan.ClusterPlan`.
-        microbatches: with ``machines``, into how many a batch is divided along its first dimension.
-        schedule: with ``machines``, ``"gpipe"`` or ``"1f1b"``: what is in memory in a training step.
-        objective: with ``machines``: ``"latency"`` for the least seconds of one microbatch,
-            ``"throughput"`` for those of a whole batch.
-        network: with ``machines``, the link between any two; 10 Gbit/s and 50 microseconds by default.
-
-    Returns:
-        a :class:`graphplan.Plan`.
-
-    Raises:
-        BudgetError, DeviceError: ``max_memory``, ``reserve``, ``links`` or ``devices`` cannot be read.
-        InputError: the inputs do not fit the model, or another argument is not what it should be.
-        PlanError: ``pin`` or ``together`` names what does not run, or they contradict each other.
-        LimitError: an example is larger than ``max_batch`` or ``max_length``.
-        CaptureError: the model cannot be traced.
-        InfeasibleError: no placement fits; the smallest budgets that would do are in the error.
-        Exception: what the model itself raises for the example inputs, unchanged.
-    """
-    size_limits = SizeLimits(max_batch, max_length)
-    if machines is not None:
-        refuse_with_machines(
-            max_memory=max_memory, pin=pin, together=together, balance=balance, calls=calls, weights=weights
-        )
-        asked = Machines(machines, microbatches, schedule, objective, network, devices, links, reserve)
-        rules = Constraints(offload=offload, cpu_compute=cpu_compute)
-        options = Options(dynamic_shapes, False, True, rules, size_limits, time_limit=time_limit)
-        return plan_machines(model, asked, args, kwargs, options)
-    topology = with_speeds(read_max_memory(max_memory, links, reserve), devices)
-    constraints = read_constraints(
-        pin, together, topology, offload=offload, cpu_compute=cpu_compute, balance=balance
-    )
-    options = Options(dynamic_shapes, False, return_outputs, constraints, size_limits, time_limit=time_limit)
-    model = read_model(model)
-    model_copy = ModelCopy(model)
-    compiler = Compiler(model_copy, topology, options)
-    if calls is not None or weights is not None:
-        find = read_examples(model_copy, args, kwargs, calls, weights)
-        return compiler.plan_together(find(compiler))[0].plan
-    return plan_first(compiler, read_example(model, model_copy, args, kwargs))[0].plan
 
 
 @outside_inference_mode
@@ -194,6 +81,12 @@ def partition(
     schedule: PipelineSchedule = "gpipe",
     objective: Objective = "latency",
     network: Link | None = None,
+    train: bool = False,
+    optimizer: Optimizer | None = None,
+    optimizer_bytes_per_element: float | None = None,
+    train_outputs: str | Sequence[str] | None = None,
+    recompute: bool = True,
+    offload_activations: bool = True,
 ) -> Any:
     """The model, placed over the devices of ``max_memory`` and ready to run.
 
@@ -204,16 +97,16 @@ def partition(
 
     Args:
         model: any module, on any device; on the meta device with ``checkpoint``.
-        max_memory: as in :func:`plan`.
-        args: as in :func:`plan`. Without examples, and where a symbolic trace is not possible
+        max_memory: as in :func:`graphplan.plan`.
+        args: as in :func:`graphplan.plan`. Without examples, and where a symbolic trace is not possible
             either, the first call is captured and placed.
-        kwargs: as in :func:`plan`.
-        dynamic_shapes: as in :func:`plan`.
+        kwargs: as in :func:`graphplan.plan`.
+        dynamic_shapes: as in :func:`graphplan.plan`.
         checkpoint: a safetensors file, or a folder of them, to read the weights from.
         strict: None: names that the checkpoint lacks or the model does not know are errors, and what
             cannot be captured falls back to hooks, with a warning. True: that is an error too. False:
             neither is.
-        links: as in :func:`plan`.
+        links: as in :func:`graphplan.plan`.
         return_outputs: False leaves results on the device that made them. With ``machines``, the last stage's
             rank has them; ``"all"``: every rank.
         grad: keep autograd alive in calls. Otherwise they run as under ``torch.no_grad()``, so that
@@ -222,36 +115,44 @@ def partition(
             its first call; or the options of ``torch.compile``. The plan counts operations one by one: a
             compiled stage holds what it reads until it ends, and buffers of the compiler's own; give a
             ``reserve``. Not on simulated devices.
-        pin: as in :func:`plan`.
-        together: as in :func:`plan`.
-        offload: as in :func:`plan`.
-        cpu_compute: as in :func:`plan`.
-        balance: as in :func:`plan`.
-        reserve: as in :func:`plan`.
-        devices: as in :func:`plan`.
-        calls: as in :func:`plan`. ``.plans`` and ``.graph_modules`` hold one for each structure.
-        weights: as in :func:`plan`.
+        pin: as in :func:`graphplan.plan`.
+        together: as in :func:`graphplan.plan`.
+        offload: as in :func:`graphplan.plan`.
+        cpu_compute: as in :func:`graphplan.plan`.
+        balance: as in :func:`graphplan.plan`.
+        reserve: as in :func:`graphplan.plan`.
+        devices: as in :func:`graphplan.plan`.
+        calls: as in :func:`graphplan.plan`. ``.plans`` and ``.graph_modules`` hold one for each structure.
+        weights: as in :func:`graphplan.plan`.
         check: compare the placed model with eager on the example inputs. Where a graph differs, hooks run the
             model instead, as where there is no graph; with ``strict=True`` that is an error.
-        max_batch: as in :func:`plan`. A larger call is a :class:`graphplan.LimitError`. Without it, larger
+        max_batch: as in :func:`graphplan.plan`. A larger call is a :class:`graphplan.LimitError`. Without it, larger
             calls are planned when they come, as far as the budgets have room.
         max_length: likewise.
-        time_limit: as in :func:`plan`, for each structure of calls.
+        time_limit: as in :func:`graphplan.plan`, for each structure of calls.
         plan: a plan, or the JSON file of one, to carry out without a search. The graph must be the same and
             each budget at least what it takes; ``max_memory`` may be left out: then it is the plan's.
         warm: let each accelerator's allocator reserve the planned bytes of activations now, instead of
             piece by piece in the first call.
-        machines: as in :func:`plan`. Every process of torchrun calls this alike, with as many machines as
+        machines: as in :func:`graphplan.plan`. Every process of torchrun calls this alike, with as many machines as
             there are ranks, and gets a module that runs its own stage; rank 0 plans for all. Weights come
             from ``checkpoint``, from the model on each rank, or from rank 0 where it is on the meta device.
-        microbatches: as in :func:`plan`.
-        schedule: as in :func:`plan`.
-        objective: as in :func:`plan`.
-        network: as in :func:`plan`.
+        microbatches: as in :func:`graphplan.plan`.
+        schedule: as in :func:`graphplan.plan`.
+        objective: as in :func:`graphplan.plan`.
+        network: as in :func:`graphplan.plan`.
+        train: as in :func:`graphplan.plan`. The loop stays PyTorch's: ``loss = placed(**batch).loss``,
+            ``loss.backward()``, ``optimizer.step()``; gradients and the optimizer's state reside where their
+            parameters do. Calls under ``torch.no_grad()`` run the forward pass alone.
+        optimizer: as in :func:`graphplan.plan`.
+        optimizer_bytes_per_element: as in :func:`graphplan.plan`.
+        train_outputs: as in :func:`graphplan.plan`.
+        recompute: as in :func:`graphplan.plan`.
+        offload_activations: as in :func:`graphplan.plan`.
 
     Raises:
         ClusterError: with ``machines``, ranks differ in what they were given, or one does not answer.
-        GraphplanError: as in :func:`plan`; also DeviceError for a device that this machine lacks,
+        GraphplanError: as in :func:`graphplan.plan`; also DeviceError for a device that this machine lacks,
             InputError for a meta model without a checkpoint.
         Exception: what the model itself raises for the example inputs, unchanged.
     """
@@ -266,6 +167,7 @@ def partition(
             compile=compile,
             check=check,
             warm=warm,
+            train=train,
         )
         asked = Machines(machines, microbatches, schedule, objective, network, devices, links, reserve)
         rules = Constraints(offload=offload, cpu_compute=cpu_compute)
@@ -297,8 +199,29 @@ def partition(
     model = read_model(model)
     model_copy = ModelCopy(model)
     constraints = pin_sparse(constraints, model_copy.weights, topology)
-    home = bool(return_outputs)
-    options = Options(dynamic_shapes, grad, home, constraints, size_limits, compiled, time_limit)
+    training = read_training(
+        model_copy,
+        train,
+        optimizer,
+        optimizer_bytes_per_element,
+        train_outputs,
+        recompute=recompute,
+        offload_activations=offload_activations,
+        device_types=[spec.type for spec in topology.devices if spec.computes],
+        unsupported={
+            "grad": grad,
+            "dynamic_shapes": dynamic_shapes,
+            "calls": calls,
+            "compile": compile,
+            "check": check,
+            "plan": plan,
+            "max_batch": max_batch,
+            "max_length": max_length,
+        },
+    )
+    options = Options(
+        dynamic_shapes, grad, bool(return_outputs), constraints, size_limits, compiled, time_limit, training
+    )
     for name, value in model_copy.shared.items():
         warn(_SHARED.format(name, type(value).__name__))
     source = _source(model, model_copy, checkpoint, strict=strict is not False)

@@ -14,18 +14,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from graphplan.api.eager_check import require_equal
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.model_weights import tensor_bytes
+from graphplan.capture.saved_bytes import saved_bytes
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.code_generation import Planned
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.devices.topology import DISK, DeviceKey, Topology
-from graphplan.errors import NoGraphError
+from graphplan.errors import NoGraphError, first_line, readable_bytes
 from graphplan.integrations.accelerate.fallback_placement import fall_back, later_refused
 from graphplan.integrations.transformers.generate_plan import plan_first
 from graphplan.ir.plan_data import PlanData
@@ -33,12 +35,19 @@ from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.fallback.short_names import unplaced
 from graphplan.runtime.memory.allocation import warm_activations
 from graphplan.runtime.module.placed_module import attach, placed_class
+from graphplan.runtime.module.training_reader import TrainingReader
 from graphplan.runtime.weights.storage import place_model
 from graphplan.warnings import warn
 
 _IN_MEMORY = (
     "weights that were on 'disk' have been unpickled and are in memory now, beyond the CPU's budget: "
     "partition the model again, with checkpoint=, to leave them on disk"
+)
+
+
+_UNTRACED = (
+    "the training step has no graph, so autograd runs the backward pass, as with grad=True: what it saves "
+    "({}), gradients and the optimizer's state are not in the plan, and may pass the budgets. {}"
 )
 
 
@@ -105,6 +114,9 @@ class Placer:
         """Place a module as it is now, at a call of it."""
         model = unplaced(module)
         model_copy = ModelCopy(model)
+        reader = self._training_reader()
+        if reader is not None and torch.is_grad_enabled():
+            model_copy.step = reader.of(module).read()
         call = model_copy.part(entry).bind(args, kwargs)
         return replace(self, in_place=True).place(model, model_copy, call, entry)
 
@@ -121,9 +133,22 @@ class Placer:
             if self.strict or call is None or own_code:
                 raise
             failed = error
+        if self.recipe.options.training is not None:
+            return self._untraced(model, model_copy, call, failed, entry)
         if self.recipe.homes is not None:  # its modules run this call where their weights are
             return self._attached(model, compiler, [])
         return self._hooked(model, model_copy, calls, failed)
+
+    def _untraced(
+        self, model: nn.Module, model_copy: ModelCopy, call: BoundCall, failed: NoGraphError, entry: str
+    ) -> nn.Module:
+        """A placed copy that trains through autograd alone, since its step cannot be traced."""
+        found = saved_bytes(model_copy, call.on_cpu())
+        much = "of a size that is not known" if found is None else f"about {readable_bytes(found)}"
+        warn(_UNTRACED.format(much, first_line(failed)))
+        options = replace(self.recipe.options, training=None, grad=True)
+        plain = replace(self, recipe=replace(self.recipe, options=options))
+        return plain.place(model, ModelCopy(model), call, entry)
 
     def place_together(
         self, model: nn.Module, model_copy: ModelCopy, find: Callable[[Compiler], Sequence[EntryCall]]
@@ -158,10 +183,17 @@ class Placer:
         if self.compiler is not None:
             return self.compiler
         recipe = self.recipe
-        mappable = frozenset[str]() if self.source is None else self.source.mappable()
+        trains = recipe.options.training is not None  # what is trained is written to
+        mappable = frozenset[str]() if self.source is None or trains else self.source.mappable()
         known = None if recipe.known_plan is None else recipe.known_plan.schedule.assignment
         homes = None if recipe.homes is None else dict(recipe.homes)
         return Compiler(model_copy, recipe.topology, recipe.options, homes, mappable, known, self.plan)
+
+    def _training_reader(self) -> TrainingReader | None:
+        training, devices = self.recipe.options.training, self.recipe.topology.devices
+        if training is None:
+            return None
+        return TrainingReader(training.outputs, [spec.type for spec in devices if spec.computes])
 
     def _attached(self, model: nn.Module, compiler: Compiler, planned: Sequence[Planned]) -> nn.Module:
         recipe, model_copy = self.recipe, compiler.model_copy
@@ -189,6 +221,7 @@ class Placer:
             return_outputs=recipe.options.return_outputs,
             refused=None if recipe.strict else later_refused,
             memory=(*made.pages, *made.files),
+            training=self._training_reader(),
         )
         if self.warm:
             warm_activations(program.plan for program in programs)

@@ -41,6 +41,32 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainingStep:
+    """What a graph of a forward and a backward pass takes and gives beside the call's inputs and results.
+
+    Attributes:
+        differentiated: positions of the results that backward starts from.
+        tangents: for each of these, the node name of the input that has the gradient of the loss by it.
+        gradients: node name of each gradient -> the first name of its parameter.
+        input_gradients: node name of each gradient -> the leaf of the call that it is of.
+    """
+
+    differentiated: tuple[int, ...]
+    tangents: tuple[str, ...]
+    gradients: Mapping[str, str]
+    input_gradients: Mapping[str, int] = field(default_factory=dict)
+
+    def renamed(self, names: Mapping[str, str]) -> TrainingStep:
+        """The same of a graph whose nodes have other names."""
+        return TrainingStep(
+            self.differentiated,
+            tuple(names[node] for node in self.tangents),
+            {names[node]: weight for node, weight in self.gradients.items()},
+            {names[node]: leaf for node, leaf in self.input_gradients.items()},
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Capture:
     """A traced call.
 
@@ -63,6 +89,8 @@ class Capture:
             and what became of each.
         kept: positions of results that are tensors of caches: they stay where they are made.
         entry: what was called, as in :class:`graphplan.capture.model_copy.ModelCopy`.
+        step: of a forward and a backward pass in one graph; nodes of the latter have ``backward`` in their
+            ``meta``, and gradients follow the results.
     """
 
     module: fx.GraphModule
@@ -81,6 +109,7 @@ class Capture:
     caches: tuple[str, ...] = ()
     kept: frozenset[int] = frozenset()
     entry: str = ""
+    step: TrainingStep | None = None
 
     @property
     def graph(self) -> fx.Graph:
@@ -90,7 +119,9 @@ class Capture:
     @property
     def outputs(self) -> tuple[Any, ...]:
         """The flattened results: nodes, and constants that pass through."""
-        return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]  # always a tuple
+        flat = tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]  # always a tuple
+        count = 0 if self.step is None else len(self.step.gradients) + len(self.step.input_gradients)
+        return flat[: len(flat) - count]
 
 
 def bound_call(traced: Mapping[str, Any]) -> BoundCall:

@@ -13,13 +13,14 @@ import inspect
 import mmap
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from graphplan.capture.model_weights import ModelWeights, is_dense
-from graphplan.capture.modes import Modes, read_modes
+from graphplan.capture.modes import Differentiation, Modes, read_modes, write_modes
 from graphplan.capture.shared_attributes import copy_to_trace
 from graphplan.capture.signature import BoundCall, bind_call
 from graphplan.capture.transformers.caches import know_caches
@@ -36,12 +37,14 @@ class ModelCopy:
             of one, empty for the model.
         shared: name -> attribute of the caller's model that the copy is without, since it cannot be copied.
         told: what its user has been warned of, once.
+        step: what is differentiated, where a training step is to be traced.
     """
 
     def __init__(self, model: nn.Module) -> None:
         know_caches(model)
         self.entry = ""
         self.told: set[str] = set()
+        self.step: Differentiation | None = None
         self.weights = ModelWeights(model)
         self.signature = inspect.signature(model.forward)
         self.module, self.shared = copy_to_trace(model, _stand_ins(model))
@@ -75,7 +78,16 @@ class ModelCopy:
     @property
     def modes(self) -> Modes:
         """Of the copy."""
-        return read_modes(self.module)
+        return replace(read_modes(self.module), step=self.step)
+
+    def enter(self, modes: Modes) -> None:
+        """Trace in these modes from now on.
+
+        Raises:
+            PlanError: an adapter is active that the copy does not have.
+        """
+        write_modes(self.module, modes)
+        self.step = modes.step
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:
         """Arguments in canonical form."""

@@ -10,7 +10,7 @@ A graph is of the modes in which it was traced. All of these change a result, an
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from typing import Any
@@ -18,10 +18,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphplan.errors import PlanError
+from graphplan.devices.topology import CPU, SIMULATED
+from graphplan.errors import InputError, PlanError
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _training = attrgetter("training")
+
+
+@dataclass(frozen=True, slots=True)
+class Differentiation:
+    """What is differentiated in a training step.
+
+    Attributes:
+        trained: first names of the parameters that require a gradient.
+        outputs: names of the results that backward starts from; None for the loss, or all with a gradient.
+        autocast: the type that autocast is on for; None where it is off.
+        portable: whether kernels that only CPUs have are avoided: attention is then written out.
+    """
+
+    trained: tuple[str, ...]
+    outputs: tuple[str, ...] | None = None
+    autocast: torch.dtype | None = None
+    portable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +50,13 @@ class Modes:
         training: for each module, in the order of ``modules()``.
         adapters: for each layer that adapters were put into: whether they are off, the active and the merged.
         configs: for each configuration, its plain values by name.
+        step: what is differentiated, in a training step; None for a forward pass alone.
     """
 
     training: tuple[bool, ...]
     adapters: tuple[tuple[bool, tuple[str, ...], tuple[str, ...]], ...] = ()
     configs: tuple[dict[str, Any], ...] = field(default=(), hash=False)
+    step: Differentiation | None = None
 
     def difference(self, other: Modes) -> str | None:
         """What is not as in ``other``, for people; None where nothing is."""
@@ -46,6 +66,8 @@ class Modes:
             for name in sorted(mine.keys() | theirs.keys()):
                 if mine.get(name) != theirs.get(name):
                     return f"config.{name} is {mine.get(name)!r}, and was {theirs.get(name)!r}"
+        if self.step != other.step:
+            return "other parameters require gradients, autocast has changed, or gradients are on or off"
         return None if self.training == other.training else "its modules train, or do not any more"
 
 
@@ -102,6 +124,26 @@ class ModeReader:
             for name, value in plain.items():
                 if name not in table or table[name] != value:
                     table[name] = copy.deepcopy(value)
+
+
+def needs_portable(device_types: Sequence[str]) -> bool:
+    """Whether a trace for these types of devices must do without kernels that only CPUs have."""
+    return not {CPU, SIMULATED}.issuperset(device_types)
+
+
+def autocast_of(device_types: Sequence[str]) -> torch.dtype | None:
+    """The type that autocast is on for, on any of these device types.
+
+    Raises:
+        InputError: it is on for several, with different types.
+    """
+    kinds = {CPU if kind == SIMULATED else kind for kind in device_types}  # simulated values are the CPU's
+    found = {torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
+    if len(found) > 1:
+        raise InputError(
+            f"autocast is on with {' and '.join(sorted(map(str, found)))} on devices of one model: use one"
+        )
+    return next(iter(found), None)
 
 
 def read_modes(module: nn.Module) -> Modes:

@@ -58,6 +58,7 @@ def capture(
     dynamic_shapes: Any = None,
     *,
     keep_grad: bool = False,
+    step: bool = False,
 ) -> Capture:
     """Trace one call.
 
@@ -66,6 +67,7 @@ def capture(
         call: the example inputs; None traces without (``symbolic_trace``).
         dynamic_shapes: as in ``torch.export``.
         keep_grad: trace with gradients enabled, so that ``detach`` and ``no_grad`` blocks stay.
+        step: trace what a training step is made of, for the sizes of this call alone.
 
     Raises:
         CaptureError: no way of capturing took it; the message has the reason of each.
@@ -77,6 +79,8 @@ def capture(
     host = call.on_cpu()
     read_functions()
     with suspended(), _untouched_attributes(model_copy.module):
+        if step:
+            return _named_apart(_with_examples(model_copy, host, None, keep_grad, exporter=False))
         found = _named_apart(_with_examples(model_copy, host, dynamic_shapes, keep_grad))
         if any(tensor.device.type == "meta" for tensor in call.tensors):
             return found  # what they decide is not known
@@ -113,9 +117,12 @@ def _sized_as(found: Capture, model_copy: ModelCopy, call: BoundCall) -> Capture
     return replace(found, sizes=with_splits(found.graph, {**found.sizes, **sizes})) if sizes else found
 
 
-def _with_examples(model_copy: ModelCopy, host: BoundCall, dynamic_shapes: Any, keep_grad: bool) -> Capture:
+def _with_examples(
+    model_copy: ModelCopy, host: BoundCall, dynamic_shapes: Any, keep_grad: bool, *, exporter: bool = True
+) -> Capture:
+    """``exporter``: whether that of transformers may trace it, which takes no labels."""
     failures: dict[str, Exception] = {}
-    if is_transformers_model(model_copy.module) and not host.args and dynamic_shapes is None:
+    if exporter and is_transformers_model(model_copy.module) and not host.args and dynamic_shapes is None:
         try:
             return _through_transformers(model_copy, host, keep_grad)
         except Exception as error:  # the exporter runs the model's own code, which may raise anything

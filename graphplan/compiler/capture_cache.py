@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from graphplan.capture.captured_graph import Capture
+from graphplan.capture.differentiate import differentiate
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.modes import Modes
 from graphplan.capture.signature import BoundCall, leaf_names
@@ -17,6 +18,7 @@ from graphplan.capture.tracing import capture
 from graphplan.compiler.formulation import Options
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.frontend.simplify import simplify
+from graphplan.passes.training.weight_views import read_weights_anew
 
 logger = logging.getLogger("graphplan")
 
@@ -86,8 +88,15 @@ class Captures:
     def _trace(self, call: BoundCall | None, entry: str) -> Capture:
         options = self.options
         shapes = None if entry else options.dynamic_shapes  # they are of forward's arguments
-        found = capture(self.model_copy.part(entry), call, shapes, keep_grad=options.grad)
-        simplify(found, keep_grad=options.grad)
+        part, how = self.model_copy.part(entry), self.model_copy.step
+        keep_grad = options.grad or how is not None
+        found = capture(part, call, shapes, keep_grad=keep_grad, step=how is not None)
+        simplify(found, keep_grad=keep_grad)
+        if how is not None:
+            assert call is not None
+            found = differentiate(found, part.weights, call, how)
+            simplify(found)
+            read_weights_anew(found)
         _unify_names(found, [other.capture for other in self.known])
         return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -20,9 +20,10 @@ from graphplan.ir.graph import Graph
 from graphplan.ir.lowered_ops import constant_attribute
 from graphplan.passes.lowering.emit import host_device, lower
 from graphplan.passes.lowering.specialize_calls import quicken
+from graphplan.passes.lowering.split_step import split_step
 from graphplan.passes.lowering.stage_modules import cut_stages
 from graphplan.passes.lowering.verify_devices import verify_lowered
-from graphplan.runtime.module.program import Program, State
+from graphplan.runtime.module.program import Backward, Program, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,10 @@ def lower_planned(
     """The program of a plan; ``modes`` are those in which it was traced."""
     captured, plan = planned.capture, planned.plan
     graph, (code, attributes) = plan.graph, _generate(planned, topology, options)
+    backward, tangents = None, () if captured.step is None else captured.step.tangents
+    if captured.step is not None:
+        parts = split_step(code, tangents, len(captured.outputs))
+        code, backward = parts.forward, _backward_of(captured, graph, parts.backward)
     placed = constants.place(captured.constants, topology)
     return Program(
         plan=plan,
@@ -51,17 +56,34 @@ def lower_planned(
         graph=code,
         constants={constant_attribute(name): tensor for name, tensor in placed.items()},
         attributes=attributes,
-        inputs=tuple(captured.inputs.index(n) for n in (*graph.inputs, *_states_of(captured, graph))),
+        inputs=tuple(
+            captured.inputs.index(n)
+            for n in (*graph.inputs, *_states_of(captured, graph))
+            if n not in tangents
+        ),
         states=_states(planned, topology),
         caches=captured.caches,
         entry=captured.entry,
         dense=_made_dense(captured, graph),
-        on_host=frozenset(_read_on_host(plan)),
+        on_host=frozenset(_read_on_host(plan, tangents)),
         changed=frozenset(graph.inputs.index(name) for name in graph.changed_inputs),
         host=host_device(plan.schedule, topology),
         out_spec=captured.out_spec,
         modes=modes,
         prepare=captured.prepare,
+        backward=backward,
+    )
+
+
+def _backward_of(captured: Capture, graph: Graph, code: torch.fx.Graph) -> Backward:
+    """The backward pass of a training step, whose code this is."""
+    assert captured.step is not None
+    read = {str(node.target) for node in code.nodes if node.op == "get_attr"}
+    return Backward(
+        code,
+        captured.step.differentiated,
+        tuple(captured.step.input_gradients.values()),
+        tuple(name for name in graph.weights if name in read),
     )
 
 
@@ -102,7 +124,8 @@ def _states(planned: Planned, topology: Topology) -> tuple[State, ...]:
 def _made_dense(captured: Capture, graph: Graph) -> tuple[int, ...]:
     """Positions of the inputs that may have any strides: they were traced with the usual ones."""
     found = []
-    for position, name in enumerate(graph.inputs):
+    tangents = () if captured.step is None else captured.step.tangents
+    for position, name in enumerate(name for name in graph.inputs if name not in tangents):
         index = captured.order[captured.inputs.index(name)] if captured.order else None
         leaf = None if index is None else captured.signature.leaves[index]
         if isinstance(leaf, TensorLeaf) and leaf.stride == () and leaf.shape:
@@ -110,7 +133,7 @@ def _made_dense(captured: Capture, graph: Graph) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _read_on_host(plan: Plan) -> list[int]:
+def _read_on_host(plan: Plan, tangents: Sequence[str]) -> list[int]:
     """Inputs that an operation on the caller's device reads without a move."""
     host, graph = plan.schedule.host, plan.graph
     read = {
@@ -119,4 +142,5 @@ def _read_on_host(plan: Plan) -> list[int]:
         if run.device == host and not graph.operations[run.operation].host_only
         for name in graph.operations[run.operation].inputs
     }
-    return [index for index, name in enumerate(graph.inputs) if name in read]
+    inputs = (name for name in graph.inputs if name not in tangents)
+    return [index for index, name in enumerate(inputs) if name in read]

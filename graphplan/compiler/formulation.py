@@ -13,6 +13,7 @@ from graphplan.capture.model_weights import tensor_bytes
 from graphplan.capture.signature import BoundCall
 from graphplan.capture.size_limits import SizeLimits
 from graphplan.compiler.earlier_plans import Commitments
+from graphplan.compiler.training import Training
 from graphplan.devices.topology import CPU, DeviceKey, Topology
 from graphplan.errors import InputError
 from graphplan.ir.constraints import Constraints
@@ -36,6 +37,7 @@ class Options:
     size_limits: SizeLimits = field(default_factory=SizeLimits)
     compile: Mapping[str, Any] | None = None
     time_limit: float | None = None
+    training: Training | None = None
 
     def __post_init__(self) -> None:
         limit = self.time_limit
@@ -86,6 +88,8 @@ class Formulation:
         """
         kinds = {spec.key: spec.type for spec in self.topology.devices}
         graph = annotator.graph(schedule, kinds)
+        if self.options.training is not None:
+            graph = self.options.training.held(graph, annotator.capture)
         beside = [*self._beside(annotator.capture, together), *self._kept_parts(annotator.capture, graph)]
         if not beside:
             return graph

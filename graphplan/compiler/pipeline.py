@@ -5,7 +5,7 @@
     capture         Captures.annotated      model, call -> fx graph -> Graph: bytes, FLOPs, aliases
     plan            PASSES, below           over one CompileState, of one call or several
         reuse_slices                        weights that are in parts already
-        place_whole_or_sliced               constrain, slice if needed, place: where everything is
+        place_step                          constrain, save less or slice, place: where everything is
         check_budgets                       proof that nothing passes a budget, in any call
     lower           lower_planned           plan -> fx graph with every move, specialised, verified
 """
@@ -20,16 +20,17 @@ from functools import partial
 from graphplan.analysis.plan import Plan
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model_copy import ModelCopy
-from graphplan.capture.modes import Modes, write_modes
+from graphplan.capture.modes import Modes
 from graphplan.capture.signature import BoundCall
 from graphplan.capture.thread_patches import one_at_a_time
+from graphplan.compiler.activation_choice import place_step
 from graphplan.compiler.capture_cache import Captured, Captures
 from graphplan.compiler.code_generation import Planned, lower_planned
 from graphplan.compiler.compile_state import Choice, CompileState, Member
 from graphplan.compiler.earlier_plans import Commitments
 from graphplan.compiler.formulation import Formulation, Options, host_key
 from graphplan.compiler.given_plan import place_as_planned
-from graphplan.compiler.slicing_choice import place_whole_or_sliced, reuse_slices
+from graphplan.compiler.slicing_choice import reuse_slices
 from graphplan.devices.topology import DeviceKey, Topology
 from graphplan.errors import CaptureError, InfeasibleError, NoGraphError
 from graphplan.ir.graph import Graph
@@ -198,7 +199,7 @@ class Compiler:
     @one_at_a_time
     def further(self, call: BoundCall, modes: Modes, entry: str = "") -> Program:
         """Plan, commit and lower a call of another structure, with the weights where they are."""
-        write_modes(self.model_copy.module, modes)
+        self.model_copy.enter(modes)
         planned = self.plan(call, entry)
         self.commit(planned)
         return self.lower(planned)
@@ -237,7 +238,7 @@ def check_budgets(state: CompileState) -> CompileState:
 
 PASSES: Sequence[Callable[[CompileState], CompileState]] = (
     reuse_slices,
-    place_whole_or_sliced,
+    place_step,
     check_budgets,
 )
 

@@ -88,6 +88,8 @@ def _best_slicing(state: CompileState, *, share: float = 1.0) -> _Probed | None:
     """Oversized weights in as many parts as seem best; None where no number of parts would do."""
     formulation, (member,) = state.formulation, state.members
     capture, weights = member.annotator.capture, member.annotator.weights
+    if capture.step is not None:  # gradients are of whole weights
+        return None
     problem = formulation.constrained(member.annotator, member.call)
     oversized = [
         one

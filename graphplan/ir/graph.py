@@ -131,8 +131,18 @@ class Graph:
         return sum(weight.nbytes for weight in self.weights.values())
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of all weights, and of what training keeps beside them."""
+        return sum(weight.held_bytes for weight in self.weights.values())
+
+    @cached_property
+    def trains(self) -> bool:
+        """Whether it is a training step: a forward and a backward pass."""
+        return any(operation.backward for operation in self.operations.values())
+
+    @property
     def flops(self) -> int:
-        """FLOP of one forward pass at the example inputs."""
+        """FLOP of one forward pass, or training step, at the example inputs."""
         return sum(operation.flops for operation in self.operations.values())
 
     @property

@@ -22,6 +22,7 @@ class Value:
         shape: sizes at the example inputs; empty where unknown.
         dtype: ``"float32"``, ``"int64"``, ...; empty where unknown.
         stays: whether it is a tensor of a returned cache: it outlives the forward pass on its device.
+        gradient_of: the parameter whose gradient it is: as soon as it is made, it goes to where that resides.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Value:
     shape: tuple[int, ...] = ()
     dtype: str = ""
     stays: bool = False
+    gradient_of: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,10 @@ class Weight:
         part_of: for a part, the weight whose rows it holds. That weight stays whole on the CPU and has
             ``nbytes`` of 0, since its parts have them; a part that resides elsewhere is a copy.
         start: for a part, its first row.
+        beside: bytes of each storage that resides with it while it is trained: its gradient, the optimizer's
+            state.
+        step_bytes: bytes that the optimizer takes beyond these while it changes parameters one by one.
+        together_bytes: likewise for this parameter, where it changes all at once.
     """
 
     name: str
@@ -65,11 +71,19 @@ class Weight:
     dtype: str = ""
     part_of: str = ""
     start: int = 0
+    beside: tuple[int, ...] = ()
+    step_bytes: int = 0
+    together_bytes: int = 0
 
     @property
     def streamable(self) -> bool:
         """Whether it may reside elsewhere than where it is used."""
         return self.movable and not self.mutated
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes where it resides: its own, and those beside it."""
+        return self.nbytes + sum(self.beside)
 
     @property
     def is_own(self) -> bool:
@@ -94,6 +108,9 @@ class Operation:
         host_only: returns only host scalars and runs wherever its inputs are.
         source: the line of the model's code that called it (``"models/llama.py:263"``), from below the
             folder that it was imported from; empty where unknown.
+        backward: whether it is of the backward pass of a training step: all others run first.
+        repeats: the operation of the forward pass that it computes again in the backward pass.
+        offloads: whether it keeps a value in CPU memory from the forward to the backward pass.
     """
 
     name: str
@@ -107,6 +124,9 @@ class Operation:
     module_path: str = ""
     host_only: bool = False
     source: str = ""
+    backward: bool = False
+    repeats: str = ""
+    offloads: bool = False
 
     def workspace_on(self, device_type: str) -> int:
         """Workspace on a device of this type; the largest known where unmeasured."""

@@ -1,11 +1,13 @@
 """Bytes on each device at each step of a schedule: the one place where memory is counted.
 
-A device holds, at a step: the weights that live there, in one allocation, and the prefetch buffer of streamed
-weights, both for the whole call, every storage whose last reader has not run yet, and the workspace
-of the operation that runs. A view holds its base's storage and brings none. What the caller passed in
-stays on the caller's device throughout. Weights on disk take the system's page cache and no memory of
-the CPU's budget, but for the buffers that they pass on their way to an accelerator. A part of a sliced
-weight takes bytes where the whole lives, and where it is kept beside that.
+A device holds, at a step: the weights that live there, in one allocation, and the prefetch buffer of
+streamed weights, both for the whole call, every storage whose last reader has not run yet, and the
+workspace of the operation that runs. A view holds its base's storage and brings none. What the caller
+passed in stays on the caller's device throughout. In training, a weight's gradient and the optimizer's
+state are there as long as the weight, and what the optimizer takes for its step comes after all steps of
+the schedule. Weights on disk take the system's page cache and no memory of the CPU's budget, but for the
+buffers that they pass on their way to an accelerator. A part of a sliced weight takes bytes where the whole
+lives, and where it is kept beside that.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Topology, round_up
 from graphplan.errors import VerificationError, lines_around
 from graphplan.ir.graph import Graph
+from graphplan.ir.graph_elements import Weight
 from graphplan.ir.schedule import STAGED_BYTES, Move, Run, Schedule, Step, Wait, read_in_place
 
 _Instance = tuple[str, DeviceKey]
@@ -55,6 +58,8 @@ class Memory:
     profile: Mapping[DeviceKey, tuple[int, ...]]
 
 
+OPTIMIZER = "optimizer"  # what runs, for a peak, while the optimizer changes the parameters
+_TOGETHER = ("cuda", "xpu")  # types of devices
 _LASTING = 0  # the number of all storages that are counted apart, and there for the whole call
 
 
@@ -110,6 +115,7 @@ class _Sweep:
                 sizes[key].append(weight.nbytes)  # an allocation of its own
             if weight.kind not in ("constant", "cache"):
                 arenas[whole] += self.specs[whole].rounded(weight.nbytes)
+            sizes[key] += weight.beside
             # a weight outlives the call, so its storage is counted once, here, and never freed
             self.storage[weight.name, key] = _LASTING
         self.storage.update(dict.fromkeys(self.in_place, _LASTING))
@@ -220,7 +226,18 @@ class _Sweep:
                 step = int(acting[live[acting].argmax()])  # the first of equals
                 if live[step] > lasting:
                     peaks[key] = Peak(int(live[step]), resident.get(key, 0), step, self._operation_of(step))
+            ending = nbytes[mine][last[mine] == len(steps)].sum()
+            stepping = lasting + int(ending) + self._step_bytes(key)
+            if stepping > peaks[key].nbytes:
+                peaks[key] = Peak(stepping, resident.get(key, 0), len(steps), OPTIMIZER)
         return Memory(peaks, profile)
+
+    def _step_bytes(self, key: DeviceKey) -> int:
+        """Bytes that the optimizer takes, beside its state, for the parameters that reside on a device."""
+        spec, weights = self.specs[key], self.graph.weights
+        here = (weights[name] for name, home in self.schedule.assignment.weights.items() if home == key)
+        sizes = [spec.allocated(nbytes) for weight in here if (nbytes := step_bytes(weight, spec))]
+        return sum(sizes) if steps_together(spec) else max(sizes, default=0)
 
     def _workspace(self, step: Step) -> int:
         """Bytes that an allocator takes for what an operation needs while it runs."""
@@ -238,6 +255,16 @@ class _Sweep:
 
 def _device_of(step: Step) -> DeviceKey:
     return step.destination if isinstance(step, Move) else step.device
+
+
+def steps_together(spec: DeviceSpec) -> bool:
+    """Whether optimizers change all parameters of a device at once, by default, and not one by one."""
+    return spec.type in _TOGETHER
+
+
+def step_bytes(weight: Weight, spec: DeviceSpec) -> int:
+    """Bytes that the optimizer takes on a device for a weight that resides there."""
+    return weight.together_bytes if steps_together(spec) else weight.step_bytes
 
 
 class LiveStorages:

@@ -14,6 +14,12 @@ A part of a sliced weight is a view of it on the CPU, or a copy that is kept on 
 
     w_part = torch.narrow(w, 0, 0, 4096)
     w_part_1 = resident_part(self._part_1, w)   # copied anew if w has changed
+
+The backward pass of a training step takes what the forward pass has saved, one by one, and adds gradients to
+those that the parameters have, where these reside::
+
+    mm = take_saved(saved, 0)
+    w_gradient = add_gradient(w, mm_1, True)
 """
 
 from __future__ import annotations
@@ -63,6 +69,11 @@ def part_attribute(index: int) -> str:
     return f"_part_{index}"
 
 
+def is_bound(attribute: str) -> bool:
+    """Whether an attribute of a graph module is a stream or a part, which a module's codes share."""
+    return attribute.startswith(("_stream_", "_part_"))
+
+
 def resident_part(part: Resident, weight: torch.Tensor) -> torch.Tensor:
     """Rows of ``weight`` on an accelerator, copied there anew if it has changed."""
     return part.current(weight)
@@ -81,6 +92,34 @@ def wait_segment(loaded: Loaded) -> tuple[torch.Tensor, ...]:
 def release_segment(loaded: Loaded) -> None:
     """Let the next segment be copied into the slot, behind what has been enqueued so far."""
     loaded.release()
+
+
+def take_saved(saved: list[Any], index: int) -> Any:
+    """What the forward pass has saved; the list holds it no longer."""
+    value, saved[index] = saved[index], None
+    return value
+
+
+def keep_on_cpu(value: torch.Tensor) -> torch.Tensor:
+    """What the backward pass will read, in CPU memory until then: it runs there, on a copy."""
+    return value
+
+
+def add_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor, owned: bool) -> None:
+    """Add a gradient to that of its parameter, on the parameter's device, as autograd does.
+
+    Args:
+        parameter: ``grad`` is changed in place, or set.
+        gradient: of its shape.
+        owned: whether nothing else has or will have its memory, so that it need not be copied.
+    """
+    held = parameter.grad
+    if held is not None:
+        held.add_(gradient)
+    elif owned and gradient.stride() == parameter.stride():
+        parameter.grad = gradient
+    else:
+        parameter.grad = torch.empty_like(parameter).copy_(gradient)
 
 
 def to_device(value: Any, device: torch.device | str) -> Any:

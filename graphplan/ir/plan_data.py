@@ -149,6 +149,24 @@ class PlanData:
             if operation.name in named or not read.isdisjoint(operation.inputs):
                 yield operation
 
+    @cached_property
+    def recomputed(self) -> tuple[str, ...]:
+        """Operations that compute something of the forward pass again in the backward pass."""
+        return tuple(operation.name for operation in self.graph.operations.values() if operation.repeats)
+
+    @property
+    def recompute_seconds(self) -> float:
+        """Estimated seconds of what is computed again in the backward pass."""
+        again = set(self.recomputed)
+        events = self.timeline.events if again else ()
+        return sum(event.end - event.start for event in events if event.kind == "run" and event.name in again)
+
+    @cached_property
+    def offloaded_activations(self) -> dict[str, int]:
+        """Values that wait in CPU memory for the backward pass -> bytes of each."""
+        kept = (operation for operation in self.graph.operations.values() if operation.offloads)
+        return {name: self.graph.values[name].copy_bytes for op in kept for name in op.inputs}
+
     @property
     def first_device(self) -> DeviceKey:
         """Where the first operation runs."""

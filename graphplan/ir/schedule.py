@@ -27,17 +27,18 @@ weights of an operation, or of a few small ones) is copied in one go into a slot
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Literal
 
 from graphplan.devices.topology import CPU, DISK, DeviceKey, Topology
+from graphplan.ir.graph import Graph
 
 STAGED_BYTES = 16 << 20
 """Of each of the two buffers that weights on disk pass on their way to a prefetch buffer, at most."""
 
-MoveKind = Literal["activation", "weight", "input", "output", "writeback"]
+MoveKind = Literal["activation", "weight", "input", "output", "writeback", "gradient"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,8 @@ def read_in_place(topology: Topology, assignment: Assignment) -> Iterator[tuple[
 class Move:
     """Copy one value or weight, ``nbytes`` of it, to another device.
 
-    A ``"writeback"`` copies an input that forward has changed into the caller's own tensor.
+    A ``"writeback"`` copies an input that forward has changed into the caller's own tensor; a ``"gradient"``
+    goes to where its parameter resides.
     """
 
     value: str
@@ -129,6 +131,25 @@ class Release:
 
 
 Step = Move | Run | Load | Wait | Release
+
+
+def backward_start(graph: Graph, steps: Sequence[Step]) -> int:
+    """How many steps of a training step are of the forward pass; all, where there is no other.
+
+    The caller's code runs between the two, with the results, which are where they are returned by then.
+    """
+    if not graph.trains:
+        return len(steps)
+    forward = (
+        index
+        for index, step in enumerate(steps)
+        if (isinstance(step, Run) and not graph.operations[step.operation].backward)
+        or (isinstance(step, Move) and step.kind in ("output", "writeback"))
+    )
+    start = max(forward, default=-1) + 1
+    while start < len(steps) and isinstance(steps[start], Release):  # of what the last operations read
+        start += 1
+    return start
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,10 @@ class _Walk:
                 raise VerificationError(f"step {index}: {problem}\n{where}")
         if self.pending:
             raise VerificationError(f"operation {self.pending[-1]!r} never runs")
+        for value in self.graph.values.values():
+            home = self.schedule.assignment.weights.get(value.gradient_of)
+            if value.gradient_of and (home is None or (value.name, home) not in self.present):
+                raise VerificationError(f"the gradient of {value.gradient_of!r} does not reach {home!r}")
         if problem := self.slots.finish():
             raise VerificationError(problem)
 

@@ -53,6 +53,7 @@ def summary_text(plan: PlanData) -> str:
     hooked = plan.method == "hooks"
     time = f"{time_text(plan.makespan)} estimated" + (", copies only" if hooked else "")
     bound = "" if hooked else f"lower bound {time_text(plan.lower_bound)}, "
+    call = "training step" if graph.trains else "forward pass"
     lines = [
         f"{count_text(len(graph.operations), 'operation')}, {count_text(len(graph.weights), 'weight')} "
         f"of {weights}, {'run' if hooked else 'captured'} by {plan.method}",
@@ -61,10 +62,9 @@ def summary_text(plan: PlanData) -> str:
         "",
         *_stages(plan),
         "",
-        f"transfers  {count_text(len(plan.transfers), 'value')}, "
-        f"{size_text(plan.transfer_bytes)} per forward pass",
+        f"transfers  {count_text(len(plan.transfers), 'value')}, {size_text(plan.transfer_bytes)} per {call}",
         f"streams    {count_text(len(plan.streams), 'copy', 'copies')} of weights, "
-        f"{size_text(plan.streamed_bytes)} per forward pass"
+        f"{size_text(plan.streamed_bytes)} per {call}"
         + "".join(_buffer_text(buffer) for buffer in plan.schedule.prefetch_buffers),
         f"time       {time}, {bound}{gap_text(plan, 2)}",
     ]
@@ -73,7 +73,7 @@ def summary_text(plan: PlanData) -> str:
             f"weighted   {time_text(plan.weighted_makespan)} for {len(plan.calls)} example inputs, lower "
             f"bound {time_text(plan.weighted_lower_bound)}"
         )
-    lines += _sliced(plan)
+    lines += [*_sliced(plan), *_saved_less(plan)]
     if not plan.activations_known:
         lines.append(
             "no example inputs were given: activation sizes are unknown, and peaks count weights only"
@@ -104,6 +104,21 @@ def _sliced(plan: PlanData) -> list[str]:
         lines.append(
             f"sliced     {name}, {size_text(sum(p.nbytes for p in parts))} in {len(parts)} parts: {listed}"
         )
+    return lines
+
+
+def _saved_less(plan: PlanData) -> list[str]:
+    """What a training step computes again, and what waits in CPU memory, instead of being saved."""
+    lines = []
+    if plan.recomputed:
+        lines.append(
+            f"recomputes {count_text(len(plan.recomputed), 'operation')} in the backward pass, "
+            f"{time_text(plan.recompute_seconds)} of the time"
+        )
+    if plan.offloaded_activations:
+        size = size_text(sum(plan.offloaded_activations.values()))
+        count = count_text(len(plan.offloaded_activations), "activation")
+        lines.append(f"offloads   {count}, {size}, to CPU memory until the backward pass")
     return lines
 
 

@@ -16,6 +16,7 @@ from graphplan.capture.source_lines import source_line
 from graphplan.devices.topology import CPU, DeviceKey, round_up
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value, Weight
+from graphplan.ir.lowered_ops import keep_on_cpu
 from graphplan.ir.schedule import Schedule
 from graphplan.passes.frontend.aliases import find_together
 from graphplan.passes.frontend.fake_interpreter import Interpreter
@@ -122,7 +123,8 @@ class GraphReader:
         counter = isinstance(node.meta.get("val"), torch.SymInt)
         if self.sees_shapes and not isinstance(described, TensorMeta) and not counter:
             return  # a constant, which the trace has taken in
-        if node.name not in self.capture.inputs:
+        tangents = () if self.capture.step is None else self.capture.step.tangents
+        if node.name not in self.capture.inputs and node.name not in tangents:
             return
         self.name_of[node] = node.name
         self.inputs.append(node.name)
@@ -156,7 +158,12 @@ class GraphReader:
         else:
             values = values_of(node, parts, effect, self.name_of)
             cost = self._cost(node, parts, effect, writes=bool(mutates))
-        self.values.update({value.name: value for value in values})
+        gradients = {} if self.capture.step is None else self.capture.step.gradients
+        for value in values:
+            parameter = gradients.get(value.name, "")
+            self.values[value.name] = replace(value, gradient_of=parameter) if parameter else value
+            if self.capture.step is not None and value.name in self.capture.step.input_gradients:
+                self._let_stay(value.name)
         self.operations.append(
             Operation(
                 node.name,
@@ -170,6 +177,9 @@ class GraphReader:
                 module_path(node),
                 host_only=not any(value.is_tensor for value in values) and not mutates,
                 source=source_line(node.meta.get("stack_trace") or ""),
+                backward=bool(node.meta.get("backward")),
+                repeats=node.meta.get("repeats", ""),
+                offloads=node.target is keep_on_cpu,
             )
         )
 

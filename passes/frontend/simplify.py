@@ -191,13 +191,23 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     return _mutated_by_name(node)
 
 
+_UNTOLD_WRITERS = (
+    aten.batch_norm.default,
+    aten.instance_norm.default,
+    aten.native_batch_norm.default,
+    aten.cudnn_batch_norm.default,
+    aten.miopen_batch_norm.default,
+)
+"""Their schemas do not say that they write to running statistics."""
+
+
 def _mutated_by_schema(node: fx.Node, target: torch._ops.OpOverload) -> list[fx.Node]:
     if target in (aten.detach_.default, aten.lift_fresh_copy.default):
         return []
     names = [argument.name for argument in target._schema.arguments]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    if target in (aten.batch_norm.default, aten.instance_norm.default):
-        flag = "training" if target is aten.batch_norm.default else "use_input_stats"
+    if target in _UNTOLD_WRITERS:
+        flag = "use_input_stats" if target is aten.instance_norm.default else "training"
         written = ["running_mean", "running_var"] if given.get(flag) else []
     else:
         written = [

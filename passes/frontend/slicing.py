@@ -77,7 +77,7 @@ def slice_weights(capture: Capture, parts: Iterable[Part]) -> Capture:
         capture: stays as it is.
         parts: all rows of each weight that is to be sliced, in order; :func:`is_sliceable` holds for it.
     """
-    made = _copied(capture)
+    made = copied(capture)
     of: dict[str, list[Part]] = {}
     for part in parts:
         of.setdefault(part.weight, []).append(part)
@@ -135,7 +135,7 @@ def _is_matrix(node: fx.Node) -> bool:
     return node.meta["val"].dim() == 2 and users_swap
 
 
-def _copied(capture: Capture) -> Capture:
+def copied(capture: Capture) -> Capture:
     """The same capture with a graph of its own, in which nodes may have other names."""
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in capture.graph.nodes:
@@ -148,6 +148,7 @@ def _copied(capture: Capture) -> Capture:
         inputs=tuple(name[node] for node in capture.inputs),
         parts=dict(capture.parts),
         states={name[node]: leaf for node, leaf in capture.states.items()},
+        step=None if capture.step is None else capture.step.renamed(name),
     )
 
 

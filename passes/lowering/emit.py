@@ -27,6 +27,7 @@ from graphplan.devices.topology import CPU, DISK, SIMULATED, DeviceKey, Topology
 from graphplan.errors import CaptureError, VerificationError
 from graphplan.ir.graph import Graph
 from graphplan.ir.lowered_ops import (
+    add_gradient,
     constant_attribute,
     load_segment,
     part_attribute,
@@ -36,7 +37,7 @@ from graphplan.ir.lowered_ops import (
     to_device,
     wait_segment,
 )
-from graphplan.ir.schedule import Load, Move, Release, Run, Schedule, Wait
+from graphplan.ir.schedule import Load, Move, Release, Run, Schedule, Wait, backward_start
 from graphplan.passes.frontend.simplify import drop_checks
 
 
@@ -79,10 +80,15 @@ class _Lowering:
         self.branches: dict[str, fx.GraphModule] = {}
         self.streams: dict[DeviceKey, fx.Node] = {}
         self.loaded: dict[tuple[DeviceKey, int], fx.Node] = {}
+        self.owned = _owned_gradients(graph) if graph.trains else frozenset[str]()
 
     def run(self) -> Lowered:
         self._placeholders()
-        for step in self.schedule.steps:
+        backward = backward_start(self.graph, self.schedule.steps)
+        forward: set[fx.Node] = set()
+        for index, step in enumerate(self.schedule.steps):
+            if index == backward:
+                forward = set(self.out.nodes)
             if isinstance(step, Move):
                 self._move(step)
             elif isinstance(step, Run):
@@ -90,6 +96,8 @@ class _Lowering:
             else:
                 self._stream(step)
         self._output()
+        for node in self.out.nodes if forward else ():
+            node.meta["backward"] = node not in forward
         self.out.lint()
         return Lowered(self.out, self.branches)
 
@@ -150,6 +158,13 @@ class _Lowering:
         moved = self.out.create_node(kind, call, (node, target), name=name)
         moved.meta["move"] = step
         self.env[step.value, step.destination] = moved
+        if step.kind == "gradient":
+            self._add_gradient(step.value, step.destination, owned=True)
+
+    def _add_gradient(self, name: str, key: DeviceKey, *, owned: bool) -> None:
+        parameter = self.graph.values[name].gradient_of
+        arguments = self._instance(parameter, key), self.env[name, key], owned
+        self._call(add_gradient, arguments, f"{name}_of_{parameter}")
 
     def _stream(self, step: Load | Wait | Release) -> None:
         place = step.device, step.segment
@@ -204,6 +219,10 @@ class _Lowering:
                 part = self.out.call_function(operator.getitem, (made, user.args[1]))
                 part.meta.update(user.meta)
                 self._bind(user.name, step.device, part)
+        for name in operation.outputs:
+            parameter = self.graph.values[name].gradient_of
+            if parameter and self.schedule.assignment.weights[parameter] == step.device:
+                self._add_gradient(name, step.device, owned=name in self.owned)
 
     def _branch(self, name: str, device: torch.device) -> fx.Node:
         """A graph that a control-flow operation calls: the same, on the operation's device."""
@@ -233,12 +252,33 @@ class _Lowering:
             name = self.name_of[argument] if isinstance(argument, fx.Node) else None
             return argument if name is None else self._instance(name, self.home[name])
 
-        self.out.output(
-            tuple(
-                left(argument) if position in self.capture.kept else find(argument)
-                for position, argument in enumerate(self.capture.outputs)
-            )
-        )
+        results = [
+            left(argument) if position in self.capture.kept else find(argument)
+            for position, argument in enumerate(self.capture.outputs)
+        ]
+        step = self.capture.step
+        gradients = [] if step is None else [find(self.source[name]) for name in step.input_gradients]
+        self.out.output((*results, *gradients))
+
+
+def _owned_gradients(graph: Graph) -> frozenset[str]:
+    """Gradients whose memory is theirs alone: nothing reads it after they are made."""
+    order = {name: index for index, name in enumerate(graph.operations)}
+    last: dict[str, int] = {}
+    for name, readers in graph.consumers.items():
+        root = graph.root(name)
+        last[root] = max(last.get(root, -1), *(order[reader] for reader in readers))
+    for name in graph.outputs:
+        last[graph.root(name)] = len(order)
+    found, roots = [], [graph.root(v.name) for v in graph.values.values() if v.gradient_of]
+    for value in graph.values.values():
+        root = graph.root(value.name)
+        if not value.gradient_of or root not in graph.producer or roots.count(root) > 1:
+            continue
+        whole = graph.values[root].nbytes == value.copy_bytes
+        if whole and last.get(root, -1) <= order[graph.producer[value.name]]:
+            found.append(value.name)
+    return frozenset(found)
 
 
 def _set_device(node: fx.Node, device: torch.device) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphplan.devices.topology import DeviceKey, DeviceSpec
+from graphplan.ir.liveness import step_bytes, steps_together
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.params import SearchParams
 from graphplan.passes.placement.problem import Problem, cpu_key
@@ -317,7 +318,7 @@ class Arrays:
         found = self._read_peaks(devices, chosen)
         if self.unread:
             number, extra = self.number, np.zeros(len(self.keys))
-            sizes = {weight.name: weight.nbytes for weight in self.unread}
+            sizes = {weight.name: weight.held_bytes for weight in self.unread}
             for name, key in self._fill(found.copy()).items():
                 extra[number[key]] += self.specs[number[key]].rounded(sizes[name])
             home = self.homes(devices, chosen)
@@ -357,11 +358,31 @@ class Arrays:
         change = np.zeros((self.computing, end + 2))
         np.add.at(change, (device, born[live]), nbytes[live])
         np.add.at(change, (device, last[live] + 1), -nbytes[live])
-        profile = change.cumsum(axis=1)[:, : end + 1] + self.workspace
+        live_bytes = change.cumsum(axis=1)[:, : end + 1]
         acting = where[None, :] == np.arange(self.computing)[:, None]
         # a copy that is made is live from its move on, which is a step of the target's
-        found: Floats = np.where(acting, profile, 0.0).max(axis=1) + self.resident(home)
-        return found
+        found: Floats = np.where(acting, live_bytes + self.workspace, 0.0).max(axis=1)
+        if self._steps.any():
+            found = np.maximum(found, live_bytes[:, end] + self._stepping(home))
+        return found + self.resident(home)
+
+    @cached_property
+    def _steps(self) -> Floats:
+        """(devices that compute, weights) bytes that the optimizer takes for each, beside its state."""
+        return np.array(
+            [[self._allocated(spec, step_bytes(w, spec)) for w in self.weights] for spec in self.specs]
+        ).reshape(self.computing, len(self.weights))
+
+    def _stepping(self, home: Ints) -> Floats:
+        """(devices that compute,) bytes that the optimizer takes for the weights that reside there."""
+        where = home[self.values :]
+        here = [self._steps[d][where == d] for d in range(self.computing)]
+        return np.array(
+            [
+                steps.sum() if steps_together(spec) else steps.max(initial=0.0)
+                for steps, spec in zip(here, self.specs, strict=True)
+            ]
+        )
 
     @cached_property
     def _apart(self) -> Bools:
@@ -371,10 +392,15 @@ class Arrays:
         )
 
     @cached_property
-    def weight_bytes(self) -> Floats:
-        """(weights,) bytes in a device's storage of weights."""
+    def _arena_bytes(self) -> Floats:
         spec = self.specs[0]
         return np.array([float(spec.rounded(w.nbytes)) for w in self.weights])
+
+    @cached_property
+    def weight_bytes(self) -> Floats:
+        """(weights,) bytes in a device's storage of weights, and beside it."""
+        spec = self.specs[0]
+        return np.array([float(sum(map(spec.rounded, (w.nbytes, *w.beside)))) for w in self.weights])
 
     def stored_bytes(self, items: Sequence[int]) -> float:
         """Bytes of these weights in a device's storage of weights."""
@@ -398,13 +424,19 @@ class Arrays:
         """
         where, found = home[self.values :], self._input_bytes.copy()
         stored = np.zeros(len(self.keys)) if extra is None else extra.copy()
-        stored += np.bincount(where[~self._apart], self.weight_bytes[~self._apart], len(self.keys))
+        stored += np.bincount(where[~self._apart], self._arena_bytes[~self._apart], len(self.keys))
         for d, spec in enumerate(self.specs):
             alone = np.flatnonzero(self._apart & (where == d)).tolist()
             buffer = self.problem.prefetch_bytes.get(spec.key)
             sizes = [self.weights[w].nbytes for w in alone] + ([buffer] if buffer else [])
+            for w in self._with_beside:
+                sizes += self.weights[w].beside if where[w] == d else ()
             found[d] += spec.resident([int(stored[d]), *sizes])
         return found
+
+    @cached_property
+    def _with_beside(self) -> list[int]:
+        return [w for w, weight in enumerate(self.weights) if weight.beside]
 
     @cached_property
     def fixed_bytes(self) -> Floats:
@@ -428,9 +460,9 @@ class Arrays:
     def _fill(self, peaks: Floats) -> dict[str, DeviceKey]:
         """Homes of the weights that nobody reads: where most room is; ``peaks`` gets their bytes."""
         homes: dict[str, DeviceKey] = {}
-        for weight in sorted(self.unread, key=lambda w: -w.nbytes):
+        for weight in sorted(self.unread, key=lambda w: -w.held_bytes):
             device = int((self.room - peaks).argmax())
-            peaks[device] += self.specs[device].rounded(weight.nbytes)
+            peaks[device] += self.specs[device].rounded(weight.held_bytes)
             homes[weight.name] = self.keys[device]
         return homes
 

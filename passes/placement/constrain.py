@@ -16,7 +16,7 @@ from graphplan.devices.topology import DISK, DeviceKey, Topology
 from graphplan.errors import PlanError
 from graphplan.ir.constraints import Constraints, names_in, operations_named
 from graphplan.ir.graph import Graph
-from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.problem import Problem, cpu_key
 
 
 def constrain(problem: Problem, constraints: Constraints) -> Problem:
@@ -35,6 +35,10 @@ def constrain(problem: Problem, constraints: Constraints) -> Problem:
     if not (constraints.cpu_compute and constraints.offload) and accelerators:
         allowed.update(dict.fromkeys(graph.operations, accelerators))
     allowed.update(_where_written(graph, fixed))
+    cpu = cpu_key(problem.topology)
+    if cpu is not None:
+        kept = (name for name, operation in graph.operations.items() if operation.offloads)
+        allowed.update(dict.fromkeys(kept, frozenset({cpu})))
     for name, key in constraints.pin.items():
         _pin(graph, problem.topology, name, key, allowed, fixed)
     _agree(graph, allowed, constraints)

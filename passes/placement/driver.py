@@ -91,7 +91,7 @@ def _attempts(problem: Problem, alone: Problem | None) -> Iterator[tuple[Problem
         yield alone, _streams_anyway(alone)
     if problem.offload and accelerators and cpu_key(problem.topology) is not None:
         # each weight resides somewhere, streamed ones in CPU memory
-        if problem.graph.weight_bytes <= sum(spec.room for spec in problem.topology.devices if spec.computes):
+        if problem.graph.held_bytes <= sum(spec.room for spec in problem.topology.devices if spec.computes):
             yield problem, True
     elif alone is None:
         yield problem, False
@@ -130,7 +130,7 @@ def _least_held(problem: Problem, keys: frozenset[DeviceKey]) -> int:
     for weight in graph.weights.values():
         readers = graph.readers.get(weight.name, ())
         if readers and weight.name not in problem.fixed_weights:
-            found += weight.nbytes if all(problem.allowed[reader] <= keys for reader in readers) else 0
+            found += weight.held_bytes if all(problem.allowed[reader] <= keys for reader in readers) else 0
     return found
 
 

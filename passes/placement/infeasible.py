@@ -42,7 +42,7 @@ def smallest_budgets(problem: Problem, effort: Effort, probe: Probe) -> Advice |
     """
     topology, step = _growable(problem.topology), 0.125
     room = sum(spec.room for spec in topology.devices)
-    low = high = max(1.0, problem.graph.weight_bytes / max(1, room))
+    low = high = max(1.0, problem.graph.held_bytes / max(1, room))
     found = probe(replace(problem, topology=topology.scaled(high)), effort)
     while found is None and high < low * (1 << 20) and not effort.over:
         low, high = high, high * (1 + step)
@@ -98,7 +98,7 @@ def explain_infeasible(problem: Problem, advice: Advice | None) -> InfeasibleErr
     topology = problem.topology
     available = {spec.key: spec.memory for spec in topology.devices}
     if advice is None:
-        total = readable_bytes(problem.graph.weight_bytes)
+        total = readable_bytes(problem.graph.held_bytes)
         return InfeasibleError(
             f"no placement fits: the model's weights are {total}, and no proportional increase of the "
             f"budgets was found that suffices; the budgets are {_listed(available)}",

@@ -56,7 +56,7 @@ def reside(
             home = operations[readers[0]]
         if home is not None:
             found[weight.name] = home
-            taken[home] += weight.nbytes
+            taken[home] += weight.held_bytes
     beside = {module_of(name): key for name, key in found.items() if graph.weights[name].kind == "buffer"}
     for weight in graph.weights.values():
         if weight.name not in found:
@@ -64,7 +64,7 @@ def reside(
             # a buffer that this call does not read, another may write to, with its neighbours
             home = beside.get(module_of(weight.name), idle) if weight.kind == "buffer" else idle
             found[weight.name] = home
-            taken[home] += weight.nbytes
+            taken[home] += weight.held_bytes
     return Assignment(dict(operations), found)
 
 

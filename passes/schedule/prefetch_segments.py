@@ -34,6 +34,7 @@ from graphplan.ir.schedule import (
     Run,
     Step,
     Wait,
+    backward_start,
 )
 
 _SLOTS = 2
@@ -89,18 +90,19 @@ def add_streams(
         steps: without the copies of streamed weights.
         least: device -> bytes of the prefetch buffer that is there already.
     """
+    backward = backward_start(graph, steps)
     uses = _find_uses(graph, Streamed(graph, topology, assignment), steps)
     extra: dict[int, list[Step]] = defaultdict(list)
     prefetch_buffers = []
     for spec in topology.devices:
-        grouped = _group(_cluster(uses.get(spec.key, [])), assignment)
-        spans = _merge_small(graph, topology, assignment, spec, grouped)
+        grouped = _group(_cluster(uses.get(spec.key, []), backward), assignment)
+        spans = _merge_small(graph, topology, assignment, spec, grouped, backward)
         if not spans and not least.get(spec.key):
             continue
         source = _source(topology, assignment, spans)
         slot_of = _choose_slots(spans, assignment.slots.get(spec.key, _SLOTS))
         buffer = _prefetch_buffer(graph, spec, source, spans, slot_of, least.get(spec.key, 0))
-        _place_steps(buffer, spans, assignment, _leading_moves(steps), extra)
+        _place_steps(buffer, spans, assignment, (_leading_moves(steps), backward), extra)
         prefetch_buffers.append(buffer)
     return _interleave(steps, extra), tuple(prefetch_buffers)
 
@@ -142,14 +144,22 @@ def _find_uses(graph: Graph, streamed: Streamed, steps: Sequence[Run | Move]) ->
     return uses
 
 
-def _cluster(uses: Iterable[_Span]) -> list[_Span]:
-    """Reads of one weight that share a copy: those between which no other weight is first read."""
+def _cluster(uses: Iterable[_Span], backward: int) -> list[_Span]:
+    """Reads of one weight that share a copy: those between which no other weight is first read.
+
+    None is shared by the steps before ``backward`` and those from there on: other calls may come between.
+    """
     spans: list[_Span] = []
     starts: list[int] = []
     latest: dict[str, _Span] = {}
     for use in uses:
         known = latest.get(use.weights[0])
-        if known is not None and bisect_left(starts, use.start) <= bisect_right(starts, known.end):
+        apart = known is not None and known.start < backward <= use.start
+        if (
+            known is not None
+            and not apart
+            and bisect_left(starts, use.start) <= bisect_right(starts, known.end)
+        ):
             known.end = max(known.end, use.end)
             continue
         use.alone |= known is not None
@@ -182,7 +192,12 @@ def _group(spans: Iterable[_Span], assignment: Assignment) -> list[_Span]:
 
 
 def _merge_small(
-    graph: Graph, topology: Topology, assignment: Assignment, spec: DeviceSpec, spans: Sequence[_Span]
+    graph: Graph,
+    topology: Topology,
+    assignment: Assignment,
+    spec: DeviceSpec,
+    spans: Sequence[_Span],
+    backward: int,
 ) -> list[_Span]:
     """Neighbours in one copy while it takes little longer than its latency, and no larger slot."""
     if not spans:
@@ -195,6 +210,7 @@ def _merge_small(
         last = merged[-1]
         joined = [*last.weights, *span.weights]
         apart = last.alone or span.alone or _home(assignment, last) != _home(assignment, span)
+        apart |= last.start < backward <= span.start
         if apart or _bytes(graph, joined) > limit:
             merged.append(span)
         else:
@@ -258,19 +274,22 @@ def _place_steps(
     buffer: PrefetchBuffer,
     spans: Sequence[_Span],
     assignment: Assignment,
-    first: int,
+    starts: tuple[int, int],
     extra: dict[int, list[Step]],
 ) -> None:
     """Loads as early as the slot allows, in order; waits and releases around the readers.
 
-    ``extra[i]`` comes right before step ``i``; nothing is loaded before step ``first``.
+    ``extra[i]`` comes right before step ``i``. ``starts`` are the steps before which nothing is loaded, and
+    nothing of the backward pass.
     """
-    load_at = first
+    load_at, backward = starts
     for index, span in enumerate(spans):
         extra[span.end + 1].append(Release(index, buffer.device))
     for index, (span, segment) in enumerate(zip(spans, buffer.segments, strict=True)):
         if segment.previous < index:
             load_at = max(load_at, spans[segment.previous].end + 1)
+        if span.start >= backward:
+            load_at = max(load_at, backward)
         load = Load(index, buffer.device, _home(assignment, span), segment.weights, segment.nbytes)
         extra[load_at].append(load)
         extra[span.start].append(Wait(index, buffer.device))

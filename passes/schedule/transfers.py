@@ -1,9 +1,9 @@
 """Make every move explicit: a graph and an assignment become a schedule.
 
 A value is copied to a device right before its first reader there, once; outputs return to the caller's
-device at the end. Weights that are streamed get their steps from
-:mod:`graphplan.passes.schedule.prefetch_segments`. Before and after, for ``b`` on device 1 and the rest
-on device 0::
+device at the end of the forward pass, and gradients go where their parameters reside. Weights that are
+streamed get their steps from :mod:`graphplan.passes.schedule.prefetch_segments`. Before and after, for
+``b`` on device 1 and the rest on device 0::
 
     a = linear(x, w)             move x: cpu -> 0
     b = relu(a)                  run a on 0
@@ -45,14 +45,20 @@ def build_schedule(
         prefetch_bytes: device -> bytes of the prefetch buffer that is there already.
     """
     writer = _ScheduleWriter(graph, topology, assignment, host)
-    for operation in graph.operations.values():
-        writer.run(operation)
+    operations = graph.operations.values()
+    for operation in operations:
+        if not operation.backward:
+            writer.run(operation)
     for name in graph.changed_inputs:
         writer.write_back(name, host)
     if returns_to_host:
         for name in graph.outputs:
             if name in writer.home and writer.is_tensor(name):
                 writer.bring(name, host, "output")
+    for operation in operations:
+        if operation.backward:
+            writer.run(operation)
+            writer.bring_gradients(operation)
     steps, made = add_streams(graph, topology, assignment, writer.steps, prefetch_bytes or {})
     return Schedule(steps, assignment, host, returns_to_host, made)
 
@@ -82,6 +88,12 @@ class _ScheduleWriter:
         for name in operation.outputs:
             self.home[name] = device
             self.present.add((name, device))
+
+    def bring_gradients(self, operation: Operation) -> None:
+        for name in operation.outputs:
+            parameter = self.graph.values[name].gradient_of
+            if parameter:
+                self.bring(name, self.assignment.weights[parameter], "gradient")
 
     def bring(self, name: str, device: DeviceKey, kind: MoveKind) -> None:
         if (name, device) in self.present:

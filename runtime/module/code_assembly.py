@@ -7,7 +7,7 @@ import copy
 from torch import fx, nn
 
 from graphplan.capture.captured_graph import OWN_NAMES
-from graphplan.ir.lowered_ops import constant_attribute, part_attribute, stream_attribute
+from graphplan.ir.lowered_ops import constant_attribute, is_bound, part_attribute, stream_attribute
 from graphplan.runtime.module.module_state import Code, ModuleState
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.result_structure import given_layouts, rebuilder
@@ -25,16 +25,24 @@ def code_of(module: nn.Module, state: ModuleState, index: int) -> Code:
         found = state.codes.get(index)
         if found is None:
             program = state.programs[index]
-            code = _graph_module(module, state, program)
+            code = _graph_module(module, program, program.graph)
+            _bind_streams(module, state, program, code)  # before parts: it may bring the whole elsewhere
+            _bind_parts(module, state, program, code)
             rebuild = rebuilder(program.out_spec, given_layouts(program.signature.spec, program.caches))
-            found = state.codes[index] = Code(code, BoundCode(code), rebuild)
+            backward = None
+            if program.backward is not None:
+                later = _graph_module(module, program, program.backward.graph)
+                shared = {name: value for name, value in vars(code).items() if is_bound(name)}
+                later.__dict__.update(shared)
+                backward = BoundCode(later)
+            found = state.codes[index] = Code(code, BoundCode(code), rebuild, backward)
         return found
 
 
-def _graph_module(module: nn.Module, state: ModuleState, program: Program) -> fx.GraphModule:
-    """The code and the module: one namespace, seen through two objects."""
+def _graph_module(module: nn.Module, program: Program, graph: fx.Graph) -> fx.GraphModule:
+    """Code of a program and the module: one namespace, seen through two objects."""
     found = fx.GraphModule(nn.Module(), fx.Graph(), class_name=type(module).__name__)
-    found.graph = _around_own_names(copy.deepcopy(program.graph))
+    found.graph = _around_own_names(copy.deepcopy(graph))
     found.graph.owning_module = None  # a cycle would keep device memory until the next collection
     found.__dict__[_MODEL] = nn.Module()
     for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
@@ -42,8 +50,6 @@ def _graph_module(module: nn.Module, state: ModuleState, program: Program) -> fx
     for name, tensor in program.constants.items():
         found.__dict__[name] = tensor
     found.__dict__.update(program.attributes)
-    _bind_streams(module, state, program, found)  # before parts are copied: it may bring the whole elsewhere
-    _bind_parts(module, state, program, found)
     found.training = module.training
     return found
 

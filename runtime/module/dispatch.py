@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
-from graphplan.capture.modes import ModeReader, Modes
+from graphplan.capture.modes import Differentiation, ModeReader, Modes
 from graphplan.capture.signature import BoundCall, bind_call
 from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mode
 from graphplan.errors import NoGraphError
@@ -64,6 +64,7 @@ def serve(
     signature: inspect.Signature,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    step: Differentiation | None = None,
 ) -> Served | ServedByModules:
     """The program that serves a call, and what it takes of it; or that no program does.
 
@@ -74,6 +75,7 @@ def serve(
         signature: of what is called.
         args: of the call, by position.
         kwargs: of the call, by name.
+        step: what is differentiated, where a backward pass may follow.
 
     Raises:
         GraphplanError: the call has a new structure, and cannot be captured or placed.
@@ -82,6 +84,8 @@ def serve(
     if state.reader is None:
         state.reader = ModeReader(module)
     modes = state.reader.read(module)
+    if step is not None:
+        modes = replace(modes, step=step)
     if state.guard is not None and state.guard.hooked():
         return _by_modules(state, entry, bind_call(signature, args, kwargs), modes)
     sizes = _sizes(entry, args, kwargs)
@@ -187,7 +191,10 @@ def _captured(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> 
     try:
         state.programs.append(state.compile(call, modes, entry))
     except NoGraphError as error:
-        if state.refused is None or isinstance(error, RunAsItIs | UntracedMethodError):
+        own_code = isinstance(error, RunAsItIs | UntracedMethodError)
+        if (
+            state.refused is None or own_code or modes.step is not None
+        ):  # without a graph, nothing has gradients
             raise
         state.refused(error)
         return ServedByModules(state.modulewise.note(entry, call, modes), call)

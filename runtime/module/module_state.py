@@ -20,6 +20,7 @@ from graphplan.runtime.module.dispatch_cache import Route
 from graphplan.runtime.module.module_guard import ModuleGuard
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.result_structure import Rebuild
+from graphplan.runtime.module.training_reader import TrainingReader
 from graphplan.runtime.module.weight_binding import BoundCode
 from graphplan.runtime.profile.call_profile import Recorder
 from graphplan.runtime.weights.resident_parts import ModuleParts
@@ -56,6 +57,7 @@ class Code:
     module: fx.GraphModule
     bound: BoundCode | Recorder
     rebuild: Rebuild
+    backward: BoundCode | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +73,12 @@ class KnownForm:
 class ModuleState:
     """What a placed module keeps beside the model's own attributes.
 
-    ``codes`` are bound to one module's weights, so a copy of the module makes its own.
-    ``start`` places the module at its next call: where there were no inputs to plan with, and where
-    pickling has dropped the programs. ``restart`` is what pickling keeps for that. ``as_written`` are methods
-    that run as they are. ``turns`` is held by a run that streams weights, or goes module by module: they use
-    the same memory. What is added to ``programs`` is added under the capture lock; nothing is ever taken
-    away.
+    ``codes`` are bound to one module's weights, so a copy of the module makes its own. ``start`` places the
+    module at its next call: where there were no inputs to plan with, and where pickling has dropped the
+    programs. ``restart`` is what pickling keeps for that. ``as_written`` are methods that run as they are.
+    ``turns`` is held by a run that streams weights, or goes module by module: they use the same memory.
+    ``training`` reads what a training step differentiates, where steps are planned. What is added to
+    ``programs`` is added under the capture lock; nothing is ever taken away.
     """
 
     programs: list[Program]
@@ -98,6 +100,7 @@ class ModuleState:
     parts: ModuleParts = field(default_factory=ModuleParts)
     modulewise: Modulewise = field(default_factory=Modulewise)
     turns: threading.RLock = field(default_factory=threading.RLock)
+    training: TrainingReader | None = None
 
     @property
     def known_plan(self) -> PlanData | None:
@@ -119,6 +122,7 @@ class ModuleState:
         ]
         copied = replace(self, programs=programs, codes={}, routes=[], by_sizes={}, reader=None, guard=None)
         copied.modulewise = self.modulewise.renewed()
+        copied.training = None if self.training is None else self.training.of(None)
         copied.streams, copied.parts, copied.turns = ModuleStreams(), ModuleParts(), threading.RLock()
         return copied
 

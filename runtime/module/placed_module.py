@@ -22,7 +22,7 @@ import torch
 from torch import fx, nn
 
 from graphplan.capture.model_methods import method_of
-from graphplan.capture.modes import ModeReader
+from graphplan.capture.modes import Differentiation, ModeReader
 from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mode
 from graphplan.errors import PlanError
@@ -42,6 +42,8 @@ from graphplan.runtime.module.placed_parts import link
 from graphplan.runtime.module.placed_view import PlacedView
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.program_run import run
+from graphplan.runtime.module.training_reader import TrainingReader
+from graphplan.runtime.module.training_step import run_step
 from graphplan.runtime.module.transformers_methods import answers
 from graphplan.runtime.profile.call_profile import Recorder
 from graphplan.runtime.weights.weight_changes import require_in_place
@@ -110,9 +112,10 @@ class PlacedModule(ShortNames):
         signature = signature or state.signature
         assert signature is not None
         state.streams.check_files()
+        step = _differentiated(self, state)
         with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):
             try:
-                served = serve(self, state, entry, signature, args, kwargs)
+                served = serve(self, state, entry, signature, args, kwargs, step)
             except TooManyPrograms:
                 _begin_anew(self, state)
                 return self._graphplan_enter(entry, signature, args, kwargs, record)
@@ -122,6 +125,12 @@ class PlacedModule(ShortNames):
             program = state.programs[served.index]
             with state.turns if program.streams else nullcontext():
                 code = code_of(self, state, served.index)
+                if program.backward is not None:
+                    if record is not None:
+                        raise PlanError(
+                            "a training step is not profiled: profile a call under torch.no_grad()"
+                        )
+                    return run_step(self, state, program, code, served)
                 if record is not None:
                     code = replace(code, bound=record(program, code.module))
                 return run(self, program, code, served)
@@ -140,6 +149,15 @@ class PlacedModule(ShortNames):
     def __reduce_ex__(self, protocol: Any) -> Any:
         _notice_changes(self)
         return _rebuild, (original_class(self),), self.__dict__
+
+
+def _differentiated(module: PlacedModule, state: ModuleState) -> Differentiation | None:
+    """What a call differentiates; None for a forward pass alone."""
+    if state.training is None or not torch.is_grad_enabled():
+        return None
+    if not state.training.bound:  # of a copy
+        state.training = state.training.of(module)
+    return state.training.read()
 
 
 @outside_inference_mode
@@ -242,11 +260,13 @@ def attach(
     return_outputs: bool,
     refused: Refused | None = None,
     memory: Sequence[Pages] = (),
+    training: TrainingReader | None = None,
 ) -> None:
     """Give a placed copy its programs, the way to make more, and the memory of its weights."""
     share_prefetch_buffers(programs)
     state = ModuleState(programs, compile, signature, restart, keep_grad, return_outputs, refused)
     state.streams.pages.extend(memory)
+    state.training = None if training is None else training.of(module)
     link(module)
     state.reader, state.guard = ModeReader(module), ModuleGuard(module)
     module.__dict__["_graphplan"] = state

@@ -33,6 +33,24 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
+class Backward:
+    """The backward pass of a training step.
+
+    Attributes:
+        graph: from what the forward pass has saved, as a list that is emptied, and the gradients by results,
+            to the gradients of inputs; it adds those of parameters to their ``grad``.
+        differentiated: positions of the results that it starts from.
+        inputs: indices of the leaves whose gradients it returns.
+        weights: names of the parameters and buffers that it reads, which must not change before.
+    """
+
+    graph: fx.Graph
+    differentiated: tuple[int, ...]
+    inputs: tuple[int, ...]
+    weights: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """One call structure, planned and lowered.
 
@@ -54,6 +72,7 @@ class Program:
         caches: names of the arguments that are caches.
         entry: path of the submodule whose call it serves; empty for the module itself.
         dense: those of the placeholders that are made contiguous.
+        backward: of a training step; ``graph`` then returns a pair of the results and what is saved.
     """
 
     plan: PlanData
@@ -72,6 +91,7 @@ class Program:
     caches: tuple[str, ...] = ()
     entry: str = ""
     dense: tuple[int, ...] = ()
+    backward: Backward | None = None
 
     def takes(self, leaves: Sequence[Any]) -> bool:
         """Whether the caches of a call are where the plan has them, or where they were when it was made."""

@@ -30,6 +30,29 @@ def run(module: nn.Module, program: Program, code: Code, served: Served) -> Any:
         InputError: two inputs share memory, and the call writes to it.
         PlanError: weights are not where the plan has put them.
     """
+    tensors, back = take_inputs(program, served)
+    try:
+        if program.signature.symbolic:  # its code calls modules
+            with as_written():
+                results = code.bound(tensors)
+        else:
+            results = code.bound(tensors)
+    except RuntimeError as error:
+        explain_moved_weights(module, program.plan, error)
+        raise
+    for original, changed in back:
+        original.copy_(changed)
+    return code.rebuild(results, served.caches)
+
+
+def take_inputs(
+    program: Program, served: Served
+) -> tuple[list[Any], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The inputs of the code where it reads them; and pairs of one of the caller's and a copy that changes.
+
+    Raises:
+        InputError: as in :func:`run`.
+    """
     leaves = served.leaves
     tensors = [leaves[index] for index in program.inputs]
     if program.changed:
@@ -46,18 +69,7 @@ def run(module: nn.Module, program: Program, code: Code, served: Served) -> Any:
     for state in program.states:
         if tensors[state.position].device != state.home:
             tensors[state.position] = tensors[state.position].to(state.home)
-    try:
-        if program.signature.symbolic:  # its code calls modules
-            with as_written():
-                results = code.bound(tensors)
-        else:
-            results = code.bound(tensors)
-    except RuntimeError as error:
-        _explain_moved_weights(module, program.plan, error)
-        raise
-    for original, changed in back:
-        original.copy_(changed)
-    return code.rebuild(results, served.caches)
+    return tensors, back
 
 
 def _refuse_overlap(program: Program, tensors: Sequence[Any]) -> None:
@@ -74,7 +86,7 @@ def _refuse_overlap(program: Program, tensors: Sequence[Any]) -> None:
                 )
 
 
-def _explain_moved_weights(module: nn.Module, plan: PlanData, error: RuntimeError) -> None:
+def explain_moved_weights(module: nn.Module, plan: PlanData, error: RuntimeError) -> None:
     """Where weights are no longer where the plan has put them, say so instead of torch."""
     named = named_tensors(module)
     for name, key in plan.placement.items():

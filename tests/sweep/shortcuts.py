@@ -32,12 +32,12 @@ def one_trace() -> Iterator[None]:
     trace = capture_cache.capture
 
     def remembered(
-        model_copy: Any, call: Any, dynamic_shapes: Any = None, *, keep_grad: bool = False
+        model_copy: Any, call: Any, dynamic_shapes: Any = None, *, keep_grad: bool = False, step: bool = False
     ) -> Capture:
         key = (model_copy.entry, model_copy.modes, keep_grad, None if call is None else str(call.spec))
         if key not in known:
             try:
-                known[key] = trace(model_copy, call, dynamic_shapes, keep_grad=keep_grad)
+                known[key] = trace(model_copy, call, dynamic_shapes, keep_grad=keep_grad, step=step)
             except CaptureError as error:
                 known[key] = error
         found = known[key]

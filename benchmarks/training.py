@@ -1,0 +1,165 @@
+"""Training steps: how long one takes to plan, and what one costs beside eager.
+
+python benchmarks/training.py [--layers 32] [--length 2048] [--rounds 20] [--skip-plan] [--skip-overhead]
+
+A step of Llama-8B with AdamW is planned on the meta device, over four devices: with room for everything, and
+with three quarters and half of what the roomy plan takes. Then a step of a toy Llama of 24 layers (forward,
+backward, AdamW) runs on the CPU, one thread, placed by us and eager, in turn; ratios are of the least times.
+Seconds are those of this process's processor time, so that what else runs on the machine counts little.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import copy
+import statistics
+import time
+from collections.abc import Mapping
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from report import parser_of, write
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import graphplan
+from graphplan.compiler.capture_cache import Captures
+from graphplan.errors import InfeasibleError
+
+ADAMW = torch.optim.AdamW
+WARM = 2  # rounds that are not counted
+
+
+def step_of_llama(layers: int, length: int) -> tuple[nn.Module, dict[str, Any]]:
+    """Llama-8B, or one of fewer layers, and a batch of one sequence."""
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        dtype=torch.bfloat16,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+        ids = torch.zeros(1, length, dtype=torch.int64)
+    return model, {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def plan_row(layers: int, length: int, budgets: Mapping[Any, int | str], share: float) -> dict[str, Any]:
+    """Seconds of planning, and what the plan is."""
+    model, inputs = step_of_llama(layers, length)
+    tracing: list[float] = []
+    annotated = Captures.annotated
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = time.process_time()
+        found = annotated(*args, **kwargs)
+        found.graph()
+        tracing.append(time.process_time() - start)
+        return found
+
+    start = time.process_time()
+    with patch.object(Captures, "annotated", timed):
+        try:
+            plan = graphplan.plan(model, budgets, kwargs=inputs, train=True, optimizer=ADAMW)
+        except InfeasibleError as error:
+            return {"share": share, "feasible": False, "error": str(error)}
+    total = time.process_time() - start
+    operations = plan.graph.operations.values()
+    return {
+        "layers": layers,
+        "share": share,
+        "feasible": True,
+        "operations": len(operations),
+        "seconds": total,
+        "trace_seconds": sum(tracing),
+        "search_seconds": total - sum(tracing),
+        "step_seconds": plan.makespan,
+        "lower_bound": plan.lower_bound,
+        "recomputed": sum(bool(operation.repeats) for operation in operations),
+        "offloaded": sum(operation.offloads for operation in operations),
+        "streamed_bytes": plan.streamed_bytes,
+        "peak_bytes": {str(key): nbytes for key, nbytes in plan.peak_bytes.items()},
+    }
+
+
+def plan_rows(layers: int, length: int) -> list[dict[str, Any]]:
+    """With room for everything, and with less."""
+    roomy = plan_row(layers, length, {**dict.fromkeys(range(4), "80GiB"), "cpu": "2000GiB"}, 1.0)
+    need = sum(nbytes for key, nbytes in roomy["peak_bytes"].items() if key != "cpu")
+    rows = [roomy]
+    for share in (0.75, 0.5):
+        budgets: dict[Any, int | str] = {**dict.fromkeys(range(4), int(share * need / 4)), "cpu": "2000GiB"}
+        rows.append(plan_row(layers, length, budgets, share))
+    return rows
+
+
+def overhead_row(rounds: int) -> dict[str, Any]:
+    """Least seconds of a step, ours and eager's."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=24,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = LlamaForCausalLM(config).train()
+    ids = torch.randint(0, 256, (1, 16))
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+    placed = graphplan.partition(
+        copy.deepcopy(model), {"cpu": "8GiB"}, kwargs=inputs, train=True, optimizer=ADAMW
+    )
+    forms = {"eager": (model, ADAMW(model.parameters())), "graphplan": (placed, ADAMW(placed.parameters()))}
+    seconds: dict[str, list[float]] = {name: [] for name in forms}
+    whole: dict[str, list[float]] = {name: [] for name in forms}
+    for turn in range(rounds + WARM):
+        for name, (form, optimizer) in forms.items():
+            start = time.process_time()
+            form(**inputs).loss.backward()
+            middle = time.process_time()
+            optimizer.step()
+            optimizer.zero_grad()
+            if turn >= WARM:
+                seconds[name].append(middle - start)
+                whole[name].append(time.process_time() - start)
+    return {
+        "rounds": rounds,
+        **{f"{name}_ms": 1e3 * min(found) for name, found in seconds.items()},
+        **{f"{name}_median_ms": 1e3 * statistics.median(found) for name, found in seconds.items()},
+        "ratio": min(seconds["graphplan"]) / min(seconds["eager"]),
+        "ratio_with_optimizer": min(whole["graphplan"]) / min(whole["eager"]),
+    }
+
+
+def main() -> None:
+    """Measure, print, and write what the README of the results names."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--skip-plan", action="store_true")
+    parser.add_argument("--skip-overhead", action="store_true")
+    arguments = parser.parse_args()
+    found: dict[str, Any] = {}
+    if not arguments.skip_overhead:
+        found["overhead"] = overhead_row(arguments.rounds)
+        print({key: round(value, 3) for key, value in found["overhead"].items()})
+    if not arguments.skip_plan:
+        found["plans"] = plan_rows(arguments.layers, arguments.length)
+        for row in found["plans"]:
+            print(row)
+    write("training", found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""The largest batch for which a plan fits the budgets: by doubling, then bisection, on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from graphplan.api.planning import plan
+from graphplan.devices.max_memory import MaxMemory
+from graphplan.errors import InfeasibleError, InputError
+
+
+def largest_batch(
+    model: nn.Module,
+    max_memory: MaxMemory | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    most: int = 1024,
+    **options: Any,
+) -> int:
+    """The most sequences, or images, of a forward pass or training step within the budgets.
+
+    Each size that is tried is planned. The search is no proof: a larger batch may fit too.
+
+    Args:
+        model: as in :func:`graphplan.plan`; it is not changed.
+        max_memory: likewise.
+        args: example inputs by position. Axis 0 of the first tensor is the batch, and of every tensor that is
+            as long there.
+        kwargs: example inputs by name.
+        most: where to stop.
+        options: as in :func:`graphplan.plan`, such as ``train=True, optimizer=torch.optim.AdamW``.
+
+    Raises:
+        InputError: the inputs have no batch, or ``most`` is not positive.
+        InfeasibleError: not even a batch of one fits.
+        GraphplanError: as in :func:`graphplan.plan`.
+    """
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if not tensors or not tensors[0].dim() or not tensors[0].shape[0]:
+        raise InputError("largest_batch needs example inputs whose first tensor has a batch along axis 0")
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        raise InputError(f"most={most!r}: write a positive number of sequences")
+    given = tensors[0].shape[0]
+
+    def require(size: int) -> None:
+        sized = pytree.tree_map(lambda leaf: _of_size(leaf, given, size), (tuple(args), dict(kwargs or {})))
+        plan(model, max_memory, *sized, **options)
+
+    def fits(size: int) -> bool:
+        try:
+            require(size)
+        except InfeasibleError:
+            return False
+        return True
+
+    require(1)
+    low, high = 1, 2
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _of_size(leaf: Any, given: int, size: int) -> Any:
+    """A tensor of a batch, on the meta device, for another batch."""
+    if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != given:
+        return leaf
+    return torch.empty((size, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")

@@ -1,0 +1,247 @@
+"""``graphplan.plan``: decide where everything in a model goes, and move nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
+
+import torch
+from torch import nn
+
+from graphplan.analysis.cluster_plan import ClusterPlan
+from graphplan.analysis.plan import Plan
+from graphplan.api.arguments import (
+    ExampleCall,
+    ExampleRun,
+    read_constraints,
+    read_example,
+    read_examples,
+    read_model,
+)
+from graphplan.api.machines import Machines, plan_machines, refuse_with_machines
+from graphplan.api.training_arguments import read_training
+from graphplan.capture.model_copy import ModelCopy
+from graphplan.capture.size_limits import SizeLimits
+from graphplan.capture.thread_patches import outside_inference_mode
+from graphplan.compiler.formulation import Options
+from graphplan.compiler.pipeline import Compiler
+from graphplan.devices.max_memory import MaxMemory, Reserve, read_max_memory
+from graphplan.devices.speeds import Measurements, Speed, with_speeds
+from graphplan.devices.topology import DeviceKey, Link
+from graphplan.integrations.transformers.generate_plan import plan_first
+from graphplan.ir.cluster_plan_data import Objective, PipelineSchedule
+from graphplan.ir.constraints import Constraints
+from graphplan.passes.training.optimizer_memory import Optimizer
+
+Links = Mapping[tuple[DeviceKey, DeviceKey], Link]
+
+
+@overload
+def plan(
+    model: nn.Module,
+    max_memory: None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    machines: Sequence[MaxMemory],
+    dynamic_shapes: Any = None,
+    links: Links | None = None,
+    offload: bool = True,
+    cpu_compute: bool = True,
+    reserve: Reserve = 0,
+    devices: Mapping[DeviceKey, Speed] | Measurements | None = None,
+    max_batch: int | None = None,
+    max_length: int | None = None,
+    time_limit: float | None = None,
+    microbatches: int = 1,
+    schedule: PipelineSchedule = "gpipe",
+    objective: Objective = "latency",
+    network: Link | None = None,
+) -> ClusterPlan: ...
+@overload
+def plan(
+    model: nn.Module,
+    max_memory: MaxMemory | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    links: Links | None = None,
+    return_outputs: bool = True,
+    pin: Mapping[str, DeviceKey | torch.device] | None = None,
+    together: Sequence[str | Sequence[str]] = (),
+    offload: bool = True,
+    cpu_compute: bool = True,
+    balance: bool = False,
+    reserve: Reserve = 0,
+    devices: Mapping[DeviceKey, Speed] | Measurements | None = None,
+    calls: Sequence[ExampleCall] | ExampleRun | None = None,
+    weights: Sequence[float] | None = None,
+    max_batch: int | None = None,
+    max_length: int | None = None,
+    time_limit: float | None = None,
+    machines: None = None,
+    train: bool = False,
+    optimizer: Optimizer | None = None,
+    optimizer_bytes_per_element: float | None = None,
+    train_outputs: str | Sequence[str] | None = None,
+    recompute: bool = True,
+    offload_activations: bool = True,
+) -> Plan: ...
+@outside_inference_mode
+def plan(
+    model: nn.Module,
+    max_memory: MaxMemory | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    links: Links | None = None,
+    return_outputs: bool = True,
+    pin: Mapping[str, DeviceKey | torch.device] | None = None,
+    together: Sequence[str | Sequence[str]] = (),
+    offload: bool = True,
+    cpu_compute: bool = True,
+    balance: bool = False,
+    reserve: Reserve = 0,
+    devices: Mapping[DeviceKey, Speed] | Measurements | None = None,
+    calls: Sequence[ExampleCall] | ExampleRun | None = None,
+    weights: Sequence[float] | None = None,
+    max_batch: int | None = None,
+    max_length: int | None = None,
+    time_limit: float | None = None,
+    machines: Sequence[MaxMemory] | None = None,
+    microbatches: int = 1,
+    schedule: PipelineSchedule = "gpipe",
+    objective: Objective = "latency",
+    network: Link | None = None,
+    train: bool = False,
+    optimizer: Optimizer | None = None,
+    optimizer_bytes_per_element: float | None = None,
+    train_outputs: str | Sequence[str] | None = None,
+    recompute: bool = True,
+    offload_activations: bool = True,
+) -> Any:
+    """Decide where everything in ``model`` goes, and move nothing.
+
+    The model may be on the meta device, and the devices need not exist here.
+
+    Args:
+        model: any module; it is not changed.
+        max_memory: device key -> bytes or text such as ``"20GiB"``. Keys are accelerator indices,
+            ``"cpu"``, or device names; their order is the order of preference. A budget covers
+            everything on the device: weights, activations, copies. None: what is free here.
+        args: example inputs by position, on any device, meta too. Without examples the model's
+            ``dummy_inputs`` serve, or a symbolic trace, which knows no activation sizes.
+        kwargs: example inputs by name.
+        dynamic_shapes: as in ``torch.export.export``.
+        links: (source key, destination key) -> :class:`graphplan.Link`, where it differs from
+            25 GB/s and 15 microseconds. It holds in both directions unless the other is given too.
+        return_outputs: whether results go back to the device of the first tensor input.
+        pin: module, operation, parameter or buffer -> device key, or the device as torch names it. A
+            module runs there, and its weights live there; a parameter or buffer lives there.
+        together: modules, or lists of them, that must not be split over devices.
+        offload: False for accelerators only: what does not fit them is an error.
+        cpu_compute: False where the CPU may keep weights, but not compute.
+        balance: spread the work evenly over the accelerators instead of moving the fewest bytes.
+        reserve: bytes, or text such as ``"1GiB"``, to leave free on every device; or device key -> either.
+        devices: device key -> :class:`graphplan.Speed`, or what :func:`graphplan.measure_devices` found.
+            Without, known cards count at their makers' figures and others at a common one.
+        calls: several example calls, in place of ``args`` and ``kwargs``: each a mapping of named
+            inputs, a pair ``(args, kwargs)``, or ``("vae.decode", args, kwargs)`` for another method or a
+            submodule than ``forward``. One placement of the weights serves them all, keeps
+            every budget in each, and minimises the weighted sum of their seconds. What is returned is
+            the plan of the first; the others' are in its ``others``. Or a function of the model that makes
+            the calls, ``lambda m: m.decode(m.encode(x))``: it runs on zeros, and nothing is computed.
+        weights: how much each of ``calls`` counts, 1 each by default: ``[1, 200]`` for a prefill
+            that 200 decodes follow.
+        max_batch: for a transformers model, the most sequences in a call, beams counted. Memory is
+            planned for as many; without, for those of the example. With this or ``max_length``, the
+            prefill and the decode that ``generate`` makes after the example are planned too, and have room.
+        max_length: likewise the most tokens of a sequence, those in its cache counted.
+        time_limit: seconds for the search, after the trace; the best placement by then is taken, with the
+            bound that was proven. None: some work, which is seconds where the accelerators hold the
+            model and up to a minute where weights are streamed or memory is tight, and the same result
+            whatever the clock says.
+        machines: in place of ``max_memory``, one for each of several machines, of which each runs a
+            contiguous stage of the model.
+        microbatches: with ``machines``, into how many a batch is divided along its first dimension.
+        schedule: with ``machines``, ``"gpipe"`` or ``"1f1b"``: what is in memory in a training step.
+        objective: with ``machines``: ``"latency"`` for the least seconds of one microbatch,
+            ``"throughput"`` for those of a whole batch.
+        network: with ``machines``, the link between any two; 10 Gbit/s and 50 microseconds by default.
+        train: plan a training step instead of a forward pass: forward, backward and the optimizer's step,
+            with gradients, saved activations and the optimizer's state within the budgets. It is planned in
+            the modes that the model is in (``model.train()``), for the sizes of the example.
+        optimizer: class of the optimizer, or a function from parameters to one, such as
+            ``functools.partial(torch.optim.SGD, momentum=0.9)``: a dry step shows what it keeps. None counts
+            no state.
+        optimizer_bytes_per_element: bytes of state for each element of a parameter, instead of a dry step.
+        train_outputs: names of the results that backward starts from; by default ``"loss"``, or where no
+            result has this name, all that have a gradient.
+        recompute: False: nothing of the forward pass is computed again in the backward pass.
+        offload_activations: False: what the backward pass reads stays on the device where it was made.
+
+    Returns:
+        a :class:`graphplan.Plan`; with ``machines``, a :class:`graphplan.ClusterPlan`.
+
+    Raises:
+        BudgetError, DeviceError: ``max_memory``, ``reserve``, ``links`` or ``devices`` cannot be read.
+        InputError: the inputs do not fit the model, or another argument is not what it should be.
+        PlanError: ``pin`` or ``together`` names what does not run, or they contradict each other.
+        LimitError: an example is larger than ``max_batch`` or ``max_length``.
+        CaptureError: the model cannot be traced.
+        InfeasibleError: no placement fits; the smallest budgets that would do are in the error.
+        Exception: what the model itself raises for the example inputs, unchanged.
+    """
+    size_limits = SizeLimits(max_batch, max_length)
+    if machines is not None:
+        refuse_with_machines(
+            max_memory=max_memory,
+            pin=pin,
+            together=together,
+            balance=balance,
+            calls=calls,
+            weights=weights,
+            train=train,
+        )
+        asked = Machines(machines, microbatches, schedule, objective, network, devices, links, reserve)
+        rules = Constraints(offload=offload, cpu_compute=cpu_compute)
+        options = Options(dynamic_shapes, False, True, rules, size_limits, time_limit=time_limit)
+        return plan_machines(model, asked, args, kwargs, options)
+    topology = with_speeds(read_max_memory(max_memory, links, reserve), devices)
+    constraints = read_constraints(
+        pin, together, topology, offload=offload, cpu_compute=cpu_compute, balance=balance
+    )
+    model = read_model(model)
+    model_copy = ModelCopy(model)
+    training = read_training(
+        model_copy,
+        train,
+        optimizer,
+        optimizer_bytes_per_element,
+        train_outputs,
+        recompute=recompute,
+        offload_activations=offload_activations,
+        device_types=[spec.type for spec in topology.devices if spec.computes],
+        unsupported={
+            "dynamic_shapes": dynamic_shapes,
+            "calls": calls,
+            "max_batch": max_batch,
+            "max_length": max_length,
+        },
+    )
+    options = Options(
+        dynamic_shapes,
+        False,
+        return_outputs,
+        constraints,
+        size_limits,
+        time_limit=time_limit,
+        training=training,
+    )
+    compiler = Compiler(model_copy, topology, options)
+    if calls is not None or weights is not None:
+        find = read_examples(model_copy, args, kwargs, calls, weights)
+        return compiler.plan_together(find(compiler))[0].plan
+    return plan_first(compiler, read_example(model, model_copy, args, kwargs))[0].plan

@@ -1,0 +1,289 @@
+"""A captured forward pass becomes a training step: forward and backward in one graph.
+
+The captured graph is run on fake tensors with autograd on, and ``make_fx`` writes down what autograd runs.
+So what it saves are ordinary values, made before and read after::
+
+    linear = linear(x, w)          t = t(w)
+    loss = sum(linear)             mm = mm(x, t)
+                                   loss = sum(mm)
+                                   expand = expand(tangent, ...)          backward
+                                   t_1 = t(expand)                        backward
+                                   mm_1 = mm(t_1, x)                      backward, the gradient of w
+
+Nodes of the backward pass have ``backward`` in their ``meta``, and the module and the line of the operation
+whose gradient they compute: autograd gives both the same sequence number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+
+from graphplan._compat.torch import mark_backward_nodes
+from graphplan.capture.captured_graph import Capture, TrainingStep
+from graphplan.capture.model_weights import ModelWeights, is_wrapper
+from graphplan.capture.modes import Differentiation
+from graphplan.capture.quiet import quiet
+from graphplan.capture.signature import BoundCall, TensorLeaf
+from graphplan.capture.structure import flatten_with_path, unflatten
+from graphplan.errors import InputError, NoGraphError, first_line
+
+aten = torch.ops.aten
+
+_SUM = "Gradient addition node"  # how autograd's sums are marked in a trace
+
+
+def differentiate(
+    capture: Capture,
+    weights: ModelWeights,
+    call: BoundCall,
+    how: Differentiation,
+) -> Capture:
+    """The training step of a captured call, for the sizes of this call.
+
+    Args:
+        capture: of the call, with gradients enabled; it is not needed afterwards.
+        weights: of the model.
+        call: the example.
+        how: which parameters are trained, from which results, and under which autocast.
+
+    Raises:
+        InputError: no result has a gradient, or ``train_outputs`` names none.
+        NoGraphError: autograd cannot differentiate what was traced.
+    """
+    nodes = [node for node in capture.graph.nodes if node.op == "placeholder"]
+    tracing = _Tracing(capture, weights, call, how)
+    try:
+        with quiet(), traceback.preserve_node_meta(), tracing.mode, torch.enable_grad():
+            values = [tracing.stand_in(*place) for place in enumerate(nodes)]
+            traced = make_fx(tracing.step)(*values, *tracing.tangents(values))
+    except (InputError, NoGraphError):
+        raise
+    except Exception as error:  # autograd runs the formulas of any operation, which may raise anything
+        raise NoGraphError(f"the training step could not be traced: {first_line(error)}") from error
+    return tracing.capture_of(traced, nodes)
+
+
+class _Tracing:
+    """Runs a captured graph with autograd on, and knows afterwards what is what in the trace of that.
+
+    ``trained`` and ``fed`` are the positions of the placeholders that get a gradient, with the parameter, or
+    the leaf of the call, that each is.
+    """
+
+    def __init__(
+        self, capture: Capture, weights: ModelWeights, call: BoundCall, how: Differentiation
+    ) -> None:
+        self.capture, self.weights, self.call, self.how = capture, weights, call, how
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.trained: list[tuple[int, str]] = []
+        self.fed: list[tuple[int, int]] = []
+        self.differentiated: tuple[int, ...] = ()
+
+    def stand_in(self, position: int, node: fx.Node) -> Any:
+        """A fake tensor for a placeholder, or the number that it stands for."""
+        name = self.capture.weights.get(node.name)
+        if name is None:
+            leaf = self.call.leaves[self._leaf(node.name)]
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if leaf.requires_grad:
+                self.fed.append((position, self._leaf(node.name)))
+            return _fake(leaf, requires_grad=leaf.requires_grad)
+        tensor = self.weights.tensors.get(name, self.capture.constants.get(name))
+        assert tensor is not None
+        if is_wrapper(tensor):
+            raise NoGraphError(f"{name!r} is a {type(tensor).__name__}, of which no training step is traced")
+        if name in self.how.trained:
+            self.trained.append((position, name))
+        return _fake(tensor, requires_grad=name in self.how.trained)
+
+    def _leaf(self, name: str) -> int:
+        index = self.capture.inputs.index(name)
+        found = self.capture.order[index] if self.capture.order else index
+        if found is None:
+            raise NoGraphError(f"the trace takes {name!r}, which is not among the arguments")
+        return found
+
+    def tangents(self, values: Sequence[Any]) -> list[torch.Tensor]:
+        """Fakes of the gradients that backward starts from; finds out of which results."""
+        with self._kernels():
+            results = fx.Interpreter(self.capture.module).run(*_detached(values))
+        self.differentiated = self._chosen(results)
+        return [torch.empty_like(results[position]).detach() for position in self.differentiated]
+
+    def _chosen(self, results: Sequence[Any]) -> tuple[int, ...]:
+        able = [i for i, r in enumerate(results) if isinstance(r, torch.Tensor) and r.requires_grad]
+        if not able:
+            raise InputError(
+                "train=True: no result of the model has a gradient: does it compute under torch.no_grad(), "
+                "are all parameters frozen, or is the loss not among the results (labels= is missing)?"
+            )
+        names = _names(self.capture.out_spec)
+        wanted = self.how.outputs
+        if wanted is None:
+            loss = [position for position in able if names[position] == "loss"]
+            return tuple(loss or able)
+        for name in wanted:
+            if name not in names:
+                raise InputError(f"train_outputs={name!r}: the results are {', '.join(map(repr, names))}")
+        found = tuple(position for position in able if names[position] in wanted)
+        lost = [name for name in wanted if name not in {names[position] for position in found}]
+        if lost:
+            raise InputError(f"train_outputs={lost[0]!r}: this result has no gradient")
+        return found
+
+    def step(self, *values: Any) -> list[Any]:
+        """What is traced: results, then gradients; None for a parameter that has none."""
+        given = len(values) - len(self.differentiated)
+        inputs, tangents = values[:given], values[given:]
+        with self._kernels():
+            results = list(fx.Interpreter(self.capture.module).run(*inputs))
+        starts = [results[position] for position in self.differentiated]
+        mark_backward_nodes([start.grad_fn for start in starts])
+        sources = [inputs[position] for position, _ in (*self.trained, *self.fed)]
+        gradients = torch.autograd.grad(starts, sources, tangents, allow_unused=True)
+        return [*results, *gradients]
+
+    @contextmanager
+    def _kernels(self) -> Iterator[None]:
+        """A block in which operations are taken apart as the devices ask for."""
+        with ExitStack() as stack:
+            if self.how.autocast is not None:
+                stack.enter_context(torch.autocast("cpu", self.how.autocast))
+            if self.how.portable:
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            yield
+
+    def capture_of(self, traced: fx.GraphModule, nodes: Sequence[fx.Node]) -> Capture:
+        """The trace as a capture, with the names that the forward pass's has for weights and inputs."""
+        graph = traced.graph
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        for place, node in zip(placeholders, nodes, strict=False):
+            place.meta.update({key: value for key, value in node.meta.items() if key != "val"})
+        for node in graph.nodes:
+            if node.op == "get_attr":
+                raise NoGraphError(f"the training step computes with {node.target!r}, which is no weight")
+            if self.how.portable and _is_of_cpus(node):
+                raise NoGraphError(f"the training step was traced with {node.target}, which only CPUs have")
+        names = [node.name for node in placeholders]
+        renamed = dict(zip((node.name for node in nodes), names, strict=False))
+        tangents = tuple(names[len(nodes) :])
+        _mark_backward(graph, [place for place in placeholders if place.name in tangents])
+        flat = list(graph.output_node().args[0])  # type: ignore[arg-type]  # a list of results
+        count = len(flat) - len(self.trained) - len(self.fed)
+        results, gradients = flat[:count], flat[count:]
+        of_weights = _apart(graph, gradients[: len(self.trained)])
+        of_inputs = _apart(graph, gradients[len(self.trained) :])
+        found = [node for node in (*of_weights, *of_inputs) if node is not None]
+        graph.output_node().args = ((*results, *found),)
+        step = TrainingStep(
+            self.differentiated,
+            tangents,
+            {n.name: name for n, (_, name) in zip(of_weights, self.trained, strict=True) if n is not None},
+            {n.name: leaf for n, (_, leaf) in zip(of_inputs, self.fed, strict=True) if n is not None},
+        )
+        return replace(
+            self.capture,
+            module=traced,
+            weights={renamed[name]: weight for name, weight in self.capture.weights.items()},
+            inputs=tuple(renamed[name] for name in self.capture.inputs),
+            states={renamed[name]: leaf for name, leaf in self.capture.states.items()},
+            signature=replace(
+                self.capture.signature, leaves=_sized(self.capture.signature.leaves, self.call), guards=()
+            ),
+            sizes={},
+            roles=(),
+            step=step,
+        )
+
+
+def _is_of_cpus(node: fx.Node) -> bool:
+    """Whether it calls a kernel that only CPUs have."""
+    return "_for_cpu" in str(node.target) or "mkldnn" in str(node.target)
+
+
+def _fake(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return made.requires_grad_() if requires_grad else made
+
+
+def _detached(values: Sequence[Any]) -> list[Any]:
+    """Copies, so that the trace begins with what no forward pass has written to."""
+    return [
+        value.detach().clone().requires_grad_(value.requires_grad)
+        if isinstance(value, torch.Tensor)
+        else value
+        for value in values
+    ]
+
+
+def _names(spec: pytree.TreeSpec) -> list[str]:
+    """A name for each result: ``"loss"``, ``"[0]"``."""
+    tree = unflatten(list(range(spec.num_leaves)), spec)
+    found = [pytree.keystr(path) for path, _ in flatten_with_path(tree)]
+    return [
+        name[2:-2] if name.startswith("['") and name.endswith("']") else name.lstrip(".") for name in found
+    ]
+
+
+_OF_FORWARD = ("nn_module_stack", "stack_trace")  # what backward nodes have of the forward pass's
+
+
+def _mark_backward(graph: fx.Graph, tangents: Sequence[fx.Node]) -> None:
+    """Mark what autograd ran: all from the first reader of a tangent on; and say which module it is of."""
+    first: dict[Any, fx.Node] = {}  # of a number, the operation that autograd has given it
+    started, last = False, None
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        started |= any(one in tangents for one in node.all_input_nodes)
+        if not started:
+            first.setdefault(node.meta.get("seq_nr"), node)
+            continue
+        node.meta["backward"] = True
+        # the sum of the gradients of a value that is read twice belongs to no operation: it follows the last
+        summed = _SUM in (node.meta.get("stack_trace") or "")
+        owner = last if summed else first.get(node.meta.get("seq_nr"), last)
+        if owner is not None:
+            node.meta.update({key: owner.meta[key] for key in _OF_FORWARD if key in owner.meta})
+            last = owner
+
+
+def _apart(graph: fx.Graph, gradients: Sequence[Any]) -> list[fx.Node | None]:
+    """The gradients, each a node of its own: what is an input, or another's gradient, is copied."""
+    seen: set[fx.Node] = set()
+    found: list[fx.Node | None] = []
+    for node in gradients:
+        made = node
+        if node is not None and (node.op == "placeholder" or node in seen or not node.meta.get("backward")):
+            with graph.inserting_before(graph.output_node()):
+                made = graph.call_function(aten.clone.default, (node,))
+            made.meta.update(node.meta)
+            made.meta["backward"] = True
+        if made is not None:
+            seen.add(made)
+        found.append(made)
+    return found
+
+
+def _sized(leaves: Sequence[Any], call: BoundCall) -> tuple[Any, ...]:
+    """What a signature asks of each leaf, with the sizes of the call."""
+    return tuple(
+        replace(leaf, shape=tuple(given.shape), ranges=())
+        if isinstance(leaf, TensorLeaf) and isinstance(given, torch.Tensor)
+        else given
+        if not isinstance(given, torch.Tensor)
+        else leaf
+        for leaf, given in zip(leaves, call.leaves, strict=True)
+    )

@@ -1,0 +1,54 @@
+"""Training, as the caller asks for it: what resides beside each parameter, and what a step starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from graphplan.capture.captured_graph import Capture
+from graphplan.capture.modes import Differentiation, autocast_of, needs_portable
+from graphplan.ir.graph import Graph
+from graphplan.ir.graph_elements import Weight
+from graphplan.passes.training.optimizer_memory import OptimizerMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What the caller says of the training of a model.
+
+    Attributes:
+        optimizer: name of each parameter that requires a gradient -> what the optimizer keeps of it.
+        outputs: names of the results that backward starts from; None for the loss, or all.
+        recompute: whether parts of the forward pass may be computed again in the backward pass.
+        offload_activations: whether saved activations may wait for the backward pass in CPU memory.
+    """
+
+    optimizer: Mapping[str, OptimizerMemory] = field(default_factory=dict)
+    outputs: tuple[str, ...] | None = None
+    recompute: bool = True
+    offload_activations: bool = True
+
+    def differentiation(self, device_types: Sequence[str]) -> Differentiation:
+        """Of the step that is planned first, under the autocast that is on now for these types of devices."""
+        autocast, portable = autocast_of(device_types), needs_portable(device_types)
+        return Differentiation(tuple(self.optimizer), self.outputs, autocast, portable)
+
+    def held(self, graph: Graph, capture: Capture) -> Graph:
+        """The graph, with gradients and the optimizer's state beside the parameters.
+
+        A step that is captured says itself which parameters have gradients; beside another call there are
+        all that may have one.
+        """
+        trained = set(self.optimizer) if capture.step is None else set(capture.step.gradients.values())
+        weights = [self._held(w) if w.name in trained else w for w in graph.weights.values()]
+        parts = (graph.operations.values(), graph.values.values(), weights, graph.inputs, graph.outputs)
+        return Graph(*parts, graph.together, shapes_known=graph.shapes_known)
+
+    def _held(self, weight: Weight) -> Weight:
+        memory = self.optimizer.get(weight.name, OptimizerMemory())
+        return replace(
+            weight,
+            beside=(weight.nbytes, *memory.state),
+            step_bytes=memory.step,
+            together_bytes=memory.together,
+        )

@@ -1,0 +1,104 @@
+"""Cut a lowered training step in two: a graph of the forward pass and one of the backward pass.
+
+The forward graph returns the results and what it has saved; the backward graph takes that, as a list that
+it empties, and the gradients by the results. Before and after::
+
+    def forward(x, tangent):             def forward(x):
+        w = self.w                           w = self.w
+        mm = x @ w                           mm = x @ w
+        loss = mm.sum()                      loss = mm.sum()
+        grad = tangent.expand_as(mm)         return (loss,), (mm,)
+        ...
+        return (loss,)                   def backward(saved, tangent):
+                                             mm = take_saved(saved, 0)
+                                             grad = tangent.expand_as(mm)
+                                             ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from graphplan.ir.lowered_ops import take_saved
+
+
+@dataclass(frozen=True, slots=True)
+class SplitStep:
+    """The two graphs.
+
+    Attributes:
+        forward: from the inputs to a pair: results, saved values.
+        backward: from the saved values and the tangents to the gradients of inputs.
+    """
+
+    forward: fx.Graph
+    backward: fx.Graph
+
+
+def split_step(graph: fx.Graph, tangents: Sequence[str], results: int) -> SplitStep:
+    """The forward and the backward graph of a lowered training step.
+
+    Args:
+        graph: whose nodes of the backward pass have ``backward`` in their ``meta``.
+        tangents: names of the placeholders of the backward pass.
+        results: how many of its outputs are the forward pass's; gradients of inputs follow.
+    """
+    later = [n for n in graph.nodes if n.meta.get("backward") and n.op not in ("get_attr", "output")]
+    outputs = graph.output_node().args[0]
+    assert isinstance(outputs, tuple)
+    given, of_inputs = outputs[:results], outputs[results:]
+    after = set(later)
+    needed = [source for node in later for source in node.all_input_nodes]
+    needed += [node for node in of_inputs if isinstance(node, fx.Node)]
+    saved = [
+        node
+        for node in dict.fromkeys(needed)
+        if node not in after and node.op != "get_attr" and node.name not in tangents
+    ]
+    forward = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        here = not node.meta.get("backward") or (node.op == "get_attr" and _read_before(node, after, given))
+        if here and node.op != "output" and node.name not in tangents:
+            env[node] = forward.node_copy(node, env.__getitem__)
+    forward.output((fx.map_arg(given, env.__getitem__), tuple(env[node] for node in saved)))
+    return SplitStep(forward, _backward(graph, later, saved, tangents, of_inputs))
+
+
+def _read_before(attribute: fx.Node, after: set[fx.Node], given: Sequence[object]) -> bool:
+    """Whether the forward pass reads an attribute."""
+    return attribute in given or any(user not in after and user.op != "output" for user in attribute.users)
+
+
+def _backward(
+    graph: fx.Graph,
+    later: Sequence[fx.Node],
+    saved: Sequence[fx.Node],
+    tangents: Sequence[str],
+    of_inputs: Sequence[Any],
+) -> fx.Graph:
+    made = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    held = made.placeholder("saved")
+    for node in graph.nodes:
+        if node.name in tangents:
+            env[node] = made.placeholder(node.name)
+    index_of = {node: index for index, node in enumerate(saved)}
+
+    def find(node: fx.Node) -> fx.Node:
+        if node not in env and node in index_of:  # right before its first reader
+            env[node] = made.call_function(take_saved, (held, index_of[node]))
+        elif node not in env:
+            env[node] = made.get_attr(str(node.target))
+        return env[node]
+
+    for node in later:
+        for source in node.all_input_nodes:
+            find(source)
+        env[node] = made.node_copy(node, find)
+    made.output(fx.map_arg(tuple(of_inputs), find))
+    return made

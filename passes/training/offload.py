@@ -1,0 +1,90 @@
+"""Keep what segments save in CPU memory between the forward and the backward pass.
+
+An operation that runs on the CPU and does nothing stands between the two readers of a value, so that the
+schedule moves the value there and back. Before and after::
+
+    mm = mm(x, w)                      mm = mm(x, w)
+    silu = silu(mm)                    silu = silu(mm)
+    ...                                kept = keep_on_cpu(mm)           on the CPU
+    f = silu_backward(tangent, mm)     ...
+                                       f = silu_backward(tangent, kept)
+
+Views of what is kept are taken anew in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import fx
+
+from graphplan.capture.captured_graph import Capture
+from graphplan.ir.lowered_ops import keep_on_cpu
+from graphplan.passes.training.segments import Segment, saved_nodes, written_nodes
+from graphplan.passes.training.weight_views import VIEWS, copy_for
+
+_SMALLEST = 1 << 10  # bytes of a value that is worth two copies
+
+
+def offload(capture: Capture, paths: Iterable[str], segments: Sequence[Segment]) -> None:
+    """Keep what some segments save in CPU memory, in place.
+
+    Args:
+        capture: of a training step.
+        paths: of the segments.
+        segments: of the capture.
+    """
+    wanted = set(paths)
+    order = {node: index for index, node in enumerate(capture.graph.nodes)}
+    returned = set(capture.outputs)
+    for segment in segments:
+        if segment.path in wanted:
+            written = written_nodes(segment.nodes)
+            roots = _views_anew(segment, order)
+            for node in roots:
+                if node not in written and node not in returned and _nbytes(node) >= _SMALLEST:
+                    _keep(capture.graph, node, order)
+    capture.graph.lint()
+
+
+def _views_anew(segment: Segment, order: dict[fx.Node, int]) -> list[fx.Node]:
+    """What the segment saves that is no view of its own, once the backward pass takes views itself."""
+    inside = set(segment.nodes)
+    views = {
+        node
+        for node in segment.nodes
+        if node.target in VIEWS and isinstance(node.args[0], fx.Node) and node.args[0] in inside
+    }
+    for view in [node for node in saved_nodes(segment) if node in views]:
+        readers = [user for user in view.users if user.meta.get("backward")]
+        first = min(readers, key=order.__getitem__)
+        copy_for(view, sorted(readers, key=order.__getitem__), views)
+        for node in _new_before(first, order):
+            order[node] = order[first]
+    return [node for node in saved_nodes(segment) if node not in views]
+
+
+def _new_before(node: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
+    """Nodes that were just put before this one."""
+    found = []
+    while (node := node.prev) not in order:
+        found.append(node)
+    return found
+
+
+def _keep(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> None:
+    readers = [user for user in node.users if user.meta.get("backward")]
+    forward = [user for user in node.users if not user.meta.get("backward") and user.op != "output"]
+    last = max(forward, key=order.__getitem__, default=node)
+    with graph.inserting_after(last):
+        kept = graph.call_function(keep_on_cpu, (node,))
+    kept.meta = {key: value for key, value in node.meta.items() if key != "repeats"}
+    order[kept] = order[last]
+    for reader in readers:
+        reader.replace_input_with(node, kept)
+
+
+def _nbytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0

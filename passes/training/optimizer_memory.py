@@ -1,0 +1,128 @@
+"""What an optimizer keeps for each parameter, and takes for its step: measured in a dry step.
+
+Two parameters of each shape and dtype go through two steps on the meta device: two, since a loop over
+parameters still holds what it took for the one before. What the first step leaves in ``state`` is kept; the
+most that lives in the second beyond that is what a step takes. What is on the CPU all the same, such as
+Adam's ``step``, is a scalar, and is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphplan.errors import InputError, first_line
+from graphplan.ir.liveness import LiveStorages
+
+Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+"""The class of an optimizer, or what makes one of parameters (``functools.partial(SGD, momentum=0.9)``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerMemory:
+    """Bytes of one parameter's training.
+
+    Attributes:
+        state: of each tensor that the optimizer keeps.
+        step: the most that it takes beyond these while it changes parameters of this size one by one.
+        together: this parameter's part of the most that it takes where it changes all at once
+            (``foreach=True``, torch's default on GPUs).
+    """
+
+    state: tuple[int, ...] = ()
+    step: int = 0
+    together: int = 0
+
+
+def optimizer_memory(
+    parameters: Mapping[str, torch.Tensor], optimizer: Optimizer | None, bytes_per_element: float | None
+) -> dict[str, OptimizerMemory]:
+    """Name of each parameter -> what the optimizer keeps and takes.
+
+    Args:
+        parameters: those that may be trained.
+        optimizer: that will change them; None for none, or for what ``bytes_per_element`` says.
+        bytes_per_element: bytes of state for each element, in one tensor, in place of a dry step.
+
+    Raises:
+        InputError: the optimizer cannot step on the meta device.
+    """
+    known: dict[tuple[torch.Size, torch.dtype], OptimizerMemory] = {}
+    found = {}
+    for name, tensor in parameters.items():
+        kind = tensor.shape, tensor.dtype
+        if kind not in known:
+            known[kind] = _measure(*kind, optimizer, bytes_per_element)
+        found[name] = known[kind]
+    return found
+
+
+def _measure(
+    shape: torch.Size, dtype: torch.dtype, optimizer: Optimizer | None, bytes_per_element: float | None
+) -> OptimizerMemory:
+    if bytes_per_element is not None:
+        nbytes = int(shape.numel() * bytes_per_element)
+        return OptimizerMemory((nbytes,) if nbytes else ())
+    if optimizer is None:
+        return OptimizerMemory()
+    try:
+        kept, step = _dry_steps(shape, dtype, optimizer, foreach=False)
+        _, together = _dry_steps(shape, dtype, optimizer, foreach=True)
+    except Exception as error:  # the optimizer's own code may raise anything
+        raise InputError(
+            f"optimizer={optimizer!r} does not step on the meta device ({first_line(error)}): give "
+            "optimizer_bytes_per_element= instead, the bytes of its state for each element of a parameter"
+        ) from error
+    return OptimizerMemory(kept, step, together // 2)
+
+
+def _dry_steps(
+    shape: torch.Size, dtype: torch.dtype, optimizer: Optimizer, *, foreach: bool
+) -> tuple[tuple[int, ...], int]:
+    """Bytes of the state of one parameter, and the most beyond that in the second step of two parameters."""
+    parameters = [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for _ in range(2)]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    stepping = optimizer(parameters)
+    for group in stepping.param_groups:
+        if "foreach" in group and not group.get("fused"):
+            group["foreach"] = foreach
+    stepping.step()
+    kept = _tensors(stepping.state.values())
+    with _Watch([*parameters, *(p.grad for p in parameters if p.grad is not None), *kept]) as watch:
+        stepping.step()
+    mine = filter(_counts, _tensors([stepping.state[parameters[0]]]))
+    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in mine}
+    return tuple(sizes.values()), watch.live.peak
+
+
+def _tensors(states: Iterable[Any]) -> list[torch.Tensor]:
+    tables = [list(state.values()) for state in states]
+    return [leaf for leaf in pytree.tree_leaves(tables) if isinstance(leaf, torch.Tensor)]
+
+
+def _counts(tensor: torch.Tensor) -> bool:
+    """Whether it would be on the parameter's device."""
+    return tensor.device.type == "meta"
+
+
+class _Watch(TorchDispatchMode):
+    """Counts the bytes that are alive beyond the known tensors'."""
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.live = LiveStorages(known)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        leaves = pytree.tree_leaves(out)
+        self.live.count(leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and _counts(leaf))
+        return out

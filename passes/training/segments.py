@@ -1,0 +1,103 @@
+"""Segments of a training step's forward pass: the layers of a stack, or the model's submodules.
+
+A segment is the largest unit that is computed again, or whose saved values are moved to CPU memory, as a
+whole: module boundaries, as for ``torch.utils.checkpoint`` on every block. What is in no submodule is in
+none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from graphplan.capture.captured_graph import Capture
+from graphplan.passes.frontend.fx_nodes import module_path
+from graphplan.passes.frontend.simplify import mutated_arguments
+from graphplan.passes.training.weight_views import VIEWS
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Operations of the forward pass that belong to one module.
+
+    Attributes:
+        path: of the module.
+        nodes: in order.
+        repeatable: those that give the same again: they draw no random numbers, and nothing that they read or
+            make is written to. What the forward pass reads outside of the segment is not among them: it is
+            saved in any case, for the segment that reads it.
+    """
+
+    path: str
+    nodes: tuple[fx.Node, ...]
+    repeatable: frozenset[fx.Node]
+
+
+def segments_of(capture: Capture) -> list[Segment]:
+    """The segments of a capture, in order."""
+    forward = [n for n in capture.graph.nodes if n.op == "call_function" and not n.meta.get("backward")]
+    written = written_nodes(forward)
+    found: dict[str, list[fx.Node]] = {}
+    for node in forward:
+        path = _segment_path(module_path(node))
+        if path:
+            found.setdefault(path, []).append(node)
+    return [
+        Segment(path, tuple(nodes), frozenset(_repeatable(nodes, written))) for path, nodes in found.items()
+    ]
+
+
+def _repeatable(nodes: list[fx.Node], written: set[fx.Node]) -> Iterator[fx.Node]:
+    inside = set(nodes)
+    for node in nodes:
+        leaves = any(user not in inside and not user.meta.get("backward") for user in node.users)
+        if node not in written and not leaves and not _draws(node):
+            yield node
+
+
+def spread(segments: list[Segment], share: float) -> list[Segment]:
+    """Every so many of the segments, evenly: devices that have contiguous ones have their part of them."""
+    count = len(segments)
+    taken = round(share * count)
+    return [one for i, one in enumerate(segments) if (i + 1) * taken // count > i * taken // count]
+
+
+def saved_nodes(segment: Segment) -> list[fx.Node]:
+    """What of a segment the backward pass reads."""
+    return [node for node in segment.nodes if any(user.meta.get("backward") for user in node.users)]
+
+
+def written_nodes(nodes: Collection[fx.Node]) -> set[fx.Node]:
+    """Nodes that write, and those whose memory is written to, or is a view of such."""
+    base: Mapping[fx.Node, fx.Node] = {
+        node: node.args[0] for node in nodes if node.target in VIEWS and isinstance(node.args[0], fx.Node)
+    }
+
+    def root(node: fx.Node) -> fx.Node:
+        while node in base:
+            node = base[node]
+        return node
+
+    writers = [node for node in nodes if mutated_arguments(node)]
+    roots = {root(argument) for node in writers for argument in mutated_arguments(node)} | set(writers)
+    return {node for node in nodes if root(node) in roots or node in roots}
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether it draws random numbers, or may give something else each time."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return target.__name__ != "getitem" if callable(target) else True
+    return torch.Tag.nondeterministic_seeded in target.tags
+
+
+def _segment_path(path: str) -> str:
+    """``model.layers.3.mlp -> model.layers.3``; the first part where no layer is numbered."""
+    parts = path.split(".")
+    for index, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: index + 1])
+    return parts[0]

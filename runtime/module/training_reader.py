@@ -1,0 +1,64 @@
+"""What a call of a placed module differentiates: the parameters that require gradients, the autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from graphplan.capture.modes import Differentiation, autocast_of, needs_portable
+
+
+class TrainingReader:
+    """Reads it from one module quickly, again and again. It does not hold on to the module itself.
+
+    Args:
+        outputs: names of the results that backward starts from; None for the loss, or all.
+        device_types: of the devices of the plan, whose autocast counts.
+        module: whose parameters are read.
+    """
+
+    def __init__(
+        self, outputs: tuple[str, ...] | None, device_types: Sequence[str], module: nn.Module | None = None
+    ) -> None:
+        self.outputs, self.device_types = outputs, tuple(device_types)
+        self._entries = None if module is None else list(_entries(module))
+        self._last: tuple[tuple[bool, ...], Differentiation] | None = None
+
+    def of(self, module: nn.Module | None) -> TrainingReader:
+        """The reader of another module, or of one that is not known yet."""
+        return TrainingReader(self.outputs, self.device_types, module)
+
+    @property
+    def bound(self) -> bool:
+        """Whether it is a module's."""
+        return self._entries is not None
+
+    def read(self) -> Differentiation | None:
+        """What is differentiated now; None where no parameter requires a gradient.
+
+        Raises:
+            InputError: autocast is on for two of the plan's device types, with different types.
+        """
+        assert self._entries is not None
+        flags = tuple(table[name].requires_grad for table, name, _ in self._entries)
+        autocast = autocast_of(self.device_types)
+        if self._last is not None and self._last[0] == flags and self._last[1].autocast == autocast:
+            return self._last[1]
+        trained = tuple(first for (_, _, first), trains in zip(self._entries, flags, strict=True) if trains)
+        if not trained:
+            return None
+        found = Differentiation(trained, self.outputs, autocast, needs_portable(self.device_types))
+        self._last = flags, found
+        return found
+
+
+def _entries(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """The dictionary, the name there and the first name of each parameter, shared ones once."""
+    seen: set[int] = set()
+    for path, part in module.named_modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield part._parameters, name, f"{path}.{name}" if path else name

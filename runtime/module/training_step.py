@@ -1,0 +1,144 @@
+"""A training step of a placed module: the forward pass now, the backward pass when autograd asks for it.
+
+Autograd sees one function between the inputs and the results. Its backward adds the parameters' gradients to
+their ``grad``, where the plan has them, so that what the user does around it stays as it is::
+
+    loss = placed(**batch).loss      forward: results, and what is saved, in the order of the plan
+    loss.backward()                  backward: takes what is saved, frees it, and adds up gradients
+    optimizer.step()                 on the parameters and gradients, each on its own device
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from graphplan.devices.topology import CPU, SIMULATED
+from graphplan.runtime.module.dispatch import Served
+from graphplan.runtime.module.module_state import Code, ModuleState
+from graphplan.runtime.module.program import Program
+from graphplan.runtime.module.program_run import explain_moved_weights, take_inputs
+from graphplan.runtime.weights.storage import named_tensors
+
+_TWICE = (
+    "Trying to backward through a placed model a second time: what its forward pass has saved is freed. "
+    "Call the model again (retain_graph=True does not keep what a plan frees)"
+)
+_CHANGED = (
+    "{!r} has been changed by an in-place operation between the forward and the backward pass, which reads "
+    "it: call backward() before the optimizer steps"
+)
+
+
+@dataclass(slots=True)
+class _StepCall:
+    """One forward pass, and what its backward pass needs."""
+
+    module: nn.Module
+    state: ModuleState
+    program: Program
+    code: Code
+    tensors: list[Any]
+    back: list[tuple[torch.Tensor, torch.Tensor]]
+    results: Sequence[Any] = ()
+    saved: list[Any] | None = None
+    versions: list[tuple[str, torch.Tensor, int]] = field(default_factory=list)
+
+    def forward(self) -> Sequence[Any]:
+        """The flat results."""
+        tensors, self.tensors = self.tensors, []
+        with _without_autocast(self.program):
+            try:
+                self.results, saved = self.code.bound(tensors)
+            except RuntimeError as error:
+                explain_moved_weights(self.module, self.program.plan, error)
+                raise
+        self.saved = list(saved)
+        for original, changed in self.back:
+            original.copy_(changed)
+        assert self.program.backward is not None
+        named = named_tensors(self.module)
+        self.versions = [
+            (n, named[n], named[n]._version) for n in self.program.backward.weights if n in named
+        ]
+        return self.results
+
+    def backward(self, tangents: Sequence[torch.Tensor]) -> Sequence[Any]:
+        """The gradients of the inputs that have one."""
+        saved, self.saved = self.saved, None
+        if saved is None:
+            raise RuntimeError(_TWICE)
+        for name, tensor, version in self.versions:
+            if tensor._version != version:
+                raise RuntimeError(_CHANGED.format(name))
+        assert self.code.backward is not None
+        host = self.program.host
+        given = [t if t.device == host else t.to(host) for t in tangents]
+        with self.state.turns, torch.no_grad(), _without_autocast(self.program):
+            found = self.code.backward([saved, *given])
+        return [gradient.to(host) for gradient in found]
+
+
+class _Step(torch.autograd.Function):
+    """Forward and backward of a call, for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _StepCall, _anchor: torch.Tensor, *_inputs: torch.Tensor) -> Any:
+        """The results that are tensors; those that backward does not start from have no gradient."""
+        results = call.forward()
+        assert call.program.backward is not None
+        ctx.call = call
+        tensors = tuple(result for result in results if isinstance(result, torch.Tensor))
+        ends = {id(results[position]) for position in call.program.backward.differentiated}
+        ctx.mark_non_differentiable(*(tensor for tensor in tensors if id(tensor) not in ends))
+        ctx.starts = [index for index, tensor in enumerate(tensors) if id(tensor) in ends]
+        return tensors
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
+        """The gradients of inputs; those of parameters are added up where they are."""
+        found = ctx.call.backward([tangents[index] for index in ctx.starts])
+        return None, None, *found
+
+
+def run_step(module: nn.Module, state: ModuleState, program: Program, code: Code, served: Served) -> Any:
+    """What the model returns, from which a backward pass may start.
+
+    Args:
+        module: that was called.
+        state: of it.
+        program: of a training step, that serves the call.
+        code: of the program, over the module's weights.
+        served: what the program takes of the call.
+
+    Raises:
+        InputError: two inputs share memory, and the call writes to it.
+        PlanError: weights are not where the plan has put them.
+    """
+    assert program.backward is not None
+    tensors, back = take_inputs(program, served)
+    call = _StepCall(module, state, program, code, tensors, back)
+    inputs = [served.leaves[index] for index in program.backward.inputs]
+    del tensors
+    with torch.enable_grad():
+        anchor = torch.empty(0, requires_grad=True)
+        made = iter(_Step.apply(call, anchor, *inputs))  # type: ignore[no-untyped-call]  # of torch
+    results = [next(made) if isinstance(r, torch.Tensor) else r for r in call.results]
+    call.results = ()
+    return code.rebuild(results, served.caches)
+
+
+def _without_autocast(program: Program) -> ExitStack:
+    """A block without autocast: what it does is in the graph already."""
+    stack = ExitStack()
+    for kind in {CPU, *(spec.type for spec in program.plan.topology.devices if spec.computes)}:
+        if kind != SIMULATED and torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack

@@ -1,0 +1,473 @@
+"""Training steps of placed models: the user's loop, beside eager."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import pickle
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from builders import bytes_of
+from shortcuts import short_search
+from torch import nn
+from training_steps import ROOMY, check_training, gap, gradients_of, needed, step_of
+
+import graphplan
+
+ADAMW = torch.optim.AdamW
+CPU = {"cpu": ROOMY}
+
+
+class Layer(nn.Module):
+    """A residual block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Stack(nn.Module):
+    """Residual blocks with a loss, as of transformers' models."""
+
+    def __init__(self, layers: int = 4, width: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.head = nn.Linear(width, 50)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        if labels is None:
+            return {"logits": logits}
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def batch(rows: int = 8, length: int = 16) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, 50, (rows, length), generator=generator)
+    return {"ids": ids, "labels": ids.roll(-1, 1)}
+
+
+def stack(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return Stack(**options).train()
+
+
+@pytest.fixture(scope="module")
+def size() -> int:
+    with short_search():
+        return needed(stack(), batch(), optimizer=ADAMW)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.7, 0.5])
+def test_one_accelerator_with_the_cpu(size: int, share: float) -> None:
+    with short_search():
+        plan = check_training(stack(), batch(), {0: int(share * size), **CPU})
+    saves_less = any(op.repeats or op.offloads for op in plan.graph.operations.values())
+    assert (bool(plan.streams) or saves_less) == (share < 1)
+
+
+def test_two_accelerators(size: int) -> None:
+    with short_search():
+        plan = check_training(stack(), batch(), {0: int(0.65 * size), 1: int(0.65 * size)})
+    assert {stage.device for stage in plan.stages} == {0, 1}
+
+
+def test_fifty_steps_end_with_eagers_weights(size: int) -> None:
+    eager, own = stack(), stack()
+    with graphplan.simulate({0: int(0.6 * size), **CPU}) as machine, short_search():
+        placed = graphplan.partition(own, machine.max_memory, kwargs=batch(), train=True, optimizer=ADAMW)
+        optimizers = [ADAMW(model.parameters(), lr=1e-3) for model in (placed, eager)]
+        for turn in range(50):
+            for model, optimizer in zip((placed, eager), optimizers, strict=True):
+                step_of(model, batch(), turn)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        weights = {name: tensor.cpu() for name, tensor in placed.state_dict().items()}
+        assert gap(weights, eager.state_dict()) < 1e-4
+        assert machine.peak_bytes(0) <= placed.plan.peak_bytes[0] <= machine.capacities[0]
+
+
+def partitioned(machine: Any, model: nn.Module, **options: Any) -> Any:
+    given = {"kwargs": batch(), "train": True, "optimizer": ADAMW, **options}
+    return graphplan.partition(model, machine.max_memory, strict=True, **given)
+
+
+def test_gradients_accumulate_and_scale_as_in_eager() -> None:
+    eager, own = stack(), stack()
+    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+        placed = partitioned(machine, own)
+        for model in (placed, eager):
+            for seed in range(3):
+                torch.manual_seed(seed)
+                (model(**batch())["loss"] / 3).backward()
+        assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
+
+
+def test_custom_loss_of_results_outside_of_the_model() -> None:
+    eager, own, inputs = stack(), stack(), {"ids": batch()["ids"]}
+    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+        placed = partitioned(machine, own, kwargs=inputs, train_outputs="logits")
+        for model in (placed, eager):
+            torch.manual_seed(1)
+            logits = model(**inputs)["logits"]
+            (logits.softmax(-1)[..., 3].mean() + logits.pow(2).mean()).backward()
+        assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
+
+
+def test_results_that_are_not_trained_have_no_gradient() -> None:
+    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+        result = partitioned(machine, stack())(**batch())
+        assert result["loss"].requires_grad
+        assert not result["logits"].requires_grad
+
+
+def test_forward_under_no_grad_saves_nothing_and_equals_eager() -> None:
+    eager, own = stack().eval(), stack().eval()
+    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+        placed = partitioned(machine, own)
+        before = machine.live_bytes(0)
+        with torch.no_grad():
+            result, expected = placed(**batch()), eager(**batch())
+        assert torch.allclose(result["loss"], expected["loss"], atol=1e-6)
+        assert not result["loss"].requires_grad
+        assert machine.live_bytes(0) == before
+
+
+def test_evaluation_between_forward_and_backward(size: int) -> None:
+    eager, own = stack(), stack()
+    with graphplan.simulate({0: int(0.7 * size), **CPU}) as machine, short_search():
+        placed = partitioned(machine, own, recompute=False, offload_activations=False)
+        assert placed.plan.streams
+        for model in (placed, eager):
+            torch.manual_seed(0)
+            loss = model(**batch())["loss"]
+            with torch.no_grad():
+                model(**batch())
+            loss.backward()
+        assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
+
+
+def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
+    model = stack()
+    model.layers[:2].requires_grad_(False)
+    model.embed.requires_grad_(False)
+    with short_search():
+        plan = check_training(model, batch(), {0: ROOMY})
+    beside = {weight.name: weight.beside for weight in plan.graph.weights.values()}
+    assert beside["layers.0.up.weight"] == ()
+    assert len(beside["layers.3.up.weight"]) == 3
+    backward = [op for op in plan.graph.operations.values() if op.backward]
+    assert not any(op.module_path.startswith("layers.0") for op in backward)
+
+
+def test_requires_grad_switched_later_is_another_structure() -> None:
+    eager, own = stack(), stack()
+    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+        placed = partitioned(machine, own)
+        for model in (placed, eager):
+            step_of(model, batch())
+            model.zero_grad()
+            model.layers[0].requires_grad_(False)
+            step_of(model, batch())
+        assert placed.layers[0].up.weight.grad is None
+        assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
+        assert len(placed.plans) == 2
+
+
+def test_autocast_in_bfloat16() -> None:
+    eager, own = stack(), stack()
+    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+        placed = partitioned(machine, own, train=True)
+        for model in (placed, eager):
+            torch.manual_seed(0)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(**batch())["loss"]
+            loss.backward()
+        gradients = gradients_of(placed)
+        assert {g.dtype for g in gradients.values() if g is not None} == {torch.float32}
+        assert gap(gradients, gradients_of(eager)) < 1e-2
+        assert any("bfloat16" in value.dtype for value in placed.plans[-1].graph.values.values())
+
+
+def test_dropout_is_that_of_the_seed_and_another_for_another() -> None:
+    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+        placed = partitioned(machine, stack())
+        losses = [float(step_of(placed, batch(), seed)) for seed in (1, 1, 2)]
+        assert losses[0] == losses[1] != losses[2]
+
+
+def test_batch_norm_statistics_change_once_a_step() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
+    )
+    with short_search():
+        inputs = {"input": torch.randn(4, 3, 16, 16)}
+        room = needed(model, inputs, optimizer=ADAMW)
+        check_training(model, inputs, {0: int(0.8 * room), **CPU})
+
+
+def test_a_parameter_of_no_dimension_has_its_state_on_its_device() -> None:
+    # seen on CLIP's logit_scale: the plan was 1,024 bytes below what was measured
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.scale = nn.Linear(64, 64), nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(self.linear(x)) * self.scale.exp()
+
+    with short_search():
+        plan = check_training(Scaled(), {"x": torch.randn(256, 64)}, {0: ROOMY})
+    assert plan.graph.weights["scale"].beside == (4, 4, 4)
+
+
+def test_copies_and_pickles_train_too() -> None:
+    eager, own = stack(), stack()
+    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+        placed = partitioned(machine, own)
+        copied, unpickled = copy.deepcopy(placed), pickle.loads(pickle.dumps(placed))
+        step_of(eager, batch())
+        for model in (copied, unpickled):
+            step_of(model, batch())
+            assert gap(gradients_of(model), gradients_of(eager)) < 1e-5
+        assert all(parameter.grad is None for parameter in placed.parameters())
+
+
+def test_attention_is_written_out_for_gpus() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0)
+    inputs = {"src": torch.randn(2, 6, 32)}
+    targets = {}
+    for key in (0, "cpu"):  # device 0 counts as a GPU outside of a simulation
+        plan = graphplan.plan(model, {key: "1GiB"}, kwargs=inputs, train=True)
+        targets[key] = {operation.target for operation in plan.graph.operations.values()}
+    assert any("for_cpu" in target for target in targets["cpu"])
+    assert not any("for_cpu" in target for target in targets[0])
+
+
+def test_backward_operations_belong_to_the_modules_of_the_forward_pass() -> None:
+    with graphplan.simulate({0: ROOMY, 1: ROOMY}) as machine, short_search():
+        plan = graphplan.plan(
+            stack(), machine.max_memory, kwargs=batch(), train=True, pin={"layers.2": 1, "layers.1": 0}
+        )
+    operations, devices = plan.graph.operations, plan.schedule.assignment.operations
+    for module, device in (("layers.1", 0), ("layers.2", 1)):
+        named = [op for op in operations.values() if op.module_path.startswith(module)]
+        assert {op.backward for op in named} == {True, False}
+        assert {devices[op.name] for op in named if not op.host_only} == {device}
+    gelu = next(op for op in operations.values() if op.target == "gelu_backward")
+    assert gelu.module_path == "layers.3"
+
+
+def test_a_second_backward_and_weights_changed_before_it_are_errors() -> None:
+    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+        placed = partitioned(machine, stack())
+        loss = placed(**batch())["loss"]
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+        loss = placed(**batch())["loss"]
+        with torch.no_grad():
+            placed.head.weight.add_(1)
+        with pytest.raises(RuntimeError, match=r"'head.weight' has been changed"):
+            loss.backward()
+
+
+def test_gradients_of_inputs() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), torch.randn(3, 8)
+    eager, mine, theirs = copy.deepcopy(model), x.clone().requires_grad_(), x.clone().requires_grad_()
+    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+        placed = partitioned(machine, model, kwargs={"input": mine})
+        placed(mine).pow(2).sum().backward()
+        eager(theirs).pow(2).sum().backward()
+    assert mine.grad is not None
+    assert torch.allclose(mine.grad, theirs.grad, atol=1e-6)
+
+
+# -- what is saved less ---------------------------------------------------------------------------------
+
+
+def wide_batch() -> dict[str, torch.Tensor]:
+    return batch(16, 64)  # activations are most of a step
+
+
+@pytest.fixture(scope="module")
+def wide() -> int:
+    with short_search():
+        return needed(stack(), wide_batch(), optimizer=ADAMW)
+
+
+def test_recomputation_repeats_what_is_no_random_draw(wide: int) -> None:
+    with short_search():
+        plan = check_training(stack(), wide_batch(), {0: int(0.6 * wide), **CPU}, offload_activations=False)
+    again = [op for op in plan.graph.operations.values() if op.repeats]
+    assert again
+    assert all(op.backward for op in again)
+    assert not any("bernoulli" in op.target for op in again)
+
+
+def test_activations_wait_in_cpu_memory(wide: int) -> None:
+    with short_search():
+        plan = check_training(stack(), wide_batch(), {0: int(0.6 * wide), **CPU}, recompute=False)
+    kept = [op.name for op in plan.graph.operations.values() if op.offloads]
+    assert kept
+    assert {plan.schedule.assignment.operations[name] for name in kept} == {"cpu"}
+
+
+def test_a_plan_says_what_it_computes_again_and_what_waits_in_cpu_memory(wide: int) -> None:
+    with graphplan.simulate({0: int(0.6 * wide), **CPU}) as machine, short_search():
+        options = {"kwargs": wide_batch(), "train": True}
+        planned = functools.partial(graphplan.plan, stack(), machine.max_memory, **options)
+        again = planned(optimizer=ADAMW, offload_activations=False)
+        kept = planned(optimizer=ADAMW, recompute=False)
+    assert 0 < again.recompute_seconds < again.makespan
+    assert f"recomputes {len(again.recomputed)} operations" in again.summary()
+    assert sum(kept.offloaded_activations.values()) > 0.1 * wide
+    assert "to CPU memory until the backward pass" in kept.summary()
+
+
+def test_explain_says_what_is_saved_and_what_computing_it_again_takes() -> None:
+    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+        plan = graphplan.plan(stack(), machine.max_memory, kwargs=wide_batch(), train=True)
+        found = plan.explain("layers.1")
+    rows = 16 * 64
+    assert found.saved_bytes >= 4 * rows * 128  # the input of gelu
+    assert 0 < found.recompute_seconds < plan.makespan / 4
+    assert "saves" in str(found)
+
+
+def test_largest_batch_is_the_last_that_fits(size: int) -> None:
+    with graphplan.simulate({0: size}) as machine, short_search():
+        found = graphplan.largest_batch(
+            stack(), machine.max_memory, kwargs=batch(), most=16, train=True, optimizer=ADAMW, recompute=False
+        )
+        assert 8 <= found < 12  # 8 were planned for
+        with pytest.raises(graphplan.InputError, match="first tensor"):
+            graphplan.largest_batch(stack(), machine.max_memory)
+
+
+def test_both_can_be_forbidden(wide: int) -> None:
+    with graphplan.simulate({0: int(0.6 * wide)}) as machine, short_search():
+        with pytest.raises(graphplan.InfeasibleError):
+            partitioned(machine, stack(), kwargs=wide_batch(), recompute=False)
+        plan = partitioned(machine, stack(), kwargs=wide_batch()).plan
+    assert any(op.repeats for op in plan.graph.operations.values())
+
+
+class Branching(Stack):
+    """Data decides what it computes."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        result = super().forward(ids, labels)
+        return (
+            result if float(result["logits"].detach().sum()) > 1e9 else {**result, "loss": result["loss"] * 2}
+        )
+
+
+def test_what_cannot_be_traced_trains_through_autograd_with_a_warning() -> None:
+    torch.manual_seed(0)
+    model = Branching().eval()
+    eager = copy.deepcopy(model)
+    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            placed = graphplan.partition(model, machine.max_memory, kwargs=batch(), train=True)
+        texts = [str(one.message) for one in said if one.category is graphplan.GraphplanWarning]
+        assert any(re.search(r"what it saves \(about [\d.]+ KiB", text) for text in texts)
+        for one in (placed, eager):
+            step_of(one, batch())
+        assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
+        with pytest.raises(graphplan.CaptureError):
+            graphplan.partition(Branching(), machine.max_memory, kwargs=batch(), train=True, strict=True)
+
+
+# -- arguments ------------------------------------------------------------------------------------------
+
+
+def test_the_optimizers_state_is_counted(size: int) -> None:
+    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+        plan = functools.partial(graphplan.plan, stack(), machine.max_memory, kwargs=batch(), train=True)
+        held = [
+            plan(**options).peaks[0].weights
+            for options in (
+                {},
+                {"optimizer": torch.optim.SGD},
+                {"optimizer": functools.partial(torch.optim.SGD, momentum=0.9)},
+                {"optimizer": ADAMW},
+                {"optimizer_bytes_per_element": 8},
+            )
+        ]
+    weights = bytes_of(stack())
+    assert held[0] == held[1] < held[2] < held[3]
+    assert held[0] >= 2 * weights
+    assert held[3] >= 4 * weights
+    assert abs(held[4] - held[3]) < 0.05 * held[3]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"optimizer": ADAMW}, "train=True"),
+        ({"train": 1}, "train must be"),
+        ({"train": True, "optimizer": 3}, "give its class"),
+        ({"train": True, "optimizer": ADAMW, "optimizer_bytes_per_element": 8}, "not both"),
+        ({"train": True, "optimizer_bytes_per_element": -1}, "0 or more"),
+        ({"train": True, "train_outputs": "scores"}, "'scores'"),
+        ({"train": True, "train_outputs": []}, "train_outputs"),
+        ({"train": True, "max_batch": 4}, "max_batch"),
+    ],
+)
+def test_bad_arguments_name_what_to_do(options: dict[str, Any], said: str) -> None:
+    model = stack()
+    with pytest.raises(graphplan.InputError, match=said):
+        graphplan.plan(model, {0: "1GiB"}, kwargs=batch(), **options)
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+def test_a_model_without_loss_or_parameters_to_train() -> None:
+    frozen = stack().requires_grad_(False)
+    with pytest.raises(graphplan.InputError, match="no parameter"):
+        graphplan.plan(frozen, {0: "1GiB"}, kwargs=batch(), train=True)
+
+    class Silent(Stack):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return super().forward(ids)["logits"].argmax(-1)
+
+    with pytest.raises(graphplan.InputError, match="no result"):
+        graphplan.plan(Silent(), {0: "1GiB"}, kwargs={"ids": batch()["ids"]}, train=True)
+
+
+def test_a_plan_of_a_step_is_data() -> None:
+    with graphplan.simulate({0: ROOMY, **CPU}) as machine, short_search():
+        plan = graphplan.plan(stack(), machine.max_memory, kwargs=batch(), train=True, optimizer=ADAMW)
+        again = graphplan.Plan.from_json(plan.to_json())
+        again.verify()
+    assert again.graph == plan.graph
+    assert again.peak_bytes == plan.peak_bytes
+
+
+def test_nothing_is_left_on_the_devices() -> None:
+    with graphplan.simulate({0: ROOMY}) as machine, short_search(), warnings.catch_warnings():
+        placed = partitioned(machine, stack())
+        result = placed(**batch())
+        del placed, result
+        gc.collect()
+        assert machine.live_bytes(0) == 0
