@@ -127,8 +127,7 @@ def partition(
         check: compare the placed model with eager on the example inputs. Where a graph differs, hooks run the
             model instead, as where there is no graph; with ``strict=True`` that is an error.
         max_batch: as in :func:`graphplan.plan`. A larger call is a :class:`graphplan.LimitError`. Without
-            it, larger
-            calls are planned when they come, as far as the budgets have room.
+            it, larger calls are planned when they come, as far as the budgets have room.
         max_length: likewise.
         time_limit: as in :func:`graphplan.plan`, for each structure of calls.
         plan: a plan, or the JSON file of one, to carry out without a search. The graph must be the same and
@@ -136,9 +135,9 @@ def partition(
         warm: let each accelerator's allocator reserve the planned bytes of activations now, instead of
             piece by piece in the first call.
         machines: as in :func:`graphplan.plan`. Every process of torchrun calls this alike, with as many
-            machines as
-            there are ranks, and gets a module that runs its own stage; rank 0 plans for all. Weights come
-            from ``checkpoint``, from the model on each rank, or from rank 0 where it is on the meta device.
+            machines as there are ranks, and gets a module that runs its own stage; rank 0 plans for all.
+            Weights come from ``checkpoint``, from the model on each rank, or from rank 0 where it is on the
+            meta device.
         microbatches: as in :func:`graphplan.plan`.
         schedule: as in :func:`graphplan.plan`.
         objective: as in :func:`graphplan.plan`.
