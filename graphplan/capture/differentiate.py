@@ -35,7 +35,6 @@ from graphplan.capture.model_weights import ModelWeights, is_wrapper
 from graphplan.capture.modes import Differentiation
 from graphplan.capture.quiet import quiet
 from graphplan.capture.signature import BoundCall, TensorLeaf
-from graphplan.capture.structure import flatten_with_path, unflatten
 from graphplan.errors import InputError, NoGraphError, first_line
 
 aten = torch.ops.aten
@@ -228,13 +227,16 @@ def _detached(values: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _names(spec: pytree.TreeSpec) -> list[str]:
-    """A name for each result: ``"loss"``, ``"[0]"``."""
-    tree = unflatten(list(range(spec.num_leaves)), spec)
-    found = [pytree.keystr(path) for path, _ in flatten_with_path(tree)]
-    return [
-        name[2:-2] if name.startswith("['") and name.endswith("']") else name.lstrip(".") for name in found
-    ]
+def _names(spec: pytree.TreeSpec, prefix: str = "") -> list[str]:
+    """A name for each result: ``"loss"``, ``"[0]"``, ``"past_key_values[3]"``."""
+    if spec.is_leaf():
+        return [prefix]
+    children, keys = spec.children(), spec.context
+    if not isinstance(keys, list) or len(keys) != len(children):
+        paths = [f"{prefix}[{index}]" for index in range(len(children))]
+    else:
+        paths = [f"{prefix}.{key}" if prefix else str(key) for key in keys]
+    return [name for child, path in zip(children, paths, strict=True) for name in _names(child, path)]
 
 
 _OF_FORWARD = ("nn_module_stack", "stack_trace")  # what backward nodes have of the forward pass's

@@ -108,6 +108,24 @@ def partitioned(machine: Any, model: nn.Module, **options: Any) -> Any:
     return graphplan.partition(model, machine.max_memory, strict=True, **given)
 
 
+def test_a_model_that_returns_its_caches_beside_the_loss() -> None:
+    """As models of transformers do, unless ``use_cache=False``."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 60}
+    model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)).train()
+    ids = torch.randint(0, 60, (2, 8))
+    inputs = {"input_ids": ids, "labels": ids}
+    eager = copy.deepcopy(model)
+    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+        placed = graphplan.partition(model, machine.max_memory, kwargs=inputs, train=True, optimizer=ADAMW)
+        assert placed(**inputs).past_key_values.get_seq_length() == 8
+        for each in (placed, eager):
+            step_of(each, inputs)
+        assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
+
+
 def test_gradients_accumulate_and_scale_as_in_eager() -> None:
     eager, own = stack(), stack()
     with graphplan.simulate({0: ROOMY}) as machine, short_search():
