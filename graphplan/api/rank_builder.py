@@ -105,6 +105,7 @@ class RankBuilder:
             self.placed,
             signature,
             self.prepare,
+            training=self.model.training,
             everywhere=self.everywhere,
             traffic=self.traffic,
         )
