@@ -17,7 +17,7 @@ _WORKER = Path(__file__).with_name("cluster_worker.py")
 class Ranks:
     """The processes of one case of ``cluster_worker.py``; they end with the block."""
 
-    def __init__(self, count: int, *arguments: str, seconds: float = 200) -> None:
+    def __init__(self, count: int, *arguments: str, seconds: float = 400) -> None:
         self.deadline = time.monotonic() + seconds
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
