@@ -8,6 +8,7 @@ from typing import Self
 from graphplan.analysis.plan import Plan
 from graphplan.ir.cluster_plan_data import ClusterPlanData
 from graphplan.report.cluster_perfetto import to_cluster_trace
+from graphplan.report.cluster_svg import to_cluster_svg
 from graphplan.report.cluster_text import cluster_summary
 
 
@@ -47,3 +48,11 @@ class ClusterPlan(ClusterPlanData[Plan]):
     def save_trace(self, path: str | Path) -> None:
         """Write the estimated batch for Perfetto or ``chrome://tracing``: lanes for each machine."""
         Path(path).write_text(to_cluster_trace(self), encoding="utf-8")
+
+    def save_svg(self, path: str | Path, *, title: str = "Plan") -> None:
+        """Write the estimated batch as a picture: a lane for each machine, its microbatches and waits."""
+        Path(path).write_text(to_cluster_svg(self, title), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the picture of :meth:`save_svg`."""
+        return to_cluster_svg(self)

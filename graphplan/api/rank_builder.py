@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from graphplan._compat.torch import group_of
 from graphplan.analysis.cluster_plan import ClusterPlan
@@ -42,7 +41,6 @@ from graphplan.runtime.distributed.stage_runner import StageProgram, StageRunner
 
 logger = logging.getLogger("graphplan")
 
-_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _AHEAD = (1.0, 0.25)  # as for a model on one machine: see Compiler.plan
 
 
@@ -105,6 +103,7 @@ class RankBuilder:
             self.placed,
             signature,
             self.prepare,
+            training=self.model.training,
             everywhere=self.everywhere,
             traffic=self.traffic,
         )
@@ -241,7 +240,7 @@ class RankBuilder:
         self, key: tuple[int, bool], wires: Wires, rebuild: Callable[[Mapping[str, Any]], Any], loss: Loss
     ) -> StageRunner | None:
         """What runs this rank's stage forward and backward, if it has one."""
-        known, schedule = self.cuts[key], _SCHEDULES[self.plan.schedule]
+        known, schedule = self.cuts[key], self.plan.schedule
         if known.source is None or not self.options.grad:
             return None
         program = self._program(known.source, wires)

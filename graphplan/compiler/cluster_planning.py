@@ -27,7 +27,7 @@ from graphplan.passes.pipeline.boundaries import Boundaries
 from graphplan.passes.pipeline.estimates import Estimates, Flight, operation_seconds
 from graphplan.passes.pipeline.params import PARAMS
 from graphplan.passes.pipeline.stage_bound import PROOF, bound_stages
-from graphplan.passes.pipeline.stage_dp import Segments, StageDP
+from graphplan.passes.pipeline.stage_dp import Segments, StageDP, states_of
 from graphplan.passes.pipeline.structural_hash import renamed, structure_of
 from graphplan.passes.placement.certificate import Bound
 from graphplan.warnings import warn
@@ -109,7 +109,7 @@ class _Search:
         best: list[tuple[int, int, int]] | None = None
         least = math.inf
         for _ in range(PARAMS.rounds):
-            found = self._stages(self.estimates)
+            found = self._stages(self.estimates, self.cluster.counted)
             if found is None:
                 break
             stages = list(zip(found.classes, found.cuts, found.cuts[1:], strict=False))
@@ -128,19 +128,19 @@ class _Search:
 
     def _estimates(self, cluster: Cluster) -> Estimates:
         boundaries, classes = self.boundaries, cluster.classes
-        states = math.prod(len(members) + 1 for members in classes) * len(classes)
-        most = int(min(PARAMS.cuts, math.sqrt(PARAMS.cells / states)))
+        steps = len(states_of([len(members) for members in classes])) * len(classes)
+        most = max(int(math.sqrt(PARAMS.cells / steps)), 2 * len(cluster.machines) + 2)
         every = [s for machine in cluster.machines for s in machine.devices if s.computes]
         seconds = operation_seconds(boundaries.graph, every)
         progress = np.concatenate([[0.0], seconds.cumsum()]) / max(float(seconds.sum()), 1e-30)
-        cuts = boundaries.candidates(max(most, 4), progress)
+        cuts = boundaries.candidates(min(most, PARAMS.cuts), progress)
         machines = [cluster.machines[members[0]] for members in classes]
         return Estimates(boundaries, cuts, machines, cluster.network, cluster.flight)
 
-    def _stages(self, estimates: Estimates) -> Segments | None:
+    def _stages(self, estimates: Estimates, microbatches: int) -> Segments | None:
         counts = [len(members) for members in self.cluster.classes]
         fits = estimates.fits if self.cluster.flight.grad else None
-        return StageDP(estimates.costs(), counts, fits).solve(self.cluster.counted)
+        return StageDP(estimates.costs(), counts, fits).solve(microbatches)
 
     # -- stages placed -----------------------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class _Search:
         for _ in range(PARAMS.growths):
             factor *= PARAMS.growth
             grown = replace(cluster, machines=tuple(one.scaled(factor) for one in cluster.machines))
-            if self._stages(self._estimates(grown)) is not None:
+            if self._stages(self._estimates(grown), 1) is not None:
                 budgets = [{s.key: s.memory for s in one.devices} for one in grown.machines]
                 return InfeasibleError(f"{said}. By estimate these budgets would do: machines={budgets}")
         return InfeasibleError(said)

@@ -11,6 +11,7 @@ class PipelineParams:
 
     Attributes:
         cuts: candidate positions, at most; those that few bytes cross, spread over the work.
+        states: of the dynamic program; where there are more, machines are used in the order given.
         cells: states of the dynamic program times stretches, at most: with many classes of machines there are
             fewer candidates.
         limits: limits on the slowest stage that are tried.
@@ -22,6 +23,7 @@ class PipelineParams:
     """
 
     cuts: int = 400
+    states: int = 5_000
     cells: int = 60_000_000
     limits: int = 24
     tolerance: float = 1e-4

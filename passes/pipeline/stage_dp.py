@@ -11,6 +11,7 @@ A state is how many machines of each class the stages after a cut use: equal mac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -59,6 +60,22 @@ class Segments:
         return self.total + (microbatches - 1) * self.slowest
 
 
+def states_of(counts: Sequence[int]) -> list[State]:
+    """How many machines of each class are used, in an order in which one more comes later.
+
+    Where there are too many, machines are used in the order in which they were given, from the last.
+    """
+    if math.prod(n + 1 for n in counts) <= PARAMS.states:
+        return sorted(product(*(range(n + 1) for n in counts)), key=sum)
+    used = [0] * len(counts)
+    found: list[State] = [tuple(used)]
+    for c in reversed(range(len(counts))):
+        for _ in range(counts[c]):
+            used[c] += 1
+            found.append(tuple(used))
+    return found
+
+
 @dataclass(slots=True)
 class StageDP:
     """Finds stages.
@@ -76,7 +93,7 @@ class StageDP:
     _states: list[State] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._states = sorted(product(*(range(n + 1) for n in self.counts)), key=sum)
+        self._states = states_of(self.counts)
 
     def evenest(self) -> Segments | None:
         """The stages of the least load of the busiest machine: what very many microbatches ask for."""

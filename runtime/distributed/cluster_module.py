@@ -7,7 +7,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ Results = Sequence[torch.Tensor]
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 """Of what the model returns for a microbatch, and its part of the target."""
 _MOST = 256  # forms of calls that are remembered
+_SIMPLE = (bool, int, float, str, type(None), torch.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class ClusterModule(nn.Module):
         signature: inspect.Signature,
         prepare: Callable[[BoundCall, Form], ClusterCall],
         *,
+        training: bool,
         everywhere: bool,
         traffic: Counter[str],
     ) -> None:
@@ -90,7 +92,21 @@ class ClusterModule(nn.Module):
         self.traffic = traffic
         self._generate: Callable[..., Any] | None = None
         self._calls: dict[Form, ClusterCall] = {}
-        self.eval()
+        self._trainers: dict[tuple[Form, Loss], StageRunner | None] = {}
+        self.training = training
+
+    def train(self, mode: bool = True) -> Self:
+        """Nothing: the graph is of the mode in which the model was traced.
+
+        Raises:
+            InputError: another mode is asked for.
+        """
+        if mode != self.training:
+            here, asked = (f".{'train' if one else 'eval'}()" for one in (self.training, mode))
+            raise InputError(
+                f"this model was traced after {here}: call {asked} before partition for the other"
+            )
+        return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on its own arguments, on all ranks at once.
@@ -152,7 +168,9 @@ class ClusterModule(nn.Module):
         if form not in self._calls:
             self._calls[form] = self._prepare(parts[0], form)
         known = self._calls[form]
-        trainer = known.trainer(loss)
+        if (form, loss) not in self._trainers:
+            self._trainers = {(form, loss): known.trainer(loss)}  # one: each has buffers of its own
+        trainer = self._trainers[form, loss]
         if trainer is None:
             if self.stage is None:
                 return None
@@ -218,8 +236,10 @@ def _empty(wire: Wire, count: int) -> torch.Tensor:
 
 def _described(call: BoundCall) -> tuple[Any, ...]:
     """Names, sizes, and what is no tensor."""
-    leaves = [
-        (str(leaf.dtype), tuple(leaf.shape)) if isinstance(leaf, torch.Tensor) else repr(leaf)
-        for leaf in call.leaves
-    ]
-    return (*leaf_names(call), *leaves)
+
+    def described(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return str(leaf.dtype), tuple(leaf.shape)
+        return repr(leaf) if isinstance(leaf, _SIMPLE) else type(leaf).__name__  # others may show addresses
+
+    return (*leaf_names(call), *map(described, call.leaves))

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from graphplan.errors import ClusterError, first_line
+from graphplan.ir.cluster_plan_data import PipelineSchedule
 from graphplan.runtime.module.dispatch import serve
 
 _HOST = torch.device("cpu")  # where tensors of the network are
@@ -119,7 +119,7 @@ class StageRunner:
         traffic: to which the bytes that this rank sends are added, by name of the value.
         group: of the ranks that have stages; None for all.
         loss: of a result and a target, for training; None for inference.
-        schedule: a schedule class of ``torch.distributed.pipelining``.
+        schedule: of a training step; microbatches that only go forward have one order.
     """
 
     def __init__(
@@ -128,9 +128,11 @@ class StageRunner:
         microbatches: int,
         traffic: Counter[str],
         group: dist.ProcessGroup | None = None,
-        schedule: type = ScheduleGPipe,
+        schedule: PipelineSchedule = "gpipe",
         loss: Any = None,
     ) -> None:
+        from torch.distributed import pipelining  # some builds of torch lack it
+
         self.program, self.microbatches = program, microbatches
         self.index = list(program.ranks).index(dist.get_rank())
         self.step = _Step(program, traffic)
@@ -139,14 +141,15 @@ class StageRunner:
         grad = loss is not None
         arriving = (number, *(wire.like(grad=grad) for wire in program.received))
         leaving = (*(() if last else (number,)), *(wire.like(grad=grad) for wire in program.sent))
-        self.stage = PipelineStage(
+        self.stage = pipelining.PipelineStage(
             self.step, self.index, len(program.ranks), _HOST, arriving, leaving, group=group
         )
         self.stage.stage_index_to_group_rank = {
             index: rank if group is None else dist.get_group_rank(group, rank)
             for index, rank in enumerate(program.ranks)
         }
-        self.schedule = schedule(self.stage, microbatches, **({"loss_fn": loss} if grad else {}))
+        kind: Any = pipelining.ScheduleGPipe if schedule == "gpipe" else pipelining.Schedule1F1B
+        self.schedule = kind(self.stage, microbatches, **({"loss_fn": loss} if grad else {}))
 
     def run(self, own: Sequence[Mapping[str, Any]], form: int) -> list[tuple[torch.Tensor, ...]]:
         """Run a batch forward.

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -98,6 +99,20 @@ def test_the_trace_has_a_group_of_lanes_for_each_machine(tmp_path: Path) -> None
     assert {event["pid"] for event in events} == {1, 2, 3}
     received = [event for event in events if event.get("cat") == "receive"]
     assert sum(sum(event["args"].values()) for event in received) == 4 * plan.network_bytes
+
+
+def test_the_picture_has_a_lane_for_each_machine(tmp_path: Path) -> None:
+    plan = planned([{"cpu": "1GiB"}] * 3, microbatches=4, objective="throughput")
+    plan.save_svg(tmp_path / "plan.svg", title="a < b")
+    root = ElementTree.parse(tmp_path / "plan.svg").getroot()
+    texts = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert [text for text in texts if text and text.startswith("machine ")] == [
+        f"machine {i}" for i in range(3)
+    ]
+    assert "a < b" in texts
+    hints = [node.text or "" for node in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert sum("computes" in hint for hint in hints) == 3 * 4
+    assert sum("computes" not in hint for hint in hints) == 2 * 4
 
 
 def test_a_bound_above_the_plan_is_an_error() -> None:

@@ -17,7 +17,7 @@ _WORKER = Path(__file__).with_name("cluster_worker.py")
 class Ranks:
     """The processes of one case of ``cluster_worker.py``; they end with the block."""
 
-    def __init__(self, count: int, *arguments: str, seconds: float = 200) -> None:
+    def __init__(self, count: int, *arguments: str, seconds: float = 400) -> None:
         self.deadline = time.monotonic() + seconds
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -63,18 +63,3 @@ class Ranks:
 def said(output: str) -> list[str]:
     """The lines that a rank printed by ``say``, without its number."""
     return [line.partition("] ")[2] for line in output.splitlines() if re.match(r"\[\d\] ", line)]
-
-
-def torchrun(count: int, *arguments: str, options: Sequence[str] = (), seconds: float = 200) -> str:
-    """What a case prints under torchrun, which ends its processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-    done = subprocess.run(
-        [*command, *options, str(_WORKER), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
-    return done.stdout

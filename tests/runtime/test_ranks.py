@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from ranks import Ranks, said, torchrun
+from ranks import Ranks, said
 
 # at every change each of these on two ranks or on three; all 32 on both under -m slow
 TWO = ("Llama", "Gemma3", "Mixtral", "Bert", "ModernBert", "T5", "ResNet", "CLIP")
@@ -134,8 +134,3 @@ def test_a_process_grows_by_its_own_stage(tmp_path: Path) -> None:
     for _, weights, _, grown in lines:
         assert int(weights) > 400_000_000
         assert int(grown) < 1.1 * int(weights) + (32 << 20)
-
-
-def test_torchrun_starts_again_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    output = torchrun(2, "restart", str(tmp_path), options=["--max-restarts=1"])
-    assert output.count("after 1 restart: equal True") == 2, output[-2000:]

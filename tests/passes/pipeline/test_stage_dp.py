@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from graphplan.passes.pipeline.stage_bound import bound_prefix
-from graphplan.passes.pipeline.stage_dp import StageCosts, StageDP
+from graphplan.passes.pipeline.stage_dp import StageCosts, StageDP, states_of
 
 
 def random_costs(rng: np.random.Generator, size: int, classes: int) -> StageCosts:
@@ -101,3 +101,15 @@ def test_the_bound_is_below_every_pipeline(seed: int) -> None:
         assert bound.seconds(microbatches) <= best * (1 + 1e-9)
     if math.isfinite(least[8]):
         assert bound.seconds(8) >= 0.5 * least[8]  # it says something
+
+
+def test_with_many_kinds_of_machines_they_are_used_in_order() -> None:
+    counts = [1] * 30
+    states = states_of(counts)
+    assert len(states) == 31
+    assert states[1] == (*[0] * 29, 1)
+    flat = np.where(np.tri(40, dtype=bool), np.inf, np.arange(40)[None, :] - np.arange(40)[:, None] + 0.0)
+    found = StageDP(StageCosts([flat] * 30, [flat] * 30), counts).solve(100)
+    assert found is not None
+    assert list(found.classes) == sorted(found.classes)
+    assert found.slowest == 2.0
