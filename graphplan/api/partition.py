@@ -169,6 +169,8 @@ def partition(
             check=check,
             warm=warm,
             train=train,
+            optimizer=optimizer,
+            train_outputs=train_outputs,
         )
         asked = Machines(machines, microbatches, schedule, objective, network, devices, links, reserve)
         rules = Constraints(offload=offload, cpu_compute=cpu_compute)

@@ -204,6 +204,8 @@ def plan(
             calls=calls,
             weights=weights,
             train=train,
+            optimizer=optimizer,
+            train_outputs=train_outputs,
         )
         asked = Machines(machines, microbatches, schedule, objective, network, devices, links, reserve)
         rules = Constraints(offload=offload, cpu_compute=cpu_compute)
