@@ -251,10 +251,12 @@ def test_a_call_of_few_weights_leaves_room_for_one_of_large_activations() -> Non
         assert bound <= total(solutions, counts) * (1 + 1e-9)
 
 
-SLOW_SEEDS = [pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 3, 4, 5, 6, 7, 11, 16, 28, 48)]
+SLOW_SEEDS = [
+    pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1, 3, 4, 5, 6, 7, 11, 16, 28, 48, 49)
+]
 
 
-@pytest.mark.parametrize("seed", [0, 2, 49, *SLOW_SEEDS])
+@pytest.mark.parametrize("seed", [2, *SLOW_SEEDS])
 def test_no_other_homes_are_better(seed: int) -> None:
     """Against every assignment of weights to devices, each call placed at its best over them."""
     draw = random.Random(seed)

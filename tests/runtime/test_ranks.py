@@ -49,6 +49,7 @@ def test_architectures_on_two_ranks() -> None:
     check_equal(2, TWO, "architectures", *TWO)
 
 
+@pytest.mark.slow
 def test_architectures_on_three_ranks() -> None:
     check_equal(3, THREE, "architectures", *THREE)
 

@@ -37,7 +37,9 @@ def found_wrong(parameters: Parameters, block: int, size: int, effort: Effort) -
     return wrong
 
 
-@pytest.mark.parametrize("block", range(12))
+@pytest.mark.parametrize(
+    "block", [*range(5), *(pytest.param(n, marks=pytest.mark.slow) for n in range(5, 12))]
+)
 def test_tiny_problems(block: int) -> None:
     wrong = found_wrong(TINY, block, TINY_BLOCK, Effort(placements=1000, restricted=1))
     assert not wrong, "\n".join(wrong)
