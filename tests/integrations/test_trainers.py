@@ -1,0 +1,93 @@
+"""Training with the libraries that people train with: the Trainer of transformers, PEFT."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from shortcuts import short_search
+from torch import nn
+from training_steps import ROOMY, gap, gradients_of, needed, step_of
+
+import graphplan
+
+ADAMW = torch.optim.AdamW
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 60}
+    config = transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def rows(count: int, length: int = 8) -> list[dict[str, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 60, (count, length), generator=draw)
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def batch_of(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([one[name] for one in examples]) for name in examples[0]}
+
+
+def losses(model: nn.Module, folder: Path) -> list[float]:
+    """Of 20 steps of the Trainer."""
+    arguments = transformers.TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=2,
+        max_steps=20,
+        logging_steps=1,
+        learning_rate=1e-3,
+        use_cpu=True,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        seed=0,
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows(40), data_collator=batch_of)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_the_trainer_has_the_losses_of_eager(tmp_path: Path) -> None:
+    inputs = batch_of(rows(2))
+    expected = losses(llama(), tmp_path)
+    assert len(expected) == 20
+    with short_search():
+        size = needed(llama(), inputs, optimizer=ADAMW)
+        with graphplan.simulate({0: int(0.7 * size)}) as machine:
+            budgets = {**machine.max_memory, "cpu": ROOMY}
+            placed = graphplan.partition(llama(), budgets, kwargs=inputs, train=True, optimizer=ADAMW)
+            assert losses(placed, tmp_path) == pytest.approx(expected, rel=1e-4)
+            assert machine.peak_bytes(0) <= budgets[0]
+
+
+def test_an_adapter_trains_on_a_base_that_is_streamed() -> None:
+    peft: Any = pytest.importorskip("peft")
+
+    def adapted() -> nn.Module:
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model: nn.Module = peft.get_peft_model(llama(), config).train()
+        return model
+
+    inputs = batch_of(rows(2))
+    eager = adapted()
+    with short_search():
+        size = needed(copy.deepcopy(eager), inputs, optimizer=ADAMW)
+        with graphplan.simulate({0: size // 2}) as machine:
+            budgets = {**machine.max_memory, "cpu": ROOMY}
+            placed = graphplan.partition(adapted(), budgets, kwargs=inputs, train=True, optimizer=ADAMW)
+            assert placed.plan.streamed_bytes
+            for model in (placed, eager):
+                step_of(model, inputs)
+            found = gradients_of(placed)
+            assert gap(found, gradients_of(eager)) < 1e-5
+            assert {name for name, gradient in found.items() if gradient is not None} == {
+                name for name in found if "lora" in name
+            }
