@@ -63,6 +63,13 @@ def export_tracer() -> type:
     return found
 
 
+def gradient_hooks(parameter: torch.Tensor) -> tuple[list[Any], list[Any]]:
+    """What ``register_hook`` and ``register_post_accumulate_grad_hook`` have added to a parameter."""
+    before = private(parameter, "_backward_hooks", "torch", _TESTED)
+    after = private(parameter, "_post_accumulate_grad_hooks", "torch", _TESTED)
+    return list((before or {}).values()), list((after or {}).values())
+
+
 def read_functions() -> None:
     """Let ``torch.compile`` make its tables of torch's functions, if it has not yet.
 

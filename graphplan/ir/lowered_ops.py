@@ -29,6 +29,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
+from graphplan._compat.torch import gradient_hooks
+
 
 class Loaded(Protocol):
     """A segment whose copy has been enqueued."""
@@ -106,13 +108,18 @@ def keep_on_cpu(value: torch.Tensor) -> torch.Tensor:
 
 
 def add_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor, owned: bool) -> None:
-    """Add a gradient to that of its parameter, on the parameter's device, as autograd does.
+    """Add a gradient to that of its parameter, on the parameter's device, as autograd does, hooks included.
 
     Args:
         parameter: ``grad`` is changed in place, or set.
         gradient: of its shape.
         owned: whether nothing else has or will have its memory, so that it need not be copied.
     """
+    before, after = gradient_hooks(parameter)
+    for hook in before:
+        changed = hook(gradient)
+        if changed is not None:
+            gradient, owned = changed, False
     held = parameter.grad
     if held is not None:
         held.add_(gradient)
@@ -120,6 +127,8 @@ def add_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor, owned: b
         parameter.grad = gradient
     else:
         parameter.grad = torch.empty_like(parameter).copy_(gradient)
+    for hook in after:
+        hook(parameter)
 
 
 def to_device(value: Any, device: torch.device | str) -> Any:

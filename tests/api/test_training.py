@@ -137,6 +137,45 @@ def test_gradients_accumulate_and_scale_as_in_eager() -> None:
         assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
 
 
+def test_a_gradient_scaler_and_clipping_over_two_devices() -> None:
+    eager, own = stack(), stack()
+    with graphplan.simulate({0: ROOMY, 1: ROOMY}) as machine, short_search():
+        placed = graphplan.partition(
+            own, machine.max_memory, kwargs=batch(), train=True, optimizer=ADAMW, pin={"head": 1, "embed": 0}
+        )
+        assert len({p.device for p in placed.parameters()}) == 2
+        for model in (placed, eager):
+            optimizer, scaler = ADAMW(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu")
+            for seed in range(3):
+                torch.manual_seed(seed)
+                scaler.scale(model(**batch())["loss"]).backward()
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        weights = [{n: p.detach().cpu() for n, p in model.named_parameters()} for model in (placed, eager)]
+        assert gap(*weights) < 1e-5
+
+
+def test_hooks_of_parameters_see_gradients_as_in_eager() -> None:
+    eager, own = stack(), stack()
+    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+        placed = partitioned(machine, own)
+        seen: dict[str, list[float]] = {"placed": [], "eager": []}
+        for what, model in (("placed", placed), ("eager", eager)):
+            weight = model.head.weight
+            weight.register_hook(lambda gradient: 2 * gradient)
+            weight.register_post_accumulate_grad_hook(
+                lambda p, found=seen[what]: found.append(float(p.grad.norm()))
+            )
+            for _ in range(2):
+                step_of(model, batch())
+        assert seen["placed"] == pytest.approx(seen["eager"])
+        assert len(seen["placed"]) == 2
+        assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
+
+
 def test_custom_loss_of_results_outside_of_the_model() -> None:
     eager, own, inputs = stack(), stack(), {"ids": batch()["ids"]}
     with graphplan.simulate({0: ROOMY}) as machine, short_search():
