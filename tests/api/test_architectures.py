@@ -23,6 +23,8 @@ SAMPLE = (
     "Bert", "Albert", "DebertaV2", "FNet", "ModernBert", "T5", "Bart", "Marian", "ViT", "Swin", "Segformer",
     "ConvNext", "ResNet", "MobileNetV2", "Hiera", "Whisper", "Wav2Vec2", "AST", "CLIP", "Siglip",
 )  # fmt: skip
+# whose kinds of operations others of the sample have too
+LIKE_OTHERS = {"GPTNeoX", "Bloom", "Albert", "Marian", "Bart", "Siglip", "AST", "ConvNext", "Qwen2Moe", "OPT"}
 CONFIGURATIONS = tuple((ratio, accelerators) for ratio in RATIOS for accelerators in (1, 2))
 
 
@@ -54,7 +56,10 @@ def run_in(architecture: Architecture, configurations: Sequence[tuple[float, int
         check(architecture, ratio, accelerators, model, inputs, expected)
 
 
-@pytest.mark.parametrize(("turn", "stem"), tuple(enumerate(SAMPLE)))
+@pytest.mark.parametrize(
+    ("turn", "stem"),
+    [pytest.param(*each, marks=[pytest.mark.slow] * (each[1] in LIKE_OTHERS)) for each in enumerate(SAMPLE)],
+)
 def test_sample(turn: int, stem: str) -> None:
     """Each architecture in one of the configurations, the next in the next."""
     (architecture,) = [a for a in TABLE if a.stem == stem]

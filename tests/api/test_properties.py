@@ -18,7 +18,7 @@ from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.problem import Problem
 
 SLOW = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+QUICK = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 steps = st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 20)), min_size=1, max_size=10)
 shares = st.sampled_from(

@@ -17,6 +17,7 @@ SAMPLE = (
     "Llama", "GPT2", "Mixtral", "Gemma3", "OPT", "Bert", "T5", "Whisper", "ViT", "ResNet", "CLIP", "Bloom",
     "GPTNeoX",
 )  # fmt: skip
+QUICK = {"Llama", "Mixtral", "Bert", "ResNet", "convnet", "unet", "gru", "tied", "detach"}
 # random choices of which layers run, or what is masked, decide what they compute in train mode
 UNTRACED = ("M2M100", "Wav2Vec2", "Hubert")
 # a single layer's weights or activations are most of the step, so that two devices of 0.65 do not hold it
@@ -28,6 +29,10 @@ def budgets_of(size: int, configuration: int) -> dict[Any, int]:
     shares = ({0: 0.5}, {0: 0.7}, {0: 0.65, 1: 0.65})[configuration]
     budgets: dict[Any, int] = {key: int(share * size) for key, share in shares.items()}
     return budgets if len(shares) > 1 else {**budgets, "cpu": ROOMY}
+
+
+def slow(values: tuple[Any, ...], is_slow: bool) -> Any:
+    return pytest.param(*values, marks=[pytest.mark.slow] if is_slow else [])
 
 
 def check(name: str, model: nn.Module, inputs: dict[str, Any], configurations: tuple[int, ...]) -> None:
@@ -47,7 +52,7 @@ def check_architecture(architecture: Architecture, configurations: tuple[int, ..
     check(architecture.stem, model.train(), inputs, configurations)
 
 
-@pytest.mark.parametrize(("turn", "stem"), tuple(enumerate(SAMPLE)))
+@pytest.mark.parametrize(("turn", "stem"), [slow(each, each[1] not in QUICK) for each in enumerate(SAMPLE)])
 def test_sample(turn: int, stem: str) -> None:
     (architecture,) = [a for a in TABLE if a.stem == stem]
     check_architecture(architecture, (turn % 3,))
@@ -61,7 +66,7 @@ def test_architecture(architecture: Architecture) -> None:
     check_architecture(architecture, (0, 1, 2))
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", [slow((name,), name not in QUICK) for name in PLAIN])
 def test_plain_module(name: str) -> None:
     torch.manual_seed(0)
     make, inputs = PLAIN[name]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ranks import Ranks, said
 
-# at every change each of these on two ranks or on three; all 32 on both under -m slow
+# at every change the first of these on two ranks; all 32 on two and on three under -m slow
 TWO = ("Llama", "Gemma3", "Mixtral", "Bert", "ModernBert", "T5", "ResNet", "CLIP")
 THREE = ("GPT2", "Qwen2Moe", "Mamba", "DebertaV2", "Bart", "Swin", "Segformer", "Whisper")
 REST = (
