@@ -64,7 +64,7 @@ class Annotator:
         if self._as_it_is is None:
             usual = next((kind for kind in self.device_types if kind != CPU), CPU)
             self._as_it_is = self._read(None, {}, usual)
-            if usual != CPU and CPU in self.device_types and self.capture.method != "symbolic_trace":
+            if usual != CPU and CPU in self.device_types and self.interpreter.differs:
                 self._as_it_is = with_least_costs(self._as_it_is, self._read(None, {}, CPU))
         return self._as_it_is
 

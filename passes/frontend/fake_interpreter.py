@@ -73,6 +73,15 @@ class Interpreter:
         self.env[node] = effect.value
         return effect
 
+    @property
+    def differs(self) -> bool:
+        """Whether some operation so far returns other strides, or copies, on one type of device only."""
+        return any(
+            (effect.value, effect.results) != (first.value, first.results)
+            for first, *others in map(list, map(dict.values, self.memo.values()))
+            for effect in others
+        )
+
     def _measure(self, node: fx.Node, leaves: Sequence[Any], spec: pytree.TreeSpec) -> dict[str, Effect]:
         """For each type of device, what it showed; one entry where that does not depend on the device."""
         if not any(isinstance(leaf, TensorMeta) for leaf in leaves) and not _makes_tensor(node):
