@@ -34,7 +34,7 @@ from graphplan.passes.pipeline.boundaries import Boundaries
 from graphplan.passes.pipeline.cut_capture import results_of
 from graphplan.passes.pipeline.stage_positions import stage_positions
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
-from graphplan.runtime.distributed.agreement import on_all, require_same
+from graphplan.runtime.distributed.agreement import on_all, require_same, tell_all
 from graphplan.runtime.distributed.cluster_module import ClusterCall, ClusterModule, Form, Loss
 from graphplan.runtime.distributed.sent_weights import ranks_without_data, send_weights
 from graphplan.runtime.distributed.stage_runner import StageProgram, StageRunner, make_ready
@@ -96,7 +96,7 @@ class RankBuilder:
             topology = with_buffers(self.cluster.machines[rank], stage.buffer_bytes)
             self.placed = on_all("placing the stages", lambda: self._place(stage, cut, topology))
         else:
-            on_all("placing the stages", lambda: None)
+            tell_all("placing the stages", None)
         signature = self.model_copy.signature
         made = ClusterModule(
             self.plan,
@@ -181,16 +181,13 @@ class RankBuilder:
 
     def _annotated(self, micro: BoundCall, form: Form, ahead: float) -> Annotator:
         """The call, traced; only where that is new, ranks tell each other."""
-
-        def trace() -> Annotator:
-            return self.annotated(micro, ahead)
-
         try:
-            found = trace()
-        except Exception:  # whatever it is, all ranks are to hear of it
-            return on_all("tracing the model", trace)
+            found = self.annotated(micro, ahead)
+        except Exception as error:  # whatever it is, all ranks are to hear of it
+            tell_all("tracing the model", error)
+            raise
         if (id(found), form.caches_stay) not in self.cuts:
-            on_all("tracing the model", lambda: None)
+            tell_all("tracing the model", None)
             require_same({"the inputs of this call": repr(form)})
         return found
 

@@ -89,19 +89,27 @@ def on_all(what: str, action: Callable[[], Made]) -> Made:
         InfeasibleError: it failed there for want of memory.
         Exception: what this rank itself raised, unchanged.
     """
-    failed: Exception | None = None
     try:
         made = action()
     except Exception as error:  # whatever it is, the others must hear of it
-        failed = error
+        tell_all(what, error)
+        raise
+    tell_all(what, None)
+    return made
+
+
+def tell_all(what: str, failed: Exception | None) -> None:
+    """Tell all ranks whether this one failed, and hear of them; raise where another did.
+
+    Raises:
+        ClusterError: another rank failed, and this one did not.
+        InfeasibleError: it failed for want of memory.
+    """
     said = gather_texts("" if failed is None else first_line(failed, 2000), what)
-    if failed is not None:
-        raise failed
     wrong = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
-    if wrong:
+    if wrong and failed is None:
         kind = InfeasibleError if ": InfeasibleError:" in wrong[0] else ClusterError
         raise kind(f"{what} failed on {wrong[0]}")
-    return made
 
 
 def _no_answer(what: str, error: Exception) -> GraphplanError:

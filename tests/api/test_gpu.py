@@ -420,3 +420,39 @@ def test_a_first_call_in_inference_mode_is_right() -> None:
         assert largest_difference(placed(x), model(x)) < 1e-4
     placed(x).sum().backward()
     assert all(parameter.grad is not None for parameter in placed.parameters())
+
+
+class Loss(Blocks):
+    """Blocks with a loss, in layers that the planner can compute again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
+
+
+@pytest.mark.parametrize("share", [1.1, 0.7])
+def test_a_training_step_within_the_budget(share: float) -> None:
+    model, x = Loss(4).train(), torch.randn(1024, 2048)
+    options: dict[str, Any] = {"train": True, "optimizer": torch.optim.SGD}
+    step = graphplan.plan(model, {0: "64GiB"}, (x,), **options)
+    budgets = {0: int(share * step.peak_bytes[0]) + 24 * MIB, "cpu": 64 << 30}
+    expected = gradients_after_step(copy.deepcopy(model), x)
+    made: dict[str, torch.Tensor] = {}
+    placed: Any = None
+
+    def work() -> None:
+        nonlocal placed
+        placed = graphplan.partition(model, budgets, (x,), **options)
+        made.update(gradients_after_step(placed, x))
+
+    _, peak = measured(0, work)
+    assert peak <= placed.plan.peak_bytes[0] <= budgets[0]
+    assert made.keys() == expected.keys()
+    for name, gradient in made.items():
+        assert largest_difference(gradient.cpu(), expected[name]) < 1e-3, name
+
+
+def gradients_after_step(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model(x).backward()
+    optimizer.step()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
