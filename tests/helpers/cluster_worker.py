@@ -1,9 +1,13 @@
-"""What each process of torchrun runs in the tests of several machines: the case that is named."""
+"""What each process of torchrun runs in the tests of several machines: the cases that are named, in turn.
+
+python tests/helpers/cluster_worker.py CASE [ARGUMENT ...] [-- CASE [ARGUMENT ...]] ...
+"""
 
 from __future__ import annotations
 
 import datetime
 import inspect
+import itertools
 import os
 import signal
 import sys
@@ -291,11 +295,14 @@ CASES: dict[str, Callable[..., None]] = {
 
 def main() -> None:
     torch.set_num_threads(1)
-    seconds = 15 if sys.argv[1] == "fault" else SECONDS
+    cases = [list(part) for named, part in itertools.groupby(sys.argv[1:], "--".__ne__) if named]
+    seconds = 15 if cases[0][0] == "fault" else SECONDS
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
-    torch.manual_seed(0)
-    CASES[sys.argv[1]](*sys.argv[2:])
-    dist.barrier()
+    for name, *arguments in cases:
+        say(f"-- {name}")
+        torch.manual_seed(0)
+        CASES[name](*arguments)
+        dist.barrier()
     dist.destroy_process_group()
 
 

@@ -62,4 +62,11 @@ class Ranks:
 
 def said(output: str) -> list[str]:
     """The lines that a rank printed by ``say``, without its number."""
-    return [line.partition("] ")[2] for line in output.splitlines() if re.match(r"\[\d\] ", line)]
+    lines = [line.partition("] ")[2] for line in output.splitlines() if re.match(r"\[\d\] ", line)]
+    return [line for line in lines if not line.startswith("-- ")]
+
+
+def said_by_case(output: str) -> dict[str, str]:
+    """Case -> its part of what a rank printed."""
+    parts = re.split(r"^\[\d\] -- (\w+)$", output, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))

@@ -1,0 +1,256 @@
+"""Stages of two processes, measured: our cuts beside even numbers of layers and even bytes of parameters.
+
+python benchmarks/stages.py [--rounds 15] [--microbatches 8]
+
+Two processes on this machine, each held to one core and one thread, run five models whose layers are unequal.
+All three cuts run on the same engine, with the same schedule: the planner is given one cut where there would
+be many. Layers are those that a pipeline would be cut into by hand; a cut by parameters is before the layer
+that passes half of their bytes. The three take turns, and ratios are of the least seconds of the slowest
+process, since other work on the machine only adds to them.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import argparse
+import datetime
+import functools
+import itertools
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from report import parser_of, table, write
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, SegformerConfig, SegformerForSemanticSegmentation
+
+import graphplan
+from graphplan.passes.pipeline.boundaries import Boundaries
+
+RANKS = 2
+WARM = 2  # rounds that are not counted
+LOOPBACK = graphplan.Link(1.5e9, 100e-6)  # what gloo reaches between two processes of one machine, about
+CUTS = ("ours", "even layers", "even parameters")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model and how a person would cut it.
+
+    Attributes:
+        module: in eval mode.
+        inputs: one batch.
+        layers: paths of the modules that run one after another; each may be cut off before.
+    """
+
+    module: nn.Module
+    inputs: Mapping[str, Any]
+    layers: Sequence[str]
+
+
+def funnel() -> Model:
+    """Linear layers that get narrower."""
+    widths = (2048, 1536, 1024, 768, 512, 384, 256, 192, 128)
+    parts = [nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in itertools.pairwise(widths)]
+    return Model(
+        nn.Sequential(*parts), {"input": torch.randn(1024, 2048)}, [str(i) for i in range(len(parts))]
+    )
+
+
+def pyramid() -> Model:
+    """Convolutions: early layers take the time, late ones have the weights."""
+    widths = (3, 32, 64, 128, 256, 512)
+    parts = [
+        nn.Sequential(
+            nn.Conv2d(a, b, 3, padding=1, stride=2), nn.ReLU(), nn.Conv2d(b, b, 3, padding=1), nn.ReLU()
+        )
+        for a, b in itertools.pairwise(widths)
+    ]
+    return Model(
+        nn.Sequential(*parts), {"input": torch.randn(16, 3, 128, 128)}, [str(i) for i in range(len(parts))]
+    )
+
+
+def large_head() -> Model:
+    """A Llama of small layers with a large vocabulary."""
+    config = LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+    )
+    layers = ["model.embed_tokens", *(f"model.layers.{i}" for i in range(8)), "lm_head"]
+    inputs = {"input_ids": torch.randint(0, 32_000, (16, 32)), "use_cache": False}
+    return Model(LlamaForCausalLM(config), inputs, layers)
+
+
+def segformer() -> Model:
+    """Stages of a vision transformer of falling resolution, and a decoder."""
+    config = SegformerConfig(depths=[2, 2, 2, 2], hidden_sizes=[16, 32, 80, 128], decoder_hidden_size=128)
+    layers = [*(f"segformer.stages.{s}.blocks.{i}" for s in range(4) for i in range(2)), "decode_head"]
+    return Model(
+        SegformerForSemanticSegmentation(config), {"pixel_values": torch.randn(8, 3, 128, 128)}, layers
+    )
+
+
+class Hourglass(nn.Module):
+    """A U-Net of one dimension: what goes up is joined with what came down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (16, 32, 64, 128)
+        pairs = list(itertools.pairwise(widths))
+        self.down = nn.ModuleList(nn.Conv1d(a, b, 5, padding=2, stride=2) for a, b in pairs)
+        self.up = nn.ModuleList(
+            nn.ConvTranspose1d(2 * b, a, 4, padding=1, stride=2) for a, b in reversed(pairs)
+        )
+        self.head = nn.Sequential(*(nn.Conv1d(16, 16, 9, padding=4) for _ in range(6)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = []
+        for layer in self.down:
+            x = torch.relu(layer(x))
+            kept.append(x)
+        for layer in self.up:
+            x = torch.relu(layer(torch.cat([x, kept.pop()], 1)))
+        found: torch.Tensor = self.head(x)
+        return found
+
+
+def hourglass() -> Model:
+    layers = [f"{part}.{i}" for part, count in (("down", 3), ("up", 3), ("head", 6)) for i in range(count)]
+    return Model(Hourglass(), {"x": torch.randn(32, 16, 2048)}, layers)
+
+
+MODELS: tuple[Callable[[], Model], ...] = (funnel, pyramid, large_head, segformer, hourglass)
+
+
+def layer_of_cut(model: Model, kind: str) -> int:
+    """The layer before which a rule cuts."""
+    if kind == "even layers":
+        return len(model.layers) // 2
+    nbytes = [sum(p.nbytes for p in model.module.get_submodule(name).parameters()) for name in model.layers]
+    before = np.cumsum(nbytes) - nbytes
+    return max(1, int(np.argmin(np.abs(before - sum(nbytes) / 2))))
+
+
+def only_before(model: Model, layer: int, boundaries: Boundaries, *_: object) -> np.ndarray[Any, Any]:
+    """The cut before a layer, or the nearest that there is, and both ends."""
+    later = tuple(f"{name}." for name in model.layers[layer:])
+    paths = [f"{operation.module_path}." for operation in boundaries.graph.operations.values()]
+    position = next(at for at, path in enumerate(paths) if path.startswith(later))
+    inner = boundaries.allowed[1:-1]
+    nearest = inner[int(np.argmin(np.abs(inner - position)))]
+    return np.array([boundaries.allowed[0], nearest, boundaries.allowed[-1]])
+
+
+def placed_by(model: Model, kind: str, microbatches: int, speeds: Any) -> nn.Module:
+    """The model over all ranks, cut by a rule."""
+    partition = functools.partial(
+        graphplan.partition,
+        model.module.eval(),
+        machines=[{"cpu": "2GiB"}] * RANKS,
+        kwargs=model.inputs,
+        microbatches=microbatches,
+        objective="throughput",
+        network=LOOPBACK,
+        devices=speeds,
+    )
+    if kind == "ours":
+        found: nn.Module = partition()
+        return found
+    rule = functools.partial(only_before, model, layer_of_cut(model, kind))
+    with patch.object(Boundaries, "candidates", lambda own, *rest: rule(own, *rest)):
+        return partition()  # type: ignore[no-any-return]
+
+
+def seconds_of(call: Callable[[], Any]) -> float:
+    """Of the slowest process."""
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    spent = torch.tensor(time.perf_counter() - start)
+    dist.all_reduce(spent, dist.ReduceOp.MAX)
+    return float(spent)
+
+
+def measure(rank: int, port: int, arguments: argparse.Namespace, speeds: Any, rows: Any) -> None:
+    """What one process does; the first keeps the rows."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        f"tcp://127.0.0.1:{port}",
+        timeout=datetime.timedelta(seconds=300),
+        rank=rank,
+        world_size=RANKS,
+    )
+    for make in MODELS:
+        torch.manual_seed(0)
+        model = make()
+        placed = {kind: placed_by(model, kind, arguments.microbatches, speeds) for kind in CUTS}
+        least = dict.fromkeys(CUTS, float("inf"))
+        for turn in range(arguments.rounds + WARM):
+            for kind, module in placed.items():
+                spent = seconds_of(functools.partial(module, **model.inputs))
+                least[kind] = min(least[kind], spent) if turn >= WARM else least[kind]
+        if rank == 0:
+            plans: dict[str, Any] = {kind: module.plan for kind, module in placed.items()}
+            rows.append(
+                {
+                    "model": make.__name__.replace("_", " "),
+                    "seconds": least,
+                    "estimated": {kind: plan.makespan for kind, plan in plans.items()},
+                    "operations": {
+                        kind: [len(s.plan.graph.operations) for s in plan.stages]
+                        for kind, plan in plans.items()
+                    },
+                }
+            )
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--microbatches", type=int, default=8)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    speeds = graphplan.measure_devices({"cpu": "4GiB"})
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with mp.Manager() as manager:
+        rows = manager.list()
+        mp.spawn(measure, (port, arguments, speeds, rows), nprocs=RANKS)
+        found = list(rows)
+    lines = []
+    for row in found:
+        ours = row["seconds"]["ours"]
+        row["ratios"] = {kind: row["seconds"][kind] / ours for kind in CUTS[1:]}
+        lines.append(
+            [row["model"], f"{1e3 * ours:.1f}", *(f"{ratio:.2f}" for ratio in row["ratios"].values())]
+        )
+    print(table(["model", "ours (ms)", *(f"{kind} / ours" for kind in CUTS[1:])], lines))
+    print(
+        write("stages", {"rounds": arguments.rounds, "microbatches": arguments.microbatches, "rows": found})
+    )
+
+
+if __name__ == "__main__":
+    main()
