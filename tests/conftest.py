@@ -2,9 +2,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
+from shortcuts import short_search
+
+SEARCH_LITTLE = {"api", "capture", "cli", "integrations", "report", "runtime"}
 
 
 def pytest_collection_finish() -> None:
@@ -17,3 +22,12 @@ def _seed() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     gc.collect()  # simulated memory is freed with the last tensor
+
+
+@pytest.fixture(autouse=True)
+def _little_search(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What is placed runs alike however long the planner searched: most quick tests wait for little of it."""
+    folder = request.node.path.relative_to(Path(__file__).parent).parts[0]
+    full = any(request.node.get_closest_marker(name) for name in ("full_search", "gpu", "slow"))
+    with nullcontext() if full or folder not in SEARCH_LITTLE else short_search():
+        yield

@@ -35,7 +35,7 @@ def calls(name: str) -> tuple[Any, list[dict[str, Any]]]:
     ("name", "flags"),
     [
         ("aimv2", {}),
-        ("paligemma", {}),
+        pytest.param("paligemma", {}, marks=pytest.mark.slow),
         pytest.param("paligemma", {"use_cache": False}, marks=pytest.mark.slow),
     ],
 )

@@ -24,7 +24,8 @@ def agrees(model: Any, placed: Any, inputs: dict[str, Any]) -> bool:
     return largest_difference(placed(**copy.deepcopy(inputs)), expected) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["glm4v_vision", pytest.param("glm_ocr_vision", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["glm4v_vision", "glm_ocr_vision"])
 def test_images_of_several_sizes_are_kept_apart(name: str) -> None:
     # the exporter takes all images to be of one size, and has no norm of glm_ocr's queries and keys
     made = build(name)

@@ -15,6 +15,7 @@ from training_steps import ROOMY, gap, gradients_of, needed, step_of
 
 import graphplan
 
+pytestmark = pytest.mark.slow
 ADAMW = torch.optim.AdamW
 
 

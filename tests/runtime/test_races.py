@@ -24,7 +24,7 @@ from graphplan.passes.schedule.transfers import build_schedule
 from graphplan.runtime.weights.weight_streams import ModuleStreams
 
 QUICK = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-SLOW = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+SLOW = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 TOPOLOGY = read_max_memory({0: 1 << 30, 1: 1 << 30, "cpu": 1 << 30})
 
 
