@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from graphplan.devices.max_memory import read_max_memory
-from graphplan.devices.topology import DeviceKey, DeviceSpec, Link, Topology, is_figure
+from graphplan.devices.topology import DeviceKey, DeviceSpec, Efficiency, Link, Topology, is_figure
 from graphplan.errors import DeviceError, GraphplanError, PlanError
-from graphplan.versioned_json import Format
+from graphplan.versioned_json import Format, decode
 
 _FORMAT = Format("graphplan.measurements", 1, "measurements")
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """The speed of one device; None keeps the datasheet value or default.
+    """The speed of one device; None, and no efficiency, keep the datasheet value or default.
 
     Each field is one of :class:`~graphplan.devices.topology.DeviceSpec` too.
 
@@ -32,17 +32,19 @@ class Speed:
         flops: FLOP/s that a large matrix product reaches.
         bandwidth: bytes/s of the device's own memory, reads and writes together.
         overhead: seconds that the smallest operation takes.
+        efficiency: type of operation (``"conv2d"``) -> :class:`Efficiency`, what it reaches of both.
     """
 
     flops: float | None = None
     bandwidth: float | None = None
     overhead: float | None = None
+    efficiency: Mapping[str, Efficiency] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if value is not None and not is_figure(value, may_be_zero=item.name == "overhead"):
-                raise DeviceError(f"Speed({item.name}={value!r}): write a positive number, or None")
+        for name in ("flops", "bandwidth", "overhead"):
+            value = getattr(self, name)
+            if value is not None and not is_figure(value, may_be_zero=name == "overhead"):
+                raise DeviceError(f"Speed({name}={value!r}): write a positive number, or None")
 
     @classmethod
     def of(cls, spec: DeviceSpec) -> Speed:
@@ -51,7 +53,8 @@ class Speed:
 
     def applied(self, spec: DeviceSpec) -> DeviceSpec:
         """The device with the figures that are not None."""
-        return replace(spec, **{name: value for name, value in asdict(self).items() if value is not None})
+        known = {item.name: getattr(self, item.name) for item in fields(self)}
+        return replace(spec, **{name: value for name, value in known.items() if value not in (None, {})})
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,7 @@ class Measurements:
         data = _FORMAT.parse(text)
         try:
             return cls(
-                {key: Speed(**speed) for key, speed in data["speeds"]},
+                {key: decode(Speed, speed) for key, speed in data["speeds"]},
                 {(a, b): Link(**link) for a, b, link in data["links"]},
                 dict(map(tuple, data["notes"])),
                 dict(map(tuple, data["dtypes"])),
@@ -110,6 +113,7 @@ class Measurements:
                 "" if speed.flops is None else f"{speed.flops / 1e12:.3g} TFLOP/s",
                 "" if speed.bandwidth is None else f"{speed.bandwidth / 1e9:.3g} GB/s",
                 "" if speed.overhead is None else f"{speed.overhead * 1e6:.3g} µs an operation",
+                f"{len(speed.efficiency)} types of operation" if speed.efficiency else "",
             ]
             dtype = f" ({self.dtypes[key]})" if key in self.dtypes else ""
             lines.append(f"{key}: {', '.join(part for part in parts if part)}{dtype}")

@@ -40,6 +40,25 @@ def _type_of(device: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Efficiency:
+    """What one type of operation reaches on a device, as shares of the device's own figures.
+
+    Above 1 where a device's figure is not the limit: memory that stays in caches, say.
+
+    Attributes:
+        flops: of the device's FLOP/s, where arithmetic takes longer than memory.
+        bandwidth: of its bytes/s, where memory does.
+    """
+
+    flops: float = 1.0
+    bandwidth: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (is_figure(self.flops) and is_figure(self.bandwidth)):
+            raise DeviceError(f"{self}: write positive numbers")
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceSpec:
     """What the planner knows of one device.
 
@@ -53,6 +72,7 @@ class DeviceSpec:
         reserve: bytes of ``memory`` that the plan leaves free.
         taken: bytes of ``memory`` that CUDA and PyTorch take beside the plan: the workspace of cuBLAS, and
             what is not free.
+        efficiency: type of operation (``"conv2d"``) -> what it reaches, where that is known.
     """
 
     key: DeviceKey
@@ -63,6 +83,7 @@ class DeviceSpec:
     overhead: float
     reserve: int = 0
     taken: int = 0
+    efficiency: Mapping[str, Efficiency] = field(default_factory=dict, hash=False)
 
     @property
     def withheld(self) -> int:

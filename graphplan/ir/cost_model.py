@@ -1,7 +1,8 @@
 """Seconds for an operation on a device and for a value over a link.
 
 An operation takes the longer of its arithmetic and its memory traffic (the roofline model: Williams,
-Waterman, Patterson, CACM 2009), plus the device's overhead; one that only makes views takes none.
+Waterman, Patterson, CACM 2009), plus the device's overhead; one that only makes views takes none. Where it is
+known what a type of operation reaches of both figures, that counts.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ def all_seconds(operations: Iterable[Operation], device: DeviceSpec) -> list[flo
     """Estimated seconds of each operation, in order."""
     if not device.computes:
         return [float("inf") for _ in operations]
-    flops, bandwidth, overhead = device.flops, device.bandwidth, device.overhead
-    return [
-        overhead + max(operation.flops / flops, operation.bytes_accessed / bandwidth)
-        if (operation.flops or operation.bytes_accessed) and not operation.host_only
-        else 0.0
-        for operation in operations
-    ]
+    return [_seconds(operation, device) for operation in operations]
+
+
+def _seconds(operation: Operation, device: DeviceSpec) -> float:
+    if operation.host_only or not (operation.flops or operation.bytes_accessed):
+        return 0.0
+    arithmetic, memory = operation.flops / device.flops, operation.bytes_accessed / device.bandwidth
+    reached = device.efficiency.get(operation.type) if device.efficiency else None
+    if reached is not None:
+        arithmetic, memory = arithmetic / reached.flops, memory / reached.bandwidth
+    return device.overhead + max(arithmetic, memory)
 
 
 def move_seconds(move: Move | Load, topology: Topology) -> float:

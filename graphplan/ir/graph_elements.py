@@ -128,6 +128,11 @@ class Operation:
     repeats: str = ""
     offloads: bool = False
 
+    @property
+    def type(self) -> str:
+        """``target`` without its overload and whether it writes in place: ``"add"`` of ``"add_.Tensor"``."""
+        return self.target.partition(".")[0].rstrip("_")
+
     def workspace_on(self, device_type: str) -> int:
         """Workspace on a device of this type; the largest known where unmeasured."""
         if device_type in self.workspace:

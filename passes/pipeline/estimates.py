@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from graphplan.devices.speeds import Speed
 from graphplan.devices.topology import CPU, DeviceSpec, Link, Topology
 from graphplan.ir.cluster_plan_data import PipelineSchedule
 from graphplan.ir.cost_model import all_seconds
@@ -231,5 +232,5 @@ class Estimates:
 def operation_seconds(graph: Graph, devices: Sequence[DeviceSpec]) -> Floats:
     """(operations,) seconds of each operation on the fastest of these devices."""
     operations = graph.operations.values()
-    speeds = {(spec.flops, spec.bandwidth, spec.overhead): spec for spec in devices}
+    speeds = {repr(Speed.of(spec)): spec for spec in devices}
     return np.asarray(np.min([all_seconds(operations, spec) for spec in speeds.values()], axis=0))

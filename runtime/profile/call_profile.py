@@ -8,9 +8,10 @@ host's clock. Marks take time of their own: where operations are short, the forw
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,8 @@ import torch
 from torch import fx
 
 from graphplan.devices.machine import current_machine
-from graphplan.devices.topology import DeviceKey
+from graphplan.devices.speeds import Measurements, Speed
+from graphplan.devices.topology import SIMULATED, DeviceKey
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import Load, Move, Wait
 from graphplan.ir.timeline import Event, Measured, Timeline
@@ -27,9 +29,11 @@ from graphplan.report.model_explorer import save_model_explorer
 from graphplan.report.perfetto import to_trace
 from graphplan.report.svg import to_svg
 from graphplan.report.text import size_text, table_lines, time_text
+from graphplan.runtime.profile.efficiency import Sample, efficiencies
 from graphplan.runtime.simulate.simulated_machine import SimulatedMachine
 
 Kind = Literal["run", "move", "load", "wait"]
+_IDLE = 10  # times that marks around nothing are measured
 _NO_WAIT = 5e-6  # seconds that passing a copy which is there already may take
 
 
@@ -59,6 +63,27 @@ class Profile:
     def peak_bytes(self) -> Mapping[DeviceKey, int]:
         """Device key -> the most bytes that were allocated; the CPU is not measured."""
         return self.measured.peak_bytes
+
+    @property
+    def measurements(self) -> Measurements:
+        """What types of operation reached of the plan's figures, for ``devices=`` of a plan.
+
+        Simulated devices are left out: their speed says nothing.
+        """
+        graph, topology = self.plan.graph, self.plan.topology
+        samples: dict[DeviceKey, list[Sample]] = {}
+        for event in self.timeline.events:
+            operation = graph.operations.get(event.name) if event.kind == "run" else None
+            if operation is not None and topology[event.device].type != SIMULATED:
+                cost = operation.flops, operation.bytes_accessed, event.end - event.start
+                samples.setdefault(event.device, []).append(Sample(operation.type, *cost))
+        speeds = {}
+        for key, found in samples.items():
+            spec = topology[key]
+            overhead = spec.overhead + self.measured.mark_seconds.get(key, 0.0)
+            reached = efficiencies(found, replace(spec, overhead=overhead))
+            speeds[key] = replace(Speed.of(spec), efficiency={**spec.efficiency, **reached})
+        return Measurements(speeds, topology.links)
 
     def summary(self) -> str:
         """A table: measured and estimated seconds and peaks of each device."""
@@ -137,12 +162,25 @@ class Recorder(fx.Interpreter):
         if isinstance(machine, SimulatedMachine):
             machine.reset_peaks()
         self.began = time.perf_counter()
+        idle = {key: self._idle(device) for key, device in self.plan.devices.items()}
+        self.began = time.perf_counter()
         results: Sequence[Any] = self.run(*tensors)
         for device in devices:
             torch.cuda.synchronize(device)
         ended = time.perf_counter()
-        self.measured = Measured(self._timeline(ended), self._peaks(machine))
+        marks = {key: min(end() - start() for start, end in pairs) for key, pairs in idle.items()}
+        self.measured = Measured(self._timeline(ended), self._peaks(machine), marks)
         return results
+
+    def _idle(self, device: torch.device) -> list[tuple[Mark, Mark]]:
+        """Marks around a node that does nothing."""
+        node = fx.Graph().call_function(operator.pos, (1.0,))
+        found = []
+        for _ in range(_IDLE):
+            start = self._mark(device)
+            super().run_node(node)
+            found.append((start, self._mark(device)))
+        return found
 
     def run_node(self, n: fx.Node) -> Any:
         step = n.meta.get("move") or n.meta.get("stream")

@@ -1,14 +1,14 @@
-"""Measure this machine: FLOP/s, memory bandwidth, overhead of an operation, and every link.
+"""Measure this machine: FLOP/s, memory bandwidth, overhead and types of operations, and every link.
 
-Each figure is the median of several repetitions after a warm-up, with the accelerator's queue drained
+Each figure is the quickest of several repetitions after a warm-up, with the accelerator's queue drained
 before and after. Sizes grow until one repetition takes long enough to be timed.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import permutations
 
@@ -18,8 +18,10 @@ from tqdm.auto import tqdm
 from graphplan.devices.machine import suspended
 from graphplan.devices.max_memory import MaxMemory, read_max_memory, require_present
 from graphplan.devices.speeds import Measurements, Speed
-from graphplan.devices.topology import CPU, SIMULATED, DeviceKey, DeviceSpec, Link, Topology
+from graphplan.devices.topology import CPU, SIMULATED, DeviceKey, DeviceSpec, Efficiency, Link, Topology
 from graphplan.errors import InputError
+from graphplan.runtime.profile.efficiency import Sample, efficiencies
+from graphplan.runtime.profile.operation_benchmark import MOST_BYTES, operation_cases
 from graphplan.warnings import warn
 
 _LONG_ENOUGH = 0.02  # seconds of one repetition, far above the clock's and the queue's own
@@ -46,7 +48,7 @@ def measure_devices(
         max_memory: device keys, as in :func:`graphplan.plan`, with the bytes that may be taken. None:
             what is free here.
         dtype: of the matrix product. None: bfloat16 on accelerators, float32 on the CPU.
-        repetitions: of each measurement, of which the median counts.
+        repetitions: of each measurement, of which the quickest counts.
         progress: whether to show a bar when it takes over a second.
 
     Returns:
@@ -91,8 +93,8 @@ class _Bench:
         # a bar that waits a second before it shows
         with tqdm(total=total, desc="measuring devices", delay=1, disable=not self.progress) as bar:
             for spec in self.specs:
-                overhead = self._overhead(spec)
-                speeds[spec.key] = Speed(self._flops(spec), self._bandwidth(spec), overhead)
+                speed = Speed(self._flops(spec), self._bandwidth(spec), self._overhead(spec))
+                speeds[spec.key] = replace(speed, efficiency=self._efficiency(speed.applied(spec)))
                 bar.update()
             for source, destination in pairs:
                 links[source.key, destination.key] = self._link(source, destination)
@@ -131,6 +133,18 @@ class _Bench:
 
         return self._time(several, [spec]) / _SMALL_OPERATIONS
 
+    def _efficiency(self, spec: DeviceSpec) -> dict[str, Efficiency]:
+        """What types of operation reach, if the budget has room for them."""
+        if spec.room // _SHARE < MOST_BYTES:
+            self.notes[spec.key] = "types of operation were not measured: the budget is too small"
+            return {}
+        dtype = getattr(torch, self.dtypes[spec.key])
+        samples = (
+            Sample(case.type, case.flops, case.bytes_accessed, self._time(case.work, [spec]))
+            for case in operation_cases(spec.torch_device, dtype)
+        )
+        return efficiencies(samples, spec)
+
     # -- one link ---------------------------------------------------------------------------------
 
     def _link(self, source: DeviceSpec, destination: DeviceSpec) -> Link:
@@ -144,7 +158,7 @@ class _Bench:
     # -- the clock --------------------------------------------------------------------------------
 
     def _time(self, work: Callable[[], object], specs: Sequence[DeviceSpec]) -> float:
-        """Median seconds of ``work``, the queues drained before and after."""
+        """Least seconds of ``work``, queues drained before and after: what else runs only adds to them."""
         work()
         taken = []
         for _ in range(self.repetitions):
@@ -153,7 +167,7 @@ class _Bench:
             work()
             _drain(specs)
             taken.append(time.perf_counter() - start)
-        return max(statistics.median(taken), 1e-9)
+        return max(min(taken), 1e-9)
 
 
 def _drain(specs: Sequence[DeviceSpec]) -> None:

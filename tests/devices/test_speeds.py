@@ -113,9 +113,10 @@ def test_devices_that_cannot_be(devices: Any, message: str) -> None:
 
 
 def test_the_cpu_is_measured(tmp_path: Path) -> None:
-    measured = graphplan.measure_devices({"cpu": 64 * MIB}, repetitions=2, progress=False)
+    measured = graphplan.measure_devices({"cpu": 128 * MIB}, repetitions=2, progress=False)
     speed = measured.speeds["cpu"]
     assert None not in (speed.flops, speed.bandwidth, speed.overhead)
+    assert "conv2d" in speed.efficiency
     assert measured.dtypes == {"cpu": "float32"}
     assert not measured.notes
     measured.save_json(tmp_path / "speeds.json")
@@ -136,7 +137,9 @@ def test_simulated_devices_are_not_measured() -> None:
     with graphplan.simulate({0: "1MiB", "cpu": "4MiB"}, {(0, "cpu"): link}) as machine:
         with pytest.warns(UserWarning, match="device 0 is not measured: it is simulated"):
             measured = graphplan.measure_devices(repetitions=1, progress=False)
-        assert (set(measured.speeds), set(measured.notes)) == ({"cpu"}, {0})
+        assert set(measured.speeds) == {"cpu"}
+        assert "simulated" in measured.notes[0]
+        assert "the budget is too small" in measured.notes["cpu"]
         assert dict(measured.links) == {(0, "cpu"): link}
         assert machine.peak_bytes(0) == 0
         assert not machine.transfers

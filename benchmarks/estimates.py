@@ -1,0 +1,94 @@
+"""Estimated beside measured seconds of a forward pass on one device: ten models of different kinds.
+
+python benchmarks/estimates.py [--device cpu] [--rounds 12]
+
+The device is measured first. Each model is planned by these figures and called; the quickest call counts.
+It is planned a second time by what a profile of the first says of its types of operation. On the CPU one
+thread is used.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import transformers as hf
+from report import parser_of, table, write
+from torch import nn
+
+import graphplan
+
+
+def models() -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
+    """Name, model and inputs."""
+    image, ids = torch.randn(1, 3, 224, 224), torch.randint(0, 1000, (1, 128))
+    llama = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 8000}
+    yield "BERT", hf.BertModel(hf.BertConfig(num_hidden_layers=6)), {"input_ids": ids}
+    yield "ResNet-50", hf.ResNetModel(hf.ResNetConfig()), {"pixel_values": image}
+    yield "GPT-2, one token", hf.GPT2Model(hf.GPT2Config()), {"input_ids": ids[:, :1], "use_cache": False}
+    yield "ConvNeXt", hf.ConvNextModel(hf.ConvNextConfig()), {"pixel_values": image}
+    segformer = hf.SegformerForSemanticSegmentation(hf.SegformerConfig())
+    yield "Segformer", segformer, {"pixel_values": torch.randn(1, 3, 256, 256)}
+    yield "ViT", hf.ViTModel(hf.ViTConfig(num_hidden_layers=6)), {"pixel_values": image}
+    yield "Llama", hf.LlamaForCausalLM(hf.LlamaConfig(**llama)), {"input_ids": ids, "use_cache": False}
+    yield "Swin", hf.SwinModel(hf.SwinConfig()), {"pixel_values": image}
+    yield "MobileNetV2", hf.MobileNetV2Model(hf.MobileNetV2Config()), {"pixel_values": image}
+    tiny = nn.Sequential(*(nn.Linear(16, 16) for _ in range(100)))
+    yield "100 x Linear(16)", tiny, {"input": torch.randn(1, 16)}
+
+
+def quickest(call: Callable[[], Any], device: torch.device, rounds: int) -> float:
+    """Seconds of the quickest of some calls."""
+    found = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        call()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--device", default="cpu", help="a key of max_memory: cpu, 0, cuda:0")
+    parser.add_argument("--rounds", type=int, default=12)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    key = int(arguments.device) if arguments.device.isdigit() else arguments.device
+    measured = graphplan.measure_devices({key: "8GiB"})
+    rows = []
+    for name, model, inputs in models():
+        budgets, options = {key: "8GiB"}, {"kwargs": inputs, "return_outputs": False}
+        placed = graphplan.partition(model.eval(), budgets, devices=measured, **options)
+        placed(**inputs)
+        device = placed.plan.devices[key]
+        seconds = quickest(lambda: placed(**inputs), device, arguments.rounds)  # noqa: B023  # called here
+        profiled = placed.profile(**inputs).measurements
+        again = graphplan.plan(model, budgets, devices=profiled, **options)
+        rows.append(
+            {
+                "model": name,
+                "seconds": seconds,
+                "estimated / measured": placed.plan.makespan / seconds,
+                "by its profile / measured": again.makespan / seconds,
+            }
+        )
+    shown = [
+        [row["model"], f"{1e3 * row['seconds']:.2f}", *(f"{row[k]:.2f}" for k in list(row)[2:])]
+        for row in rows
+    ]
+    print(table(["model", "ms", *list(rows[0])[2:]], shown))
+    print(write("estimates", {"device": arguments.device, "measured": str(measured), "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""What types of operation reach of a device's figures: from samples, in costs, in plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from placements import CARD
+from torch import nn
+
+import graphplan
+from graphplan import Operation, Speed
+from graphplan.devices.topology import Efficiency
+from graphplan.ir.cost_model import operation_seconds
+from graphplan.ir.timeline import Event, Measured, Timeline
+from graphplan.runtime.profile.call_profile import Profile
+from graphplan.runtime.profile.efficiency import Sample, efficiencies
+from graphplan.runtime.profile.operation_benchmark import MOST_BYTES, operation_cases
+
+SLOW = Efficiency(flops=0.5, bandwidth=0.25)
+
+
+def test_samples_tell_of_arithmetic_and_of_memory_apart() -> None:
+    """On a card of 1 TFLOP/s and 100 GB/s, with 4 µs for each operation."""
+    samples = [
+        Sample("conv2d", 10**9, 10**6, 2e-3 + 4e-6),
+        Sample("conv2d", 10**6, 10**8, 4e-3 + 4e-6),
+        Sample("add", 0, 10**8, 1e-3 + 4e-6),
+        Sample("relu", 0, 10**4, 5e-6),
+        Sample("view", 0, 0, 5e-6),
+    ]
+    found = efficiencies(samples, CARD)
+    assert found.keys() == {"conv2d", "add"}
+    assert (found["conv2d"].flops, found["conv2d"].bandwidth) == pytest.approx((0.5, 0.25))
+    assert (found["add"].flops, found["add"].bandwidth) == pytest.approx((1.0, 1.0))
+
+
+def test_operations_cost_what_their_type_reaches() -> None:
+    spec = replace(CARD, efficiency={"add": SLOW})
+    for target in ("add.Tensor", "add_.Tensor", "add"):
+        arithmetic = Operation("a", target, flops=10**9, bytes_accessed=10**6)
+        memory = Operation("b", target, flops=10**6, bytes_accessed=10**8)
+        assert operation_seconds(arithmetic, spec) == pytest.approx(2e-3 + 4e-6)
+        assert operation_seconds(memory, spec) == pytest.approx(4e-3 + 4e-6)
+    other = Operation("c", "mul.Tensor", flops=10**9, bytes_accessed=10**6)
+    assert operation_seconds(other, spec) == operation_seconds(other, CARD)
+
+
+def test_an_efficiency_that_cannot_be_is_refused() -> None:
+    with pytest.raises(graphplan.DeviceError, match="positive"):
+        Efficiency(flops=0.0)
+
+
+def test_a_profile_says_what_the_next_plan_estimates() -> None:
+    """Linears that take five times their estimate do so in a plan by the profile's figures."""
+    model, x = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), torch.randn(256, 512)
+    plan = graphplan.plan(model, {"cpu": "1GiB"}, (x,))
+    spec, events, now = plan.topology["cpu"], list[Event](), 0.0
+    for name, operation in plan.graph.operations.items():
+        seconds = spec.overhead + 5 * (operation_seconds(operation, spec) - spec.overhead)
+        events.append(Event("run", name, "cpu", now, now + seconds))
+        now += seconds
+    profile = Profile(plan, Measured(Timeline(tuple(events), now), {}))
+    again = graphplan.plan(model, {"cpu": "1GiB"}, (x,), devices=profile.measurements)
+    assert again.makespan == pytest.approx(now)
+    assert graphplan.Plan.from_json(again.to_json()).topology["cpu"].efficiency.keys() == {"linear"}
+
+
+def test_simulated_devices_tell_nothing() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with graphplan.simulate({0: "1MiB", "cpu": "1MiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (torch.ones(2, 64),), pin={"0": "cpu"})
+        speeds = placed.profile(torch.ones(2, 64)).measurements.speeds
+    assert set(speeds) == {"cpu"}
+
+
+def test_cases_run_and_are_small() -> None:
+    cases = list(operation_cases(torch.device("cpu"), torch.float32))
+    types = {case.type for case in cases}
+    assert {"linear", "conv2d", "layer_norm", "scaled_dot_product_attention"} <= types
+    for case in cases:
+        assert case.bytes_accessed <= MOST_BYTES
+        assert case.work().isfinite().all()
+
+
+def test_speeds_keep_their_efficiencies_in_json() -> None:
+    measured = graphplan.Measurements({"cpu": Speed(1e12, 1e10, 1e-6, {"conv2d": SLOW})})
+    assert graphplan.Measurements.from_json(measured.to_json()) == measured
+    assert "1 types of operation" in str(measured)
