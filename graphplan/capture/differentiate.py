@@ -10,8 +10,8 @@ So what it saves are ordinary values, made before and read after::
                                    t_1 = t(expand)                        backward
                                    mm_1 = mm(t_1, x)                      backward, the gradient of w
 
-Nodes of the backward pass have ``backward`` in their ``meta``, and the module and the line of the operation
-whose gradient they compute: autograd gives both the same sequence number.
+Nodes of the backward pass have ``backward`` in their ``meta``, and the name (``forward``), the module and the
+line of the operation whose gradient they compute: autograd gives both the same sequence number.
 """
 
 from __future__ import annotations
@@ -158,6 +158,8 @@ class _Tracing:
     def _kernels(self) -> Iterator[None]:
         """A block in which operations are taken apart as the devices ask for."""
         with ExitStack() as stack:
+            # its LSTM leaves a result undefined, which no graph can hand to the backward pass
+            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
             if self.how.autocast is not None:
                 stack.enter_context(torch.autocast("cpu", self.how.autocast))
             if self.how.portable:
@@ -259,6 +261,7 @@ def _mark_backward(graph: fx.Graph, tangents: Sequence[fx.Node]) -> None:
         owner = last if summed else first.get(node.meta.get("seq_nr"), last)
         if owner is not None:
             node.meta.update({key: owner.meta[key] for key in _OF_FORWARD if key in owner.meta})
+            node.meta["forward"] = owner.name
             last = owner
 
 

@@ -1,13 +1,15 @@
 """Keep what a training step saves, compute it again, or move it to CPU memory: the fastest that fits.
 
-Segments are treated whole (:mod:`graphplan.passes.training.segments`), and shares of them, spread evenly, are
-tried by a quick search each. Where the accelerators hold the step as it is, nothing else is tried.
+Segments are treated whole (:mod:`graphplan.passes.training.segments`), the cheapest of them first
+(:mod:`graphplan.passes.training.knapsack`); how many is a bisection, in which a quick search places each
+step. Where the accelerators hold the step as it is, nothing else is tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from graphplan.compiler.compile_state import CompileState, Member
 from graphplan.compiler.slicing_choice import place_whole_or_sliced
@@ -15,20 +17,14 @@ from graphplan.errors import InfeasibleError
 from graphplan.passes.frontend.slicing import copied
 from graphplan.passes.placement.driver import probe
 from graphplan.passes.placement.evaluate import Evaluation
-from graphplan.passes.placement.problem import cpu_key
+from graphplan.passes.placement.problem import Problem, cpu_key
+from graphplan.passes.training.knapsack import Item, Savings, cheapest, items_of
 from graphplan.passes.training.offload import offload
 from graphplan.passes.training.recompute import recompute
-from graphplan.passes.training.segments import segments_of, spread
+from graphplan.passes.training.segments import segments_of
 
-_SHARES = (1.0, 0.75, 0.5, 0.25)  # of the segments
-
-
-@dataclass(frozen=True, slots=True)
-class Savings:
-    """What a step does to save less: paths of the segments that it computes again, and that it offloads."""
-
-    again: tuple[str, ...] = ()
-    offloaded: tuple[str, ...] = ()
+_STEPS = 3  # of the bisection
+_EACH_ALONE = "each operation where it takes least, whatever is saved"
 
 
 def place_step(state: CompileState) -> CompileState:
@@ -39,76 +35,132 @@ def place_step(state: CompileState) -> CompileState:
     """
     if len(state.members) > 1 or state.members[0].annotator.capture.step is None:
         return place_whole_or_sliced(state)
-    found = sorted(_probed(state), key=lambda one: one[0])
+    choice = _Choice(state)
     lacking: InfeasibleError | None = None
-    for _, member in found:
+    for member in choice.members():
         try:
-            placed = place_whole_or_sliced(replace(state, members=[member]))
-            return placed if member is state.members[0] else _bound_of_variant(placed)
+            return choice.with_bound(place_whole_or_sliced(replace(state, members=[member])))
         except InfeasibleError as error:  # the moves that a placement brings made operations take more
             lacking = lacking or error
-    if lacking is not None:
-        raise lacking
-    return _bound_of_variant(place_whole_or_sliced(replace(state, members=[_smallest(state)])))
+    assert lacking is not None
+    raise lacking
 
 
-def _bound_of_variant(state: CompileState) -> CompileState:
-    """The placement, whose bound holds for steps that recompute and offload the same, and says so."""
-    (choice,) = state.choices
-    proof = f"{choice.solution.proof}, of steps that save the same"
-    return replace(state, choices=[replace(choice, solution=replace(choice.solution, proof=proof))])
+@dataclass
+class _Choice:
+    """Of how much a step saves.
+
+    Attributes:
+        state: with the step as its only member.
+        found: share of what could be freed -> seconds that a quick search finds, and the step.
+    """
+
+    state: CompileState
+    found: dict[float, tuple[float, Member]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        (self.member,) = self.state.members
+        self.problem = self._posed(self.member)
+        options, topology = self.state.formulation.options, self.problem.topology
+        assert options.training is not None
+        self.recomputes = options.training.recompute
+        self.offloads = options.training.offload_activations and options.constraints.offload
+        self.offloads &= cpu_key(topology) is not None
+        self.offloads &= any(spec.is_accelerator for spec in topology.devices)
+
+    def members(self) -> list[Member]:
+        """Steps to place, those first that a quick search finds the fastest placements of."""
+        if self._fits_as_it_is():
+            return [self.member]
+        items = self._items()
+        if items:
+            self._bisect(items)
+        found = sorted((one for one in self.found.values() if math.isfinite(one[0])), key=lambda one: one[0])
+        if found:
+            return [member for _, member in found]
+        # the most that the caller allows to free, whose budgets an error is to name
+        paths = tuple(item.path for item in items)
+        savings = Savings(paths if self.recomputes else (), paths if self.offloads else ())
+        return [member_with(self.member, savings)]
+
+    def _items(self) -> list[Item]:
+        """What can save less, priced for the fastest accelerator."""
+        accelerators = [spec for spec in self.problem.topology.devices if spec.is_accelerator]
+        clock = self.problem.clock(max(accelerators or self.problem.topology.devices, key=lambda s: s.flops))
+        return items_of(
+            segments_of(self.member.annotator.capture),
+            self.problem.graph,
+            clock.__getitem__ if self.recomputes else None,
+            self._copy_seconds if self.offloads else None,
+        )
+
+    def _copy_seconds(self, nbytes: int) -> float:
+        """Of a value from the accelerator that is nearest to the CPU, and back."""
+        topology = self.problem.topology
+        cpu, keys = cpu_key(topology), [spec.key for spec in topology.devices if spec.is_accelerator]
+        assert cpu is not None
+        return min(
+            topology.link(k, cpu).seconds(nbytes) + topology.link(cpu, k).seconds(nbytes) for k in keys
+        )
+
+    def with_bound(self, state: CompileState) -> CompileState:
+        """The placement, with a bound that holds for steps that save less, too: all run these operations."""
+        (choice,) = state.choices
+        if not (self.recomputes or self.offloads):
+            return state
+        least = _least_seconds(self.problem)
+        if least >= choice.solution.lower_bound:
+            return state
+        solution = replace(choice.solution, lower_bound=least, proof=_EACH_ALONE)
+        return replace(state, choices=[replace(choice, solution=solution)])
+
+    def _fits_as_it_is(self) -> bool:
+        """Whether the accelerators hold the step: anything else takes longer."""
+        best = self._probe(self.problem)
+        self.found[0.0] = (math.inf if best is None else best.seconds), self.member
+        if best is None or best.schedule.prefetch_buffers:
+            return False
+        cpu = cpu_key(self.problem.topology)
+        return not any(run.device == cpu for run in best.schedule.runs())
+
+    def _bisect(self, items: Sequence[Item]) -> None:
+        """Try all, and then the middle between the best share and the better one beside it."""
+        self._try(items, 1.0)
+        for _ in range(_STEPS - 1):
+            shares = sorted(self.found)
+            best = min(shares, key=lambda share: self.found[share][0])
+            at = shares.index(best)
+            beside = min(
+                shares[max(0, at - 1) : at] + shares[at + 1 : at + 2], key=lambda one: self.found[one][0]
+            )
+            self._try(items, (best + beside) / 2)
+
+    def _try(self, items: Sequence[Item], share: float) -> None:
+        member = member_with(self.member, cheapest(items, share))
+        best = self._probe(self._posed(member))
+        self.found[share] = (math.inf if best is None else best.seconds), member
+
+    def _probe(self, problem: Problem) -> Evaluation | None:
+        return probe(problem, deadline=self.state.limits.deadline)
+
+    def _posed(self, member: Member) -> Problem:
+        return self.state.formulation.constrained(member.annotator, member.call)
 
 
-def _probed(state: CompileState) -> Iterator[tuple[float, Member]]:
-    """Seconds that a quick search finds, of each way that fits."""
-    (member,) = state.members
-    best = _probe(state, member)
-    if best is not None:
-        yield best.seconds, member
-        if not best.schedule.prefetch_buffers and not _computes_on_cpu(state, best):
-            return  # the accelerators hold it: anything else takes longer
-    for ways in _ways(state, member):
-        for savings in ways:
-            other = member_with(member, savings)
-            found = _probe(state, other)
-            if found is None:
-                break  # a smaller share saves less
-            yield found.seconds, other
-
-
-def _probe(state: CompileState, member: Member) -> Evaluation | None:
-    problem = state.formulation.constrained(member.annotator, member.call)
-    return probe(problem, deadline=state.limits.deadline)
-
-
-def _computes_on_cpu(state: CompileState, found: Evaluation) -> bool:
-    cpu = cpu_key(state.formulation.topology)
-    return any(run.device == cpu for run in found.schedule.runs())
-
-
-def _ways(state: CompileState, member: Member) -> Iterator[list[Savings]]:
-    """Savings to try, each list from the most to the least."""
-    training, topology = state.formulation.options.training, state.formulation.topology
-    assert training is not None
-    segments = segments_of(member.annotator.capture)
-    constraints = state.formulation.options.constraints
-    offloads = training.offload_activations and cpu_key(topology) is not None and constraints.offload
-    offloads &= any(spec.is_accelerator for spec in topology.devices)
-    shares = [tuple(one.path for one in spread(segments, share)) for share in _SHARES]
-    shares = [share for share in dict.fromkeys(shares) if share]
-    if training.recompute:
-        yield [Savings(again=share) for share in shares]
-    if offloads:
-        yield [Savings(offloaded=share) for share in shares]
-    if training.recompute and offloads and shares:  # what is read by those that are computed again
-        yield [Savings(again=shares[0], offloaded=shares[0])]
-
-
-def _smallest(state: CompileState) -> Member:
-    """The step with the most savings that the caller allows, whose budgets an error is to name."""
-    (member,) = state.members
-    ways = list(_ways(state, member))
-    return member_with(member, ways[-1][0]) if ways else member
+def _least_seconds(problem: Problem) -> float:
+    """The least time of each operation by itself, with the way of its results to the caller."""
+    graph, host = problem.graph, problem.host
+    computing = [spec for spec in problem.topology.devices if spec.computes]
+    returned = set(graph.outputs) if problem.returns_to_host else set()
+    least = 0.0
+    for name, operation in graph.operations.items():
+        sizes = [graph.values[n].copy_bytes for n in operation.outputs if n in returned]
+        least += min(
+            problem.clock(spec)[name]
+            + sum(problem.topology.link(spec.key, host).seconds(n) for n in sizes if spec.key != host)
+            for spec in computing
+        )
+    return least
 
 
 def member_with(member: Member, savings: Savings) -> Member:

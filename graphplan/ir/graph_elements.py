@@ -109,6 +109,8 @@ class Operation:
         source: the line of the model's code that called it (``"models/llama.py:263"``), from below the
             folder that it was imported from; empty where unknown.
         backward: whether it is of the backward pass of a training step: all others run first.
+        forward: the operation of the forward pass whose gradient it computes, or that it repeats; empty where
+            that is unknown, and in the forward pass.
         repeats: the operation of the forward pass that it computes again in the backward pass.
         offloads: whether it keeps a value in CPU memory from the forward to the backward pass.
     """
@@ -125,6 +127,7 @@ class Operation:
     host_only: bool = False
     source: str = ""
     backward: bool = False
+    forward: str = ""
     repeats: str = ""
     offloads: bool = False
 

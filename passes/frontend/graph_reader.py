@@ -178,6 +178,7 @@ class GraphReader:
                 host_only=not any(value.is_tensor for value in values) and not mutates,
                 source=source_line(node.meta.get("stack_trace") or ""),
                 backward=bool(node.meta.get("backward")),
+                forward=node.meta.get("forward", ""),
                 repeats=node.meta.get("repeats", ""),
                 offloads=node.target is keep_on_cpu,
             )

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from graphplan.devices.topology import DeviceKey, DeviceSpec
 from graphplan.ir.liveness import step_bytes, steps_together
 from graphplan.ir.schedule import Assignment
+from graphplan.passes.placement.folding import fold, folded_order, is_step
 from graphplan.passes.placement.params import SearchParams
 from graphplan.passes.placement.problem import Problem, cpu_key
 from graphplan.passes.placement.residence import follow, module_of, reside
@@ -36,11 +37,13 @@ class Arrays:
     Args:
         problem: what they are of.
         params: how a search over them is steered.
+        folded: whether operations are in the order of :mod:`graphplan.passes.placement.folding`.
 
     Attributes:
         keys: devices: those that compute come first, then the others, the host's last.
         specs: of the devices that compute.
         host: index of the caller's device.
+        running: (operations,) indices of operations in the order in which they run.
         compute: (devices that compute, operations) seconds, infinite where it may not run.
         latency: (devices, devices) seconds from row to column.
         per_byte: (devices, devices) seconds per byte.
@@ -58,8 +61,14 @@ class Arrays:
         shared: weights without a fixed home that several macro-operations read.
     """
 
-    def __init__(self, problem: Problem, params: SearchParams = SearchParams()) -> None:  # noqa: B008  # frozen
-        self.problem, self.graph, self.params = problem, problem.graph, params
+    def __init__(
+        self,
+        problem: Problem,
+        params: SearchParams = SearchParams(),  # noqa: B008  # frozen
+        *,
+        folded: bool = False,
+    ) -> None:
+        self.problem, self.graph, self.params, self.folded = problem, problem.graph, params, folded
         topology = problem.topology
         self.specs: list[DeviceSpec] = [spec for spec in topology.devices if spec.computes]
         self.keys: list[DeviceKey] = [spec.key for spec in self.specs]
@@ -69,10 +78,13 @@ class Arrays:
             self.keys.append(problem.host)
         self.number = {key: d for d, key in enumerate(self.keys)}
         self.host = self.number[problem.host]
-        self.operations = list(self.graph.operations.values())
+        order = folded_order(self.graph) if folded else list(self.graph.operations)
+        self.operations = [self.graph.operations[name] for name in order]
         self.count = len(self.operations)
         self.index = {operation.name: i for i, operation in enumerate(self.operations)}
-        self.compute = np.array([list(problem.clock(spec).values()) for spec in self.specs]).reshape(
+        self.running = np.array([self.index[name] for name in self.graph.operations], dtype=np.int64)
+        clocks = [problem.clock(spec) for spec in self.specs]
+        self.compute = np.array([[clock[name] for name in order] for clock in clocks]).reshape(
             self.computing, self.count
         )
         self._read_links()
@@ -86,6 +98,12 @@ class Arrays:
         free = [v for v in range(self.values, len(self.names)) if self.fixed[v] < 0]
         self.shared = [v for v in free if len(self.readers.get(v, ())) > 1]
         self.room = np.array([float(spec.room) for spec in self.specs])
+
+    @classmethod
+    def of_search(cls, problem: Problem, params: SearchParams) -> Arrays:
+        """Those that placements are searched on: of a training step, folded."""
+        folded = is_step(problem.graph)
+        return cls(fold(problem) if folded else problem, params, folded=folded)
 
     def _read_links(self) -> None:
         count, topology = len(self.keys), self.problem.topology
@@ -162,6 +180,13 @@ class Arrays:
         self.item, self.reader = table[:, 0], table[:, 1]
         table = np.array(looks, dtype=np.int64).reshape(-1, 2)
         self.looked_at, self.looking = table[:, 0], table[:, 1]  # by operations that only read sizes
+        table = np.array(self._gradients(), dtype=np.int64).reshape(-1, 2)
+        self.gradient, self.parameter = table[:, 0], table[:, 1]
+
+    def _gradients(self) -> list[tuple[int, int]]:
+        """Items that go, as soon as they are made, to where another resides."""
+        of = ((value.name, value.gradient_of) for value in self.tensors if value.gradient_of)
+        return [(self.item_of[name], self.item_of[parameter]) for name, parameter in of]
 
     def _add_write_backs(self) -> None:
         """What a forward pass changes of its inputs is copied back: a cost of the operation that does."""
@@ -204,14 +229,14 @@ class Arrays:
 
     @cached_property
     def crossing(self) -> Floats:
-        """(positions,) bytes of tensors that are made before and read after."""
-        last, inner = np.full(len(self.names), -1), self.reader < self.count
+        """(positions,) bytes of tensors that are made on one side and read on the other."""
+        last, inner = self.source.copy(), self.reader < self.count
+        first = self.source.copy()
         np.maximum.at(last, self.item[inner], self.reader[inner])
-        made = np.flatnonzero(
-            (self.source[: self.values] >= 0) & (last[: self.values] > self.source[: self.values])
-        )
+        np.minimum.at(first, self.item[inner], self.reader[inner])
+        made = np.flatnonzero((self.source[: self.values] >= 0) & (last > first)[: self.values])
         change = np.zeros(self.count + 2)
-        np.add.at(change, self.source[made] + 1, self.nbytes[made])
+        np.add.at(change, first[made] + 1, self.nbytes[made])
         np.add.at(change, last[made] + 1, -self.nbytes[made])
         return change.cumsum()[: self.count + 1]
 
@@ -232,7 +257,11 @@ class Arrays:
         where, home = np.append(devices, self.host), self.homes(devices, chosen)
         target, source = where[self.reader], home[self.item]
         moved = target != source
-        copies = np.unique(self.item[moved] * len(self.keys) + target[moved])
+        goes = home[self.parameter] != home[self.gradient]
+        copies = np.unique(
+            np.concatenate([self.item[moved], self.gradient[goes]]) * len(self.keys)
+            + np.concatenate([target[moved], home[self.parameter[goes]]])
+        )
         item, target = np.divmod(copies, len(self.keys))
         source = home[item]
         moves = self.latency[source, target] + self.nbytes[item] * self.per_byte[source, target]
@@ -325,24 +354,42 @@ class Arrays:
             found += self.resident(home, extra) - self.resident(home)
         return found
 
+    @cached_property
+    def _time(self) -> Ints:
+        """(operations + 1,) when each runs; of the end, when results return: after the forward pass."""
+        found = np.full(self.count + 1, self.count)
+        found[self.running] = np.arange(self.count)
+        backward = [i for i, operation in enumerate(self.operations) if operation.backward]
+        found[self.count] = found[backward].min(initial=self.count)
+        return found
+
+    @cached_property
+    def _timed_reads(self) -> tuple[Ints, Ints, Ints]:
+        """Items, readers and times of the reads, in order of time."""
+        order = np.argsort(self._time[self.reader], kind="stable")
+        return self.item[order], self.reader[order], self._time[self.reader[order]]
+
     def _read_peaks(self, devices: Ints, chosen: Ints | None) -> Floats:
         """The same without the weights that nobody reads."""
-        width, end = len(self.keys), self.count
+        width, end, time = len(self.keys), self.count, self._time
         where, home = np.append(devices, self.host), self.homes(devices, chosen)
-        target = where[self.reader]
-        moved = target != home[self.item]
-        instance = self.item * width + target
+        item, reader, when = self._timed_reads
+        target, returned = where[reader], reader == end
+        moved = target != home[item]
+        instance = item * width + target
         born, last = np.full(len(self.names) * width, -1), np.full(len(self.names) * width, -2)
-        born[instance[::-1]] = self.reader[::-1]  # a copy is made right before its first reader
-        last[instance] = self.reader
+        born[instance[::-1]] = when[::-1]  # a copy is made right before its first reader
+        last[instance] = when
+        last[instance[returned]] = end
         at_home = np.arange(len(self.names)) * width + home
-        born[at_home] = np.where(self.fixed >= 0, -1, self.source)
+        born[at_home] = np.where(self.fixed >= 0, -1, time[self.source])
         born[at_home[self.values :]] = -1  # weights are there all the time
-        np.maximum.at(last, self.looked_at * width + home[self.looked_at], self.looking)
-        np.maximum.at(last, self.item[moved] * width + home[self.item[moved]], born[instance[moved]])
+        np.maximum.at(last, self.looked_at * width + home[self.looked_at], time[self.looking])
+        leaves = born[instance] - returned  # results before anything else runs
+        np.maximum.at(last, item[moved] * width + home[item[moved]], leaves[moved])
         last[at_home[self.staying]] = end
-        for item, operation in self.written:
-            last[item * width + devices[operation]] = end
+        for written, operation in self.written:
+            last[written * width + devices[operation]] = end
         last = np.maximum(last, born)
         base, levels = self.views
         root = np.arange(len(last))
@@ -355,16 +402,35 @@ class Arrays:
         live = np.flatnonzero((root == np.arange(len(last))) & (born >= 0) & (nbytes > 0))
         live = live[live % width < self.computing]
         device = live % width
-        change = np.zeros((self.computing, end + 2))
-        np.add.at(change, (device, born[live]), nbytes[live])
-        np.add.at(change, (device, last[live] + 1), -nbytes[live])
-        live_bytes = change.cumsum(axis=1)[:, : end + 1]
-        acting = where[None, :] == np.arange(self.computing)[:, None]
+        made, freed = np.zeros((2, self.computing, end + 2))
+        np.add.at(made, (device, born[live]), nbytes[live])
+        np.add.at(freed, (device, last[live] + 1), nbytes[live])
+        live_bytes = (made - freed).cumsum(axis=1)[:, : end + 1]
+        acting = devices[self.running][None, :] == np.arange(self.computing)[:, None]
+        acting = np.concatenate([acting, np.zeros((self.computing, 1), dtype=bool)], axis=1)
+        if self.host < self.computing:
+            acting[self.host, time[end]] = True
         # a copy that is made is live from its move on, which is a step of the target's
-        found: Floats = np.where(acting, live_bytes + self.workspace, 0.0).max(axis=1)
+        busy = np.concatenate([self.workspace[:, self.running], self.workspace[:, end:]], axis=1)
+        found: Floats = np.where(acting, live_bytes + busy, 0.0).max(axis=1)
+        self._count_gradients(found, live_bytes - freed[:, 1:], home)
         if self._steps.any():
             found = np.maximum(found, live_bytes[:, end] + self._stepping(home))
         return found + self.resident(home)
+
+    def _count_gradients(self, peaks: Floats, between: Floats, home: Ints) -> None:
+        """Count gradients that come to another device, where they are added up before anything else runs.
+
+        Args:
+            peaks: (devices that compute,), raised in place.
+            between: (devices that compute, operations + 1) bytes after each operation.
+            home: (items,) device of each item's source.
+        """
+        target = home[self.parameter]
+        come = (target != home[self.gradient]) & (target < self.computing)
+        item, target = self.gradient[come], target[come]
+        nbytes = between[target, self._time[self.source[item]]] + self.copied_bytes[item, target]
+        np.maximum.at(peaks, target, nbytes)
 
     @cached_property
     def _steps(self) -> Floats:
@@ -395,6 +461,15 @@ class Arrays:
     def _arena_bytes(self) -> Floats:
         spec = self.specs[0]
         return np.array([float(spec.rounded(w.nbytes)) for w in self.weights])
+
+    @cached_property
+    def copies(self) -> Ints:
+        """(weights,) how often each is copied if it is streamed: if folded, in each pass that reads it."""
+        if not self.folded:
+            return np.ones(len(self.weights), dtype=np.int64)
+        operations, readers = self.graph.operations, self.graph.readers
+        passes = [{operations[r].backward for r in readers.get(w.name, ())} for w in self.weights]
+        return np.array([max(1, len(found)) for found in passes], dtype=np.int64)
 
     @cached_property
     def weight_bytes(self) -> Floats:

@@ -73,11 +73,14 @@ def _bytes_read(arrays: Arrays) -> Floats:
 
 
 def _apart(arrays: Arrays, nbytes: Floats) -> Bools:
-    """(operations,) that share a weight with others, or that the CPU computes before a copy could come."""
+    """(operations,) that share a weight with others, or that the CPU computes before a copy could come.
+
+    Others are those of other macro-operations.
+    """
     shared = np.zeros(arrays.count, dtype=bool)
     for item in range(arrays.values, len(arrays.names)):
         readers = arrays.reader[(arrays.item == item) & (arrays.reader < arrays.count)]
-        if len(readers) > 1:
+        if len(np.unique(arrays.unit_of[readers])) > 1:
             shared[readers] = True
     cpu = cpu_key(arrays.problem.topology)
     if cpu is None:

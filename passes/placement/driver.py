@@ -168,9 +168,9 @@ def _place_resident(
     if not _begin(search, near):
         return None
     if limits.proves:
-        if len(search.arrays.units) * search.arrays.computing <= effort.params.milp_variables:
+        if len(search.proving.units) * search.proving.computing <= effort.params.milp_variables:
             with effort.share(0.3) as part:
-                found = bound_by_classes(search.arrays, search.seconds, part, streaming=False)
+                found = bound_by_classes(search.proving, search.seconds, part, streaming=False)
             search.bound = search.bound.raised(found, _MILP)
         search.improve()
     search.balance()
@@ -220,7 +220,7 @@ def _place_evenly(
 def _prove(search: StreamedSearch, seconds: float) -> None:
     """Raise the bound of a streamed search, towards the seconds of a known placement."""
     with search.effort.share(0.1) as part:
-        found = bound_by_classes(search.arrays, seconds, part, streaming=True)
+        found = bound_by_classes(search.proving, seconds, part, streaming=True)
     search.bound = search.bound.raised(found, _MILP)
     search.prove(seconds)
 

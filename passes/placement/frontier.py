@@ -265,7 +265,7 @@ class Frontier:
             self.clock[:, variable].copy(),
             arrays.stored_bytes(self.own[variable]),
             arrays.stored_bytes(movable),
-            float(arrays.nbytes[movable].sum()),
+            float(sum(arrays.nbytes[item] * arrays.copies[item - arrays.values] for item in movable)),
             arrays.working_sets[:, variable],
             *self._beside(variable),
         )

@@ -57,6 +57,9 @@ class LocalSearch:
         for item, source in enumerate(arrays.source.tolist()):
             if source >= 0 and arrays.fixed[item] < 0:
                 self.makes[source].append(item)
+        self.gradients: dict[int, list[int]] = {}
+        for item, parameter in zip(arrays.gradient.tolist(), arrays.parameter.tolist(), strict=True):
+            self.gradients.setdefault(parameter, []).append(item)
         self.unit = arrays.unit_of.tolist()
         self.nbytes: list[float] = arrays.nbytes.tolist()
         count = len(arrays.keys)
@@ -70,6 +73,9 @@ class LocalSearch:
         self.readers = [[0] * len(arrays.keys) for _ in arrays.names]
         for item, reader in zip(arrays.item.tolist(), arrays.reader.tolist(), strict=True):
             self.readers[item][self.where[reader]] += 1
+        for parameter, items in self.gradients.items():
+            for item in items:
+                self.readers[item][self.home[parameter]] += 1
         self.seconds = arrays.seconds(self.devices, self.chosen)
         self.peaks = arrays.peaks(self.devices, self.chosen)
 
@@ -250,6 +256,10 @@ class LocalSearch:
                 if self.chosen[item] < 0:
                     homes[item] = device
                     changed.setdefault(item, self.readers[item].copy())
+                    for gradient in self.gradients.get(item, ()):
+                        counts = changed.setdefault(gradient, self.readers[gradient].copy())
+                        counts[self.home[item]] -= 1
+                        counts[device] += 1
         for item, counts in changed.items():
             home = self.home[item]
             delta += self._copies(item, homes.get(item, home), counts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from graphplan.passes.placement.segment_dp import SegmentDP
 _LABELS = "label-setting search"
 
 
-@dataclass(slots=True)
+@dataclass
 class ResidentSearch:
     """Places a problem without streaming.
 
@@ -44,12 +45,26 @@ class ResidentSearch:
     _climbed: set[bytes] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.arrays = Arrays(self.problem, self.effort.params)
+        self.arrays = Arrays.of_search(self.problem, self.effort.params)
+
+    @cached_property
+    def proving(self) -> Arrays:
+        """Of the problem itself: what a bound must hold for."""
+        return Arrays(self.problem, self.effort.params) if self.arrays.folded else self.arrays
 
     # -- a first placement ---------------------------------------------------------------------------
 
     def begin(self, near: Assignment | None = None) -> bool:
-        """Find a placement within the budgets, by segments and repair; whether there is one."""
+        """Find a placement within the budgets, by segments and repair; whether there is one.
+
+        Where a training step does not fit folded, an operation's backward pass may be elsewhere than itself.
+        """
+        if not self._begin(near) and self.arrays.folded and not self.effort.over:
+            self.arrays = self.proving
+            self._begin(near)
+        return self.devices is not None
+
+    def _begin(self, near: Assignment | None) -> bool:
         if near is not None and near.operations.keys() == self.arrays.graph.operations.keys():
             self._offer(self.arrays.devices(near), self._homes_of(near))
         infeasible = list(self._segments())
@@ -144,6 +159,9 @@ class ResidentSearch:
         enough = self.seconds * (1 - self.effort.params.sufficient_gap / 2)
         with self.effort.share(0.5) as part:
             found = relax(self.arrays, enough, part)
+        if self.arrays.folded:
+            with self.effort.share(0.3) as part:
+                self._prove(relax(self.proving, enough, part))
         self._raise(found)
         return found
 
@@ -182,6 +200,11 @@ class ResidentSearch:
         self._raise(relaxations)
 
     def _raise(self, relaxations: list[Relaxation]) -> None:
+        """Raise the bound by relaxations of what is searched, unless that is a part of the placements."""
+        if not self.arrays.folded:
+            self._prove(relaxations)
+
+    def _prove(self, relaxations: list[Relaxation]) -> None:
         least = min(relaxations, key=lambda one: one.bound, default=None)
         if least is not None:
             self.bound = self.bound.raised(least.bound * (1 - 1e-9), least.proof)

@@ -114,9 +114,16 @@ class SegmentDP:
         """Reads in order, with the operation at which each item was last at hand."""
         arrays = self.arrays
         inner = arrays.reader < arrays.count
-        self.read_item, self.read_by = arrays.item[inner], arrays.reader[inner]
+        items, readers = arrays.item[inner], arrays.reader[inner]
         at = np.where(arrays.source >= 0, arrays.source, -1)
         at[arrays.values :] = -1
+        made = np.flatnonzero(at >= 0)
+        np.minimum.at(at, items[at[items] >= 0], readers[at[items] >= 0])
+        later = made[arrays.source[made] > at[made]]  # in a folded order, what is read before it is made
+        items = np.concatenate([items, later])
+        readers = np.concatenate([readers, arrays.source[later]])
+        order = np.argsort(readers, kind="stable")
+        self.read_item, self.read_by = items[order], readers[order]
         previous = np.empty(len(self.read_item), dtype=np.int64)
         for k, (item, reader) in enumerate(zip(self.read_item.tolist(), self.read_by.tolist(), strict=True)):
             previous[k] = at[item]
@@ -125,17 +132,24 @@ class SegmentDP:
         self.is_weight = self.read_item >= arrays.values
         fixed = arrays.fixed[self.read_item]
         self.is_fixed = self.is_weight & (fixed >= 0)
-        # the last operation that needs an item, views included
+        self.last = self._last()
+
+    def _last(self) -> Ints:
+        """(items,) the last operation that needs each, views included."""
+        arrays = self.arrays
         last = np.full(len(arrays.names), -1)
         np.maximum.at(last, arrays.item, arrays.reader)
         np.maximum.at(last, arrays.looked_at, arrays.looking)
         last = np.maximum(last, arrays.source)
         last[arrays.staying] = arrays.count
         last[[item for item, _ in arrays.written]] = arrays.count
+        if arrays.folded:
+            last = np.maximum(last, _kept_until(arrays))
         base, levels = arrays.views
         for level in reversed(levels):
             np.maximum.at(last, base[level], last[level])
-        self.last = np.minimum(last, arrays.count - 1)
+        found: Ints = np.minimum(last, arrays.count - 1)
+        return found
 
     def _cuts(self) -> Ints:
         """The ends, and positions that fewer bytes cross than their neighbours, spread over the weights."""
@@ -496,6 +510,30 @@ class _ShortestPath:
                 found.append((start, end, self.dp.cpu))
             name, end = before, start
         return found[::-1]
+
+
+def _kept_until(arrays: Arrays) -> Ints:
+    """(items,) in a folded order, what comes last while an item waits for the backward pass; -1 for others.
+
+    What the forward pass saves is there while the rest of the segment runs, forward and backward; what is
+    computed again, while the operations are that are computed again together.
+    """
+    found = np.full(len(arrays.names), -1)
+    end = np.full(arrays.count, -1)  # operation -> what comes last of a run of repeated ones
+    run: list[int] = []
+    for index in [*arrays.running.tolist(), None]:
+        if index is not None and arrays.operations[index].repeats:
+            run.append(index)
+        else:
+            end[run] = max(run, default=-1)
+            run = []
+    backward = np.array([operation.backward for operation in arrays.operations])
+    end[~backward] = arrays.count
+    inner = arrays.reader < arrays.count
+    items, readers = arrays.item[inner], arrays.reader[inner]
+    saved = np.unique(items[backward[readers] & (arrays.source[items] >= 0) & (items < arrays.values)])
+    found[saved] = end[arrays.source[saved]]
+    return found
 
 
 def _states(classes: list[list[int]], most: int) -> list[tuple[int, ...]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from graphplan.passes.placement.segment_dp import Segment, SegmentDP
 from graphplan.passes.placement.symmetry import device_classes
 
 
-@dataclass(slots=True)
+@dataclass
 class StreamedSearch:
     """Places a problem with the CPU and with streaming.
 
@@ -48,10 +49,20 @@ class StreamedSearch:
     guide: Frontier = field(init=False)
 
     def __post_init__(self) -> None:
-        self.arrays = Arrays(self.problem, self.effort.params)
+        self._search_on(Arrays.of_search(self.problem, self.effort.params))
+
+    def _search_on(self, arrays: Arrays) -> None:
+        self.arrays = arrays
         self.guide = Frontier(self.arrays, streaming=True, guide=True)
         tied = coarsen(self.arrays)
-        self.coarse = self.arrays if tied is self.problem else Arrays(tied, self.effort.params)
+        self.coarse = self.arrays
+        if tied is not self.arrays.problem:
+            self.coarse = Arrays(tied, self.effort.params, folded=self.arrays.folded)
+
+    @cached_property
+    def proving(self) -> Arrays:
+        """Of the problem itself: what a bound must hold for."""
+        return Arrays(self.problem, self.effort.params) if self.arrays.folded else self.arrays
 
     @property
     def seconds(self) -> float:
@@ -75,7 +86,16 @@ class StreamedSearch:
     # -- a first placement ---------------------------------------------------------------------------
 
     def begin(self, near: Assignment | None = None) -> bool:
-        """Segments with streamed excess, everything on one device; whether one is within the budgets."""
+        """Segments with streamed excess, everything on one device; whether one is within the budgets.
+
+        Where a training step does not fit folded, an operation's backward pass may be elsewhere than itself.
+        """
+        if not self._begin(near) and self.arrays.folded and not self.effort.over:
+            self._search_on(self.proving)
+            self._begin(near)
+        return self.best is not None
+
+    def _begin(self, near: Assignment | None) -> bool:
         if near is not None and (known := self._adopted(near)) is not None:
             self.offer(evaluate(self.problem, known))
         for streaming, use_cpu, loose in ((1, 1, 0), (0, 1, 0), (1, 0, 0), (1, 1, 1)):
@@ -134,9 +154,8 @@ class StreamedSearch:
             lacking[segment.device] = max(lacking[segment.device], segment.excess)
         operations = self.arrays.named(devices)
         for _ in range(2 * self.effort.params.retries):
-            streamed = [
-                name for d, nbytes in lacking.items() if nbytes for name in self._spread(devices, d, nbytes)
-            ]
+            spread = {d: self._spread(devices, d, nbytes) for d, nbytes in lacking.items() if nbytes}
+            streamed = [self.arrays.names[item] for items in spread.values() for item in items]
             found = evaluate(self.problem, reside(self.problem, operations, streamed))
             if self.offer(found) or not found.excess:
                 return
@@ -144,32 +163,36 @@ class StreamedSearch:
             for key, over in found.excess.items():
                 d = self.arrays.number[key]
                 if self.arrays.specs[d].is_accelerator:
-                    lacking[d] = lacking.get(d, 0.0) + 1.05 * over
+                    freed = self.arrays.stored_bytes(spread.get(d, []))
+                    lacking[d] = max(lacking.get(d, 0.0), freed) + 1.05 * over
             if lacking == before:
                 return
 
-    def _spread(self, devices: Ints, device: int, nbytes: float) -> Iterator[str]:
+    def _spread(self, devices: Ints, device: int, nbytes: float) -> list[int]:
         """Weights read on a device, at equal distances in its order, of so many bytes with two slots."""
-        frontier = self.guide
+        arrays, frontier = self.arrays, self.guide
         mine = [item for unit in range(frontier.units) for item in frontier.movable(unit)]
-        mine = [item for item in mine if devices[self.arrays.source[item]] == device]
-        sizes = self.arrays.nbytes[mine]
-        total = float(sizes.sum())
+        mine = [item for item in mine if devices[arrays.source[item]] == device]
+        total, found = arrays.stored_bytes(mine), list[int]()
         if nbytes > total:  # own weights are not enough: those that others read too
-            readers = self.arrays.readers
-            for item in self.arrays.shared:
-                here = any(devices[self.arrays.units[unit][0]] == device for unit in readers[item])
+            for item in arrays.shared:
+                here = any(devices[arrays.units[unit][0]] == device for unit in arrays.readers[item])
                 if here and frontier.is_streamable(item):
-                    yield self.arrays.names[item]
+                    found.append(item)
         if not total:
-            return
-        share = min(1.0, (nbytes + 2.0 * float(sizes.max())) / total)
+            return found
+        wanted = min(total, nbytes + 2.0 * float(arrays.nbytes[mine].max()))
         due = 0.0
-        for item, size in zip(mine, sizes.tolist(), strict=True):
-            due += share * size
+        for item in mine:
+            size = arrays.stored_bytes([item])
+            due += wanted / total * size
             if due >= size * (1 - 1e-9):
                 due -= size
-                yield self.arrays.names[item]
+                found.append(item)
+        # whole weights are some less: one more
+        rest = sorted(set(mine) - set(found), key=arrays.nbytes.__getitem__)
+        enough = [item for item in rest if arrays.stored_bytes([item]) >= due] or rest[-1:]
+        return found + (enough[:1] if due > 1e-9 * wanted else [])
 
     # -- beams ---------------------------------------------------------------------------------------
 
@@ -336,7 +359,7 @@ class StreamedSearch:
             enough: seconds of a known placement.
         """
         with self.effort.share(0.15) as part:
-            found = relax(self.arrays, enough, part, streaming=True)
+            found = relax(self.proving, enough, part, streaming=True)
         least = min((one.bound for one in found), default=np.inf)
         if np.isfinite(least):
             self.bound = self.bound.raised(least * (1 - 1e-9), found[0].proof)

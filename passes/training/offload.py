@@ -37,32 +37,48 @@ def offload(capture: Capture, paths: Iterable[str], segments: Sequence[Segment])
     """
     wanted = set(paths)
     order = {node: index for index, node in enumerate(capture.graph.nodes)}
-    returned = set(capture.outputs)
     for segment in segments:
         if segment.path in wanted:
-            written = written_nodes(segment.nodes)
-            roots = _views_anew(segment, order)
-            for node in roots:
-                if node not in written and node not in returned and _nbytes(node) >= _SMALLEST:
-                    _keep(capture.graph, node, order)
+            _views_anew(segment, order)
+            for node in offloadable(segment):
+                _keep(capture.graph, node, order)
     capture.graph.lint()
 
 
-def _views_anew(segment: Segment, order: dict[fx.Node, int]) -> list[fx.Node]:
-    """What the segment saves that is no view of its own, once the backward pass takes views itself."""
+def offloadable(segment: Segment) -> list[fx.Node]:
+    """What a segment saves, views of its own apart, that may wait in CPU memory and is worth it."""
+    written, views = written_nodes(segment.nodes), _own_views(segment)
+    bases = dict.fromkeys(_base(node, views) for node in saved_nodes(segment))
+    return [node for node in bases if _may_wait(node) and node not in written]
+
+
+def _may_wait(node: fx.Node) -> bool:
+    returned = any(user.op == "output" for user in node.users)
+    return not returned and _nbytes(node) >= _SMALLEST
+
+
+def _own_views(segment: Segment) -> set[fx.Node]:
     inside = set(segment.nodes)
-    views = {
-        node
-        for node in segment.nodes
-        if node.target in VIEWS and isinstance(node.args[0], fx.Node) and node.args[0] in inside
-    }
+    return {node for node in segment.nodes if node.target in VIEWS and node.args[0] in inside}
+
+
+def _base(node: fx.Node, views: set[fx.Node]) -> fx.Node:
+    while node in views:
+        base = node.args[0]
+        assert isinstance(base, fx.Node)
+        node = base
+    return node
+
+
+def _views_anew(segment: Segment, order: dict[fx.Node, int]) -> None:
+    """Let the backward pass take views of what the segment saves itself."""
+    views = _own_views(segment)
     for view in [node for node in saved_nodes(segment) if node in views]:
         readers = [user for user in view.users if user.meta.get("backward")]
         first = min(readers, key=order.__getitem__)
         copy_for(view, sorted(readers, key=order.__getitem__), views)
         for node in _new_before(first, order):
             order[node] = order[first]
-    return [node for node in saved_nodes(segment) if node not in views]
 
 
 def _new_before(node: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:

@@ -90,14 +90,18 @@ def _dry_steps(
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     stepping = optimizer(parameters)
+    fused = [group for group in stepping.param_groups if group.get("fused")]
     for group in stepping.param_groups:
-        if "foreach" in group and not group.get("fused"):
+        if group in fused:  # there is no fused kernel for meta tensors; others take more
+            group["fused"] = False
+        elif "foreach" in group:
             group["foreach"] = foreach
     stepping.step()
     kept = _tensors(stepping.state.values())
     with _Watch([*parameters, *(p.grad for p in parameters if p.grad is not None), *kept]) as watch:
         stepping.step()
-    mine = filter(_counts, _tensors([stepping.state[parameters[0]]]))
+    # a fused optimizer has its scalars beside the parameter, too
+    mine = [t for t in _tensors([stepping.state[parameters[0]]]) if fused or _counts(t)]
     sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in mine}
     return tuple(sizes.values()), watch.live.peak
 

@@ -40,8 +40,7 @@ def recompute(capture: Capture, paths: Iterable[str], segments: Sequence[Segment
 
 
 def _recompute(graph: fx.Graph, segment: Segment, order: dict[fx.Node, int]) -> None:
-    saved = [node for node in saved_nodes(segment) if node in segment.repeatable]
-    again = _needed(segment, saved)
+    saved, again = repeated(segment)
     readers = [user for node in saved for user in node.users if user.meta.get("backward")]
     if not readers:
         return
@@ -51,13 +50,19 @@ def _recompute(graph: fx.Graph, segment: Segment, order: dict[fx.Node, int]) -> 
         for node in segment.nodes:
             if node in again:
                 made = graph.node_copy(node, lambda n: copied.get(n, n))
-                made.meta = {**node.meta, "backward": True, "repeats": node.name}
+                made.meta = {**node.meta, "backward": True, "forward": node.name, "repeats": node.name}
                 order[made] = order[first]
                 copied[node] = made
     for node in saved:
         for user in list(node.users):
             if user.meta.get("backward") and user not in copied.values():
                 user.replace_input_with(node, copied[node])
+
+
+def repeated(segment: Segment) -> tuple[list[fx.Node], set[fx.Node]]:
+    """What a segment does not save if it is computed again, and what is computed for that."""
+    saved = [node for node in saved_nodes(segment) if node in segment.repeatable]
+    return saved, _needed(segment, saved)
 
 
 def _needed(segment: Segment, saved: Sequence[fx.Node]) -> set[fx.Node]:

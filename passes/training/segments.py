@@ -7,8 +7,9 @@ none.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import fx
@@ -17,6 +18,8 @@ from graphplan.capture.captured_graph import Capture
 from graphplan.passes.frontend.fx_nodes import module_path
 from graphplan.passes.frontend.simplify import mutated_arguments
 from graphplan.passes.training.weight_views import VIEWS
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +61,11 @@ def _repeatable(nodes: list[fx.Node], written: set[fx.Node]) -> Iterator[fx.Node
             yield node
 
 
-def spread(segments: list[Segment], share: float) -> list[Segment]:
-    """Every so many of the segments, evenly: devices that have contiguous ones have their part of them."""
-    count = len(segments)
+def spread(each: Sequence[_T], share: float) -> list[_T]:
+    """Every so many of these, evenly."""
+    count = len(each)
     taken = round(share * count)
-    return [one for i, one in enumerate(segments) if (i + 1) * taken // count > i * taken // count]
+    return [one for i, one in enumerate(each) if (i + 1) * taken // count > i * taken // count]
 
 
 def saved_nodes(segment: Segment) -> list[fx.Node]:

@@ -62,7 +62,7 @@ def copy_for(view: fx.Node, readers: list[fx.Node], views: set[fx.Node]) -> None
     with view.graph.inserting_before(readers[0]):
         for node in reversed(chain):
             made = view.graph.node_copy(node, lambda n: copied.get(n, n))
-            made.meta = {**node.meta, "backward": True}
+            made.meta = {**node.meta, "backward": True, "forward": node.name}
             copied[node] = made
     for reader in readers:
         reader.replace_input_with(view, copied[view])

@@ -10,7 +10,7 @@ from architectures import TABLE, Architecture
 from plain_modules import PLAIN
 from shortcuts import short_search
 from torch import nn
-from training_steps import ROOMY, check_training, needed
+from training_steps import budgets_of, check_training, example, needed
 
 ADAMW = torch.optim.AdamW
 SAMPLE = (
@@ -20,15 +20,8 @@ SAMPLE = (
 QUICK = {"Llama", "Mixtral", "Bert", "ResNet", "convnet", "unet", "gru", "tied", "detach"}
 # random choices of which layers run, or what is masked, decide what they compute in train mode
 UNTRACED = ("M2M100", "Wav2Vec2", "Hubert")
-# a single layer's weights or activations are most of the step, so that two devices of 0.65 do not hold it
-UNDIVIDED = ("RecurrentGemma", "MobileNetV2", "Hiera", "drop", "tied", "detach", "unused")
-
-
-def budgets_of(size: int, configuration: int) -> dict[Any, int]:
-    """Half, and 0.7, of what a step takes with the CPU, and two devices of 0.65."""
-    shares = ({0: 0.5}, {0: 0.7}, {0: 0.65, 1: 0.65})[configuration]
-    budgets: dict[Any, int] = {key: int(share * size) for key, share in shares.items()}
-    return budgets if len(shares) > 1 else {**budgets, "cpu": ROOMY}
+# the largest weight with its state, and what AdamW takes to step it, are more than 0.65 of the step
+UNDIVIDED = ("drop", "tied", "detach")
 
 
 def slow(values: tuple[Any, ...], is_slow: bool) -> Any:
@@ -44,12 +37,8 @@ def check(name: str, model: nn.Module, inputs: dict[str, Any], configurations: t
 
 
 def check_architecture(architecture: Architecture, configurations: tuple[int, ...]) -> None:
-    model, inputs = architecture.build()
-    if "ForCausalLM" in architecture.name or "LMHead" in architecture.name:
-        inputs = {**inputs, "labels": inputs["input_ids"], "use_cache": False}
-    elif architecture.kind in ("seq2seq", "speech"):
-        inputs = {**inputs, "labels": inputs["decoder_input_ids"], "use_cache": False}
-    check(architecture.stem, model.train(), inputs, configurations)
+    model, inputs = example(architecture)
+    check(architecture.stem, model, inputs, configurations)
 
 
 @pytest.mark.parametrize(("turn", "stem"), [slow(each, each[1] not in QUICK) for each in enumerate(SAMPLE)])

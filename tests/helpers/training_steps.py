@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from architectures import Architecture
 from builders import moves_of, planned_moves
 from torch import nn
 
@@ -38,6 +39,11 @@ def step_of(model: nn.Module, inputs: Mapping[str, Any], seed: int = 0) -> torch
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
     """Name -> gradient on the CPU."""
     return {n: None if p.grad is None else p.grad.cpu() for n, p in model.named_parameters()}
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Name -> parameter on the CPU."""
+    return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
 
 
 def gap(a: Mapping[str, torch.Tensor | None], b: Mapping[str, torch.Tensor | None]) -> float:
@@ -79,9 +85,13 @@ def check_training(
     optimizer: Any = torch.optim.AdamW,
     tolerance: float = 1e-5,
     exact: bool = True,
+    further: int = 0,
     **options: Any,
 ) -> graphplan.Plan:
-    """Three forward and backward passes and two steps: equal to eager, within the plan, and freed."""
+    """Three forward and backward passes and two steps: equal to eager, within the plan, and freed.
+
+    After ``further`` steps, weights are within 1e-4.
+    """
     eager, own = copy.deepcopy(model), copy.deepcopy(model)
     with graphplan.simulate(budgets) as machine:
         placed = graphplan.partition(
@@ -106,9 +116,38 @@ def check_training(
                     one.zero_grad(set_to_none=False)
             same = measured(machine, plan)
         assert same or not exact, {k: (machine.peak_bytes(k), plan.peak_bytes[k]) for k in machine.capacities}
+        for turn in range(further):
+            for one, trained in zip(steps, (placed, eager), strict=True):
+                step_of(trained, inputs, turn)
+                one.step()
+                one.zero_grad(set_to_none=False)
+        if further:
+            assert measured(machine, plan) or not exact
+            assert (found := gap(weights_of(placed), weights_of(eager))) <= 1e-4, found
         buffers = {n: b.cpu() for n, b in placed.named_buffers()}
         assert gap(buffers, dict(eager.named_buffers())) <= tolerance
         del placed, own, steps, loss, parameter
         gc.collect()
         assert all(machine.live_bytes(index) == 0 for index in machine.capacities)
     return plan
+
+
+CONFIGURATIONS: tuple[dict[int, float], ...] = ({0: 0.5}, {0: 0.7}, {0: 0.65, 1: 0.65})
+"""Shares of what a step takes; one accelerator has the CPU beside it."""
+
+
+def budgets_of(size: int, configuration: int) -> dict[Any, int]:
+    """Budgets of a configuration for a step that takes ``size``."""
+    shares = CONFIGURATIONS[configuration]
+    budgets: dict[Any, int] = {key: int(share * size) for key, share in shares.items()}
+    return budgets if len(shares) > 1 else {**budgets, "cpu": ROOMY}
+
+
+def example(architecture: Architecture) -> tuple[nn.Module, dict[str, Any]]:
+    """A model in train mode, and inputs with labels where it knows a loss."""
+    model, inputs = architecture.build()
+    if "ForCausalLM" in architecture.name or "LMHead" in architecture.name:
+        inputs = {**inputs, "labels": inputs["input_ids"], "use_cache": False}
+    elif architecture.kind in ("seq2seq", "speech"):
+        inputs = {**inputs, "labels": inputs["decoder_input_ids"], "use_cache": False}
+    return model.train(), inputs

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from builders import KIB, chain
-from placements import HOST, cards, equal_cards, random_homes, random_units
+from placements import HOST, ample, cards, equal_cards, random_homes, random_units
 from random_problems import MEDIUM, TINY, random_instance
 
 from graphplan.devices.topology import CPU
@@ -17,6 +18,8 @@ from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value, Weight
 from graphplan.passes.placement.arrays import Arrays, Ints
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
+from graphplan.passes.placement.folding import fold
+from graphplan.passes.placement.local_search import LocalSearch, _Move
 from graphplan.passes.placement.problem import Problem
 
 MIB = 1 << 20
@@ -169,3 +172,53 @@ def test_a_shared_weight_is_copied_from_its_home() -> None:
         chosen[arrays.item_of["w0"]] = home
         found = assert_equal(arrays, np.array([0, 1, 2]), chosen)
         assert [move.source for move in found.schedule.moves("weight")] == [home]
+
+
+def step_graph() -> Graph:
+    """A training step of two layers that are tied, of which the second is computed again."""
+    from torch import nn
+
+    import graphplan
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))
+            self.layers[2][0].weight = self.layers[0][0].weight
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            for layer in self.layers:
+                x = layer(x)
+            return {"loss": x.pow(2).mean(), "x": x}
+
+    inputs = {"x": torch.randn(64, 16, requires_grad=True)}
+    return graphplan.plan(Layers(), {0: "1GiB"}, kwargs=inputs, train=True, optimizer=torch.optim.AdamW).graph
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_a_training_step_is_judged_as_by_the_evaluator(folded: bool) -> None:
+    graph, draw, kinds = step_graph(), random.Random(0), Counter[str]()
+    for turn in range(120):
+        others = (HOST,) if turn % 2 else ()
+        host = (CPU, 0)[turn % 3 == 0]
+        problem = Problem(graph, cards(2, *others), host, returns_to_host=turn % 5 > 0, streaming=False)
+        arrays = Arrays(fold(problem) if folded else problem, folded=folded)
+        devices = arrays.expand(random_units(arrays, draw))
+        found = assert_equal(arrays, devices, random_homes(arrays, devices, draw))
+        kinds.update(step.kind for step in found.schedule.moves())
+    assert kinds["output"] > 20
+    assert kinds["gradient"] > 20
+
+
+def test_local_search_prices_gradients() -> None:
+    problem = Problem(step_graph(), cards(2), CPU, streaming=False)
+    arrays, draw = Arrays(problem), random.Random(1)
+    for _ in range(60):
+        devices = arrays.expand(random_units(arrays, draw))
+        search = LocalSearch(arrays, devices, ample())
+        first = draw.randrange(arrays.count)
+        run, device = search._run(_Move(0.0, first, draw.randrange(1, 6), 1)), 1
+        trial = devices.copy()
+        trial[run] = device
+        expected = arrays.seconds(trial) - arrays.seconds(devices)
+        assert search._delta(run, device) == pytest.approx(expected, abs=1e-15)
