@@ -144,7 +144,7 @@ def test_without_the_exporter_a_placed_model_says_why_once(
     from graphplan.capture import tracing
 
     monkeypatch.setattr(tracing if broken == "export_transformers" else exporter, broken, refuse)
-    check_that_it_says_why_once(f"{said} .LookupError: an odd one.*each batch size and length")
+    check_that_it_says_why_once(f"{said} .LookupError: an odd one.*each is captured anew")
 
 
 def test_sizes_that_cannot_vary_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
