@@ -99,6 +99,8 @@ def bounded(
             length = max(longest - sizes.new, 1)
         elif size_limits.max_length is None and not ahead:  # each as long as it is: a decoder's text, say
             length = max((here[axis] for axis, role in roles.items() if role == LENGTH), default=1)
+        if index in sizes.encoded:  # of which max_length says nothing
+            length = max([length, *(here[axis] for axis, role in roles.items() if role == LENGTH)])
         limits = {
             axis: {BATCH: most, LENGTH: length}.get(role) or size_limits.largest(role, here[axis], beyond)
             for axis, role in roles.items()
@@ -130,12 +132,21 @@ def _added(capture: Capture, call: BoundCall, growth: int) -> list[TensorLeaf | 
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Of one call: its longest length, its largest batch, new tokens, and which leaves hold past ones."""
+    """Of one call.
+
+    Attributes:
+        longest: its longest length.
+        batch: its largest batch.
+        new: how many tokens are new.
+        states: leaves that hold past tokens.
+        encoded: leaves that hold what an encoder made, whose positions need not be tokens.
+    """
 
     longest: int
     batch: int
     new: int
     states: frozenset[int]
+    encoded: frozenset[int]
 
 
 def _sizes(capture: Capture, call: BoundCall) -> _Sizes:
@@ -144,20 +155,41 @@ def _sizes(capture: Capture, call: BoundCall) -> _Sizes:
         index for index, (leaf, roles) in leaves if isinstance(leaf, int) and LENGTH in roles.values()
     }
     states = frozenset(capture.states.values()) | counters
+    encoded = _encoded(capture, call)
     found = {BATCH: 1, LENGTH: 1, SIZE: 1}
     past, new = 0, 1
     for index, (leaf, roles) in enumerate(zip(call.leaves, capture.roles, strict=True)):
         for axis, role in roles.items():
             size = _size(leaf, axis)
+            if role == LENGTH and index in encoded:
+                continue
             found[role] = max(found[role], size)
             if role == LENGTH and (index in states or isinstance(leaf, int)):
                 past = max(past, size)
         if capture.signature.names[index] in _NEW and not isinstance(leaf, int):
             new = int(leaf.shape[1])
     longest = max(found[LENGTH], past + new if past else new)
-    return _Sizes(longest, found[BATCH], new, states)
+    return _Sizes(longest, found[BATCH], new, states, encoded)
 
 
+def _encoded(capture: Capture, call: BoundCall) -> frozenset[int]:
+    """Leaves that hold what an encoder made: its results, and what a cache keeps of as many positions."""
+    names = capture.signature.names
+    results = [i for i, name in enumerate(names) if name.startswith(_ENCODED) and capture.roles[i]]
+    lengths = {_size(call.leaves[i], axis) for i in results for axis in _length_axes(capture, i)}
+    kept = [
+        index
+        for index in capture.states.values()
+        if any(_size(call.leaves[index], axis) in lengths for axis in _length_axes(capture, index))
+    ]
+    return frozenset((*results, *kept))
+
+
+def _length_axes(capture: Capture, index: int) -> list[int]:
+    return [axis for axis, role in capture.roles[index].items() if role == LENGTH]
+
+
+_ENCODED = ("encoder_outputs", "encoder_hidden_states")
 _NEW = ("input_ids", "decoder_input_ids", "inputs_embeds", "decoder_inputs_embeds")
 
 

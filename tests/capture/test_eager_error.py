@@ -156,7 +156,9 @@ def test_sizes_that_cannot_vary_are_told_once(monkeypatch: pytest.MonkeyPatch) -
         return export(*args, dynamic=dynamic, **kwargs)
 
     monkeypatch.setattr(exporter, "_export", only_fixed)
-    check_that_it_says_why_once("sizes cannot vary in a trace .LookupError: an odd one.*each batch size")
+    check_that_it_says_why_once(
+        "sizes cannot vary in a trace .LookupError: an odd one.*each is captured anew"
+    )
 
 
 def check_that_it_says_why_once(said: str) -> None:
