@@ -200,7 +200,7 @@ def methods_of(original: type[nn.Module]) -> dict[str, Any]:
 
 
 def _forward_of(original: type[nn.Module]) -> dict[str, Any]:
-    """The ``forward`` of placed submodules: it is theirs to be called by name too, unless it is torch's own."""
+    """The ``forward`` of placed submodules, which is their call; torch's own layers keep theirs."""
     forward = original.forward
     if forward.__module__.partition(".")[0] == "torch":
         return {}
