@@ -179,15 +179,14 @@ def _reason(error: Exception, config_file: Path) -> str:
 
 def of_model(error: Exception) -> Exception:
     """What a model raises for its example inputs, as an error of ours; an error in our own code as it is."""
-    folders = tuple(f"{Path(str(package.__file__)).parent}{os.sep}" for package in (torch, graphplan))
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(folders[0])]
-    if not frames or frames[-1].filename.startswith(folders[1]):
+    frames = traceback.extract_tb(error.__traceback__)
+    ours, torchs = (f"{Path(str(package.__file__)).parent}{os.sep}" for package in (graphplan, torch))
+    if frames[-1].filename.startswith(ours):
         return error
-    last, text = frames[-1], " ".join(str(error).split())
-    return InputError(
-        f"the model does not take its example inputs: {type(error).__name__}: {text} "
-        f"({last.filename}:{last.lineno}, in {last.name})"
-    )
+    own = [frame for frame in frames if not frame.filename.startswith((ours, torchs))]
+    place = f" ({own[-1].filename}:{own[-1].lineno}, in {own[-1].name})" if own else ""
+    text = " ".join(str(error).split())
+    return InputError(f"the model does not take its example inputs: {type(error).__name__}: {text}{place}")
 
 
 def _of_factory(word: str, ask: Ask) -> NamedModel:
