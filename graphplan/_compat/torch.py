@@ -70,6 +70,11 @@ def gradient_hooks(parameter: torch.Tensor) -> tuple[list[Any], list[Any]]:
     return list((before or {}).values()), list((after or {}).values())
 
 
+def forget_kernels(operation: Any) -> None:
+    """Let an operation look for its kernels in ``py_kernels`` again."""
+    private(operation, "_dispatch_cache", "torch", _TESTED).clear()
+
+
 def read_functions() -> None:
     """Let ``torch.compile`` make its tables of torch's functions, if it has not yet.
 

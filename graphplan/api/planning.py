@@ -155,10 +155,11 @@ def plan(
             the calls, ``lambda m: m.decode(m.encode(x))``: it runs on zeros, and nothing is computed.
         weights: how much each of ``calls`` counts, 1 each by default: ``[1, 200]`` for a prefill
             that 200 decodes follow.
-        max_batch: for a transformers model, the most sequences in a call, beams counted. Memory is
-            planned for as many; without, for those of the example. With this or ``max_length``, the
-            prefill and the decode that ``generate`` makes after the example are planned too, and have room.
-        max_length: likewise the most tokens of a sequence, those in its cache counted.
+        max_batch: the most samples in a call, beams counted: the size of axis 0. Memory is planned for as
+            many; without, for those of the example. With this or ``max_length``, the prefill and the decode
+            that ``generate`` of a transformers model makes after the example are planned too, and have room.
+        max_length: likewise the most tokens of a sequence, those in its cache counted: the size of axis 1 of
+            ``(batch, length)`` tokens and ``(batch, length, features)``.
         time_limit: seconds for the search, after the trace; the best placement by then is taken, with the
             bound that was proven. None: some work, which is seconds where the accelerators hold the
             model and up to a minute where weights are streamed or memory is tight, and the same result

@@ -10,6 +10,7 @@ them, and otherwise as in the example call, where they come of its inputs alone:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,11 @@ from graphplan.warnings import warn
 
 UNBOUNDED = 1 << 48  # what torch writes for a size without an upper bound is above this
 _MOST = 1 << 24  # elements: what decides sizes is computed from little
+_CHOICES = (
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten.index.Tensor,
+)
 _HARMLESS = (torch.ops.aten.detach_.default,)
 
 
@@ -51,7 +57,7 @@ def largest_sizes(graph: fx.Graph, inputs: Sequence[str], leaves: Sequence[Any])
     """Each symbol of an input's sizes -> the largest that the signature's leaf for it admits."""
     values, found = values_of(graph), dict[Any, int]()
     for name, leaf in zip(inputs, leaves, strict=True):
-        if isinstance(leaf, CounterLeaf):
+        if isinstance(leaf, CounterLeaf) and leaf.high < UNBOUNDED:
             bounds: Any = (leaf.low, leaf.high)
         elif isinstance(leaf, TensorLeaf) and leaf.ranges:
             bounds = leaf.ranges
@@ -81,13 +87,18 @@ def exact_size(size: Any, sizes: Mapping[Any, int]) -> int | None:
     return int(expression) if isinstance(expression, int) or expression.is_number else None
 
 
-def with_splits(graph: fx.Graph, sizes: Mapping[Any, int]) -> dict[Any, int]:
-    """The sizes, and those that the data decides where a tensor is split by them.
+def with_data_sizes(graph: fx.Graph, sizes: Mapping[Any, int]) -> dict[Any, int]:
+    """The sizes, and bounds of those that the data decides.
 
-    Each is at most the tensor's own size, and their sum is that size: of the tokens of all experts, none has
-    more than there are.
+    What is chosen of a tensor has at most as many elements. Where a tensor is split, each size is at most the
+    tensor's own, and their sum is that size: of the tokens of all experts, none has more than there are.
     """
     found = dict(sizes)
+    for node in graph.nodes:
+        chosen = [symbol for symbol in symbols_of(node) if symbol not in found]
+        if node.target in _CHOICES and chosen:
+            most = _most_chosen([source.meta.get("val") for source in node.all_input_nodes], found)
+            found |= {} if most is None else dict.fromkeys(chosen, most)
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.split_with_sizes.default):
         whole = node.args[0].meta.get("val")
         sections = [getattr(part, "meta", {}).get("val", part) for part in node.args[1]]
@@ -100,6 +111,15 @@ def with_splits(graph: fx.Graph, sizes: Mapping[Any, int]) -> dict[Any, int]:
             found |= {part: min(total, found.get(part, total)) for part in parts if _is_open(part)}
             found[sum(parts)] = total
     return found
+
+
+def _most_chosen(vals: Sequence[Any], sizes: Mapping[Any, int]) -> int | None:
+    """How many elements are chosen at most: as many as the mask has, or the tensor; None if that is open."""
+    tensors = [val for val in vals if isinstance(val, torch.Tensor)]
+    masks = [tensor for tensor in tensors if tensor.dtype == torch.bool]
+    shapes = [[_largest(size, sizes) for size in tensor.shape] for tensor in masks or tensors]
+    counts = [math.prod(size for size in shape if size is not None) for shape in shapes if None not in shape]
+    return max(counts) if len(counts) == len(shapes) else None
 
 
 def _is_open(expression: Any) -> bool:

@@ -11,18 +11,20 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from graphplan.capture.captured_graph import Capture, Prepare
+from graphplan.capture.dynamic_axes import Roles
 from graphplan.capture.dynamic_sizes import (
     UNBOUNDED,
     finite_bound,
     largest_sizes,
+    sizes_of_call,
     values_of,
-    with_splits,
 )
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.model_weights import identity
 from graphplan.capture.signature import (
     BoundCall,
     CounterLeaf,
+    FloatLeaf,
     InputSignature,
     Prepared,
     TensorLeaf,
@@ -30,7 +32,7 @@ from graphplan.capture.signature import (
 )
 from graphplan.capture.structure import node_of
 from graphplan.capture.transformers.caches import is_described
-from graphplan.capture.transformers.exporter import Exported, Roles
+from graphplan.capture.transformers.exporter import Exported
 from graphplan.errors import CaptureError, NoGraphError
 
 
@@ -45,7 +47,7 @@ def from_exported(
         CaptureError: as in :func:`from_program`.
     """
     traced, guards = exported.traced, exported.guards
-    found = from_program(exported.program, traced, model_copy, exported.roles)
+    found = from_program(exported.program, traced, model_copy, exported.roles, is_text=True)
     names = leaf_names(call)
     places = {name: index for index, name in enumerate(names)}
     order = tuple(places.get(name) for name in found.signature.names)
@@ -76,10 +78,17 @@ def from_program(
     call: BoundCall,
     model_copy: ModelCopy,
     roles: Sequence[Roles] = (),
+    *,
+    is_text: bool = False,
 ) -> Capture:
     """What an exported program says of a call, as a capture; the program's graph becomes the capture's own.
 
-    ``roles`` has, for each leaf of the call, its axes that may vary, where that is known.
+    Args:
+        program: what was exported.
+        call: the example.
+        model_copy: what was traced.
+        roles: for each leaf of the call, its axes that may vary, where that is known.
+        is_text: whether tensors of integers are tokens, of which any strides do.
 
     Raises:
         CaptureError: the program has inputs or outputs that are neither tensors nor constants.
@@ -97,11 +106,11 @@ def from_program(
         for leaf, name, own in zip(call.leaves, inputs, roles or [{}] * len(inputs), strict=True)
     )
     leaves = tuple(
-        _of_any_strides(leaf, is_state=index in states, is_text=bool(roles))
-        for index, leaf in enumerate(traced)
+        _of_any_strides(leaf, is_state=index in states, is_text=is_text) for index, leaf in enumerate(traced)
     )
     out_spec = program.call_spec.out_spec
     assert out_spec is not None
+    sizes = sizes_of_call(program.graph, inputs, call.leaves) | largest_sizes(program.graph, inputs, leaves)
     return Capture(
         program.graph_module,
         taken.weights,
@@ -110,7 +119,7 @@ def from_program(
         out_spec,
         InputSignature(call.spec, leaves, leaf_names(call)),
         "export",
-        with_splits(program.graph, largest_sizes(program.graph, inputs, leaves)),
+        sizes,
         order=tuple(range(len(inputs))),
         states={inputs[i]: i for i in sorted(states) if isinstance(values[inputs[i]], torch.Tensor)},
         kept=frozenset(_cache_leaves(out_spec)),
@@ -209,11 +218,14 @@ def _leaf(
     leaf: Any, val: Any, ranges: Mapping[Any, Any] | None = None, roles: Mapping[int, str] | None = None
 ) -> Any:
     if not isinstance(leaf, torch.Tensor):
-        if not isinstance(val, torch.SymInt):
+        if not isinstance(val, torch.SymInt | torch.SymFloat):
             return leaf
         if not val.node.expr.is_symbol:
-            return int(val.node.expr) if val.node.expr.is_number else leaf
-        return CounterLeaf(*_bounds((ranges or {}).get(val.node.expr), UNBOUNDED))
+            return leaf
+        if isinstance(val, torch.SymFloat):
+            return FloatLeaf()
+        found = (ranges or {}).get(val.node.expr)
+        return CounterLeaf(*((-UNBOUNDED, UNBOUNDED) if found is None else _bounds(found, UNBOUNDED)))
     stride = None if leaf.is_contiguous() else leaf.stride()
     if not isinstance(val, torch.Tensor):
         return TensorLeaf(leaf.dtype, tuple(leaf.shape), (), stride)
@@ -221,10 +233,12 @@ def _leaf(
     bounds: list[tuple[int, int] | None] = []
     for size in val.shape:
         symbol = getattr(size, "node", None)  # a torch.SymInt has one
+        if symbol is not None and symbol.expr.is_number:
+            symbol = None
         shape.append(int(size) if symbol is None else None)
-        found = None if symbol is None else (ranges or {}).get(symbol.expr)
+        known = None if symbol is None else (ranges or {}).get(symbol.expr)
         here = UNBOUNDED if len(bounds) in (roles or {}) else leaf.shape[len(bounds)]
-        bounds.append(None if symbol is None else _bounds(found, here))
+        bounds.append(None if symbol is None else _bounds(known, here))
     return TensorLeaf(val.dtype, tuple(shape), tuple(bounds), stride)
 
 

@@ -37,6 +37,7 @@ class ModelCopy:
             of one, empty for the model.
         shared: name -> attribute of the caller's model that the copy is without, since it cannot be copied.
         told: what its user has been warned of, once.
+        fixed: entries of which no size can vary in a trace.
         step: what is differentiated, where a training step is to be traced.
     """
 
@@ -44,6 +45,7 @@ class ModelCopy:
         know_caches(model)
         self.entry = ""
         self.told: set[str] = set()
+        self.fixed: set[str] = set()
         self.step: Differentiation | None = None
         self.weights = ModelWeights(model)
         self.signature = inspect.signature(model.forward)

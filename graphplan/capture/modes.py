@@ -21,7 +21,7 @@ from torch import nn
 from graphplan.devices.topology import CPU, SIMULATED
 from graphplan.errors import InputError, PlanError
 
-_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _training = attrgetter("training")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -168,6 +169,19 @@ class CounterLeaf:
 
 
 @dataclass(frozen=True, slots=True)
+class FloatLeaf:
+    """What a graph asks of a float that it takes as an input: that it is finite."""
+
+    def fits(self, leaf: Any) -> bool:
+        """Whether this is such a float; the same answer as that of :meth:`mismatch`."""
+        return type(leaf) is float and math.isfinite(leaf)
+
+    def mismatch(self, name: str, leaf: Any) -> str | None:
+        """Why ``leaf`` does not fit, or None."""
+        return None if self.fits(leaf) else f"{name} is {_short(leaf)}, not a finite float"
+
+
+@dataclass(frozen=True, slots=True)
 class InputSignature:
     """Which calls a captured graph serves.
 
@@ -194,7 +208,7 @@ class InputSignature:
         if self.symbolic:
             return None
         for name, want, leaf in zip(self.names, self.leaves, call.leaves, strict=True):
-            if isinstance(want, TensorLeaf | CounterLeaf):
+            if isinstance(want, TensorLeaf | CounterLeaf | FloatLeaf):
                 if (problem := want.mismatch(name, leaf)) is not None:
                     return problem
             elif isinstance(leaf, torch.Tensor) or not _same_constant(leaf, want):

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.dynamic_sizes import UNBOUNDED, largest_sizes, with_splits
+from graphplan.capture.dynamic_axes import BATCH, LENGTH, SIZE
+from graphplan.capture.dynamic_sizes import UNBOUNDED, largest_sizes, with_data_sizes
 from graphplan.capture.signature import BoundCall, CounterLeaf, TensorLeaf
 from graphplan.errors import InputError, LimitError
 
@@ -49,50 +50,62 @@ class SizeLimits:
         """The size that a plan is for.
 
         Args:
-            role: ``"batch"`` or ``"length"``.
+            role: as in :data:`graphplan.capture.dynamic_axes.Roles`.
             here: the size in the call.
-            ahead: how far to plan for lengths that are to come: 1 for the next power of two, less for
-                so much of the length more.
+            ahead: how far to plan for sizes that are to come: 1 for the next power of two, less for
+                so much of the size more.
 
         Raises:
             LimitError: the call is larger than the caller's limit.
         """
-        limit = self.max_batch if role == "batch" else self.max_length
+        limit = {BATCH: self.max_batch, LENGTH: self.max_length}.get(role)
         if limit is not None:
             if here > limit:
-                name, what = ("max_batch", "sequences") if role == "batch" else ("max_length", "tokens")
+                name, what = ("max_batch", "sequences") if role == BATCH else ("max_length", "tokens")
                 raise LimitError(
                     f"a call of {here} {what} is past {name}={limit}, up to which memory was planned: "
                     f"partition the model with a larger {name}"
                 )
             return limit
-        if role == "batch" or not ahead:
+        if not ahead or here < 1:
             return here
+        least, step = (_LEAST, _STEP) if role == LENGTH else (1, 1)
         if ahead < 1:
-            return here + max(int(here * ahead), _STEP)
-        return max(_LEAST, 1 << (here - 1).bit_length())
+            return here + max(int(here * ahead), step)
+        return max(least, 1 << (here - 1).bit_length())
 
 
-def bounded(capture: Capture, call: BoundCall, size_limits: SizeLimits, ahead: float) -> Capture:
+def bounded(
+    capture: Capture, call: BoundCall, size_limits: SizeLimits, ahead: float, *, grows: bool = False
+) -> Capture:
     """The capture, as traced for all sizes, for sizes up to what a plan is to be for.
+
+    ``grows`` says that smaller calls came before: then batches and images are planned ahead, as texts are.
 
     Raises:
         LimitError: as in :meth:`SizeLimits.largest`, which says what ``ahead`` is.
     """
     if not any(capture.roles):
-        return capture
+        return replace(capture, sizes=with_data_sizes(capture.graph, capture.sizes))
     sizes = _sizes(capture, call)
-    longest = size_limits.largest("length", sizes.longest, ahead)
-    most = size_limits.largest("batch", sizes.batch, ahead)
+    longest = size_limits.largest(LENGTH, sizes.longest, ahead)
+    beyond = ahead if grows else 0.0
+    most = size_limits.largest(BATCH, sizes.batch, beyond)
     leaves = []
     for index, (leaf, roles) in enumerate(zip(capture.signature.leaves, capture.roles, strict=True)):
-        limits = {"batch": most, "length": longest}
+        here = {axis: _size(call.leaves[index], axis) for axis in roles}
+        length = longest
         if index in sizes.states:
-            limits["length"] = max(longest - sizes.new, 1)
+            length = max(longest - sizes.new, 1)
         elif size_limits.max_length is None and not ahead:  # each as long as it is: a decoder's text, say
-            here = (_size(call.leaves[index], axis) for axis, role in roles.items() if role == "length")
-            limits["length"] = max(here, default=1)
-        leaves.append(_within(leaf, roles, limits))
+            length = max((here[axis] for axis, role in roles.items() if role == LENGTH), default=1)
+        if index in sizes.encoded:  # of which max_length says nothing
+            length = max([length, *(here[axis] for axis, role in roles.items() if role == LENGTH)])
+        limits = {
+            axis: {BATCH: most, LENGTH: length}.get(role) or size_limits.largest(role, here[axis], beyond)
+            for axis, role in roles.items()
+        }
+        leaves.append(_within(leaf, limits))
     signature = replace(capture.signature, leaves=tuple(leaves))
     traced = [None if index is None else leaves[index] for index in capture.order]
     growth = -(-most // sizes.batch) * -(-longest // sizes.longest)
@@ -101,7 +114,7 @@ def bounded(capture: Capture, call: BoundCall, size_limits: SizeLimits, ahead: f
         **largest_sizes(capture.graph, capture.inputs, _added(capture, call, growth)),
         **largest_sizes(capture.graph, capture.inputs, traced),
     }
-    return replace(capture, signature=signature, sizes=with_splits(capture.graph, found))
+    return replace(capture, signature=signature, sizes=with_data_sizes(capture.graph, found))
 
 
 def _added(capture: Capture, call: BoundCall, growth: int) -> list[TensorLeaf | None]:
@@ -119,31 +132,64 @@ def _added(capture: Capture, call: BoundCall, growth: int) -> list[TensorLeaf | 
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Of one call: its longest length, its largest batch, new tokens, and which leaves hold past ones."""
+    """Of one call.
+
+    Attributes:
+        longest: its longest length.
+        batch: its largest batch.
+        new: how many tokens are new.
+        states: leaves that hold past tokens.
+        encoded: leaves that hold what an encoder made, whose positions need not be tokens.
+    """
 
     longest: int
     batch: int
     new: int
     states: frozenset[int]
+    encoded: frozenset[int]
 
 
 def _sizes(capture: Capture, call: BoundCall) -> _Sizes:
-    states = frozenset(capture.states.values())
-    found = {"batch": 1, "length": 1}
+    leaves = enumerate(zip(call.leaves, capture.roles, strict=True))
+    counters = {
+        index for index, (leaf, roles) in leaves if isinstance(leaf, int) and LENGTH in roles.values()
+    }
+    states = frozenset(capture.states.values()) | counters
+    encoded = _encoded(capture, call)
+    found = {BATCH: 1, LENGTH: 1, SIZE: 1}
     past, new = 0, 1
     for index, (leaf, roles) in enumerate(zip(call.leaves, capture.roles, strict=True)):
         for axis, role in roles.items():
             size = _size(leaf, axis)
+            if role == LENGTH and index in encoded:
+                continue
             found[role] = max(found[role], size)
-            if role == "length" and (index in states or isinstance(leaf, int)):
+            if role == LENGTH and (index in states or isinstance(leaf, int)):
                 past = max(past, size)
         if capture.signature.names[index] in _NEW and not isinstance(leaf, int):
             new = int(leaf.shape[1])
-    counters = {i for i, leaf in enumerate(capture.signature.leaves) if isinstance(leaf, CounterLeaf)}
-    longest = max(found["length"], past + new if past else new)
-    return _Sizes(longest, found["batch"], new, states | counters)
+    longest = max(found[LENGTH], past + new if past else new)
+    return _Sizes(longest, found[BATCH], new, states, encoded)
 
 
+def _encoded(capture: Capture, call: BoundCall) -> frozenset[int]:
+    """Leaves that hold what an encoder made: its results, and what a cache keeps of as many positions."""
+    names = capture.signature.names
+    results = [i for i, name in enumerate(names) if name.startswith(_ENCODED) and capture.roles[i]]
+    lengths = {_size(call.leaves[i], axis) for i in results for axis in _length_axes(capture, i)}
+    kept = [
+        index
+        for index in capture.states.values()
+        if any(_size(call.leaves[index], axis) in lengths for axis in _length_axes(capture, index))
+    ]
+    return frozenset((*results, *kept))
+
+
+def _length_axes(capture: Capture, index: int) -> list[int]:
+    return [axis for axis, role in capture.roles[index].items() if role == LENGTH]
+
+
+_ENCODED = ("encoder_outputs", "encoder_hidden_states")
 _NEW = ("input_ids", "decoder_input_ids", "inputs_embeds", "decoder_inputs_embeds")
 
 
@@ -152,16 +198,16 @@ def _size(leaf: Any, axis: int) -> int:
     return leaf if isinstance(leaf, int) else int(leaf.shape[axis])
 
 
-def _within(leaf: object, roles: Mapping[int, str], limits: Mapping[str, int]) -> object:
-    """A signature's leaf with its ranges cut at the limits."""
+def _within(leaf: object, limits: Mapping[int, int]) -> object:
+    """A signature's leaf with its ranges cut at the limits, which are by axis."""
     if isinstance(leaf, CounterLeaf):
-        return replace(leaf, high=max(leaf.low, min(leaf.high, limits["length"])))
+        return replace(leaf, high=max(leaf.low, min(leaf.high, limits[0]))) if limits else leaf
     if not isinstance(leaf, TensorLeaf):
         return leaf
     ranges = list(leaf.ranges)
-    for axis, role in roles.items():
+    for axis, limit in limits.items():
         bounds = ranges[axis] if axis < len(ranges) else None
         if bounds is not None:
-            high = limits[role] if bounds[1] >= UNBOUNDED else min(bounds[1], limits[role])
+            high = limit if bounds[1] >= UNBOUNDED else min(bounds[1], limit)
             ranges[axis] = (bounds[0], max(bounds[0], high))
     return replace(leaf, ranges=tuple(ranges))

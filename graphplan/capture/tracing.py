@@ -8,47 +8,38 @@ without them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from graphplan._compat.torch import hide_tracer, read_functions
+from graphplan._compat.torch import read_functions
 from graphplan.capture.captured_graph import Capture, Prepare, Without, bound_call
-from graphplan.capture.dynamic_sizes import sizes_of_example, with_splits
+from graphplan.capture.dynamic_sizes import sizes_of_example
 from graphplan.capture.eager_error import eager_error
-from graphplan.capture.export_here import exporting
-from graphplan.capture.exported_program import from_exported, from_program
+from graphplan.capture.exported_program import from_exported
 from graphplan.capture.model_copy import ModelCopy
-from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError, pure_method, with_forward
+from graphplan.capture.model_methods import UntracedMethodError
+from graphplan.capture.plain_export import export_plain, is_transformers_model
 from graphplan.capture.quiet import quiet
 from graphplan.capture.signature import BoundCall
 from graphplan.capture.source_lines import failed_line
-from graphplan.capture.structure import flatten, know_containers, leaves_of, tell_torch
+from graphplan.capture.structure import leaves_of
 from graphplan.capture.symbolic_trace import trace_symbolically
 from graphplan.capture.thread_patches import one_at_a_time
-from graphplan.capture.transformers.attention_masks import masks_as_in_eager
 from graphplan.capture.transformers.exporter import export_transformers
 from graphplan.devices.machine import suspended
-from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphError, first_line
+from graphplan.errors import CaptureError, GraphplanError, NoGraphError, first_line
 from graphplan.warnings import warn
 
 _DATA_DECIDES = (
     "\nThe values of tensors decide what this line does, and a graph does not see them: torch.cond keeps "
     "both branches in the graph; graphplan.partition, unless strict=True, runs the model without a graph"
 )
-
-
-def is_transformers_model(model: nn.Module) -> bool:
-    """Whether ``model`` is a transformers ``PreTrainedModel``; does not import transformers."""
-    return any(
-        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.")
-        for cls in type(model).__mro__
-    )
 
 
 @one_at_a_time
@@ -59,6 +50,7 @@ def capture(
     *,
     keep_grad: bool = False,
     step: bool = False,
+    sizes: bool = False,
 ) -> Capture:
     """Trace one call.
 
@@ -68,6 +60,7 @@ def capture(
         dynamic_shapes: as in ``torch.export``.
         keep_grad: trace with gradients enabled, so that ``detach`` and ``no_grad`` blocks stay.
         step: trace what a training step is made of, for the sizes of this call alone.
+        sizes: whether all sizes may vary, not only those of batches and lengths.
 
     Raises:
         CaptureError: no way of capturing took it; the message has the reason of each.
@@ -81,7 +74,7 @@ def capture(
     with suspended(), _untouched_attributes(model_copy.module):
         if step:
             return _named_apart(_with_examples(model_copy, host, None, keep_grad, exporter=False))
-        found = _named_apart(_with_examples(model_copy, host, dynamic_shapes, keep_grad))
+        found = _named_apart(_with_examples(model_copy, host, dynamic_shapes, keep_grad, sizes=sizes))
         if any(tensor.device.type == "meta" for tensor in call.tensors):
             return found  # what they decide is not known
         return _sized_as(found, model_copy, host)
@@ -114,11 +107,17 @@ def _sized_as(found: Capture, model_copy: ModelCopy, call: BoundCall) -> Capture
         if tensor is not None and tensor.device.type != "meta" and name not in model_copy.weights.parameters:
             values[node] = tensor.detach().cpu()
     sizes = sizes_of_example(found.graph, values, found.inputs)
-    return replace(found, sizes=with_splits(found.graph, {**found.sizes, **sizes})) if sizes else found
+    return replace(found, sizes={**found.sizes, **sizes})
 
 
 def _with_examples(
-    model_copy: ModelCopy, host: BoundCall, dynamic_shapes: Any, keep_grad: bool, *, exporter: bool = True
+    model_copy: ModelCopy,
+    host: BoundCall,
+    dynamic_shapes: Any,
+    keep_grad: bool,
+    *,
+    exporter: bool = True,
+    sizes: bool = False,
 ) -> Capture:
     """``exporter``: whether that of transformers may trace it, which takes no labels."""
     failures: dict[str, Exception] = {}
@@ -127,13 +126,20 @@ def _with_examples(
             return _through_transformers(model_copy, host, keep_grad)
         except Exception as error:  # the exporter runs the model's own code, which may raise anything
             failures["transformers.exporters"] = error
+    vary = exporter and not failures and model_copy.entry not in model_copy.fixed
     try:
-        found = _through_export(model_copy, host, dynamic_shapes, keep_grad)
+        found, fixed = export_plain(
+            model_copy, host, dynamic_shapes, keep_grad=keep_grad, vary=vary, sizes=sizes
+        )
     except GraphplanError:
         raise
     except Exception as error:  # torch.export runs the model's own code, which may raise anything
         failures["torch.export"] = error
     else:
+        if fixed is not None:
+            if not found.roles:
+                model_copy.fixed.add(model_copy.entry)
+            _tell_of_fixed_sizes(model_copy, f"its sizes cannot vary in a trace ({first_line(fixed)})")
         for reason in map(first_line, failures.values()):
             _tell_of_fixed_sizes(model_copy, f"transformers.exporters does not take it ({reason})")
         return found
@@ -157,7 +163,7 @@ def _not_captured(model_copy: ModelCopy, failures: Mapping[str, Exception]) -> s
 
 
 def _tell_of_fixed_sizes(model_copy: ModelCopy, why: str) -> None:
-    text = f"{type(model_copy.module).__name__}: {why}, so that each batch size and length is captured anew"
+    text = f"{type(model_copy.module).__name__}: {why}, so that each is captured anew"
     if text not in model_copy.told:
         model_copy.told.add(text)
         warn(text)
@@ -181,88 +187,6 @@ def _untouched_attributes(module: nn.Module) -> Iterator[None]:
             for tensor, version, values in kept:
                 if tensor._version != version:
                     tensor.copy_(values)
-
-
-def _through_export(model_copy: ModelCopy, call: BoundCall, dynamic_shapes: Any, keep_grad: bool) -> Capture:
-    module = model_copy.module
-    own = model_copy.method == "forward"
-    original = module.forward if own else pure_method(module, model_copy.method)
-    changed: list[bool] = []
-
-    @wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        hide_tracer()
-        before = flatten((args, kwargs))[1]
-        result = original(*args, **kwargs)
-        know_containers(result)
-        tell_torch()
-        changed.append(flatten((args, kwargs))[1] != before)
-        return result
-
-    shapes = _by_name(model_copy, call, dynamic_shapes)
-    _require_in_range(call, shapes)
-    masks = masks_as_in_eager() if is_transformers_model(module) else nullcontext()
-    with (
-        quiet(),
-        torch.set_grad_enabled(keep_grad),
-        masks,
-        with_forward(module, forward),
-        exporting(keep_grad=keep_grad),
-    ):
-        program = torch.export.export(
-            module, call.args, dict(call.kwargs), dynamic_shapes=shapes, strict=False
-        )
-    if any(changed):
-        warn(
-            f"{type(module).__name__} puts something into a list or dict that it is given: a placed model "
-            "does not, it only returns results"
-        )
-    found = from_program(program, call, model_copy)
-    if not own and not any(node.op == "call_function" for node in found.graph.nodes):
-        raise RunAsItIs(f"{model_copy.method!r} computes nothing")
-    return found
-
-
-def _by_name(model_copy: ModelCopy, call: BoundCall, dynamic_shapes: Any) -> Any:
-    """``dynamic_shapes`` for the canonical call: named arguments became keyword arguments."""
-    if dynamic_shapes is None:
-        return None
-    if isinstance(dynamic_shapes, Mapping):
-        parameters = model_copy.signature.parameters
-        unknown = set(dynamic_shapes) - set(parameters)
-        if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            raise InputError(f"dynamic_shapes names {sorted(unknown)}, which forward does not take")
-        return dynamic_shapes if call.args else {name: dynamic_shapes.get(name) for name in call.kwargs}
-    if call.args:
-        return tuple(dynamic_shapes)
-    return dict.fromkeys(call.kwargs) | dict(zip(call.kwargs, dynamic_shapes, strict=False))
-
-
-def _require_in_range(call: BoundCall, shapes: Any) -> None:
-    """Raise InputError where a size is outside of its range, with the names of the argument and the axis.
-
-    ``shapes`` are as ``torch.export`` takes them for this call: by position, or by name.
-    """
-    given = call.kwargs if isinstance(shapes, Mapping) else call.args
-    for name, axis, size, dim in _sizes("", given, shapes):
-        low, high = getattr(dim, "min", None), getattr(dim, "max", None)
-        if (low is not None and size < low) or (high is not None and size > high):
-            label = getattr(dim, "__name__", "")
-            raise InputError(
-                f"{name} has size {size} along dimension {axis}, outside of {low} to {high}, the range that "
-                f"dynamic_shapes gives it{f' as {label!r}' if label else ''}"
-            )
-
-
-def _sizes(name: str, value: Any, shapes: Any) -> Iterator[tuple[str, int, int, Any]]:
-    """Argument, axis, size, and what is given for it."""
-    entries: Any = shapes.items() if isinstance(shapes, Mapping) else enumerate(shapes or ())
-    for key, entry in entries:
-        if isinstance(value, torch.Tensor):
-            yield name, key, value.shape[key], entry
-        elif isinstance(value, list | tuple) or (isinstance(value, Mapping) and key in value):
-            inner = f"{name or 'args'}[{key!r}]" if name or isinstance(key, int) else key
-            yield from _sizes(inner, value[key], entry)
 
 
 def _through_transformers(model_copy: ModelCopy, call: BoundCall, keep_grad: bool) -> Capture:

@@ -24,7 +24,7 @@ from graphplan.cli.console import (
     working,
 )
 from graphplan.cli.demo import run_demo
-from graphplan.cli.model_argument import Ask, NamedModel, load_named
+from graphplan.cli.model_argument import Ask, NamedModel, load_named, of_model
 from graphplan.cli.option_parsing import read_budgets, read_pins, read_plan, read_topology
 from graphplan.cli.result_text import comparison_text, demo_text, device_digest, devices_text, plan_digest
 from graphplan.devices.max_memory import read_max_memory, require_present
@@ -272,16 +272,21 @@ def _judge_ours(named: NamedModel, topology: Topology) -> tuple[list[Baseline], 
 
 def _planned(named: NamedModel, topology: Topology, **constraints: Any) -> Plan:
     """A plan for devices that have been described; the constraints are those of :func:`graphplan.plan`."""
-    made: Plan = graphplan.plan(
-        named.model,
-        {spec.key: spec.memory for spec in topology.devices},
-        named.args,
-        named.kwargs,
-        links=topology.links,
-        devices={spec.key: Speed.of(spec) for spec in topology.devices if spec.computes},
-        reserve={spec.key: spec.reserve for spec in topology.devices},
-        **constraints,
-    )
+    try:
+        made: Plan = graphplan.plan(
+            named.model,
+            {spec.key: spec.memory for spec in topology.devices},
+            named.args,
+            named.kwargs,
+            links=topology.links,
+            devices={spec.key: Speed.of(spec) for spec in topology.devices if spec.computes},
+            reserve={spec.key: spec.reserve for spec in topology.devices},
+            **constraints,
+        )
+    except (GraphplanError, OSError):
+        raise
+    except Exception as error:  # the model's own code may raise anything
+        raise of_model(error) from error
     return made
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import re
 import sys
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import graphplan
 from graphplan.cli.console import working
 from graphplan.cli.example_inputs import example_inputs
 from graphplan.errors import GraphplanError, InputError
@@ -172,6 +175,18 @@ def _reason(error: Exception, config_file: Path) -> str:
 
 
 # -- factories -----------------------------------------------------------------------------------------
+
+
+def of_model(error: Exception) -> Exception:
+    """What a model raises for its example inputs, as an error of ours; an error in our own code as it is."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours, torchs = (f"{Path(str(package.__file__)).parent}{os.sep}" for package in (graphplan, torch))
+    if frames[-1].filename.startswith(ours):
+        return error
+    own = [frame for frame in frames if not frame.filename.startswith((ours, torchs))]
+    place = f" ({own[-1].filename}:{own[-1].lineno}, in {own[-1].name})" if own else ""
+    text = " ".join(str(error).split())
+    return InputError(f"the model does not take its example inputs: {type(error).__name__}: {text}{place}")
 
 
 def _of_factory(word: str, ask: Ask) -> NamedModel:

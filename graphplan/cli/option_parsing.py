@@ -14,12 +14,13 @@ from accelerate.utils import convert_file_size_to_int
 
 from graphplan.analysis.plan import Plan
 from graphplan.devices.datasheets import card_names, find_card
-from graphplan.devices.max_memory import read_max_memory
+from graphplan.devices.max_memory import read_max_memory, read_size
 from graphplan.devices.speeds import Measurements, Speed, with_speeds
 from graphplan.devices.topology import CPU, DeviceKey, Link, Topology
 from graphplan.errors import BudgetError, DeviceError, GraphplanError, PlanError
 
 Held = TypeVar("Held")
+_LEAST = 1024  # bytes: a smaller number without a unit is meant otherwise
 
 
 def read_key(text: str) -> DeviceKey:
@@ -49,6 +50,11 @@ def read_budgets(words: Sequence[str]) -> dict[DeviceKey, int | float | str] | N
     for key, size in _pairs(parts, "--max-memory", "KEY=BYTES, as 0=24GiB or cpu=64GiB", BudgetError):
         if read_key(key) in found:
             raise BudgetError(f"--max-memory names {key!r} twice")
+        nbytes = read_size(size, f"--max-memory {key}")
+        if size.isdigit() and 0 < nbytes < _LEAST:
+            raise BudgetError(
+                f"--max-memory {key}={size} is {size} bytes: write {key}={size}GiB for as many GiB"
+            )
         found[read_key(key)] = size
     return found or None
 

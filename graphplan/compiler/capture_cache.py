@@ -46,7 +46,8 @@ class Captures:
         """
         known = self.traced(call, entry)
         capture = known.capture
-        bound = capture if call is None else bounded(capture, call, self.options.size_limits, ahead=ahead)
+        limits, grows = self.options.size_limits, bool(known.annotators)
+        bound = capture if call is None else bounded(capture, call, limits, ahead, grows=grows)
         for annotator in known.annotators:
             if annotator.capture.signature == bound.signature:
                 return annotator
@@ -66,7 +67,7 @@ class Captures:
 
     def traced(self, call: BoundCall | None, entry: str = "") -> Captured:
         """A call, traced unless one of its structure was traced before."""
-        modes, reason = self.model_copy.modes, None
+        modes, reason, same = self.model_copy.modes, None, False
         for known in self.known:
             if call is not None and known.modes == modes and known.capture.entry == entry:
                 mismatch = known.capture.signature.mismatch(call)
@@ -74,6 +75,7 @@ class Captures:
                     return known
                 alike = known.capture.signature.spec == call.spec
                 reason = mismatch if alike or reason is None else reason
+                same = same or alike
         if call is not None and self.known:
             what = entry or type(self.model_copy.module).__name__
             logger.info(
@@ -82,15 +84,15 @@ class Captures:
                 ", ".join(leaf_names(call)),
                 reason or modes.difference(self.known[-1].modes) or "it was not captured before",
             )
-        self.known.append(Captured(modes, self._trace(call, entry), []))
+        self.known.append(Captured(modes, self._trace(call, entry, sizes=same), []))
         return self.known[-1]
 
-    def _trace(self, call: BoundCall | None, entry: str) -> Capture:
+    def _trace(self, call: BoundCall | None, entry: str, *, sizes: bool) -> Capture:
         options = self.options
         shapes = None if entry else options.dynamic_shapes  # they are of forward's arguments
         part, how = self.model_copy.part(entry), self.model_copy.step
         keep_grad = options.grad or how is not None
-        found = capture(part, call, shapes, keep_grad=keep_grad, step=how is not None)
+        found = capture(part, call, shapes, keep_grad=keep_grad, step=how is not None, sizes=sizes)
         simplify(found, keep_grad=keep_grad)
         if how is not None:
             assert call is not None

@@ -74,10 +74,11 @@ _CARDS = (
 def find_card(name: str) -> Card | None:
     """The card that a driver's name means (``"NVIDIA A100-SXM4-80GB"``), or None if it is unknown.
 
-    Whole words are compared: an ``A40`` is no ``A4000``.
+    Whole words are compared: an ``A40`` is no ``A4000``. Spaces may be left out, as in ``"RTX4090"``.
     """
     words = _words(name)
-    return next((card for card in _CARDS if _in_order(_words(card.name), words)), None)
+    named = (card for card in _CARDS if _in_order(_words(card.name), words))
+    return next(named, None) or next((c for c in _CARDS if _words(c.name.replace(" ", "")) == words), None)
 
 
 def card_names() -> list[str]:

@@ -55,7 +55,7 @@ def read_max_memory(
         raise BudgetError(f"max_memory must map device keys to bytes, not be {max_memory!r} ({kind})")
     if not max_memory:
         raise BudgetError("max_memory is empty: name at least one device, e.g. {0: '20GiB', 'cpu': '60GiB'}")
-    specs = tuple(_spec(key, _read_bytes(key, value)) for key, value in max_memory.items())
+    specs = tuple(_spec(key, read_size(value, f"max_memory[{key!r}]")) for key, value in max_memory.items())
     _reject_twins(specs)
     if not any(spec.computes for spec in specs):
         raise BudgetError(
@@ -83,14 +83,14 @@ def _check_links(links: object, keys: Set[DeviceKey]) -> None:
 
 def _with_reserve(specs: tuple[DeviceSpec, ...], reserve: Reserve) -> tuple[DeviceSpec, ...]:
     if not isinstance(reserve, Mapping):
-        nbytes = _read_bytes("reserve", reserve, "reserve")
+        nbytes = read_size(reserve, "reserve")
         return tuple(
             _reserved(spec, nbytes, "reserve") if spec.is_accelerator else replace(spec, reserve=nbytes)
             for spec in specs
         )
     if unknown := set(reserve) - {spec.key for spec in specs}:
         raise DeviceError(f"reserve names {min(unknown, key=repr)!r}, which is not in max_memory")
-    sizes = {key: _read_bytes(key, value, f"reserve[{key!r}]") for key, value in reserve.items()}
+    sizes = {key: read_size(value, f"reserve[{key!r}]") for key, value in reserve.items()}
     return tuple(_reserved(spec, sizes.get(spec.key, 0), f"reserve[{spec.key!r}]") for spec in specs)
 
 
@@ -125,8 +125,12 @@ def require_present(topology: Topology) -> None:
             )
 
 
-def _read_bytes(key: DeviceKey, value: object, name: str = "") -> int:
-    name = name or f"max_memory[{key!r}]"
+def read_size(value: object, name: str) -> int:
+    """Bytes that are given as a number or a text such as ``"10GiB"``; ``name`` says what they are.
+
+    Raises:
+        BudgetError: they are no such size.
+    """
     if isinstance(value, str) and value.strip().isdigit():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real | str):

@@ -120,8 +120,8 @@ class GraphReader:
             self.name_of[node] = node.name
             self.states.append((node.name, described))
             return
-        counter = isinstance(node.meta.get("val"), torch.SymInt)
-        if self.sees_shapes and not isinstance(described, TensorMeta) and not counter:
+        number = isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat)
+        if self.sees_shapes and not isinstance(described, TensorMeta) and not number:
             return  # a constant, which the trace has taken in
         tangents = () if self.capture.step is None else self.capture.step.tangents
         if node.name not in self.capture.inputs and node.name not in tangents:
@@ -130,7 +130,7 @@ class GraphReader:
         self.inputs.append(node.name)
         nbytes = described.copy_bytes if isinstance(described, TensorMeta) else 0
         value = value_of(node.name, described, nbytes)
-        self.values[node.name] = replace(value, is_tensor=False) if counter else value
+        self.values[node.name] = replace(value, is_tensor=False) if number else value
 
     def _is_part(self, node: fx.Node) -> bool:
         """Whether this takes one result out of several: a part of its producer, not a step."""

@@ -19,7 +19,15 @@ from typing import Any
 import torch
 
 from graphplan.capture.captured_graph import Without
-from graphplan.capture.signature import BoundCall, CounterLeaf, Guard, InputSignature, TensorLeaf, bind_call
+from graphplan.capture.signature import (
+    BoundCall,
+    CounterLeaf,
+    FloatLeaf,
+    Guard,
+    InputSignature,
+    TensorLeaf,
+    bind_call,
+)
 from graphplan.capture.structure import node_of
 from graphplan.capture.transformers.caches import COUNTERS, is_described
 from graphplan.runtime.module.result_structure import make
@@ -33,6 +41,20 @@ class _Unknown(Exception):  # noqa: N818  # not an error: it is caught where it 
 
 
 @dataclass(frozen=True, slots=True)
+class Same:
+    """What a graph asks of a number that it has taken in."""
+
+    number: Any
+
+    def fits(self, leaf: Any) -> bool:
+        """Whether it is that number."""
+        return type(leaf) is type(self.number) and bool(leaf == self.number)
+
+
+Check = TensorLeaf | CounterLeaf | FloatLeaf | Same
+
+
+@dataclass(frozen=True, slots=True)
 class Route:
     """One form of a call.
 
@@ -40,7 +62,7 @@ class Route:
         count: arguments by position.
         names: of the others, in the order in which they are given.
         matches: the form of each argument.
-        checks: what each tensor, or counter, must be, in the order of the arguments.
+        checks: what each tensor, counter or number must be, in the order of the arguments.
         guards: further conditions, on all leaves.
         positions: for each leaf that the guards are about, the tensor that it is, or None.
         order: for each leaf that the signature knows, the tensor that it is, or None for a constant.
@@ -50,7 +72,7 @@ class Route:
     count: int
     names: tuple[str, ...]
     matches: tuple[Match, ...]
-    checks: tuple[TensorLeaf | CounterLeaf | None, ...]
+    checks: tuple[Check | None, ...]
     guards: tuple[Guard, ...]
     positions: tuple[int | None, ...]
     order: tuple[int | None, ...]
@@ -101,28 +123,40 @@ def find_route(
         return None  # it computes with the tensors
     if signature.symbolic or any(isinstance(p.default, torch.Tensor) for p in forward.parameters.values()):
         return None
+    usual = _route_of(_FormReader(), forward, signature, prepare, args, kwargs)
+    return usual or _route_of(_FormReader(numbers=True), forward, signature, prepare, args, kwargs)
+
+
+def _route_of(
+    form: _FormReader,
+    forward: inspect.Signature,
+    signature: InputSignature,
+    prepare: Callable[[BoundCall], BoundCall] | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Route | None:
     values = (*args, *kwargs.values())
     try:
-        form = _FormReader()
         matches, marked = form.read_all(values)
     except _Unknown:
         return None
     call = bind_call(forward, marked[: len(args)], dict(zip(kwargs, marked[len(args) :], strict=True)))
     if call.spec != signature.spec:
         return None
-    checks: list[TensorLeaf | CounterLeaf | None] = [None] * len(form.marks)
+    checks: list[Check | None] = [None] * len(form.marks)
     positions = [form.index_of(leaf) for leaf in call.leaves]
     for position, leaf in zip(positions, signature.leaves, strict=True):
-        if (position is None) == isinstance(leaf, TensorLeaf | CounterLeaf):
+        varies = isinstance(leaf, TensorLeaf | CounterLeaf | FloatLeaf)
+        if position is None and varies:
             return None
         if position is not None:
-            checks[position] = leaf
+            checks[position] = leaf if varies else Same(leaf)
     if None in checks:
         return None  # a tensor that is dropped on the way
     traced = call if prepare is None else prepare(call)
     order = tuple(form.index_of(leaf) for leaf in traced.leaves)
     constants = tuple(None if form.index_of(leaf) is not None else leaf for leaf in traced.leaves)
-    first = next((position for position in positions if position is not None), None)
+    first = next((position for position, check in enumerate(checks) if isinstance(check, TensorLeaf)), None)
     checked = (tuple(checks), signature.guards, tuple(positions))
     return Route(len(args), tuple(kwargs), tuple(matches), *checked, order, constants, first)
 
@@ -131,10 +165,11 @@ _CONSTANTS = (bool, int, float, str, torch.dtype, torch.device)
 
 
 class _FormReader:
-    """Reads the form of arguments, and puts marks, which are tensors too, in place of their tensors."""
+    """Reads the form of arguments, and puts marks in place of their tensors; of their numbers if asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, numbers: bool = False) -> None:
         self.marks: list[Any] = []
+        self.numbers = numbers
         self.objects = False  # inside an object whose attributes are flattened with it
 
     def index_of(self, leaf: Any) -> int | None:
@@ -146,6 +181,8 @@ class _FormReader:
         kind: Any = type(value)
         if isinstance(value, torch.Tensor):
             return _is_tensor, self._mark(torch.empty((0,) * value.dim()))
+        if self.numbers and kind in (int, float):
+            return _number(kind), self._mark(object())
         if value is None or kind in _CONSTANTS or (self.objects and isinstance(value, type)):
             return _constant(value), value
         if isinstance(value, torch.Generator):
@@ -199,6 +236,14 @@ def _attributes(cls: type, names: tuple[str, ...], parts: Sequence[Match]) -> Ma
 def _is_counter(value: Any, tensors: list[Any]) -> bool:
     tensors.append(value)
     return type(value) is int and value > 1
+
+
+def _number(kind: type) -> Match:
+    def match(value: Any, tensors: list[Any]) -> bool:
+        tensors.append(value)
+        return type(value) is kind
+
+    return match
 
 
 def _is_tensor(value: Any, tensors: list[Any]) -> bool:

@@ -3,6 +3,7 @@
 Each is an *entry* of the whole, a path and perhaps a method, over the weights where they are::
 
     placed.text_model(ids)     "text_model"    torch asks a module for what compile() put in place of its call
+    placed.text_model.forward(ids)             the class of the submodule has such a ``forward``
     placed.encode(x)           ":encode"       the class that is made from the model's has such a method
     placed.vae.decode(z)       "vae:decode"    likewise the class of the submodule
 
@@ -181,7 +182,7 @@ _bodies: dict[type[nn.Module], dict[str, Any]] = {}
 def _part_class(original: type[nn.Module]) -> type[nn.Module]:
     """The class of placed submodules; the original itself where it has no methods that may compute."""
     if original not in _bodies:
-        found = methods_of(original) | device_of(original)
+        found = methods_of(original) | device_of(original) | _forward_of(original)
         if found and hasattr(original, "__deepcopy__"):
             found["__deepcopy__"] = _deepcopied
         _bodies[original] = found
@@ -196,6 +197,21 @@ def methods_of(original: type[nn.Module]) -> dict[str, Any]:
     calls is placed then.
     """
     return {name: _entry(original, name) for name in dir(original) if _may_compute(original, name)}
+
+
+def _forward_of(original: type[nn.Module]) -> dict[str, Any]:
+    """The ``forward`` of placed submodules, which is their call; torch's own layers keep theirs."""
+    forward = original.forward
+    if forward.__module__.partition(".")[0] == "torch":
+        return {}
+
+    @functools.wraps(forward)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._graphplan_entry() is None:
+            return forward(self, *args, **kwargs)
+        return call_of(self)(*args, **kwargs)
+
+    return {"forward": call}
 
 
 def device_of(original: type[nn.Module]) -> dict[str, Any]:

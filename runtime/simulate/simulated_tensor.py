@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
 from torch.utils.dlpack import from_dlpack
 
 from graphplan.devices.topology import SIMULATED, DeviceKey, round_up
@@ -164,6 +165,9 @@ def run_simulated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     out = func(*pytree.tree_map(_inner, args), **inner)
     if device is None:
         return out
+    if torch.Tag.inplace_view in getattr(func, "tags", ()):  # the wrapper changes as its data did
+        with no_dispatch():
+            func(*args, **kwargs)
     given = {id(_inner(tensor)): tensor for tensor in tensors}  # what is written to is returned as it is
     if not getattr(func, "is_view", False):
         _watch(tensors, [given[id(leaf)] for leaf in pytree.tree_leaves(out) if id(leaf) in given])

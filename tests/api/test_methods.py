@@ -170,6 +170,34 @@ def test_each_has_one_graph_over_the_same_weights() -> None:
         assert {key: machine.live_bytes(key) for key in (0, 1)} == live
 
 
+def test_the_forward_of_a_submodule_is_its_call() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = stack(1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner.forward(x) + 1
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Wrapped()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.part.forward(x) * 2
+
+    model, x = Whole().eval(), torch.randn(2, 32)
+    with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, (x,))
+        for call in (placed.part.forward, placed.part):
+            assert largest_difference(call(x), model.part(x)) < 1e-6
+        assert len(placed.plans) == 2
+        plain = copy.deepcopy(placed.part)
+        assert largest_difference(plain.cpu().forward(x), model.part(x)) < 1e-6
+        assert largest_difference(placed(x), model(x)) < 1e-6
+
+
 def test_what_only_touches_attributes_runs_as_it_is() -> None:
     with placed(Autoencoder().eval()) as (_, made), warnings.catch_warnings():
         warnings.simplefilter("error")

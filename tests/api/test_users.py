@@ -114,14 +114,14 @@ def test_inputs_on_an_accelerator_are_planned_from_there() -> None:
 
 def test_many_structures_are_warned_of_once() -> None:
     class Scaled(nn.Module):
-        def forward(self, x: torch.Tensor, by: float) -> torch.Tensor:
-            return x * by
+        def forward(self, x: torch.Tensor, by: str) -> torch.Tensor:
+            return x * float(by)
 
-    placed = graphplan.partition(Scaled(), {"cpu": "1GiB"}, (torch.ones(2), 0.5))
+    placed = graphplan.partition(Scaled(), {"cpu": "1GiB"}, (torch.ones(2), "0.5"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for i in range(34):
-            placed(torch.ones(2), float(i))
+            placed(torch.ones(2), str(i))
     assert sum("graphs have been captured" in str(w.message) for w in caught) == 1
 
 
@@ -464,7 +464,7 @@ def test_constants_are_placed_once_for_all_structures() -> None:
             gc.collect()
             machine.reset_peaks()
             assert largest_difference(placed(x), model(x)) < 1e-4
-            assert machine.peak_bytes(0) <= placed.plans[size - 1].peak_bytes[0] <= 700_000
+            assert machine.peak_bytes(0) <= placed.plans[-1].peak_bytes[0] <= 700_000
 
 
 def test_written_attributes_of_equal_values_stay_apart() -> None:

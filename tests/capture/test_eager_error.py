@@ -144,7 +144,7 @@ def test_without_the_exporter_a_placed_model_says_why_once(
     from graphplan.capture import tracing
 
     monkeypatch.setattr(tracing if broken == "export_transformers" else exporter, broken, refuse)
-    check_that_it_says_why_once(f"{said} .LookupError: an odd one.*each batch size and length")
+    check_that_it_says_why_once(f"{said} .LookupError: an odd one.*each is captured anew")
 
 
 def test_sizes_that_cannot_vary_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,9 @@ def test_sizes_that_cannot_vary_are_told_once(monkeypatch: pytest.MonkeyPatch) -
         return export(*args, dynamic=dynamic, **kwargs)
 
     monkeypatch.setattr(exporter, "_export", only_fixed)
-    check_that_it_says_why_once("sizes cannot vary in a trace .LookupError: an odd one.*each batch size")
+    check_that_it_says_why_once(
+        "sizes cannot vary in a trace .LookupError: an odd one.*each is captured anew"
+    )
 
 
 def check_that_it_says_why_once(said: str) -> None:

@@ -142,7 +142,8 @@ def test_signature_says_why_a_call_does_not_fit() -> None:
         return signature.mismatch(model_copy.bind(args, {}))
 
     assert reason(torch.randn(3, 4)) is None
-    assert reason(torch.randn(2, 4)) == "x has size 2 along dimension 0, not 3"
+    assert reason(torch.randn(2, 4)) is None
+    assert str(reason(torch.randn(3, 5))).endswith("x has size 5 along dimension 1, not 4")
     assert reason(torch.randn(3, 4, dtype=torch.float64)) == "x has torch.float64, not torch.float32"
     assert reason(torch.randn(3)) == "x has 1 dimensions, not 2"
     assert reason(torch.randn(3, 4), 9) == "other arguments: with scale"

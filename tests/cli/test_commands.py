@@ -63,6 +63,16 @@ class Branching(nn.Module):
 def untraceable():
     return Branching(), (torch.ones(2),)
 
+class Failing(nn.Linear):
+    def forward(self, x):
+        raise ValueError("no such thing")
+
+def failing():
+    return Failing(8, 8), (torch.ones(2, 8),)
+
+def misfit():
+    return nn.Linear(8, 8), (torch.ones(2, 7),)
+
 def fails():
     raise RuntimeError("no luck")
 
@@ -308,6 +318,10 @@ BAD: list[tuple[list[str], int, str]] = [
     (["plan", "no_such_module:factory"], 2, "No module named 'no_such_module'"),
     (["plan", "factories:fails"], 2, "RuntimeError: no luck"),
     (["plan", "factories:number"], 2, "returns a int"),
+    (["plan", "factories:failing", "--max-memory", "cpu=1MiB"], 2, "ValueError: no such thing"),
+    (["plan", "factories:misfit", "--max-memory", "cpu=1MiB"], 2, "does not take its example inputs"),
+    (["plan", "factories:pair", "--max-memory", "0=24"], 2, "--max-memory 0=24 is 24 bytes"),
+    (["plan", "factories:pair", "--max-memory", "0=24QB"], 2, "--max-memory 0 = '24QB' is no size"),
     (["plan", "factories:pair", "--length", "4"], 2, "are for transformers models"),
     (["plan", "factories:pair", "--max-memory", "0=1KiB"], 3, "no placement fits"),
     (["plan", "factories:untraceable", "--max-memory", "cpu=1MiB"], 4, "Branching could not be captured"),

@@ -323,6 +323,18 @@ def test_parts_that_are_called_by_themselves() -> None:
         assert largest_difference(encoder(input_ids=ids).last_hidden_state, expected) < 1e-5
 
 
+def test_max_length_counts_tokens_and_not_what_the_encoder_has_heard() -> None:
+    model = build("whisper")
+    with graphplan.simulate({0: "8MiB"}) as machine:
+        placed = graphplan.partition(
+            model, machine.max_memory, kwargs=example_of("whisper"), max_length=16, max_batch=2
+        )
+        assert model.model.encoder(**inputs_of("whisper")).last_hidden_state.shape[1] > 16
+        same_tokens(model, placed, inputs_of("whisper"), max_new_tokens=8)
+        with pytest.raises(graphplan.LimitError, match="17 tokens"):
+            placed.generate(**inputs_of("whisper"), max_new_tokens=30, min_new_tokens=30, do_sample=False)
+
+
 def test_the_first_call_may_be_generates() -> None:
     model = build("llama")
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -102,6 +103,20 @@ def test_tensors_are_made_of_simulated_numbers() -> None:
         assert str(made.device) == "sim:0"
         assert made.tolist() == [4, 3, 5]
         assert torch.tensor([numbers[0], 2]).tolist() == [3, 2]
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_layers_that_turn_their_results_in_place(layer: Any) -> None:
+    torch.manual_seed(0)
+    recurrent, x = layer(8, 16, 2, batch_first=True, bidirectional=True), torch.randn(2, 7, 8)
+    with torch.no_grad():
+        expected = recurrent(x)[0]
+        with graphplan.simulate({0: "1MiB"}):
+            found = recurrent.to("sim:0")(x.to("sim:0"))[0]
+            assert (found.shape, found.stride()) == (expected.shape, expected.stride())
+            assert torch.allclose(
+                nn.functional.linear(found, found[0]).cpu(), expected @ expected[0].T, atol=1e-5
+            )
 
 
 def test_inference_mode_counts_copies_and_makes_views() -> None:

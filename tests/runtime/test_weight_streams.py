@@ -240,13 +240,13 @@ def test_structures_alternate_and_share_one_prefetch_buffer() -> None:
         for _ in range(3):
             for kwargs in calls:
                 assert largest_difference(placed(**kwargs), model(**kwargs)) < 1e-5
-        assert len(placed.plans) == 3
+        assert len(placed.plans) == 2  # one serves both batches
         assert len(placed._graphplan.streams.storages) == 1
         sizes = {buffer.nbytes for plan in placed.plans for buffer in plan.schedule.prefetch_buffers}
         storage = next(iter(placed._graphplan.streams.storages.values()))
         assert sizes == {storage.bytes.numel()}
-        assert [len(list(plan.schedule.loads())) for plan in placed.plans] == [DEPTH, 2 * DEPTH, DEPTH]
-        for kwargs, plan in zip(calls, placed.plans, strict=True):
+        assert [len(list(plan.schedule.loads())) for plan in placed.plans] == [DEPTH, 2 * DEPTH]
+        for kwargs, plan in zip(calls[:2], placed.plans, strict=True):
             gc.collect()
             machine.reset_peaks()
             placed(**kwargs)

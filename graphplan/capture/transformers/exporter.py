@@ -13,7 +13,6 @@ one graph serves all lengths and one all batches:
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,9 +24,10 @@ from torch import nn
 from torch.fx.experimental import _config as symbolic_config
 from torch.utils import _pytree as pytree
 
-from graphplan._compat.torch import conditions_of, hide_tracer
+from graphplan._compat.torch import hide_tracer
 from graphplan._compat.transformers import export_patches
 from graphplan.capture.captured_graph import bound_call
+from graphplan.capture.dynamic_axes import BATCH, LENGTH, Roles, conditions, shapes_for, text_roles
 from graphplan.capture.export_here import exporting
 from graphplan.capture.model_methods import with_forward
 from graphplan.capture.signature import BoundCall, Guard
@@ -37,7 +37,6 @@ from graphplan.capture.structure import (
     know_containers,
     leaves_of,
     map_leaves,
-    node_of,
     tell_torch,
 )
 from graphplan.capture.thread_patches import Patch, patched
@@ -51,11 +50,6 @@ from graphplan.capture.transformers.export_patches import (
     segments_as_in_eager,
 )
 from graphplan.capture.transformers.recurrences import recurrences_whole
-from graphplan.errors import CaptureError
-
-BATCH, LENGTH = "batch", "length"
-Roles = Mapping[int, str]
-"""Axis -> ``"batch"`` or ``"length"``; for an integer, axis 0 is the integer itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +95,8 @@ def _export(module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool,
     inputs = dict(prepared)
     caches = tuple(name for name, value in inputs.items() if is_cache(value))
     roles = {name: _roles(name, value, _batch(inputs)) for name, value in inputs.items()}
-    shapes = {name: _shapes(value, iter(roles[name])) for name, value in inputs.items()} if dynamic else None
+    axes = {name: shapes_for(value, iter(roles[name])) for name, value in inputs.items()}
+    shapes = axes if dynamic else None
     original = getattr(module, method)
 
     @wraps(original)
@@ -123,7 +118,7 @@ def _export(module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool,
     refuse_what_reads_less(module, codes, traced, _weights_read(program))
     found = flatten_with_path(inputs)
     paths = ["L" + pytree.keystr(path) for path, _ in found]
-    guards = _guards(program, [leaf for _, leaf in found], paths)
+    guards = conditions(program, [leaf for _, leaf in found], paths)
     if uniform:
         guards += (_same_lengths([paths.index(f"L['{name}']") for name in bounds]),)
     flat = tuple(role for name in inputs for role in roles[name])
@@ -176,10 +171,6 @@ def _batch(inputs: Mapping[str, Any]) -> int | None:
     return None
 
 
-_TOKENS = re.compile(r"(input_ids|attention_mask|position_ids|token_type_ids|token_types|padding_mask)$")
-_STATES = re.compile(r"(embeds|encoder_outputs|hidden_states?)$")
-
-
 def _roles(name: str, value: Any, batch: int | None) -> list[Roles]:
     """The roles of an argument's leaves."""
     if is_cache(value):
@@ -188,7 +179,7 @@ def _roles(name: str, value: Any, batch: int | None) -> list[Roles]:
             _cache_roles(leaf, grows, batch)
             for leaf, grows in zip(leaves, _growing(layout_of(spec)), strict=True)
         ]
-    return [_tensor_roles(name, leaf, batch) for leaf in leaves_of(value)]
+    return [text_roles(name, leaf, batch) for leaf in leaves_of(value)]
 
 
 def _growing(layout: Any) -> Iterator[tuple[int, ...] | None]:
@@ -203,36 +194,6 @@ def _cache_roles(leaf: Any, grows: tuple[int, ...] | None, batch: int | None) ->
         return {0: LENGTH}
     roles = {0: BATCH} if leaf.dim() >= 2 and leaf.shape[0] == batch else {}
     return {**roles, **dict.fromkeys(grows or (), LENGTH)}
-
-
-def _tensor_roles(name: str, leaf: Any, batch: int | None) -> Roles:
-    if not isinstance(leaf, torch.Tensor) or batch is None or not leaf.dim():
-        return {}
-    roles = {0: BATCH} if leaf.shape[0] == batch and leaf.dim() >= 2 else {}
-    if _TOKENS.search(name) and leaf.dim() == 2:
-        roles[1] = LENGTH
-    elif _TOKENS.search(name) and leaf.dim() == 4:
-        roles |= {2: LENGTH, 3: LENGTH}
-    elif _STATES.search(name) and leaf.dim() == 3:
-        roles[1] = LENGTH
-    elif name == "cache_position":
-        roles[0] = LENGTH
-    return {axis: role for axis, role in roles.items() if role == BATCH or leaf.shape[axis] != 1}
-
-
-def _shapes(value: Any, roles: Iterator[Roles]) -> Any:
-    """``dynamic_shapes`` of one argument."""
-    auto = torch.export.Dim.AUTO
-    if isinstance(value, torch.Tensor):
-        return dict.fromkeys(next(roles), auto) or None
-    node = node_of(type(value))
-    if node is None:
-        return auto if next(roles) else None
-    children, keys = node.flatten_fn(value)
-    parts = [_shapes(child, roles) for child in children]
-    if type(value) is dict:
-        return dict(zip(keys, parts, strict=True))
-    return tuple(parts) if type(value) is tuple else parts
 
 
 def _with_caches(result: Any, caches: dict[str, Any]) -> Any:
@@ -259,34 +220,6 @@ def _patches() -> Iterator[None]:
 
     with patched(*(Patch.of(*one) for one in export_patches() if one[0] is not DynamicSlidingWindowLayer)):
         yield
-
-
-def _guards(
-    program: torch.export.ExportedProgram, leaves: Sequence[Any], paths: Sequence[str]
-) -> tuple[Guard, ...]:
-    """The trace's conditions as one function of the leaves.
-
-    Raises:
-        CaptureError: one cannot be read, or does not hold for the example.
-    """
-    texts = list(dict.fromkeys(conditions_of(program)))
-    if not texts:
-        return ()
-    places = sorted(((path, f"v[{i}]") for i, path in enumerate(paths)), key=lambda p: -len(p[0]))
-    written = []
-    for text in texts:
-        for path, place in places:
-            text = text.replace(path, place)
-        written.append(text)
-    code = " and ".join(f"({one})" for one in written)  # from the tracer: of sizes and numbers
-    guard = Guard("sizes do not fulfil " + " and ".join(texts), eval(f"lambda v: {code}"))
-    try:
-        holds = guard.holds(leaves)
-    except (NameError, TypeError, IndexError, AttributeError) as error:
-        raise CaptureError(f"a condition of the trace cannot be checked: {error}") from error
-    if not holds:
-        raise CaptureError(f"the trace does not serve its own example: {guard.text}")
-    return (guard,)
 
 
 def _same_lengths(places: Sequence[int]) -> Guard:

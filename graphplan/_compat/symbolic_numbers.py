@@ -1,0 +1,84 @@
+"""Python numbers that ``torch.export`` traces as symbols. Tested with torch 2.13.
+
+Of itself it makes symbols of ints that are not negative, and never of floats. What it makes of an int is no
+``int`` to a model that asks for its type; what is made here is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+from graphplan._compat import Replacement, private
+
+_TESTED = "2.13"
+
+
+def _class_for_models(plain: type, symbolic: type) -> Any:
+    """A ``__class__`` that is the plain number's to all code but torch's own."""
+
+    def read(_number: Any) -> type:
+        asking = sys._getframe(1).f_globals.get("__name__", "")
+        return symbolic if asking.partition(".")[0] in ("torch", "graphplan") else plain
+
+    return property(read)
+
+
+class SymbolicInt(torch.SymInt):
+    """An int argument while it is traced."""
+
+    def __init__(self, node: Any) -> None:
+        super().__init__(node)  # type: ignore[no-untyped-call]  # of torch
+
+    __class__ = _class_for_models(int, torch.SymInt)
+
+
+class SymbolicFloat(torch.SymFloat):
+    """A float argument while it is traced."""
+
+    def __init__(self, node: Any) -> None:
+        super().__init__(node)  # type: ignore[no-untyped-call]  # of torch
+
+    __class__ = _class_for_models(float, torch.SymFloat)
+
+
+def symbolic_numbers() -> list[Replacement]:
+    """What to replace for ``torch.export`` to trace each int and each float as a symbol."""
+    utils: Any = importlib.import_module("torch._export.non_strict_utils")  # late: it takes time
+    for name in ("fakify", "_is_constant_argument", "_IntWrapper", "TrackedFake", "key_path_to_source"):
+        private(utils, name, "torch", _TESTED)
+    return [
+        (utils, "fakify", partial(_made_symbol, utils)),
+        (utils, "_is_constant_argument", _needs_no_range),
+    ]
+
+
+def _made_symbol(utils: Any, own: Callable[..., Any]) -> Callable[..., Any]:
+    """``fakify``, which makes what is traced of each leaf of the inputs."""
+
+    def fakify(mode: Any, path: Any, leaf: Any, *args: Any, sourced_prefixes: Any = None) -> Any:
+        number = leaf.val if type(leaf) is utils._IntWrapper else leaf
+        if type(number) not in (int, float) or not math.isfinite(number):
+            return own(mode, path, leaf, *args, sourced_prefixes=sourced_prefixes)
+        source, env = utils.key_path_to_source(path, sourced_prefixes=sourced_prefixes), mode.shape_env
+        symbol = env.create_unspecified_symbol(number, source, DimDynamic.DYNAMIC)
+        made: Any
+        if isinstance(number, int):
+            made = SymbolicInt(env.create_symintnode(symbol, hint=number, source=source).node)
+        else:
+            made = SymbolicFloat(env.create_symfloatnode(symbol, hint=number, source=source).node)
+        env.tracked_fakes.append(utils.TrackedFake(made, source, None))
+        return made
+
+    return fakify
+
+
+def _needs_no_range(own: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: own(value) or isinstance(value, torch.SymInt | torch.SymFloat | torch.Generator)

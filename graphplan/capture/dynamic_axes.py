@@ -1,0 +1,113 @@
+"""Which axes of a call's arguments may vary, what each counts, and what a trace takes for granted of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from graphplan._compat.torch import conditions_of
+from graphplan.capture.signature import Guard
+from graphplan.capture.structure import node_of
+from graphplan.errors import CaptureError
+
+BATCH, LENGTH, SIZE = "batch", "length", "size"
+Roles = Mapping[int, str]
+"""Axis -> ``"batch"``, ``"length"`` or ``"size"``; for an integer, axis 0 is the integer itself."""
+
+_TOKENS = re.compile(r"(input_ids|attention_mask|position_ids|token_type_ids|token_types|padding_mask)$")
+_STATES = re.compile(r"(embeds|encoder_outputs|hidden_states?)$")
+
+
+def text_roles(name: str, leaf: Any, batch: int | None) -> Roles:
+    """The axes of an argument of a transformers model that may vary."""
+    if not isinstance(leaf, torch.Tensor) or batch is None or not leaf.dim():
+        return {}
+    roles = {0: BATCH} if leaf.shape[0] == batch and leaf.dim() >= 2 else {}
+    if _TOKENS.search(name) and leaf.dim() == 2:
+        roles[1] = LENGTH
+    elif _TOKENS.search(name) and leaf.dim() == 4:
+        roles |= {2: LENGTH, 3: LENGTH}
+    elif _STATES.search(name) and leaf.dim() == 3:
+        roles[1] = LENGTH
+    elif name == "cache_position":
+        roles[0] = LENGTH
+    return {axis: role for axis, role in roles.items() if role == BATCH or leaf.shape[axis] != 1}
+
+
+def plain_roles(leaves: Sequence[Any], *, sizes: bool, ones: bool) -> list[Roles]:
+    """The axes of the leaves of any model's call that may vary.
+
+    That is, those that count the batch and lengths; all others if ``sizes``; those of size 1 if ``ones``.
+
+    The first size of the first tensor is the batch. Axis 1 of tensors of tokens ``(batch, length)`` and of
+    features ``(batch, length, features)`` is the length.
+    """
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    batch = tensors[0].shape[0] if tensors else None
+    found = [_plain_roles(leaf, batch) for leaf in leaves]
+    return [
+        {
+            axis: role
+            for axis, role in roles.items()
+            if (sizes or role != SIZE) and (ones or leaf.shape[axis] != 1)
+        }
+        for leaf, roles in zip(leaves, found, strict=True)
+    ]
+
+
+def _plain_roles(leaf: Any, batch: int | None) -> Roles:
+    if type(leaf) not in (torch.Tensor, torch.nn.Parameter) or leaf.layout is not torch.strided:
+        return {}
+    roles = dict.fromkeys(range(leaf.dim()), SIZE)
+    if roles and leaf.shape[0] == batch:
+        roles[0] = BATCH
+    real = leaf.is_floating_point() or leaf.is_complex()
+    if leaf.dim() == (3 if real else 2):
+        roles[1] = LENGTH
+    return roles
+
+
+def shapes_for(value: Any, roles: Iterator[Roles]) -> Any:
+    """``dynamic_shapes`` of one argument, whose leaves have these roles."""
+    auto = torch.export.Dim.AUTO
+    if isinstance(value, torch.Tensor):
+        return dict.fromkeys(next(roles), auto) or None
+    node = node_of(type(value))
+    if node is None:
+        return auto if next(roles) else None
+    children, keys = node.flatten_fn(value)
+    parts = [shapes_for(child, roles) for child in children]
+    if type(value) is dict:
+        return dict(zip(keys, parts, strict=True))
+    return tuple(parts) if type(value) is tuple else parts
+
+
+def conditions(
+    program: torch.export.ExportedProgram, leaves: Sequence[Any], paths: Sequence[str]
+) -> tuple[Guard, ...]:
+    """The trace's conditions as one function of the leaves, which the tracer knows by these paths.
+
+    Raises:
+        CaptureError: one cannot be read, or does not hold for the example.
+    """
+    texts = list(dict.fromkeys(conditions_of(program)))
+    if not texts:
+        return ()
+    places = sorted(((path, f"v[{i}]") for i, path in enumerate(paths)), key=lambda p: -len(p[0]))
+    written = []
+    for text in texts:
+        for path, place in places:
+            text = text.replace(path, place)
+        written.append(text)
+    code = " and ".join(f"({one})" for one in written)  # from the tracer: of sizes and numbers
+    guard = Guard("sizes do not fulfil " + " and ".join(texts), eval(f"lambda v: {code}"))
+    try:
+        holds = guard.holds(leaves)
+    except (NameError, TypeError, IndexError, AttributeError) as error:
+        raise CaptureError(f"a condition of the trace cannot be checked: {error}") from error
+    if not holds:
+        raise CaptureError(f"the trace does not serve its own example: {guard.text}")
+    return (guard,)

@@ -1,0 +1,287 @@
+"""Capture of any model by ``torch.export``: dynamic in all sizes and numbers that it does not decide by.
+
+Axes that count a batch or a length, ints and floats of a call are symbols at first. The trace fixes those
+that weights or the model's code ask for, and notes what it takes for granted of the others, which is checked
+at each call. Where a call comes of which only sizes differ, all axes are symbols, which takes longer::
+
+    x: (4, 3, 32, 32), scale: 0.5        x: (b, 3, 32, 32), scale: s
+    x: (4, 3, 64, 48), scale: 0.5        x: (b, 3, h, w), scale: s        where h * w > 1
+
+Where that fails, the sizes and numbers are those of the example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import wraps
+from inspect import Parameter, Signature
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.experimental import _config as symbolic_config
+from torch.utils import _pytree as pytree
+
+from graphplan._compat.symbolic_numbers import symbolic_numbers
+from graphplan._compat.torch import hide_tracer
+from graphplan.capture.captured_graph import Capture
+from graphplan.capture.dynamic_axes import SIZE, Roles, conditions, plain_roles, shapes_for
+from graphplan.capture.dynamic_sizes import values_of
+from graphplan.capture.export_here import exporting
+from graphplan.capture.exported_program import from_program
+from graphplan.capture.model_copy import ModelCopy
+from graphplan.capture.model_methods import RunAsItIs, pure_method, with_forward
+from graphplan.capture.quiet import quiet
+from graphplan.capture.recurrent_layers import lengths_vary
+from graphplan.capture.signature import BoundCall, CounterLeaf, TensorLeaf
+from graphplan.capture.structure import flatten, flatten_with_path, know_containers, leaves_of, tell_torch
+from graphplan.capture.thread_patches import Patch, patched
+from graphplan.capture.transformers.attention_masks import masks_as_in_eager
+from graphplan.errors import CaptureError, InputError
+from graphplan.warnings import warn
+
+_SQUEEZES = (
+    torch.ops.aten.squeeze.default,
+    torch.ops.aten.squeeze.dim,
+    torch.ops.aten.squeeze.dims,
+)
+
+
+def is_transformers_model(model: nn.Module) -> bool:
+    """Whether ``model`` is a transformers ``PreTrainedModel``; does not import transformers."""
+    return any(
+        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.")
+        for cls in type(model).__mro__
+    )
+
+
+def export_plain(
+    model_copy: ModelCopy,
+    call: BoundCall,
+    dynamic_shapes: Any,
+    *,
+    keep_grad: bool,
+    vary: bool,
+    sizes: bool = False,
+) -> tuple[Capture, Exception | None]:
+    """Trace a call, and why no size varies, where that was tried and failed.
+
+    Args:
+        model_copy: the copy to trace.
+        call: the example inputs.
+        dynamic_shapes: the caller's, as in ``torch.export``; None where there are none.
+        keep_grad: as in :func:`graphplan.capture.tracing.capture`.
+        vary: whether batches, lengths and numbers are symbols where the caller does not say.
+        sizes: whether all other sizes are, too.
+
+    Raises:
+        GraphplanError: the call is no graph's.
+        Exception: whatever the model's own code or the tracer raises.
+    """
+    if not vary or dynamic_shapes is not None:
+        shapes = _by_name(model_copy, call, dynamic_shapes)
+        _require_in_range(call, shapes)
+        program = _export(model_copy, call, shapes, keep_grad=keep_grad)
+        return _with_operations(from_program(program, call, model_copy)), None
+    failed: Exception | None = None
+    any_one = any(1 in tensor.shape for tensor in call.tensors)
+    tries = [(all_sizes, ones) for all_sizes in {sizes: 0, False: 0} for ones in (True, False)[: 1 + any_one]]
+    for all_sizes, ones in tries:
+        try:
+            found = _varying(model_copy, call, sizes=all_sizes, ones=ones, keep_grad=keep_grad)
+            return found, failed if all_sizes != sizes else None
+        except (RunAsItIs, InputError):
+            raise
+        except Exception as error:  # the tracer runs the model's own code, which may raise anything
+            failed = error
+    program = _export(model_copy, call, None, keep_grad=keep_grad)
+    return _with_operations(from_program(program, call, model_copy)), failed
+
+
+def _with_operations(found: Capture) -> Capture:
+    method = found.entry.partition(":")[2]
+    if method and not any(node.op == "call_function" for node in found.graph.nodes):
+        raise RunAsItIs(f"{method!r} computes nothing")
+    return found
+
+
+def _varying(model_copy: ModelCopy, call: BoundCall, *, sizes: bool, ones: bool, keep_grad: bool) -> Capture:
+    """The capture in which all sizes and numbers are symbols that the model does not fix."""
+    given = {**{f"args_{index}": value for index, value in enumerate(call.args)}, **call.kwargs}
+    roles = plain_roles(call.leaves, sizes=sizes, ones=ones)
+    each = iter(roles)
+    shapes = {name: shapes_for(value, each) for name, value in given.items()}
+    with (
+        _without_marks(call.tensors),
+        symbolic_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]  # a config module
+        patched(*(Patch.of(*one) for one in symbolic_numbers()), *lengths_vary()),
+    ):
+        program = _export(model_copy, call, shapes, names=list(given), keep_grad=keep_grad)
+    paths = ["L" + pytree.keystr(path) for path, _ in flatten_with_path(given)]
+    guards = conditions(program, call.leaves, paths)
+    single = _squeezed(program.graph)
+    found = _with_operations(from_program(program, call, model_copy, roles))
+    values = values_of(found.graph)
+    leaves = tuple(
+        _never_one(leaf, values[name], single)
+        for name, leaf in zip(found.inputs, found.signature.leaves, strict=True)
+    )
+    signature = replace(found.signature, leaves=leaves, guards=guards)
+    problem = signature.mismatch(call)
+    if problem is not None:
+        raise CaptureError(f"the trace does not serve its own example: {problem}")
+    sized = _sizes_of(found.graph)
+    varied = tuple(
+        _bounded_axes(leaf, values[name], own, sized)
+        for name, leaf, own in zip(found.inputs, leaves, roles, strict=True)
+    )
+    return replace(found, signature=signature, roles=varied)
+
+
+@contextmanager
+def _without_marks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """A block after which tensors have no other attributes: a trace that fails leaves its marks on them."""
+    before = [dict(vars(tensor)) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, attributes in zip(tensors, before, strict=True):
+            vars(tensor).clear()
+            vars(tensor).update(attributes)
+
+
+def _squeezed(graph: fx.Graph) -> set[Any]:
+    """Symbols of sizes that the trace has taken to be other than 1, where 1 would be another computation.
+
+    Raises:
+        CaptureError: it is a size that is computed of others.
+    """
+    found = set()
+    for node in graph.nodes:
+        if node.target in _SQUEEZES:
+            shape = node.args[0].meta["val"].shape
+            dims = node.args[1] if len(node.args) > 1 else range(len(shape))
+            for dim in [dims] if isinstance(dims, int) else dims:
+                size = shape[dim]
+                if isinstance(size, torch.SymInt) and not size.node.expr.is_number:
+                    if not size.node.expr.is_symbol:
+                        raise CaptureError(f"{node.name} removes an axis of a size that is computed")
+                    found.add(size.node.expr)
+    return found
+
+
+def _never_one(leaf: Any, val: Any, single: set[Any]) -> Any:
+    """A signature's leaf that does not admit 1 as the size of some symbols."""
+    if not isinstance(leaf, TensorLeaf) or not single:
+        return leaf
+    symbols = [size.node.expr if isinstance(size, torch.SymInt) else None for size in val.shape]
+    ranges = tuple(
+        (max(bounds[0], 2), bounds[1]) if bounds is not None and symbol in single else bounds
+        for symbol, bounds in zip(symbols, leaf.ranges, strict=True)
+    )
+    return replace(leaf, ranges=ranges)
+
+
+def _sizes_of(graph: fx.Graph) -> set[Any]:
+    """The symbols of which sizes of tensors are made."""
+    return {
+        symbol
+        for node in graph.nodes
+        for val in leaves_of(node.meta.get("val"))
+        if isinstance(val, torch.Tensor)
+        for size in val.shape
+        if isinstance(size, torch.SymInt)
+        for symbol in size.node.expr.free_symbols  # type: ignore[attr-defined]
+    }
+
+
+def _bounded_axes(leaf: Any, val: Any, roles: Roles, sized: set[Any]) -> Roles:
+    """The axes for which a plan must have a bound; of an int, itself where sizes are made of it."""
+    if isinstance(leaf, TensorLeaf):
+        return {axis: role for axis, role in roles.items() if leaf.ranges[axis] is not None}
+    return {0: SIZE} if isinstance(leaf, CounterLeaf) and val.node.expr in sized else {}
+
+
+def _export(
+    model_copy: ModelCopy, call: BoundCall, shapes: Any, *, names: Sequence[str] = (), keep_grad: bool
+) -> torch.export.ExportedProgram:
+    """``names``: of all arguments, where ``shapes`` has them by these; else by the model's own."""
+    module = model_copy.module
+    own = model_copy.method == "forward"
+    original = module.forward if own else pure_method(module, model_copy.method)
+    changed: list[bool] = []
+
+    @wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        hide_tracer()
+        before = flatten((args, kwargs))[1]
+        result = original(*args, **kwargs)
+        know_containers(result)
+        tell_torch()
+        changed.append(flatten((args, kwargs))[1] != before)
+        return result
+
+    if names:
+        kinds = [Parameter.POSITIONAL_ONLY] * len(call.args) + [Parameter.KEYWORD_ONLY] * len(call.kwargs)
+        forward.__signature__ = Signature(list(map(Parameter, names, kinds)))  # type: ignore[attr-defined]
+    masks = masks_as_in_eager() if is_transformers_model(module) else nullcontext()
+    with (
+        quiet(),
+        torch.set_grad_enabled(keep_grad),
+        masks,
+        with_forward(module, forward),
+        exporting(keep_grad=keep_grad),
+    ):
+        program = torch.export.export(
+            module, call.args, dict(call.kwargs), dynamic_shapes=shapes, strict=False
+        )
+    if any(changed):
+        warn(
+            f"{type(module).__name__} puts something into a list or dict that it is given: a placed model "
+            "does not, it only returns results"
+        )
+    return program
+
+
+def _by_name(model_copy: ModelCopy, call: BoundCall, dynamic_shapes: Any) -> Any:
+    """``dynamic_shapes`` for the canonical call: named arguments became keyword arguments."""
+    if dynamic_shapes is None:
+        return None
+    if isinstance(dynamic_shapes, Mapping):
+        parameters = model_copy.signature.parameters
+        unknown = set(dynamic_shapes) - set(parameters)
+        if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            raise InputError(f"dynamic_shapes names {sorted(unknown)}, which forward does not take")
+        return dynamic_shapes if call.args else {name: dynamic_shapes.get(name) for name in call.kwargs}
+    if call.args:
+        return tuple(dynamic_shapes)
+    return dict.fromkeys(call.kwargs) | dict(zip(call.kwargs, dynamic_shapes, strict=False))
+
+
+def _require_in_range(call: BoundCall, shapes: Any) -> None:
+    """Raise InputError where a size is outside of its range, with the names of the argument and the axis.
+
+    ``shapes`` are as ``torch.export`` takes them for this call: by position, or by name.
+    """
+    given = call.kwargs if isinstance(shapes, Mapping) else call.args
+    for name, axis, size, dim in _sizes("", given, shapes):
+        low, high = getattr(dim, "min", None), getattr(dim, "max", None)
+        if (low is not None and size < low) or (high is not None and size > high):
+            label = getattr(dim, "__name__", "")
+            raise InputError(
+                f"{name} has size {size} along dimension {axis}, outside of {low} to {high}, the range that "
+                f"dynamic_shapes gives it{f' as {label!r}' if label else ''}"
+            )
+
+
+def _sizes(name: str, value: Any, shapes: Any) -> Iterator[tuple[str, int, int, Any]]:
+    """Argument, axis, size, and what is given for it."""
+    entries: Any = shapes.items() if isinstance(shapes, Mapping) else enumerate(shapes or ())
+    for key, entry in entries:
+        if isinstance(value, torch.Tensor):
+            yield name, key, value.shape[key], entry
+        elif isinstance(value, list | tuple) or (isinstance(value, Mapping) and key in value):
+            inner = f"{name or 'args'}[{key!r}]" if name or isinstance(key, int) else key
+            yield from _sizes(inner, value[key], entry)

@@ -1,0 +1,45 @@
+"""The shapes of what recurrent layers return, for traces that serve all lengths.
+
+A graph has ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` as one operation each. Torch finds the shapes of its
+results by going over the sequence step by step, which fixes the length; here they follow from the inputs'.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from graphplan._compat.torch import forget_kernels
+from graphplan.capture.thread_patches import Patch
+
+_LAYERS = [getattr(torch.ops.aten, name).input for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")]
+
+
+def lengths_vary() -> list[Patch]:
+    """What to replace while a trace is made."""
+    for layer in _LAYERS:
+        forget_kernels(layer)
+    return [
+        Patch(layer.py_kernels, key, own, _shaped)
+        for layer in _LAYERS
+        for key, own in layer.py_kernels.items()
+    ]
+
+
+def _shaped(
+    sequence: torch.Tensor,
+    hidden: Any,
+    _weights: Any,
+    _biases: bool,
+    _layers: int,
+    _dropout: float,
+    _train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[torch.Tensor, ...]:
+    states = hidden if isinstance(hidden, list | tuple) else [hidden]
+    width = states[0].shape[-1] * (2 if bidirectional else 1)
+    steps, batch = sequence.shape[:2][::-1] if batch_first else sequence.shape[:2]
+    made = sequence.new_empty((steps, batch, width))
+    return made.transpose(0, 1) if batch_first else made, *map(torch.empty_like, states)

@@ -1,0 +1,198 @@
+"""One capture serves all batches and lengths, and all numbers that only enter arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from builders import largest_difference
+from torch import nn
+from torch.nn import functional
+
+import graphplan
+
+Args = tuple[Any, ...]
+LARGE = {0: "8MiB", "cpu": "64MiB"}
+
+
+@pytest.fixture
+def traces(monkeypatch: Any) -> list[int]:
+    """An entry for each trace that is made."""
+    made: list[int] = []
+    export = torch.export.export
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        made.append(0)
+        return export(*args, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", counted)
+    return made
+
+
+def check(model: nn.Module, calls: Sequence[Args], **options: Any) -> Any:
+    """Place a model for the first call, make all calls, and compare them with eager and with their plans."""
+    model.eval()
+    with graphplan.simulate(LARGE) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, calls[0], **options)
+        for args in calls:
+            assert largest_difference(placed(*args), model(*args)) < 1e-5
+        assert machine.peak_bytes(0) <= max(plan.peak_bytes[0] for plan in placed.plans)
+    return placed
+
+
+class Image(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm, self.out = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(functional.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+class Function(nn.Module):
+    """A layer, and what a function makes of its result and a number."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.function = nn.Linear(8, 8), function
+
+    def forward(self, x: torch.Tensor, number: float) -> torch.Tensor:
+        return self.function(self.layer(x), number)
+
+
+@pytest.mark.parametrize("first", [1, 4])
+def test_twenty_batches_are_one_capture_and_few_plans(traces: list[int], first: int) -> None:
+    placed = check(Image(), [(torch.randn(size, 3, 8, 8),) for size in (first, *range(1, 21))])
+    assert len(traces) == 1
+    assert len(placed.plans) <= 6  # up to 1, 2, 4, 8, 16, 32
+
+
+def test_with_max_batch_they_are_one_plan_and_none_is_larger(traces: list[int]) -> None:
+    placed = check(Image(), [(torch.randn(size, 3, 8, 8),) for size in (4, *range(1, 21))], max_batch=20)
+    assert (len(traces), len(placed.plans)) == (1, 1)
+    with pytest.raises(graphplan.LimitError, match="max_batch=20"):
+        placed(torch.randn(21, 3, 8, 8))
+
+
+def test_twenty_sizes_of_images_are_two_captures(traces: list[int]) -> None:
+    check(Image(), [(torch.randn(2, 3, size, size + 3),) for size in range(8, 28)])
+    assert len(traces) == 2
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_recurrent_layers_serve_all_lengths(traces: list[int], layer: Any, batch_first: bool) -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = layer(8, 16, batch_first=batch_first)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.layer(x)[0]
+            return out.tanh()
+
+    sizes = [(2, 5), (3, 5), (2, 9), (4, 12)]
+    check(Last(), [(torch.randn(*(size if batch_first else size[::-1]), 8),) for size in sizes])
+    assert len(traces) == 1
+
+
+def timestep(x: torch.Tensor, number: float) -> torch.Tensor:
+    """As the pipelines of diffusers, which make a tensor of a number by its type."""
+    if not torch.is_tensor(number):
+        number = torch.tensor([number], dtype=torch.float64 if isinstance(number, float) else torch.int64)
+        assert number.dtype is not torch.bool
+    return x + number.expand(x.shape[0])[:, None].sin()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, number: x * number + 1 / (number + 0.5),
+        lambda x, number: (x / number).softmax(-1),
+        lambda x, number: torch.where(x > number, x, number),
+        timestep,
+    ],
+)
+@pytest.mark.parametrize("numbers", [(0.5, 0.75, 1e-3, 7.5, 1.0, 20.25), (981, 961, 7, 2, 1)])
+def test_numbers_in_arithmetic_are_one_capture(
+    traces: list[int], function: Any, numbers: Sequence[float]
+) -> None:
+    placed = check(Function(function), [(torch.randn(4, 8), number) for number in numbers])
+    assert (len(traces), len(placed.plans)) == (1, 1)
+
+
+def test_negative_ints_are_as_good() -> None:
+    placed = check(Function(lambda x, number: x + number), [(torch.randn(4, 8), n) for n in (-3, 4, 0)])
+    assert len(placed.plans) == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "graphs"),
+    [
+        (lambda x, number: x * number if number > 1 else x - number, 2),  # two branches
+        (lambda x, number: x * round(float(number), 1), 4),  # no symbol goes through
+        (lambda x, number: x * number if isinstance(number, float) else x, 1),
+        (lambda x, number: x if number != 1.0 else x * 2, 2),
+    ],
+)
+def test_numbers_that_decide_are_of_the_structure(traces: list[int], function: Any, graphs: int) -> None:
+    numbers = (0.5, 1.5, 1.0, 3.0, 0.5)
+    check(Function(function), [(torch.randn(4, 8), number) for number in numbers])
+    assert len(traces) == graphs
+
+
+def test_ints_of_which_sizes_are_made_are_planned_for(traces: list[int]) -> None:
+    calls = [(torch.randn(4, 8), number) for number in (3, 5, 2, 200, 1)]
+    placed = check(Function(lambda x, number: torch.ones(number, 8) @ x.T), calls)
+    assert len(traces) == 1
+    assert 1 < len(placed.plans) <= 3
+
+
+def test_ints_that_count_steps_or_choose_are_of_the_structure(traces: list[int]) -> None:
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: torch.Tensor, index: int, steps: int) -> torch.Tensor:
+            for _ in range(steps):
+                x = self.layers[index](x)
+            return x
+
+    x = torch.randn(4, 8)
+    check(Steps(), [(x, 0, 2), (x, 1, 2), (x, 1, 3), (x, 0, 2)])
+    assert len(traces) == 3
+
+
+def test_a_batch_of_one_that_is_squeezed_is_another_graph(traces: list[int]) -> None:
+    calls = [(torch.randn(size, 8), 0.5) for size in (4, 1, 7, 1, 2)]
+    check(Function(lambda x, number: (x[:, :1] * number).squeeze()), calls)
+    assert len(traces) <= 3  # of many, an attempt at one of any size, of one
+
+
+def test_what_is_chosen_counts_at_its_bound_in_all_sizes() -> None:
+    def chosen(x: torch.Tensor, number: float) -> torch.Tensor:
+        return x + x[x > -number].repeat(20).sin().sum()
+
+    placed = check(Function(chosen), [(torch.randn(size, 8), 100.0) for size in (16, 4, 64)])
+    assert placed.plans[1].peak_bytes[0] > 64 * 8 * 20 * 4
+
+
+def test_what_cannot_vary_is_said_once_and_runs(traces: list[int]) -> None:
+    class Text(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * {"4": 1.0, "5": 2.0}[f"{x.shape[0]}"]
+
+    with pytest.warns(graphplan.GraphplanWarning, match="each is captured anew") as caught:
+        check(Text(), [(torch.randn(4, 8),), (torch.randn(5, 8),), (torch.randn(4, 8),)])
+    assert len(caught) == 1
+    assert len(traces) == 3  # an attempt, and one for each size
