@@ -132,7 +132,7 @@ class Placer:
             own_code = isinstance(error, RunAsItIs | UntracedMethodError)
             if self.strict or call is None or own_code:
                 raise
-            failed = error
+            failed = error.with_traceback(None)  # its frames hold the caller's tensors
         if self.recipe.options.training is not None:
             return self._untraced(model, model_copy, call, failed, entry)
         if self.recipe.homes is not None:  # its modules run this call where their weights are

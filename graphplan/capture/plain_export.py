@@ -95,7 +95,7 @@ def export_plain(
         except (RunAsItIs, InputError):
             raise
         except Exception as error:  # the tracer runs the model's own code, which may raise anything
-            failed = error
+            failed = error.with_traceback(None)  # its frames hold the caller's tensors
     program = _export(model_copy, call, None, keep_grad=keep_grad)
     return _with_operations(from_program(program, call, model_copy)), failed
 

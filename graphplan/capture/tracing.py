@@ -142,6 +142,7 @@ def _with_examples(
             _tell_of_fixed_sizes(model_copy, f"its sizes cannot vary in a trace ({first_line(fixed)})")
         for reason in map(first_line, failures.values()):
             _tell_of_fixed_sizes(model_copy, f"transformers.exporters does not take it ({reason})")
+        failures.clear()  # their frames hold the caller's tensors, and this dict
         return found
     own = eager_error(model_copy, host)  # outside of the handlers: it is to have no context but its own
     if own is not None:

@@ -41,7 +41,7 @@ def place_step(state: CompileState) -> CompileState:
         try:
             return choice.with_bound(place_whole_or_sliced(replace(state, members=[member])))
         except InfeasibleError as error:  # the moves that a placement brings made operations take more
-            lacking = lacking or error
+            lacking = lacking or error.with_traceback(None)
     assert lacking is not None
     raise lacking
 

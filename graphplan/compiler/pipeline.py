@@ -143,7 +143,7 @@ class Compiler:
             try:
                 return self._plan(call, annotator)
             except InfeasibleError as error:  # there is no room for what is to come: what is there may fit
-                lacking = error
+                lacking = error.with_traceback(None)  # its frames hold the caller's tensors
                 logger.info("no room for such sizes beside the placed weights: %s", error)
         lacking.args = (f"{lacking}{_PLACED}",)
         raise lacking

@@ -75,7 +75,7 @@ class _DiskPlacement:
             try:
                 solution = place(wide, replace(self.limits, proves=False))
             except InfeasibleError as error:
-                failure = failure or error
+                failure = failure or error.with_traceback(None)
                 continue
             evaluation = self._spill(solution.evaluation.assignment, free, settled)
             if evaluation.feasible:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -299,3 +300,19 @@ def test_programs_are_bounded(streams: bool, monkeypatch: Any) -> None:
             assert machine.peak_bytes(0) <= 16384
         gc.collect()
         assert (machine.live_bytes(0), placed.plan.placement) == (before, homes)
+
+
+def test_a_plan_for_more_that_did_not_fit_lets_go_of_the_inputs() -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).eval()
+    room = graphplan.plan(model, {0: "1GiB"}, (torch.ones(6, 256),)).peak_bytes[0]
+    with torch.no_grad(), graphplan.simulate({0: room}) as machine:
+        placed: Any = graphplan.partition(model, machine.max_memory, (torch.ones(2, 256),))
+        x = torch.ones(5, 256)
+        gone = weakref.ref(x)
+        gc.disable()
+        try:
+            placed(x)
+            del x
+            assert gone() is None
+        finally:
+            gc.enable()

@@ -82,7 +82,7 @@ def export_transformers(module: nn.Module, method: str, call: BoundCall, *, keep
     try:
         return _export(module, method, call, keep_grad=keep_grad, dynamic=True)
     except Exception as error:  # the tracer runs the model's own code, which may raise anything
-        failed = error
+        failed = error.with_traceback(None)  # its frames hold the caller's tensors
     return replace(_export(module, method, call, keep_grad=keep_grad, dynamic=False), fixed=failed)
 
 
