@@ -18,7 +18,7 @@ from graphplan.api.partition import partition
 from graphplan.api.pipeline import PlacedComponents, partition_pipeline
 from graphplan.api.planning import plan
 from graphplan.devices.speeds import Measurements, Speed
-from graphplan.devices.topology import DeviceSpec, Link, Topology
+from graphplan.devices.topology import DeviceSpec, Efficiency, Link, Topology
 from graphplan.errors import (
     BudgetError,
     CaptureError,
@@ -64,6 +64,7 @@ __all__ = [
     "Crossing",
     "DeviceError",
     "DeviceSpec",
+    "Efficiency",
     "Explanation",
     "Graph",
     "GraphplanError",

@@ -125,11 +125,11 @@ class _Bench:
 
     def _overhead(self, spec: DeviceSpec) -> float:
         """Seconds between the starts of operations that have next to nothing to do."""
-        one = torch.ones(8, device=spec.torch_device)
+        row, weight, bias = (torch.ones(shape, device=spec.torch_device) for shape in ((1, 8), (8, 8), (8,)))
 
         def several() -> None:
             for _ in range(_SMALL_OPERATIONS):
-                one.add_(1)
+                torch.nn.functional.linear(row, weight, bias)
 
         return self._time(several, [spec]) / _SMALL_OPERATIONS
 
@@ -141,7 +141,7 @@ class _Bench:
         dtype = getattr(torch, self.dtypes[spec.key])
         samples = (
             Sample(case.type, case.flops, case.bytes_accessed, self._time(case.work, [spec]))
-            for case in operation_cases(spec.torch_device, dtype)
+            for case in operation_cases(spec.torch_device, dtype, spec.room // _SHARE)
         )
         return efficiencies(samples, spec)
 

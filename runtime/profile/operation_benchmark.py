@@ -11,7 +11,8 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 MOST_BYTES = 32 << 20
-"""Bytes that one case takes at most, with what it was made from."""
+"""Bytes that every case but that of uncached weights takes at most, with what it was made from."""
+_UNCACHED = 128 << 20  # bytes, more than caches hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,14 @@ class Case:
     bytes_accessed: int
 
 
-def operation_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """The operations, one after another: tensors are made when their turn comes."""
+def operation_cases(device: torch.device, dtype: torch.dtype, room: int = MOST_BYTES) -> Iterator[Case]:
+    """The operations, one after another: tensors are made when their turn comes.
+
+    Args:
+        device: where they run.
+        dtype: of the tensors.
+        room: bytes that may be taken, at least :data:`MOST_BYTES`.
+    """
 
     def make(*shape: int) -> torch.Tensor:
         return torch.rand(shape, device=device, dtype=dtype) + 0.5
@@ -45,9 +52,14 @@ def operation_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     for name, function in _OF_IMAGES.items():
         yield _case(name, function, image)
     yield _case("linear", functional.linear, make(128, 768), make(3072, 768))
-    yield _case("linear", functional.linear, make(1, 2048), make(2048, 2048))
+    # weights that are read once per forward pass are in no cache
+    weight = torch.ones(
+        min(room // 2, _UNCACHED) // (4096 * dtype.itemsize), 4096, device=device, dtype=dtype
+    )
+    yield _case("linear", functional.linear, make(1, 4096), weight)
+    yield _case("addmm", torch.addmm, make(len(weight)), make(1, 4096), weight.t())
+    del weight
     yield _case("addmm", torch.addmm, make(768), make(128, 768), make(768, 768))
-    yield _case("addmm", torch.addmm, make(2048), make(1, 2048), make(2048, 2048))
     for name in ("matmul", "bmm"):
         yield _case(name, getattr(torch, name), make(12, 128, 64), make(12, 64, 128))
     heads = (make(1, 12, 256, 64) for _ in range(3))
@@ -55,6 +67,9 @@ def operation_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield _case("conv2d", partial(functional.conv2d, padding=1), make(1, 64, 56, 56), make(64, 64, 3, 3))
     yield _case("conv2d", functional.conv2d, make(1, 256, 28, 28), make(128, 256, 1, 1))
     yield _case("conv2d", partial(functional.conv2d, padding=1, groups=96), image, make(96, 1, 3, 3))
+    for mode in ("bilinear", "nearest"):
+        enlarged = partial(functional.interpolate, scale_factor=2, mode=mode)
+        yield _case(f"upsample_{mode}2d", enlarged, make(1, 256, 32, 32))
     yield _case("conv_transpose2d", partial(functional.conv_transpose2d, stride=2), image, make(96, 48, 2, 2))
     yield _case("conv1d", partial(functional.conv1d, padding=1), make(1, 384, 512), make(384, 384, 3))
     yield _case("batch_norm", functional.batch_norm, image, make(96), make(96))
@@ -112,8 +127,6 @@ _OF_TWO: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "cat": lambda a, b: torch.cat([a, b], -1),
 }
 _OF_IMAGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "upsample_bilinear2d": lambda x: functional.interpolate(x, scale_factor=2, mode="bilinear"),
-    "upsample_nearest2d": lambda x: functional.interpolate(x, scale_factor=2, mode="nearest"),
     "max_pool2d": lambda x: functional.max_pool2d(x, 3, 2, 1),
     "avg_pool2d": lambda x: functional.avg_pool2d(x, 2),
     "pad": lambda x: functional.pad(x, (1, 1, 1, 1)),
