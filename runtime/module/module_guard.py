@@ -25,6 +25,8 @@ from torch import nn
 
 from graphplan.capture.model_weights import identity, is_dense
 from graphplan.capture.modes import is_plain
+from graphplan.runtime.fallback.short_names import original_class
+from graphplan.runtime.module.placed_parts import PlacedPart
 
 # `training` and the adapters of PEFT are modes, of which every graph has its own; the rest is torch's or ours
 _ADAPTERS = {
@@ -92,7 +94,7 @@ def _facts(module: nn.Module) -> dict[str, _Fact]:
     for path, part in module.named_modules():
         prefix = f"{path}." if path else ""
         if path:
-            found[repr(path)] = _Fact(type(part))
+            found[repr(path)] = _Fact(original_class(part) if isinstance(part, PlacedPart) else type(part))
         for name, value in _own(part).items():
             known = copy.deepcopy(value) if _is_container(value) else value
             found[repr(prefix + name)] = _Fact(known, hasattr(type(part), name))

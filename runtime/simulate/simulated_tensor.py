@@ -165,7 +165,8 @@ def run_simulated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     out = func(*pytree.tree_map(_inner, args), **inner)
     if device is None:
         return out
-    if torch.Tag.inplace_view in getattr(func, "tags", ()):  # the wrapper changes as its data did
+    if torch.Tag.inplace_view in getattr(func, "tags", ()) and func.overloadpacket is not aten.set_:
+        # the wrapper changes as its data did; it has no storage to set
         with no_dispatch():
             func(*args, **kwargs)
     given = {id(_inner(tensor)): tensor for tensor in tensors}  # what is written to is returned as it is

@@ -433,6 +433,7 @@ def test_a_device_that_is_full_already_is_named() -> None:
         del taken
 
 
+@pytest.mark.full_search
 def test_the_bound_holds_where_kernels_of_the_cpu_return_other_strides() -> None:
     """Attention's result is dense on the CPU, and ``contiguous`` then copies nothing."""
 

@@ -39,6 +39,7 @@ def test_small_weights_are_streamed_in_runs() -> None:
     assert plan.makespan <= 1.01 * simple.seconds
 
 
+@pytest.mark.full_search
 @pytest.mark.parametrize("memory", [{0: 1 << 30}, {"cpu": 1 << 30}, {0: 1 << 30, "cpu": 1 << 30}])
 def test_the_only_placement_is_the_best(memory: dict[int | str, int]) -> None:
     assert graphplan.plan(Branches(), memory, (torch.randn(32, 64),)).gap < 1e-3

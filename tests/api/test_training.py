@@ -435,6 +435,7 @@ def test_a_plan_says_what_it_computes_again_and_what_waits_in_cpu_memory(wide: i
     assert "to CPU memory until the backward pass" in kept.summary()
 
 
+@pytest.mark.full_search
 def test_the_bound_holds_whatever_is_saved() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
     planned = functools.partial(graphplan.plan, model, kwargs={"input": torch.randn(256, 64)}, train=True)

@@ -98,6 +98,9 @@ class Sparse(nn.Module):
         return self.last(torch.sparse.mm(self.adjacency, self.first(x).t()).t())
 
 
+_EACH_ANEW = "its sizes cannot vary"
+
+
 @pytest.mark.parametrize("parameter", [True, False])
 @pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
 def test_sparse_weights(layout: str, parameter: bool) -> None:
@@ -105,10 +108,14 @@ def test_sparse_weights(layout: str, parameter: bool) -> None:
         warnings.filterwarnings("ignore", message="Sparse CSR")
         model = Sparse(layout, parameter)
     with torch.no_grad():
-        placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
+        with pytest.warns(graphplan.GraphplanWarning, match=_EACH_ANEW):
+            placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
         assert largest_difference(placed(X), model(X)) < 1e-6
         with graphplan.simulate({0: "1MiB", "cpu": "1MiB"}) as machine:
-            with pytest.warns(graphplan.GraphplanWarning, match="'adjacency' stay on the CPU"):
+            with (
+                pytest.warns(graphplan.GraphplanWarning, match="'adjacency' stay on the CPU"),
+                pytest.warns(graphplan.GraphplanWarning, match=_EACH_ANEW),
+            ):
                 placed = graphplan.partition(model, machine.max_memory, (X,))
             assert placed.plan.placement["adjacency"] == "cpu"
             assert placed.plan.placement["first.weight"] == 0

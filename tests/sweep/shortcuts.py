@@ -31,13 +31,12 @@ def one_trace() -> Iterator[None]:
     known: dict[Any, Capture | CaptureError] = {}
     trace = capture_cache.capture
 
-    def remembered(
-        model_copy: Any, call: Any, dynamic_shapes: Any = None, *, keep_grad: bool = False, step: bool = False
-    ) -> Capture:
-        key = (model_copy.entry, model_copy.modes, keep_grad, None if call is None else str(call.spec))
+    def remembered(model_copy: Any, call: Any, dynamic_shapes: Any = None, **options: bool) -> Capture:
+        spec = None if call is None else str(call.spec)
+        key = (model_copy.entry, model_copy.modes, tuple(sorted(options.items())), spec)
         if key not in known:
             try:
-                known[key] = trace(model_copy, call, dynamic_shapes, keep_grad=keep_grad, step=step)
+                known[key] = trace(model_copy, call, dynamic_shapes, **options)
             except CaptureError as error:
                 known[key] = error
         found = known[key]

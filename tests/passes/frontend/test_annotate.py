@@ -8,6 +8,7 @@ from torch import nn
 
 from graphplan import Graph, simulate
 from graphplan.capture.model_copy import ModelCopy
+from graphplan.capture.size_limits import SizeLimits, bounded
 from graphplan.capture.tracing import capture
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.ir.schedule import Assignment
@@ -20,7 +21,8 @@ from graphplan.passes.schedule.transfers import build_schedule
 
 def graph_of(model: nn.Module, *args: Any, types: tuple[str, ...] = ("cpu",), **kwargs: Any) -> Graph:
     model_copy = ModelCopy(model)
-    found = capture(model_copy, model_copy.bind(args, kwargs))
+    call = model_copy.bind(args, kwargs)
+    found = bounded(capture(model_copy, call), call, SizeLimits(), 0.0)
     simplify(found)
     return annotate(found, model_copy.weights, types)
 
@@ -189,7 +191,8 @@ def test_a_moved_slice_arrives_dense() -> None:
             return part.reshape(-1) + 1
 
     model_copy = ModelCopy(Sliced())
-    found = capture(model_copy, model_copy.bind((torch.randn(8, 8),), {}))
+    call = model_copy.bind((torch.randn(8, 8),), {})
+    found = bounded(capture(model_copy, call), call, SizeLimits(), 0.0)
     simplify(found)
     annotator = Annotator(found, model_copy.weights)
     stays = annotator.graph()

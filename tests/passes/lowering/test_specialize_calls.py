@@ -165,8 +165,8 @@ def lines(model: nn.Module, *args: Any, **options: Any) -> list[str]:
 
 def test_the_code_of_a_model() -> None:
     assert lines(Views(), torch.rand(4, 4), torch.rand(2, 4)) == [
-        "slice_1 = x.narrow(1, 1, 2)",
-        "unsqueeze = torch.unsqueeze(slice_1, 1)",
+        "slice_2 = x.narrow(1, 1, 2)",
+        "unsqueeze = torch.unsqueeze(slice_2, 1)",
         "transpose = torch.transpose(y, 0, 1)",
         "mul = torch.mul(unsqueeze, transpose)",
         "add = torch.add(unsqueeze, transpose)",

@@ -74,7 +74,7 @@ SCALED: dict[str, Mutate] = {
 
 
 @cache
-def sound_problems(count: int = 4) -> tuple[tuple[int, Problem], ...]:
+def sound_problems(count: int = 8) -> tuple[tuple[int, Problem], ...]:
     """The first problems with which nothing is wrong otherwise."""
     instances = ((seed, random_instance(seed, TINY).problem) for seed in itertools.count())
     sound = (each for each in instances if not violations(each[1], place, each[0], QUICK))
