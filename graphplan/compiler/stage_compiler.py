@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -63,9 +64,12 @@ class StageSource:
 
     def example(self, device: str = "meta") -> BoundCall:
         """A call of the stage, of the sizes that the plan is for."""
-        sizes = self.cut.sizes
-        values = [
-            torch.empty(sizes[name].shape, dtype=sizes[name].dtype, device=device) for name in self.cut.inputs
+        sizes, numbers = self.cut.sizes, self.cut.numbers
+        values: list[Any] = [
+            numbers[name]
+            if name in numbers
+            else torch.empty(sizes[name].shape, dtype=sizes[name].dtype, device=device)
+            for name in self.cut.inputs
         ]
         return self.model_copy.bind(values, {})
 

@@ -40,6 +40,7 @@ class StageCapture:
         received: names of the values that cross the cut before it, in order; some only pass through.
         sent: names of those that cross the cut after it; of the results, for the last stage.
         sizes: name of each of these -> what it is at the sizes that the plan is for.
+        numbers: name of each input that is a number -> its value in the traced call.
     """
 
     capture: Capture
@@ -48,6 +49,7 @@ class StageCapture:
     received: tuple[str, ...]
     sent: tuple[str, ...]
     sizes: dict[str, TensorMeta]
+    numbers: dict[str, int | float]
 
 
 def cut_capture(whole: Capture, boundaries: Boundaries, start: int, end: int) -> StageCapture:
@@ -115,12 +117,10 @@ class _Cut:
             order=tuple(range(len(inputs))),
         )
         named = dict.fromkeys((*self.received, *self.sent, *inputs))
-        sizes = {name: self._tensor(name) for name in named if name not in self._numbers(inputs)}
-        return StageCapture(capture, tuple(inputs), outputs, self.received, self.sent, sizes)
-
-    def _numbers(self, inputs: Sequence[str]) -> set[str]:
-        """Inputs of the model that are no tensors."""
-        return {n for n in inputs if not isinstance(self.nodes[n].meta.get("val"), torch.Tensor)}
+        values = {name: self.nodes[name].meta.get("val") for name in inputs}
+        numbers = {n: v.node.hint for n, v in values.items() if isinstance(v, torch.SymInt | torch.SymFloat)}
+        sizes = {name: self._tensor(name) for name in named if name not in numbers}
+        return StageCapture(capture, tuple(inputs), outputs, self.received, self.sent, sizes, numbers)
 
     def _wanted(self, names: Iterable[str]) -> set[fx.Node]:
         """The nodes that the stage has: its own operations, what they read, what it makes again."""
