@@ -24,7 +24,10 @@ SAMPLE = (
     "ConvNext", "ResNet", "MobileNetV2", "Hiera", "Whisper", "Wav2Vec2", "AST", "CLIP", "Siglip",
 )  # fmt: skip
 # whose kinds of operations others of the sample have too
-LIKE_OTHERS = {"GPTNeoX", "Bloom", "Albert", "Marian", "Bart", "Siglip", "AST", "ConvNext", "Qwen2Moe", "OPT"}
+LIKE_OTHERS = {
+    "GPTNeoX", "Bloom", "Albert", "Marian", "Bart", "Siglip", "AST", "ConvNext", "Qwen2Moe", "OPT", "GPT2",
+    "RecurrentGemma", "FNet", "ViT", "Hiera", "MobileNetV2",
+}  # fmt: skip
 CONFIGURATIONS = tuple((ratio, accelerators) for ratio in RATIOS for accelerators in (1, 2))
 
 

@@ -256,7 +256,7 @@ SLOW_SEEDS = [
 ]
 
 
-@pytest.mark.parametrize("seed", [2, *SLOW_SEEDS])
+@pytest.mark.parametrize("seed", [pytest.param(2, marks=pytest.mark.slow), *SLOW_SEEDS])
 def test_no_other_homes_are_better(seed: int) -> None:
     """Against every assignment of weights to devices, each call placed at its best over them."""
     draw = random.Random(seed)

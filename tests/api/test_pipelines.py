@@ -290,6 +290,7 @@ def test_stable_diffusion(tmp_path: Path) -> None:
     assert sorted(placed.graphplan._modules) == ["text_encoder", "unet", "vae"]
 
 
+@pytest.mark.slow
 def test_stable_diffusion_beside_the_cpu(tmp_path: Path) -> None:
     pytest.importorskip("diffusers")
     from diffusion import stable_diffusion
@@ -297,6 +298,7 @@ def test_stable_diffusion_beside_the_cpu(tmp_path: Path) -> None:
     check_pipeline(stable_diffusion(tmp_path), {"prompt": "a cat"}, 0.7, cpu={"cpu": "1GiB"})
 
 
+@pytest.mark.slow
 def test_flux() -> None:
     pytest.importorskip("diffusers")
     from diffusion import flux, flux_inputs

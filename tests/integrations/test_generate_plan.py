@@ -208,6 +208,7 @@ def test_limits_are_positive_integers(limits: dict[str, Any]) -> None:
         graphplan.plan(build("llama"), {"cpu": "1GiB"}, **limits)
 
 
+@pytest.mark.slow
 def test_a_plan_reserves_what_its_limits_ask_for() -> None:
     model = build("llama")
     plain = graphplan.plan(model, {0: "1GiB"}, kwargs=inputs_of("llama"))
@@ -223,6 +224,7 @@ def test_a_plan_reserves_what_its_limits_ask_for() -> None:
 # -- the model stays the model ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_answers_as_the_model_did(tmp_path: Path) -> None:
     with on_two_devices("llama") as (model, _, placed):
         assert isinstance(placed, type(model))
@@ -273,6 +275,7 @@ def test_streamers_are_given_every_token() -> None:
         assert words.ended
 
 
+@pytest.mark.slow
 def test_a_pipeline_takes_it(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     words = {f"w{i}": i for i in range(96)}
@@ -306,6 +309,7 @@ print(len(call.tensors), all(isinstance(leaf, (torch.Tensor, int)) for leaf in c
 """
 
 
+@pytest.mark.slow
 def test_a_copy_knows_the_caches_of_its_model_in_a_process_that_has_seen_none() -> None:
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1"}
     said = subprocess.run([sys.executable, "-c", FRESH], env=env, capture_output=True, text=True, check=False)

@@ -38,7 +38,7 @@ def found_wrong(parameters: Parameters, block: int, size: int, effort: Effort) -
 
 
 @pytest.mark.parametrize(
-    "block", [*range(5), *(pytest.param(n, marks=pytest.mark.slow) for n in range(5, 12))]
+    "block", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 12))]
 )
 def test_tiny_problems(block: int) -> None:
     wrong = found_wrong(TINY, block, TINY_BLOCK, Effort(placements=1000, restricted=1))
@@ -52,7 +52,9 @@ def test_activations_that_fill_the_cards_are_spread(seed: int) -> None:
     assert place(instance.problem).evaluation.feasible, instance
 
 
-@pytest.mark.parametrize("block", range(12))
+@pytest.mark.parametrize(
+    "block", [*range(6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 12))]
+)
 def test_medium_problems(block: int) -> None:
     wrong = found_wrong(MEDIUM, block, MEDIUM_BLOCK, Effort(placements=200, restricted=1))
     assert not wrong, "\n".join(wrong)
