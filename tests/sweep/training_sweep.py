@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,8 @@ from report import RESULTS, write
 from shortcuts import short_search
 from torch import nn
 from training_steps import CONFIGURATIONS, budgets_of, check_training, example, needed
+
+from graphplan.errors import first_line
 
 ADAMW = torch.optim.AdamW
 FURTHER = 48  # steps beside the two of the check
@@ -50,8 +51,7 @@ def row_of(name: str, size: int, configuration: int) -> dict[str, Any]:
                 model, inputs, budgets_of(size, configuration), exact=False, further=FURTHER
             )
     except Exception as error:  # whatever it is, it is what came of it
-        text = traceback.format_exc().splitlines()
-        return {**row, "ok": False, "error": f"{type(error).__name__}: {error}"[:500], "at": text[-4:-1]}
+        return {**row, "ok": False, "error": first_line(error)}
     operations = plan.graph.operations.values()
     return {
         **row,
@@ -71,7 +71,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
         with short_search():
             size = needed(model, inputs, optimizer=ADAMW)
     except Exception as error:  # likewise
-        return [{"model": name, "ok": False, "error": f"{type(error).__name__}: {error}"[:500]}]
+        return [{"model": name, "ok": False, "error": first_line(error)}]
     return [row_of(name, size, configuration) for configuration in range(len(CONFIGURATIONS))]
 
 
