@@ -278,7 +278,8 @@ class _LabelSearch:
         """
         if not self.streams:
             return np.argsort(labels.value, kind="stable")
-        alike = np.round(labels.value / (self.effort.params.sufficient_gap / 1000 * self.relaxation.bound))
+        step = self.effort.params.sufficient_gap / 1000 * self.relaxation.bound
+        alike = np.round(labels.value / step) if step > 0 else labels.value
         held = labels.nbytes[self.relaxation.accelerator].sum(axis=0)
         return np.lexsort((held, alike))
 

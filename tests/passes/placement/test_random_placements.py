@@ -52,6 +52,13 @@ def test_activations_that_fill_the_cards_are_spread(seed: int) -> None:
     assert place(instance.problem).evaluation.feasible, instance
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_relaxation_bound_of_zero_divides_nothing() -> None:
+    """Streamed labels that cost alike are ordered by bytes; how alike is a share of the bound."""
+    instance = random_instance(424, MEDIUM)
+    assert place(instance.problem).evaluation.feasible, instance
+
+
 @pytest.mark.parametrize(
     "block", [*range(6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 12))]
 )
