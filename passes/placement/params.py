@@ -28,6 +28,8 @@ class SearchParams:
         completions: labels of a finished search that are judged exactly.
         retries: times that a search is repeated with larger margins, where exact peaks pass a budget.
         local_share: of the work that is left, for one run of the local search.
+        restarts: climbs in a row that are no better, after which the local search with streaming ends, where
+            the effort is the default one; in proportion where it is more.
         sufficient_gap: relative gap at which the search ends: nobody measures a tenth of a percent.
         negligible: share below which a weight is not told apart: of all weights, for the home of a shared
             one; of the largest beside it, for a copy of its own at each forward pass. Of what a bound
@@ -59,6 +61,7 @@ class SearchParams:
     completions: int = 20
     retries: int = 3
     local_share: float = 0.5
+    restarts: int = 15
     sufficient_gap: float = 1e-3
     negligible: float = 0.01
     slot_sizes: int = 4

@@ -43,6 +43,7 @@ class ResidentSearch:
     bound: Bound = field(default_factory=Bound)
     arrays: Arrays = field(init=False)
     _climbed: set[bytes] = field(default_factory=set)
+    _repaired: set[bytes] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.arrays = Arrays.of_search(self.problem, self.effort.params)
@@ -121,7 +122,9 @@ class ResidentSearch:
         starts.sort(
             key=lambda devices: float(np.maximum(self.arrays.peaks(devices) - self.arrays.room, 0.0).sum())
         )
-        for devices in starts[: self.effort.params.retries]:
+        unlike = {devices.tobytes(): devices for devices in starts if devices.tobytes() not in self._repaired}
+        for devices in list(unlike.values())[: self.effort.params.retries]:
+            self._repaired.add(devices.tobytes())
             with self.effort.share(0.25) as part:
                 search = LocalSearch(self.arrays, devices, part)
                 fits = search.repair()
@@ -170,14 +173,14 @@ class ResidentSearch:
         if self.devices is None and self.effort.over:
             return  # no bound is asked for
         relaxations, width = self.relax(), 0
+        still_open = relaxations
         while not self.proven and not self.effort.over:
             enough = self.seconds * (1 - self.effort.params.sufficient_gap)
-            still_open = sorted((r for r in relaxations if r.bound < enough), key=lambda r: r.bound)
+            still_open = sorted((r for r in still_open if r.bound < enough), key=lambda r: r.bound)
             width = self._next_width(width, still_open)
             if not width:
                 break
-            for relaxation in still_open:
-                self._search(relaxation, width)
+            still_open = [r for r in still_open if not self._search(r, width)]
             self._raise(relaxations)
         self._enumerate(relaxations)
 
@@ -221,20 +224,22 @@ class ResidentSearch:
             return 0 if self.devices is not None else least
         return min(widest, int(max(width, params.first_width) * params.width_growth))
 
-    def _search(self, relaxation: Relaxation, width: int) -> None:
-        """Search labels, again with margins where peaks pass a budget."""
-        margin = np.zeros(self.arrays.computing)
+    def _search(self, relaxation: Relaxation, width: int) -> bool:
+        """Search labels, again with margins where peaks pass a budget; whether a wider search is the same."""
+        margin, exact = np.zeros(self.arrays.computing), True
         for attempt in range(1 + self.effort.params.retries):
             below = self.seconds * (1 if attempt else 1 - 1e-9)
             found = search_labels(relaxation, width, below, self.effort, margin)
+            exact &= found.exact
             if not attempt and found.bound > relaxation.bound:
                 relaxation.bound, relaxation.proof = found.bound, _LABELS
             if not found.completions or self._judge(found.completions) or self.effort.over:
-                return
+                break
             if self.devices is None:
                 self._repair([self._expand(completion)[0] for completion in found.completions])
             peaks = self.arrays.peaks(*self._expand(found.completions[0]))
             margin += 1.05 * np.maximum(peaks - self.arrays.room, 0.0)
+        return exact
 
     def _judge(self, completions: tuple[Completion, ...]) -> bool:
         """Offer what labels propose, the fastest first; whether one is within the budgets."""

@@ -2,8 +2,8 @@
 
 Moves are the smallest there are: one slot more or fewer, a weight that comes to reside or to be streamed,
 two that change places, a macro-operation that goes to another device, another home for a shared weight.
-Where none helps, some operations of the best placement go elsewhere, and it is climbed from there, while
-effort is left (Lourenço, Martin and Stützle, "Iterated local search", 2003).
+Where none helps, some operations of the best placement go elsewhere, and it is climbed from there, until
+that has not helped for some time (Lourenço, Martin and Stützle, "Iterated local search", 2003).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def climb_streamed(arrays: Arrays, start: Evaluation, effort: Effort) -> Evaluat
 
     Args:
         arrays: of the problem.
-        start: a placement within the budgets.
+        start: a placement, within the budgets or not: fewer bytes over them come first.
         effort: what is charged.
     """
     return _Climb(arrays, start, effort).run()
@@ -69,15 +69,17 @@ class _Climb:
         self.members = [[arrays.operations[i].name for i in unit] for unit in arrays.units]
 
     def run(self) -> Evaluation:
-        draw = random.Random(0)
+        draw, params = random.Random(0), self.effort.params
+        idle, most = 0, params.restarts * self.effort.total / params.visits(self.arrays.count)
         self._climb()
         best = self.now
-        while not self.effort.over:
+        while idle < most and not self.effort.over:
             self.now = best
             self.now = self._evaluate(self._elsewhere(draw))
             self._climb(draw)
+            idle += 1
             if _is_better(self.now, best):
-                best = self.now
+                best, idle = self.now, 0
         return best
 
     def _climb(self, draw: random.Random | None = None) -> None:

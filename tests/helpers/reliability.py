@@ -87,7 +87,8 @@ def pieces(name: str, seeds: range, end: float | None, processes: int) -> Iterat
     size = CAMPAIGNS[name].piece
     ranges = [seeds[start : start + size] for start in range(0, len(seeds), size)]
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, prepare) as pool:
+    # torch keeps what it has traced until a process ends
+    with ProcessPoolExecutor(processes, context, prepare, max_tasks_per_child=1) as pool:
         yield from pool.map(partial(work, name, end), ranges)
 
 

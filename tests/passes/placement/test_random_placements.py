@@ -9,6 +9,7 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from brute import Brute, Space
@@ -21,6 +22,12 @@ from graphplan.errors import InfeasibleError
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value, Weight
 from graphplan.ir.schedule import Assignment
+from graphplan.passes.placement import resident
+from graphplan.passes.placement.driver import attempt
+from graphplan.passes.placement.label_dp import LabelSearch, search_labels
+from graphplan.passes.placement.limits import Limits
+from graphplan.passes.placement.params import SearchParams
+from graphplan.passes.placement.relaxation import Relaxation
 
 TINY_BLOCK, MEDIUM_BLOCK = 12, 2
 KIB, MIB = 1 << 10, 1 << 20
@@ -50,6 +57,26 @@ def test_activations_that_fill_the_cards_are_spread(seed: int) -> None:
     """A random walk finds placements that fit."""
     instance = random_instance(seed, MEDIUM)
     assert place(instance.problem).evaluation.feasible, instance
+
+
+def test_streamed_placements_over_the_budgets_are_repaired() -> None:
+    """With all weights streamed there is no room for the slots: the largest but one has to reside."""
+    instance = random_instance(50165, TINY)
+    assert place(instance.problem).evaluation.feasible, instance
+
+
+def test_an_exact_search_is_not_made_wider(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two operations that fit nowhere: a wider search would keep the same labels."""
+    calls = Counter[int]()
+
+    def counted(relaxation: Relaxation, width: int, *arguments: Any, **options: Any) -> LabelSearch:
+        calls[width] += 1
+        return search_labels(relaxation, width, *arguments, **options)
+
+    monkeypatch.setattr(resident, "search_labels", counted)
+    problem = random_instance(7012, TINY).problem
+    assert attempt(problem, Limits(), None) is None
+    assert sum(calls.values()) <= 1 + SearchParams().retries + len(problem.topology.devices)
 
 
 @pytest.mark.filterwarnings("error")
