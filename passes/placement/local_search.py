@@ -61,6 +61,10 @@ class LocalSearch:
         for item, parameter in zip(arrays.gradient.tolist(), arrays.parameter.tolist(), strict=True):
             self.gradients.setdefault(parameter, []).append(item)
         self.unit = arrays.unit_of.tolist()
+        weights = np.arange(arrays.values, len(arrays.names))
+        weights = weights[(arrays.source[weights] >= 0) & (arrays.fixed[weights] < 0)]
+        weights = np.setdiff1d(weights, arrays.shared)
+        self.own_bytes = np.bincount(arrays.source[weights], arrays.nbytes[weights], arrays.count)
         self.nbytes: list[float] = arrays.nbytes.tolist()
         count = len(arrays.keys)
         self.latency = [[float(arrays.latency[a, b]) for b in range(count)] for a in range(count)]
@@ -188,6 +192,9 @@ class LocalSearch:
         total = np.where(np.isinf(change), 0.0, change)
         total = np.concatenate([np.zeros((arrays.computing, 1)), total.cumsum(axis=1)], axis=1)
         saved = np.concatenate([[0.0], self._copies_at().cumsum()])
+        left_over = arrays.room - arrays.resident(np.array(self.home))
+        brought = np.where(self.devices == np.arange(arrays.computing)[:, None], 0.0, self.own_bytes)
+        brought = np.concatenate([np.zeros((arrays.computing, 1)), brought.cumsum(axis=1)], axis=1)
         length = 1
         while length <= count:
             starts = np.arange(count - length + 1)
@@ -196,6 +203,7 @@ class LocalSearch:
             for device in range(arrays.computing):
                 seconds = total[device, starts + length] - total[device, starts]
                 fine = able[device, starts + length] == able[device, starts]
+                fine &= brought[device, starts + length] - brought[device, starts] <= left_over[device]
                 left = np.where(starts > 0, self.devices[np.maximum(starts - 1, 0)], -1)
                 right = np.where(
                     starts + length < count, self.devices[np.minimum(starts + length, count - 1)], -1
