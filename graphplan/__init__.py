@@ -12,10 +12,10 @@ from graphplan.analysis.explanation import Explanation
 from graphplan.analysis.plan import Plan
 from graphplan.analysis.relocation import Alternative
 from graphplan.analysis.sensitivity import Bottleneck, Growth
+from graphplan.api.components import PlacedComponents, partition_pipeline
 from graphplan.api.largest_batch import largest_batch
 from graphplan.api.load import load
 from graphplan.api.partition import partition
-from graphplan.api.pipeline import PlacedComponents, partition_pipeline
 from graphplan.api.planning import plan
 from graphplan.devices.speeds import Measurements, Speed
 from graphplan.devices.topology import DeviceSpec, Efficiency, Link, Topology

@@ -24,8 +24,8 @@ from graphplan.errors import CaptureError, InfeasibleError, readable_bytes
 from graphplan.ir.cluster_plan_data import MachineStage, Objective
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.pipeline.boundaries import Boundaries
+from graphplan.passes.pipeline.cut_params import PARAMS
 from graphplan.passes.pipeline.estimates import Estimates, Flight, operation_seconds
-from graphplan.passes.pipeline.params import PARAMS
 from graphplan.passes.pipeline.stage_bound import PROOF, bound_stages
 from graphplan.passes.pipeline.stage_dp import Segments, StageDP, states_of
 from graphplan.passes.pipeline.structural_hash import renamed, structure_of

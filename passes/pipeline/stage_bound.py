@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from graphplan.devices.topology import Link, Topology
 from graphplan.ir.graph import Graph
 from graphplan.passes.pipeline.boundaries import Boundaries
+from graphplan.passes.pipeline.cut_params import PARAMS
 from graphplan.passes.pipeline.estimates import operation_seconds
-from graphplan.passes.pipeline.params import PARAMS
 from graphplan.passes.pipeline.stage_dp import Floats
 
 PROOF = "contiguous stages, operations at their fastest"

@@ -19,7 +19,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from graphplan.passes.pipeline.params import PARAMS
+from graphplan.passes.pipeline.cut_params import PARAMS
 
 Floats = NDArray[np.float64]
 State = tuple[int, ...]  # machines of each class that the stages from a cut on use

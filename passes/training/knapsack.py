@@ -16,7 +16,7 @@ from torch import fx
 from graphplan.ir.graph import Graph
 from graphplan.passes.training.offload import offloadable
 from graphplan.passes.training.recompute import repeated
-from graphplan.passes.training.segments import Segment, spread
+from graphplan.passes.training.segments import ModuleSegment, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Item:
 
 
 def items_of(
-    segments: Sequence[Segment],
+    segments: Sequence[ModuleSegment],
     graph: Graph,
     operation_seconds: Callable[[str], float] | None,
     copy_seconds: Callable[[int], float] | None,

@@ -21,13 +21,13 @@ from torch import fx
 
 from graphplan.capture.captured_graph import Capture
 from graphplan.ir.lowered_ops import keep_on_cpu
-from graphplan.passes.training.segments import Segment, saved_nodes, written_nodes
+from graphplan.passes.training.segments import ModuleSegment, saved_nodes, written_nodes
 from graphplan.passes.training.weight_views import VIEWS, copy_for
 
 _SMALLEST = 1 << 10  # bytes of a value that is worth two copies
 
 
-def offload(capture: Capture, paths: Iterable[str], segments: Sequence[Segment]) -> None:
+def offload(capture: Capture, paths: Iterable[str], segments: Sequence[ModuleSegment]) -> None:
     """Keep what some segments save in CPU memory, in place.
 
     Args:
@@ -45,7 +45,7 @@ def offload(capture: Capture, paths: Iterable[str], segments: Sequence[Segment])
     capture.graph.lint()
 
 
-def offloadable(segment: Segment) -> list[fx.Node]:
+def offloadable(segment: ModuleSegment) -> list[fx.Node]:
     """What a segment saves, views of its own apart, that may wait in CPU memory and is worth it."""
     written, views = written_nodes(segment.nodes), _own_views(segment)
     bases = dict.fromkeys(_base(node, views) for node in saved_nodes(segment))
@@ -57,7 +57,7 @@ def _may_wait(node: fx.Node) -> bool:
     return not returned and _nbytes(node) >= _SMALLEST
 
 
-def _own_views(segment: Segment) -> set[fx.Node]:
+def _own_views(segment: ModuleSegment) -> set[fx.Node]:
     inside = set(segment.nodes)
     return {node for node in segment.nodes if node.target in VIEWS and node.args[0] in inside}
 
@@ -70,7 +70,7 @@ def _base(node: fx.Node, views: set[fx.Node]) -> fx.Node:
     return node
 
 
-def _views_anew(segment: Segment, order: dict[fx.Node, int]) -> None:
+def _views_anew(segment: ModuleSegment, order: dict[fx.Node, int]) -> None:
     """Let the backward pass take views of what the segment saves itself."""
     views = _own_views(segment)
     for view in [node for node in saved_nodes(segment) if node in views]:

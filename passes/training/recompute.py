@@ -20,10 +20,10 @@ from collections.abc import Iterable, Sequence
 from torch import fx
 
 from graphplan.capture.captured_graph import Capture
-from graphplan.passes.training.segments import Segment, saved_nodes
+from graphplan.passes.training.segments import ModuleSegment, saved_nodes
 
 
-def recompute(capture: Capture, paths: Iterable[str], segments: Sequence[Segment]) -> None:
+def recompute(capture: Capture, paths: Iterable[str], segments: Sequence[ModuleSegment]) -> None:
     """Compute some segments again, in place.
 
     Args:
@@ -39,7 +39,7 @@ def recompute(capture: Capture, paths: Iterable[str], segments: Sequence[Segment
     capture.graph.lint()
 
 
-def _recompute(graph: fx.Graph, segment: Segment, order: dict[fx.Node, int]) -> None:
+def _recompute(graph: fx.Graph, segment: ModuleSegment, order: dict[fx.Node, int]) -> None:
     saved, again = repeated(segment)
     readers = [user for node in saved for user in node.users if user.meta.get("backward")]
     if not readers:
@@ -59,13 +59,13 @@ def _recompute(graph: fx.Graph, segment: Segment, order: dict[fx.Node, int]) -> 
                 user.replace_input_with(node, copied[node])
 
 
-def repeated(segment: Segment) -> tuple[list[fx.Node], set[fx.Node]]:
+def repeated(segment: ModuleSegment) -> tuple[list[fx.Node], set[fx.Node]]:
     """What a segment does not save if it is computed again, and what is computed for that."""
     saved = [node for node in saved_nodes(segment) if node in segment.repeatable]
     return saved, _needed(segment, saved)
 
 
-def _needed(segment: Segment, saved: Sequence[fx.Node]) -> set[fx.Node]:
+def _needed(segment: ModuleSegment, saved: Sequence[fx.Node]) -> set[fx.Node]:
     """What is to be computed again to have these again."""
     found: set[fx.Node] = set()
     pending = list(saved)

@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class ModuleSegment:
     """Operations of the forward pass that belong to one module.
 
     Attributes:
@@ -39,7 +39,7 @@ class Segment:
     repeatable: frozenset[fx.Node]
 
 
-def segments_of(capture: Capture) -> list[Segment]:
+def segments_of(capture: Capture) -> list[ModuleSegment]:
     """The segments of a capture, in order."""
     forward = [n for n in capture.graph.nodes if n.op == "call_function" and not n.meta.get("backward")]
     written = written_nodes(forward)
@@ -49,7 +49,8 @@ def segments_of(capture: Capture) -> list[Segment]:
         if path:
             found.setdefault(path, []).append(node)
     return [
-        Segment(path, tuple(nodes), frozenset(_repeatable(nodes, written))) for path, nodes in found.items()
+        ModuleSegment(path, tuple(nodes), frozenset(_repeatable(nodes, written)))
+        for path, nodes in found.items()
     ]
 
 
@@ -68,7 +69,7 @@ def spread(each: Sequence[_T], share: float) -> list[_T]:
     return [one for i, one in enumerate(each) if (i + 1) * taken // count > i * taken // count]
 
 
-def saved_nodes(segment: Segment) -> list[fx.Node]:
+def saved_nodes(segment: ModuleSegment) -> list[fx.Node]:
     """What of a segment the backward pass reads."""
     return [node for node in segment.nodes if any(user.meta.get("backward") for user in node.users)]
 
