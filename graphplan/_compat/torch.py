@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.fx import _symbolic_trace
 from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import module as nn_module
+from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 
 from graphplan._compat import private
@@ -31,6 +32,13 @@ def compiled_as_constant(function: Callable[[], int]) -> Callable[[], int]:
     """As ``torch.compiler.assume_constant_result``, which imports all of dynamo to set one attribute."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def mask_reader() -> tuple[Any, str]:
+    """What reads a mask of ``nn.Transformer`` to see whether it is causal: a kernel may be faster then."""
+    name = "_detect_is_causal_mask"
+    private(transformer, name, "torch", _TESTED)
+    return transformer, name
 
 
 def call_of(module: torch.nn.Module) -> Any:

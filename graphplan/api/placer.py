@@ -1,11 +1,12 @@
-"""How a model comes to be placed: now, at its first forward pass, or again from what a pickle keeps.
+"""How a model comes to be placed: now, at its first forward pass, or again.
 
 ::
 
-    partition ── Placer ──> placed module, which keeps a Recipe
+    partition ── Placer ──> placed module, which keeps a Recipe and a Mover
        │                        │ pickled, or changed after it was traced
-       └── at the first         └── Recipe at the next forward pass: Placer, with the weights where they are
-           forward pass
+       │                        ├── Recipe at the next forward pass: Placer, with the weights where they are
+       └── at the first         │ a call has no room beside the weights
+           forward pass         └── Mover: plans it, wherever weights are; its Move carries that out
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from torch import nn
 from graphplan.api.eager_check import require_equal
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
-from graphplan.capture.model_weights import tensor_bytes
+from graphplan.capture.model_weights import ModelWeights, tensor_bytes
+from graphplan.capture.modes import Modes
 from graphplan.capture.saved_bytes import saved_bytes
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.code_generation import Planned
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.devices.topology import DISK, DeviceKey, Topology
-from graphplan.errors import NoGraphError, first_line, readable_bytes
+from graphplan.errors import InfeasibleError, NoGraphError, first_line, readable_bytes
 from graphplan.integrations.accelerate.fallback_placement import fall_back, later_refused
 from graphplan.integrations.transformers.generate_plan import plan_first
 from graphplan.ir.plan_data import PlanData
@@ -36,7 +38,7 @@ from graphplan.runtime.fallback.short_names import unplaced
 from graphplan.runtime.memory.allocation import warm_activations
 from graphplan.runtime.module.placed_module import attach, placed_class
 from graphplan.runtime.module.training_reader import TrainingReader
-from graphplan.runtime.weights.storage import place_model
+from graphplan.runtime.weights.storage import bring_back, place_model
 from graphplan.warnings import warn
 
 _IN_MEMORY = (
@@ -88,6 +90,7 @@ class Placer:
         warm: whether allocators reserve the planned bytes of activations now.
         in_place: whether the modules of the model become those of the placed one.
         compiler: of the model, where one was made already, as for a stage of a model.
+        moved_for: bytes of the inputs for which the weights were moved last.
     """
 
     recipe: Recipe
@@ -97,6 +100,7 @@ class Placer:
     plan: PlanData | None = None
     in_place: bool = False
     compiler: Compiler | None = None
+    moved_for: int = 0
 
     @property
     def known_plan(self) -> PlanData | None:
@@ -126,7 +130,7 @@ class Placer:
         """A placed copy of ``model``; ``entry`` is what is called, if not the model itself."""
         compiler, calls = self._compiler(model_copy), [] if call is None else [EntryCall(call, entry)]
         try:
-            placed = self._attached(model, compiler, plan_first(compiler, call, entry))
+            placed = self.attached(model, compiler, plan_first(compiler, call, entry))
             return self._checked(model, placed, calls)
         except NoGraphError as error:
             own_code = isinstance(error, RunAsItIs | UntracedMethodError)
@@ -136,7 +140,7 @@ class Placer:
         if self.recipe.options.training is not None:
             return self._untraced(model, model_copy, call, failed, entry)
         if self.recipe.homes is not None:  # its modules run this call where their weights are
-            return self._attached(model, compiler, [])
+            return self.attached(model, compiler, [])
         return self._hooked(model, model_copy, calls, failed)
 
     def _untraced(
@@ -157,7 +161,7 @@ class Placer:
         compiler = self._compiler(model_copy)
         calls = find(compiler)
         try:
-            placed = self._attached(model, compiler, compiler.plan_and_commit(calls))
+            placed = self.attached(model, compiler, compiler.plan_and_commit(calls))
             return self._checked(model, placed, calls)
         except NoGraphError as error:
             if self.strict or isinstance(error, RunAsItIs):
@@ -195,7 +199,15 @@ class Placer:
             return None
         return TrainingReader(training.outputs, [spec.type for spec in devices if spec.computes])
 
-    def _attached(self, model: nn.Module, compiler: Compiler, planned: Sequence[Planned]) -> nn.Module:
+    @property
+    def _may_move(self) -> bool:
+        """Whether weights may move later: nobody has said where, or holds on to them or to their file."""
+        recipe = self.recipe
+        settled = self.plan is not None or self.compiler is not None or DISK in recipe.topology
+        return not (settled or recipe.options.grad or recipe.options.training is not None)
+
+    def attached(self, model: nn.Module, compiler: Compiler, planned: Sequence[Planned]) -> nn.Module:
+        """A placed copy of ``model``, or itself, with the programs of what was planned and committed."""
         recipe, model_copy = self.recipe, compiler.model_copy
         if self.source is None and DISK in (recipe.homes or {}).values():
             warn(_IN_MEMORY)
@@ -222,7 +234,80 @@ class Placer:
             refused=None if recipe.strict else later_refused,
             memory=(*made.pages, *made.files),
             training=self._training_reader(),
+            move=Mover(self, compiler) if self._may_move else None,
         )
         if self.warm:
             warm_activations(program.plan for program in programs)
         return made.module
+
+
+@dataclass(frozen=True, slots=True)
+class Mover:
+    """Finds room for a call that lacks it where the weights are.
+
+    Attributes:
+        placer: that has placed them.
+        compiler: that knows what has been traced.
+    """
+
+    placer: Placer
+    compiler: Compiler
+
+    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str, modes: Modes) -> Move:
+        """A plan of the call and of larger ones, with the weights where there is room; nothing is moved.
+
+        Raises:
+            InfeasibleError: there is none, or weights were moved for a call as large before: two that have
+                no room together would move them in turns.
+        """
+        self.compiler.model_copy.enter(modes)
+        call = self.compiler.model_copy.part(entry).bind(args, kwargs)
+        nbytes = sum(map(tensor_bytes, call.tensors))
+        if nbytes <= self.placer.moved_for:
+            raise InfeasibleError("weights were moved for a call as large before")
+        compiler = self.compiler.anew()
+        planned = compiler.plan(call, entry, compiler.aheads(call, entry))
+        compiler.commit(planned)
+        recipe = replace(self.placer.recipe, homes=compiler.homes, known_plan=planned.plan)
+        placer = replace(self.placer, recipe=recipe, source=None, in_place=True, moved_for=nbytes)
+        return Move(placer, compiler, planned)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Moves weights to where a plan has them.
+
+    Attributes:
+        placer: that does so.
+        compiler: that has made the plan.
+        planned: the plan.
+    """
+
+    placer: Placer
+    compiler: Compiler
+    planned: Planned
+
+    @property
+    def known_plan(self) -> PlanData | None:
+        """The plan that puts the weights where they will be."""
+        return self.placer.known_plan
+
+    @property
+    def strict(self) -> bool:
+        """Whether what cannot be captured is an error."""
+        return self.placer.strict
+
+    def __call__(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],  # noqa: ARG002  # of whatever call comes next
+        kwargs: Mapping[str, Any],  # noqa: ARG002
+        entry: str,  # noqa: ARG002
+    ) -> nn.Module:
+        """The module with its weights moved, by way of host memory."""
+        model, known = unplaced(module), self.compiler.model_copy.weights.tensors
+        bring_back(model, self.compiler.layout())
+        known.update(ModelWeights(model).tensors)  # those that were there hold on to memory
+        placed = self.placer.attached(model, self.compiler, [self.planned])
+        known.update(ModelWeights(placed).tensors)
+        return placed

@@ -22,7 +22,7 @@ from graphplan.capture.signature import BoundCall
 from graphplan.compiler.cluster_call import Wires, rebuild_result, traced_inputs
 from graphplan.compiler.cluster_planning import Cluster
 from graphplan.compiler.formulation import Options
-from graphplan.compiler.pipeline import Compiler
+from graphplan.compiler.pipeline import AHEAD, Compiler
 from graphplan.compiler.stage_compiler import StageSource, stage_source, with_buffers
 from graphplan.devices.max_memory import require_present
 from graphplan.devices.topology import Topology
@@ -40,8 +40,6 @@ from graphplan.runtime.distributed.sent_weights import ranks_without_data, send_
 from graphplan.runtime.distributed.stage_runner import StageProgram, StageRunner, make_ready
 
 logger = logging.getLogger("graphplan")
-
-_AHEAD = (1.0, 0.25)  # as for a model on one machine: see Compiler.plan
 
 
 @dataclass(slots=True)
@@ -147,7 +145,7 @@ class RankBuilder:
         Raises:
             InputError: the call takes caches, which only ``generate`` keeps where they are.
         """
-        for ahead in _AHEAD if form.caches_stay else ():
+        for ahead in AHEAD if form.caches_stay else ():
             try:
                 return self._prepared(micro, form, ahead)
             except InfeasibleError as error:

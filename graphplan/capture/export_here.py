@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from graphplan._compat.export_work import less_work
-from graphplan._compat.torch import export_tracer, without_left_hooks
+from graphplan._compat.torch import export_tracer, mask_reader, without_left_hooks
 from graphplan.capture.source_lines import calling_line
 from graphplan.capture.structure import torch_knows
 from graphplan.capture.thread_patches import Patch, patched
@@ -34,6 +34,7 @@ def exporting(*, keep_grad: bool) -> Iterator[None]:
             Patch(tracer, "call_module", _call, tracer.call_module),
             Patch(tracer, "getattr", _value, tracer.getattr),
             Patch.of(tracer, "create_node", _with_calling_line),
+            Patch.of(*mask_reader(), lambda _: _said_to_be_causal),
             *(Patch.of(*replacement) for replacement in less_work(keep_grad=keep_grad)),
         ),
     ):
@@ -42,6 +43,11 @@ def exporting(*, keep_grad: bool) -> Iterator[None]:
 
 def _not_here() -> bool:
     return False
+
+
+def _said_to_be_causal(_mask: Any, is_causal: bool | None = None, _size: int | None = None) -> bool:
+    """Whether the model says that a mask is causal: a graph does not see its values."""
+    return is_causal is True
 
 
 def _call(_tracer: Any, _module: Any, forward: Any, args: Any, kwargs: Any) -> Any:

@@ -39,8 +39,7 @@ class ModelWeights:
     def has_rows(self, name: str) -> bool:
         """Whether rows of this weight are plain tensors that lie in one piece, and count what is written."""
         tensor = self.tensors[name]
-        plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-        return plain and tensor.is_contiguous() and not tensor.is_inference()
+        return is_dense(tensor) and tensor.is_contiguous() and not tensor.is_inference()
 
     def sharing(self, name: str) -> list[str]:
         """Other weights, and plain tensors, that lie in the memory of this weight, or constant of a trace."""
@@ -72,13 +71,16 @@ def identity(tensor: torch.Tensor) -> Any:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor is torch's own, or a simulated one that stands for such: no wrapper, nor sparse."""
-    own = getattr(type(tensor), "stands_for", type(tensor)) in (torch.Tensor, nn.Parameter)
-    return own and tensor.layout is torch.strided
+    return _is_own(tensor) and tensor.layout is torch.strided
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether a weight wraps other tensors, as quantised ones do."""
-    return hasattr(tensor, "__tensor_flatten__") and type(tensor) not in (torch.Tensor, nn.Parameter)
+    return hasattr(tensor, "__tensor_flatten__") and not _is_own(tensor)
+
+
+def _is_own(tensor: torch.Tensor) -> bool:
+    return getattr(type(tensor), "stands_for", type(tensor)) in (torch.Tensor, nn.Parameter)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:

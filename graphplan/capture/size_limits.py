@@ -52,8 +52,8 @@ class SizeLimits:
         Args:
             role: as in :data:`graphplan.capture.dynamic_axes.Roles`.
             here: the size in the call.
-            ahead: how far to plan for sizes that are to come: 1 for the next power of two, less for
-                so much of the size more.
+            ahead: how far to plan for sizes that are to come: 1 for the next power of two, which is past the
+                size of a text in any case; less for so much of the size more.
 
         Raises:
             LimitError: the call is larger than the caller's limit.
@@ -69,10 +69,9 @@ class SizeLimits:
             return limit
         if not ahead or here < 1:
             return here
-        least, step = (_LEAST, _STEP) if role == LENGTH else (1, 1)
         if ahead < 1:
-            return here + max(int(here * ahead), step)
-        return max(least, 1 << (here - 1).bit_length())
+            return here + max(int(here * ahead), _STEP if role == LENGTH else 1)
+        return max(_LEAST, 1 << here.bit_length()) if role == LENGTH else 1 << (here - 1).bit_length()
 
 
 def bounded(

@@ -122,8 +122,8 @@ class Formulation:
         return found
 
     def _state_homes(self, capture: Capture, call: BoundCall | None) -> dict[str, DeviceKey]:
-        """Where the tensors of a call's caches are, as far as accelerators hold them."""
-        if call is None:
+        """Where the tensors of a call's caches are, as far as accelerators hold them and weights too."""
+        if call is None or self.committed.homes is None:
             return {}
         of = {spec.torch_device: spec.key for spec in self.topology.devices if spec.is_accelerator}
         found = ((name, of.get(call.leaves[leaf].device)) for name, leaf in capture.states.items())

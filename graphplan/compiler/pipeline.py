@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import Assignment
 from graphplan.ir.schedule_checks import check_schedule
 from graphplan.passes.frontend.annotate import Annotator
+from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.limits import Limits
 from graphplan.passes.placement.problem import Problem
 from graphplan.runtime.module.program import Program
@@ -45,6 +47,7 @@ from graphplan.runtime.weights.storage import Layout
 
 logger = logging.getLogger("graphplan")
 
+AHEAD = (1.0, 0.25)  # how far to plan for sizes that are to come, where there is room
 _PLACED = (
     "\nEarlier plans of this model have placed the weights. To leave room for these inputs, pass them to "
     "partition too, in calls="
@@ -130,23 +133,34 @@ class Compiler:
         return self._captures.annotated(call, ahead=ahead)
 
     @one_at_a_time
-    def plan(self, call: BoundCall | None, entry: str = "") -> Planned:
-        """Capture, annotate and place a call, with larger sizes as the options say."""
-        if call is None or self.homes is None:
-            return self._plan(call, self._captures.annotated(call, entry))
-        tried: Annotator | None = None
-        for ahead in (1.0, 0.25, 0.0):
+    def plan(self, call: BoundCall | None, entry: str = "", aheads: Sequence[float] | None = None) -> Planned:
+        """Capture, annotate and place a call, with larger sizes as the options say.
+
+        ``aheads`` are as for captures: the first that there is room for is taken. By default a first call is
+        planned as it is, a later one ahead, as far as there is room.
+        """
+        placed, tried = self.homes is not None, list[Annotator]()
+        for ahead in aheads or ((*AHEAD, 0.0) if placed else (0.0,)):
             annotator = self._captures.annotated(call, entry, ahead)
-            if annotator is tried:  # the caller has set the limits
+            if annotator in tried:  # the caller has set the limits
                 continue
-            tried = annotator
+            tried.append(annotator)
             try:
                 return self._plan(call, annotator)
             except InfeasibleError as error:  # there is no room for what is to come: what is there may fit
                 lacking = error.with_traceback(None)  # its frames hold the caller's tensors
-                logger.info("no room for such sizes beside the placed weights: %s", error)
-        lacking.args = (f"{lacking}{_PLACED}",)
-        raise lacking
+                logger.info("no room for such sizes: %s", error)
+        if placed:
+            lacking.args = (f"{lacking}{_PLACED}",)
+        try:
+            raise lacking
+        finally:
+            del lacking  # a cycle with this frame would keep the caller's tensors
+
+    @one_at_a_time
+    def aheads(self, call: BoundCall, entry: str = "") -> Sequence[float]:
+        """How far to plan ahead where weights may move: a cache is sure to grow."""
+        return AHEAD if self.trace(call, entry).states else (*AHEAD, 0.0)
 
     @one_at_a_time
     def plan_together(self, calls: Sequence[EntryCall], *, advise: bool = True) -> tuple[Planned, ...]:
@@ -182,6 +196,14 @@ class Compiler:
         """
         return self._formulation.plain(self._captures.annotated(asked.call, asked.entry), asked.call)
 
+    @one_at_a_time
+    def has_room(self, planned: Planned, call: BoundCall) -> bool:
+        """Whether a plan of a call, as it is, keeps the budgets for the next larger sizes too."""
+        problem = self._formulation.plain(self._captures.annotated(call, ahead=AHEAD[0]), call)
+        known = planned.plan.schedule.assignment
+        parted = known.weights.keys() != problem.graph.weights.keys()
+        return not parted and evaluate(problem, known).feasible
+
     def commit(self, planned: Planned) -> None:
         """Let later plans go by this one: where weights are, unless that is settled; what it holds beside."""
         self._committed.commit(planned.plan, planned.capture.constants)
@@ -196,11 +218,21 @@ class Compiler:
         constants, modes = self._committed.constants, self.model_copy.modes
         return lower_planned(planned, self.topology, self.options, constants, modes)
 
+    def anew(self) -> Compiler:
+        """One that shares what has been traced, and the constants, and may place the weights elsewhere."""
+        found = copy.copy(self)
+        found._committed = Commitments()
+        found._committed.constants = self._committed.constants
+        return found
+
     @one_at_a_time
-    def further(self, call: BoundCall, modes: Modes, entry: str = "") -> Program:
-        """Plan, commit and lower a call of another structure, with the weights where they are."""
+    def further(self, call: BoundCall, modes: Modes, entry: str = "", *, barely: bool = True) -> Program:
+        """Plan, commit and lower a call of another structure, with the weights where they are.
+
+        ``barely`` as in :class:`graphplan.runtime.module.module_state.Compile`.
+        """
         self.model_copy.enter(modes)
-        planned = self.plan(call, entry)
+        planned = self.plan(call, entry, None if barely else self.aheads(call, entry))
         self.commit(planned)
         return self.lower(planned)
 

@@ -26,8 +26,16 @@ from graphplan.runtime.profile.call_profile import Recorder
 from graphplan.runtime.weights.resident_parts import ModuleParts
 from graphplan.runtime.weights.weight_streams import ModuleStreams
 
-Compile = Callable[[BoundCall, Modes, str], Program]
-"""Makes a program of a call, the modes of the modules, and the path of the submodule that is called."""
+
+class Compile(Protocol):
+    """Makes a program of a call."""
+
+    def __call__(self, call: BoundCall, modes: Modes, entry: str, *, barely: bool) -> Program:
+        """A program of a call, in modes of the modules, of the submodule at a path.
+
+        ``barely``: whether it will do that there is room for this call, though its cache is to grow.
+        """
+
 
 Refused = Callable[[NoGraphError], None]
 """Warns of a call structure that no capture takes, or raises."""
@@ -48,6 +56,17 @@ class Start(Protocol):
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str
     ) -> nn.Module:
         """The placed module; ``entry`` is the path of what is called."""
+
+
+class MoveWeights(Protocol):
+    """Finds room for a call that lacks it where the weights are."""
+
+    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str, modes: Modes) -> Start:
+        """What moves the weights to where it has room.
+
+        Raises:
+            InfeasibleError: there is none wherever they are.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +96,8 @@ class ModuleState:
     module at its next call: where there were no inputs to plan with, and where pickling has dropped the
     programs. ``restart`` is what pickling keeps for that. ``as_written`` are methods that run as they are.
     ``turns`` is held by a run that streams weights, or goes module by module: they use the same memory.
-    ``training`` reads what a training step differentiates, where steps are planned. What is added to
+    ``training`` reads what a training step differentiates, where steps are planned. ``move`` is None where
+    weights are to stay. ``running`` has the threads whose calls read the weights now. What is added to
     ``programs`` is added under the capture lock; nothing is ever taken away.
     """
 
@@ -101,6 +121,8 @@ class ModuleState:
     modulewise: Modulewise = field(default_factory=Modulewise)
     turns: threading.RLock = field(default_factory=threading.RLock)
     training: TrainingReader | None = None
+    move: MoveWeights | None = None
+    running: list[int] = field(default_factory=list)
 
     @property
     def known_plan(self) -> PlanData | None:
@@ -124,10 +146,11 @@ class ModuleState:
         copied.modulewise = self.modulewise.renewed()
         copied.training = None if self.training is None else self.training.of(None)
         copied.streams, copied.parts, copied.turns = ModuleStreams(), ModuleParts(), threading.RLock()
+        copied.running = []
         return copied
 
     def __reduce__(self) -> Any:
-        return _restored, (self.restart if self.start is None else self.start,)
+        return _restored, (self.restart or self.start,)
 
 
 def _restored(start: Start) -> ModuleState:

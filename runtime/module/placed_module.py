@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from threading import get_ident
 from typing import Any, Self
 
 import torch
@@ -25,19 +28,20 @@ from graphplan.capture.model_methods import method_of
 from graphplan.capture.modes import Differentiation, ModeReader
 from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mode
-from graphplan.errors import PlanError
+from graphplan.errors import InfeasibleError, PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.fallback.short_names import ShortNames, made_class, original_class, unplaced
 from graphplan.runtime.memory.host_pages import Pages
 from graphplan.runtime.module.code_assembly import code_of
 from graphplan.runtime.module.dispatch import (
+    Served,
     ServedByModules,
     TooManyPrograms,
     serve,
     share_prefetch_buffers,
 )
 from graphplan.runtime.module.module_guard import ModuleGuard
-from graphplan.runtime.module.module_state import Compile, ModuleState, Refused, Start
+from graphplan.runtime.module.module_state import Compile, ModuleState, MoveWeights, Refused, Start
 from graphplan.runtime.module.placed_parts import link
 from graphplan.runtime.module.placed_view import PlacedView
 from graphplan.runtime.module.program import Program
@@ -54,6 +58,12 @@ _FULL = (
     "when they come: give partition dynamic_shapes, or max_batch and max_length, so that one serves many "
     "sizes; pass tensors, not numbers"
 )
+
+_MOVED = (
+    "a call has no room beside the weights where they are, so weights move: to leave room from the start, "
+    "give partition max_batch and max_length, or such a call in calls="
+)
+logger = logging.getLogger("graphplan")
 
 Record = Callable[[Program, fx.GraphModule], Recorder]
 
@@ -117,23 +127,22 @@ class PlacedModule(ShortNames):
             try:
                 served = serve(self, state, entry, signature, args, kwargs, step)
             except TooManyPrograms:
+                served = None
                 _begin_anew(self, state)
-                return self._graphplan_enter(entry, signature, args, kwargs, record)
-            if isinstance(served, ServedByModules):
-                with state.turns:
-                    return _run_modulewise(self, served, record)
-            program = state.programs[served.index]
-            with state.turns if program.streams else nullcontext():
-                code = code_of(self, state, served.index)
-                if program.backward is not None:
-                    if record is not None:
-                        raise PlanError(
-                            "a training step is not profiled: profile a call under torch.no_grad()"
-                        )
-                    return run_step(self, state, program, code, served)
-                if record is not None:
-                    code = replace(code, bound=record(program, code.module))
-                return run(self, program, code, served)
+            except InfeasibleError:
+                served = None
+                if state.move is None:
+                    raise
+                _move_weights(self, state, entry, args, kwargs)
+            if served is not None:
+                thread = get_ident()
+                state.running.append(thread)
+                try:
+                    if state.start is None:
+                        return _run(self, state, served, record)
+                finally:
+                    state.running.remove(thread)
+        return self._graphplan_enter(entry, signature, args, kwargs, record)  # errors keep tensors no longer
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """What a parent's ``.to`` calls: to the CPU, where calls may come from, it moves nothing."""
@@ -151,6 +160,24 @@ class PlacedModule(ShortNames):
         return _rebuild, (original_class(self),), self.__dict__
 
 
+def _run(
+    module: PlacedModule, state: ModuleState, served: Served | ServedByModules, record: Record | None
+) -> Any:
+    if isinstance(served, ServedByModules):
+        with state.turns:
+            return _run_modulewise(module, served, record)
+    program = state.programs[served.index]
+    with state.turns if program.streams else nullcontext():
+        code = code_of(module, state, served.index)
+        if program.backward is not None:
+            if record is not None:
+                raise PlanError("a training step is not profiled: profile a call under torch.no_grad()")
+            return run_step(module, state, program, code, served)
+        if record is not None:
+            code = replace(code, bound=record(program, code.module))
+        return run(module, program, code, served)
+
+
 def _differentiated(module: PlacedModule, state: ModuleState) -> Differentiation | None:
     """What a call differentiates; None for a forward pass alone."""
     if state.training is None or not torch.is_grad_enabled():
@@ -163,13 +190,19 @@ def _differentiated(module: PlacedModule, state: ModuleState) -> Differentiation
 @outside_inference_mode
 def _place_now(module: PlacedModule, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Place the module at this call of it, unless another thread has done so meanwhile."""
+    while any(thread != get_ident() for thread in module._graphplan.running):
+        time.sleep(1e-3)  # before the lock: a call under way may wait for a capture
     with CAPTURE_LOCK:
         if not isinstance(module, PlacedModule):
             return
         _notice_changes(module)
-        if module._graphplan.start is not None:
-            as_written = module._graphplan.as_written
-            started = module._graphplan.start(module, args, kwargs, entry)
+        state = module._graphplan
+        if state.start is not None:
+            as_written = state.as_written
+            state.codes.clear()
+            state.streams.storages.clear()  # their memory is wanted again
+            state.parts.kept.clear()
+            started = state.start(module, args, kwargs, entry)
             object.__setattr__(module, "__dict__", started.__dict__)  # at once, for other threads
             if not isinstance(started, PlacedModule):  # hooks run it
                 module.__class__ = type(started)  # type: ignore[assignment]  # of the same original
@@ -186,13 +219,29 @@ def _change(module: PlacedModule) -> str | None:
 
 def _begin_anew(module: PlacedModule, full: ModuleState) -> None:
     """Forget every program and trace: the next call is captured, with the weights where they are."""
-    with CAPTURE_LOCK, full.turns:
+    with CAPTURE_LOCK:
         if module._graphplan is full and full.start is None:
             warn(_FULL)
-            full.codes.clear()
-            full.streams.storages.clear()  # their memory is wanted again
-            full.parts.kept.clear()
             full.start = full.restart
+
+
+@outside_inference_mode
+def _move_weights(
+    module: PlacedModule, state: ModuleState, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Have the weights moved before the next call, so that a call has room that lacks it; or never again."""
+    with CAPTURE_LOCK:
+        if module._graphplan is not state or state.move is None:  # another thread has been here
+            return
+        assert state.reader is not None
+        move, state.move = state.move, None
+        try:
+            start = move(args, kwargs, entry, state.reader.read(module))
+        except InfeasibleError as error:
+            logger.info("no room wherever the weights are: %s", error)
+        else:
+            warn(_MOVED)
+            state.start = start
 
 
 def _notice_changes(module: PlacedModule) -> None:
@@ -261,10 +310,11 @@ def attach(
     refused: Refused | None = None,
     memory: Sequence[Pages] = (),
     training: TrainingReader | None = None,
+    move: MoveWeights | None = None,
 ) -> None:
     """Give a placed copy its programs, the way to make more, and the memory of its weights."""
     share_prefetch_buffers(programs)
-    state = ModuleState(programs, compile, signature, restart, keep_grad, return_outputs, refused)
+    state = ModuleState(programs, compile, signature, restart, keep_grad, return_outputs, refused, move=move)
     state.streams.pages.extend(memory)
     state.training = None if training is None else training.of(module)
     link(module)

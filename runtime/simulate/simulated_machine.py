@@ -116,9 +116,11 @@ class SimulatedMachine:
         self.require(index)
         live, capacity = self._live.get(index, 0), self.capacities[index]
         if live + nbytes > capacity:
-            raise SimulatedOutOfMemoryError(
-                f"{SIMULATED}:{index} is out of memory: tried to allocate {readable_bytes(nbytes)}, "
-                f"{readable_bytes(live)} of {readable_bytes(capacity)} are taken"
+            _fail(
+                SimulatedOutOfMemoryError(
+                    f"{SIMULATED}:{index} is out of memory: tried to allocate {readable_bytes(nbytes)}, "
+                    f"{readable_bytes(live)} of {readable_bytes(capacity)} are taken"
+                )
             )
         self._live[index] = live + nbytes
         self._peak[index] = max(self._peak.get(index, 0), live + nbytes)
@@ -132,6 +134,17 @@ class SimulatedMachine:
     def give(self, index: int, nbytes: int) -> None:
         """Free."""
         self._live[index] -= nbytes
+
+
+def _fail(error: SimulatedOutOfMemoryError) -> None:
+    """Raise an error; in a backward pass at its end: where a thread of autograd raises, the process ends."""
+
+    def fail() -> None:
+        raise error
+
+    if torch._C._current_graph_task_id() == -1:
+        fail()
+    torch.autograd.Variable._execution_engine.queue_callback(fail)
 
 
 def active_machine() -> SimulatedMachine:

@@ -172,6 +172,8 @@ def run_simulated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     given = {id(_inner(tensor)): tensor for tensor in tensors}  # what is written to is returned as it is
     if not getattr(func, "is_view", False):
         _watch(tensors, [given[id(leaf)] for leaf in pytree.tree_leaves(out) if id(leaf) in given])
+    if func in _PACKING:
+        return _wrap(out[0], device), out[1]
     return pytree.tree_map(lambda leaf: given[id(leaf)] if id(leaf) in given else _wrap(leaf, device), out)
 
 
@@ -186,12 +188,16 @@ _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm
 _INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
 
 
+# lengths, and sizes of batches, are the CPU's
+_PACKING = (aten._pack_padded_sequence.default, aten._pad_packed_sequence.default)
+
+
 def _common_device(func: Any, tensors: list[torch.Tensor]) -> torch.device | None:
     simulated = {t.device for t in tensors if t.device.type == SIMULATED}
     if not simulated:
         return None
     # and a zero-dimensional CPU tensor anywhere
-    others = [t for t in tensors if t.device.type != SIMULATED and t.dim() > 0]
+    others = [t for t in tensors if t.device.type != SIMULATED and t.dim() > 0 and func not in _PACKING]
     if func in _INDEXING and tensors[0].device.type == SIMULATED:
         others = [t for t in others if t.dtype not in (torch.long, torch.int, torch.bool, torch.uint8)]
     if len(simulated) > 1 or others:

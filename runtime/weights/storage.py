@@ -108,6 +108,24 @@ def place_model(
     return Placement(copied, tuple(placing.pages), () if source is None else source.files)
 
 
+def bring_back(model: nn.Module, layout: Layout) -> None:
+    """Bring the weights of each accelerator that is to hold others into host memory: its own is free then."""
+    weights = ModelWeights(model)
+    here = {name: tensor.device for name, tensor in weights.tensors.items()}
+    changed = {
+        device
+        for name in here
+        if here[name] != layout.devices[name]
+        for device in (here[name], layout.devices[name])
+        if device.type != CPU
+    }
+    memo: dict[int, object] = {}
+    for name, tensor in named_tensors(model).items():
+        home = here[weights.first[name]]
+        memo[id(tensor)] = _like(tensor, tensor.detach().cpu() if home in changed else tensor, memo)
+    _refilled(model, memo)
+
+
 @dataclass(slots=True)
 class _Placing:
     """Finds a place for every weight, then fills the places."""

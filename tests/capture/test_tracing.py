@@ -239,3 +239,21 @@ def test_weights_and_inputs_may_be_named_as_operations() -> None:
             placed = graphplan.partition(model, machine.max_memory, args)
             assert torch.allclose(placed(x), model(x))
             assert set(placed.plan.placement) == {"mean", "x", "linear"}
+
+
+def test_the_values_of_a_generated_mask_decide_nothing() -> None:
+    class Translator(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
+
+        def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
+            found: torch.Tensor = self.inner(source, target, tgt_mask=mask)
+            return found
+
+    model, example = Translator().eval(), (torch.randn(2, 3, 8), torch.randn(2, 4, 8))
+    with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, example, strict=True)
+        for args in (example, (torch.randn(3, 5, 8), torch.randn(3, 6, 8))):
+            assert torch.allclose(placed(*args), model(*args), atol=1e-5)

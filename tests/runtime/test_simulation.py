@@ -142,3 +142,31 @@ def test_tensors_of_the_cpu_stay_inference_tensors() -> None:
             assert torch.equal(
                 inside.add_(before.to("sim:0")).view(1, 3)[:, 1:].cpu(), torch.full((1, 2), 2.0)
             )
+
+
+def test_want_of_memory_in_a_backward_pass_is_an_error() -> None:
+    """Raised in a thread of autograd, it ended the process."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    with simulate({0: 90_000}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (torch.randn(4, 64),), grad=True)
+        with pytest.raises(graphplan.SimulatedOutOfMemoryError, match="tried to allocate"):
+            placed(torch.randn(4, 64)).sum().backward()
+
+
+def test_sizes_of_packed_sequences_are_on_the_cpu() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.LSTM(8, 8, batch_first=True), torch.randn(3, 5, 8)
+    lengths = torch.tensor([5, 2, 1])
+
+    def run(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        return nn.utils.rnn.pad_packed_sequence(layer(packed)[0], batch_first=True)
+
+    with torch.no_grad():
+        expected = run(x)[0]
+        with simulate({0: "1MiB"}):
+            layer.to("sim:0")
+            found, sizes = run(x.to("sim:0"))
+            assert torch.allclose(found.cpu(), expected, atol=1e-6)
+            assert sizes.device.type == "cpu"

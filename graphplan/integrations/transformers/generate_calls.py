@@ -39,9 +39,7 @@ def calls_of_generate(compiler: Compiler, call: BoundCall) -> list[Rehearsed]:
         nothing for a model that does not generate. Where generation cannot be followed, the calls until
         then, with a warning.
     """
-    module = compiler.model_copy.module
-    can_generate = getattr(module, "can_generate", None)
-    if not (callable(can_generate) and can_generate()) or call.args:
+    if not generates(compiler) or call.args:
         return []
     rehearsal = Rehearsal(compiler, call)
     try:
@@ -56,6 +54,12 @@ def calls_of_generate(compiler: Compiler, call: BoundCall) -> list[Rehearsed]:
             f"them ({said}): pass a prefill and a decode to partition as calls="
         )
     return rehearsal.calls[1:]
+
+
+def generates(compiler: Compiler) -> bool:
+    """Whether the model has a ``generate`` of transformers that it can use."""
+    can_generate = getattr(compiler.model_copy.module, "can_generate", None)
+    return callable(can_generate) and bool(can_generate())
 
 
 def _generate(rehearsal: Rehearsal, prompt: Mapping[str, torch.Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 The example's call is planned first, and the others with the weights where it puts them. Where one of these
 lacks room there, it is the one that decides where the weights are; and where that is not enough, all are
-placed together.
+placed together. Without limits, nothing else is traced: the example as a longer text stands for what follows.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.code_generation import Planned
-from graphplan.compiler.pipeline import Compiler, EntryCall
+from graphplan.compiler.pipeline import AHEAD, Compiler, EntryCall
 from graphplan.devices.topology import DISK
 from graphplan.errors import CaptureError, InfeasibleError, LimitError
 from graphplan.integrations.rehearsal import Rehearsed
-from graphplan.integrations.transformers.generate_calls import calls_of_generate
+from graphplan.integrations.transformers.generate_calls import calls_of_generate, generates
 from graphplan.warnings import warn
 
 logger = logging.getLogger("graphplan")
@@ -40,8 +40,10 @@ def plan_first(compiler: Compiler, call: BoundCall | None, entry: str = "") -> l
     compiler.commit(first)
     options = compiler.options
     alone = settled or compiler.given is not None
-    if call is None or entry or alone or not options.size_limits.given or options.grad:
+    if call is None or entry or alone or options.grad or options.training is not None:
         return [first]
+    if not options.size_limits.given:
+        return [_with_room(compiler, call, first)] if generates(compiler) else [first]
     others = list(_plannable(compiler, calls_of_generate(compiler, call)))
     found, lacking = _plan_in_turn(compiler, others, first)
     if lacking is None:
@@ -57,6 +59,26 @@ def plan_first(compiler: Compiler, call: BoundCall | None, entry: str = "") -> l
     compiler.restart()
     compiler.commit(first)
     return [first]
+
+
+def _with_room(compiler: Compiler, call: BoundCall, first: Planned) -> Planned:
+    """A plan of a text, with the weights where a longer one has room too; else ``first``.
+
+    It is committed, as ``first`` was. Weights that are streamed would take another long search, and stay.
+    """
+    if first.plan.schedule.prefetch_buffers:
+        return first
+    try:
+        if compiler.has_room(first, call):
+            return first
+        compiler.restart()
+        compiler.commit(compiler.plan(call, aheads=AHEAD))
+        first = compiler.plan(call, aheads=(0.0,))
+    except (CaptureError, InfeasibleError) as error:
+        logger.info("no memory is reserved for a text longer than the example: %s", error)
+        compiler.restart()
+    compiler.commit(first)
+    return first
 
 
 @dataclass(frozen=True, slots=True)

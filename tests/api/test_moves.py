@@ -1,0 +1,141 @@
+"""Weights that move where a later call has no room beside them."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from builders import bytes_of, largest_difference
+from language_models import build, inputs_of
+from torch import nn
+
+import graphplan
+from graphplan.capture.model_weights import is_wrapper
+
+MOVED = "so weights move"
+
+
+def layers(width: int = 64, depth: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth))).eval()
+
+
+def spare(model: nn.Module, rows: int = 16) -> int:
+    """A budget with room for a few rows beside the weights."""
+    return bytes_of(model) + 3 * 4 * 64 * rows
+
+
+def same(model: nn.Module, placed: Any, *rows: int) -> None:
+    for count in rows:
+        x = torch.randn(count, 64)
+        with torch.no_grad():
+            assert largest_difference(placed(x), model(x)) < 1e-5
+
+
+def test_a_call_without_room_moves_weights_once() -> None:
+    model = layers()
+    with graphplan.simulate({0: spare(model), "cpu": "1GiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, args=(torch.randn(4, 64),), cpu_compute=False)
+        assert set(placed.plan.placement.values()) == {0}
+        with torch.no_grad():  # what weights hold now is what moves
+            for part in (model, placed):
+                part[2][0].weight.mul_(2)
+        machine.reset_peaks()
+        with pytest.warns(graphplan.GraphplanWarning, match=MOVED):
+            same(model, placed, 100)
+        assert "cpu" in placed.plan.placement.values()
+        same(model, placed, 4, 100, 128)
+        assert machine.peak_bytes(0) <= machine.max_memory[0]
+        assert isinstance(placed[0][0].weight, nn.Parameter)
+
+
+def test_weights_move_between_accelerators() -> None:
+    model = layers()
+    with graphplan.simulate({0: spare(model), 1: spare(model)}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, args=(torch.randn(4, 64),), pin={"0": 0})
+        with pytest.warns(graphplan.GraphplanWarning, match=MOVED):
+            same(model, placed, 80)
+        assert placed.plan.placement["0.0.weight"] == 0
+        assert set(placed.plan.placement.values()) == {0, 1}
+
+
+def test_where_nothing_has_room_nothing_moves() -> None:
+    model = layers()
+    with graphplan.simulate({0: spare(model)}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, args=(torch.randn(4, 64),))
+        homes = [weight.data_ptr() for weight in placed.parameters()]
+        for _ in range(2):
+            with pytest.raises(graphplan.InfeasibleError, match="calls="):
+                placed(torch.randn(4000, 64))
+            same(model, placed, 4, 8)
+        assert homes == [weight.data_ptr() for weight in placed.parameters()]
+
+
+@pytest.mark.parametrize("kept", ["grad", "plan"])
+def test_weights_that_were_given_a_place_or_are_held_stay(kept: str) -> None:
+    model, example = layers(), (torch.randn(4, 64),)
+    with graphplan.simulate({0: 2 * spare(model)}) as machine:
+        plan = graphplan.plan(model, machine.max_memory, example)
+        options: dict[str, Any] = {"plan": plan} if kept == "plan" else {"grad": True}
+        placed = graphplan.partition(model, machine.max_memory, example, **options)
+        assert placed._graphplan.move is None
+
+
+def test_copies_and_threads_go_on() -> None:
+    model = layers()
+    with graphplan.simulate({0: 3 * spare(model)}):
+        budgets = {0: spare(model), "cpu": "1GiB"}
+        placed = graphplan.partition(model, budgets, args=(torch.randn(4, 64),), cpu_compute=False)
+        other = copy.deepcopy(placed)
+        failed, done = list[BaseException](), threading.Event()
+
+        def call() -> None:
+            try:
+                while not done.is_set():
+                    same(model, placed, 4)
+            except BaseException as error:  # whatever it is, it is told below
+                failed.append(error)
+
+        threads = [threading.Thread(target=call) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            with pytest.warns(graphplan.GraphplanWarning, match=MOVED):
+                same(model, placed, 100)
+        finally:
+            done.set()
+            for thread in threads:
+                thread.join()
+        assert not failed
+        assert {weight.device.type for weight in other.parameters()} == {"sim"}
+        same(model, other, 4)
+
+
+def test_what_is_generated_after_partition_has_room(recwarn: pytest.WarningsRecorder) -> None:
+    model, inputs = build("gpt2"), inputs_of("gpt2", 1, 8)
+    with graphplan.simulate({0: bytes_of(model) + 16_000, "cpu": "1GiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, kwargs=inputs)
+        found = placed.generate(**inputs, max_new_tokens=40, do_sample=False)
+        assert torch.equal(found, model.generate(**inputs, max_new_tokens=40, do_sample=False))
+        assert machine.peak_bytes(0) <= machine.max_memory[0]
+    assert not [one for one in recwarn if MOVED in str(one.message)]
+
+
+@pytest.mark.slow
+def test_a_long_text_moves_weights_with_room_to_grow() -> None:
+    model, inputs = build("gpt2"), inputs_of("gpt2", 1, 8)
+    with graphplan.simulate({0: bytes_of(model) + 24_000, "cpu": "1GiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, kwargs=inputs)
+        with pytest.warns(graphplan.GraphplanWarning, match=MOVED) as said:
+            found = placed.generate(**inputs, max_new_tokens=300, do_sample=False)
+        assert torch.equal(found, model.generate(**inputs, max_new_tokens=300, do_sample=False))
+        assert sum(MOVED in str(one.message) for one in said) <= 2  # the room doubles
+        assert machine.peak_bytes(0) <= machine.max_memory[0]
+
+
+def test_a_simulated_tensor_wraps_nothing() -> None:
+    with graphplan.simulate({0: 1 << 20}):
+        assert not is_wrapper(torch.zeros(4, device="sim:0"))
