@@ -3,6 +3,9 @@
 Each rank runs transformers' own loop over its own stage and its own caches. The last rank has the scores:
 after all other processors it chooses a token, which it sends to the others, and all go on with scores that
 leave no other choice. So hidden states and chosen tokens cross the network, and nothing else does.
+
+An encoder is run by the first forward pass, with the decoder, and not before: until then its inputs stand for
+what it returns. That is sent to all ranks once, since later forward passes take it as an input.
 """
 
 from __future__ import annotations
@@ -40,34 +43,57 @@ def generator_of(
     cls = type(model)
 
     def run(_self: Any, *args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
+        encoded = kwargs.get("encoder_outputs")
+        if not isinstance(encoded, _Unencoded):
+            return forward(*args, **kwargs)
+        if encoded.outputs is None:
+            result = forward(*args, **{**kwargs, "encoder_outputs": None, **encoded})
+            encoded.outputs = _sent_to_all(result, last, traffic)
+            return result
+        return forward(*args, **{**kwargs, "encoder_outputs": encoded.outputs})
 
     def choose(generation_config: Any) -> Callable[..., torch.Tensor]:
         _require_simple(generation_config)
         return functools.partial(_choose, last, bool(generation_config.do_sample), traffic)
 
-    body = {
+    body: dict[str, Any] = {
         "forward": functools.wraps(cls.forward)(run),
         "device": property(lambda _: torch.device("cpu")),
         "_valid_auto_compile_criteria": lambda *_: False,
         "__module__": cls.__module__,
     }
+    if model.config.is_encoder_decoder:  # type: ignore[union-attr]  # of transformers
+        body["get_encoder"] = lambda _: _LaterEncoder(model.get_encoder())  # type: ignore[operator]
     shell = copy.copy(model)
     shell.__class__ = with_last_processor(type(cls.__name__, (cls,), body), choose)
-
-    def generate(*args: Any, **kwargs: Any) -> Any:
-        if model.config.is_encoder_decoder:  # type: ignore[union-attr]  # of transformers
-            raise InputError("generate() over several machines is for decoder-only models so far")
-        return shell.generate(*args, **kwargs)  # type: ignore[operator]  # of transformers
-
+    generate: Callable[..., Any] = shell.generate  # type: ignore[assignment]  # of transformers
     return generate
+
+
+class _Unencoded(dict[str, Any]):
+    """The inputs of an encoder, in place of what it returns, of which generate() may make copies of rows."""
+
+    outputs: Any = None
+
+
+class _LaterEncoder:
+    """What generate() calls in place of an encoder."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        self.forward = encoder.forward  # for its signature
+
+    def __call__(self, **inputs: Any) -> _Unencoded:
+        return _Unencoded({name: given for name, given in inputs.items() if isinstance(given, torch.Tensor)})
 
 
 def _require_simple(config: Any) -> None:
     """Raise InputError for what needs more of the scores than the chosen token."""
     mode = str(getattr(config.get_generation_mode(), "value", config.get_generation_mode()))
     if mode not in _MODES:
-        raise InputError(f"generate() over several machines is greedy or samples: {mode!r} needs all scores")
+        raise InputError(
+            f"generate() over several machines is greedy or samples, and {mode!r} needs all scores on all "
+            "machines: give num_beams=1, and do_sample=True with num_return_sequences= for several texts"
+        )
     asked = [name for name in ("output_scores", "output_logits") if getattr(config, name, False)]
     asked += [name for name in ("output_attentions", "output_hidden_states") if getattr(config, name, False)]
     if asked:
@@ -94,11 +120,31 @@ def _choose(
         else:
             tokens = scores.argmax(-1)
         traffic["tokens"] += tokens.nbytes
+    _broadcast(tokens, last, "the next token")
+    return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)
+
+
+def _sent_to_all(result: Any, last: int, traffic: Counter[str]) -> Any:
+    """What the encoder returned, of the result of the last rank, on all ranks."""
+    from transformers.modeling_outputs import BaseModelOutput
+
+    hidden = result.get("encoder_last_hidden_state")
+    if hidden is None:
+        raise InputError("the model does not return encoder_last_hidden_state, which later passes need")
+    if dist.get_rank() == last:
+        hidden = hidden.cpu().contiguous()
+        traffic["encoder_last_hidden_state"] += hidden.nbytes
+    else:
+        hidden = torch.empty(hidden.shape, dtype=hidden.dtype)
+    _broadcast(hidden, last, "what the encoder returns")
+    return BaseModelOutput(last_hidden_state=hidden)
+
+
+def _broadcast(tensor: torch.Tensor, last: int, what: str) -> None:
     try:
-        dist.broadcast(tokens, last)
+        dist.broadcast(tensor, last)
     except RuntimeError as error:
         raise ClusterError(
-            f"rank {dist.get_rank()} waited for the next token of rank {last}, which has the last stage: "
+            f"rank {dist.get_rank()} waited for {what} of rank {last}, which has the last stage: "
             f"{first_line(error)}"
         ) from error
-    return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)

@@ -1,0 +1,39 @@
+"""``generate()`` over several machines: what is refused, before any machine is asked for anything."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from architectures import TABLE
+
+import graphplan
+from graphplan.integrations.transformers.cluster_generate import generator_of
+
+
+def never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a forward pass")
+
+
+@pytest.mark.parametrize("stem", ["Llama", "T5"])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_beams": 2}, "give num_beams=1"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores: only the chosen tokens"),
+    ],
+)
+def test_what_needs_all_scores_is_refused(stem: str, options: dict[str, Any], said: str) -> None:
+    (architecture,) = [one for one in TABLE if one.stem == stem]
+    model, inputs = architecture.build()
+    generate = generator_of(model, never, 0, Counter())
+    assert generate is not None
+    start = {"decoder_start_token_id": 1} if model.config.is_encoder_decoder else {}
+    with pytest.raises(graphplan.InputError, match=said):
+        generate(inputs["input_ids"], max_new_tokens=2, **start, **options)
+
+
+def test_what_does_not_generate_has_no_generate() -> None:
+    assert generator_of(torch.nn.Linear(2, 2), never, 0, Counter()) is None
