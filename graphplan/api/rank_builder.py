@@ -37,6 +37,7 @@ from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.distributed.agreement import on_all, require_same, tell_all
 from graphplan.runtime.distributed.cluster_module import ClusterCall, ClusterModule, Form, Loss
 from graphplan.runtime.distributed.sent_weights import ranks_without_data, send_weights
+from graphplan.runtime.distributed.shared_gradients import SharedGradients
 from graphplan.runtime.distributed.stage_runner import StageProgram, StageRunner, make_ready
 
 logger = logging.getLogger("graphplan")
@@ -104,6 +105,7 @@ class RankBuilder:
             training=self.model.training,
             everywhere=self.everywhere,
             traffic=self.traffic,
+            shared=SharedGradients(self._shared_parameters() if self.options.grad else {}),
         )
         made.generate_with(generator_of(self.model, made.forward_in_place, self._ranks[-1], self.traffic))
         return made
@@ -111,6 +113,14 @@ class RankBuilder:
     @property
     def _ranks(self) -> list[int]:
         return [stage.machine for stage in self.plan.stages]
+
+    def _shared_parameters(self) -> dict[str, tuple[int, ...]]:
+        """Parameter that several stages read -> their ranks."""
+        parameters, readers = self.model_copy.weights.parameters, dict[str, tuple[int, ...]]()
+        for stage in self.plan.stages:
+            for name in stage.plan.graph.weights.keys() & parameters:
+                readers[name] = (*readers.get(name, ()), stage.machine)
+        return {name: ranks for name, ranks in sorted(readers.items()) if len(ranks) > 1}
 
     def _fetch_weights(self, cut: StageSource | None) -> None:
         """Take from rank 0 what this rank has no data for."""
@@ -201,6 +211,8 @@ class RankBuilder:
         assert self.placed is not None
         index, weights = self._ranks.index(rank), self.model_copy.weights
         cut = stage_source(annotator, boundaries, weights, positions[index], positions[index + 1])
+        if not cut.cut.outputs:  # it has nothing to compute in such calls, as encoders in a decode step
+            return _Cut(cut, crossing)
         self.compiler.adopt(cut.annotator)
         try:
             make_ready(self.placed, [wires.example(name) for name in cut.cut.inputs])

@@ -20,7 +20,7 @@ from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler
 from graphplan.compiler.stage_compiler import StageSource, plan_like, stage_source, with_buffers
 from graphplan.devices.topology import Link, Topology
-from graphplan.errors import CaptureError, InfeasibleError, readable_bytes
+from graphplan.errors import CaptureError, InfeasibleError, InputError, readable_bytes
 from graphplan.ir.cluster_plan_data import MachineStage, Objective
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.pipeline.boundaries import Boundaries
@@ -84,6 +84,7 @@ def plan_cluster(
 
     Raises:
         InfeasibleError: no cut into stages fits the machines.
+        InputError: a training step by 1F1B has fewer microbatches than stages.
     """
     return _Search(model_copy, annotator, cluster, options, batch).run()
 
@@ -124,6 +125,12 @@ class _Search:
             self.estimates.calibrate()
         if best is None:
             raise self.refused or self._infeasible()
+        flight = self.cluster.flight
+        if flight.grad and flight.schedule == "1f1b" and flight.microbatches < len(best):
+            raise InputError(
+                f"schedule='1f1b' needs a microbatch for each stage, and there are {flight.microbatches} for "
+                f"{len(best)} stages: give microbatches={len(best)} or more, or schedule='gpipe'"
+            )
         return self._plan(best, classes)
 
     def _estimates(self, cluster: Cluster) -> Estimates:

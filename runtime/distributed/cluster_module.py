@@ -16,6 +16,7 @@ from torch import nn
 from graphplan.capture.microbatches import microbatches_of
 from graphplan.capture.signature import BoundCall, bind_call, leaf_names
 from graphplan.errors import ClusterError, InputError, first_line
+from graphplan.runtime.distributed.shared_gradients import SharedGradients
 from graphplan.runtime.distributed.stage_runner import StageRunner, Wire
 
 Results = Sequence[torch.Tensor]
@@ -85,11 +86,12 @@ class ClusterModule(nn.Module):
         training: bool,
         everywhere: bool,
         traffic: Counter[str],
+        shared: SharedGradients,
     ) -> None:
         super().__init__()
         self.plan, self.stage = plan, stage
         self._signature, self._prepare, self._everywhere = signature, prepare, everywhere
-        self.traffic = traffic
+        self.traffic, self._shared = traffic, shared
         self._generate: Callable[..., Any] | None = None
         self._calls: dict[Form, ClusterCall] = {}
         self._trainers: dict[tuple[Form, Loss], StageRunner | None] = {}
@@ -148,7 +150,7 @@ class ClusterModule(nn.Module):
         """One step forward and backward on all ranks at once, by the plan's schedule.
 
         Gradients are added to those of the parameters of this rank's stage, and scaled by the number of
-        microbatches. A weight that two stages read has a gradient in each.
+        microbatches. Those of a weight that several stages read are summed over these.
 
         Args:
             loss: of what the model returns for a microbatch, and its rows of the target.
@@ -171,11 +173,12 @@ class ClusterModule(nn.Module):
         if (form, loss) not in self._trainers:
             self._trainers = {(form, loss): known.trainer(loss)}  # one: each has buffers of its own
         trainer = self._trainers[form, loss]
+        if self.stage is None:
+            return None
         if trainer is None:
-            if self.stage is None:
-                return None
             raise InputError("a training step needs a model that was placed with grad=True")
-        losses = trainer.train([known.own(part) for part in parts], form.number, target)
+        with self._shared.summed(self.stage):
+            losses = trainer.train([known.own(part) for part in parts], form.number, target)
         return losses if dist.get_rank() == known.last else None
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:

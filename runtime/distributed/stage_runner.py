@@ -45,7 +45,7 @@ class StageProgram:
     Attributes:
         stage: the placed stage, which takes ``inputs`` and returns ``outputs``.
         inputs: names of values.
-        outputs: likewise.
+        outputs: likewise; none where the stage only passes on what it receives.
         received: from the stage before.
         sent: to the stage after; of the last stage, the results.
         ranks: of the stages, in order.
@@ -86,7 +86,7 @@ class _Step(nn.Module):
             if number is not None:
                 self._require_form(int(received[0]))
                 values |= zip((wire.name for wire in program.received), received[1:], strict=True)
-            made = self.stage(*(values[name] for name in program.inputs))
+            made = self.stage(*(values[name] for name in program.inputs)) if program.outputs else ()
             values |= zip(program.outputs, made, strict=True)
             self.stay.update(zip(program.outputs, made, strict=True))
             found = tuple(values[wire.name].to(_HOST).contiguous() for wire in program.sent)
@@ -118,7 +118,7 @@ class StageRunner:
         microbatches: in each call.
         traffic: to which the bytes that this rank sends are added, by name of the value.
         group: of the ranks that have stages; None for all.
-        loss: of a result and a target, for training; None for inference.
+        loss: of a result and a target, for training, of whose mean gradients are; None for inference.
         schedule: of a training step; microbatches that only go forward have one order.
     """
 
@@ -149,7 +149,14 @@ class StageRunner:
             for index, rank in enumerate(program.ranks)
         }
         kind: Any = pipelining.ScheduleGPipe if schedule == "gpipe" else pipelining.Schedule1F1B
-        self.schedule = kind(self.stage, microbatches, **({"loss_fn": loss} if grad else {}))
+        self.losses: list[torch.Tensor] = []
+
+        def part(result: Any, target: torch.Tensor) -> torch.Tensor:
+            self.losses.append(loss(result, target))
+            return self.losses[-1] / microbatches
+
+        # its own scaling would scale the gradients of earlier steps too
+        self.schedule = kind(self.stage, microbatches, part if grad else None, scale_grads=False)
 
     def run(self, own: Sequence[Mapping[str, Any]], form: int) -> list[tuple[torch.Tensor, ...]]:
         """Run a batch forward.
@@ -186,12 +193,12 @@ class StageRunner:
             the loss of each microbatch, on the rank of the last stage; nothing elsewhere.
         """
         self.step.header.fill_(form)
-        losses: list[torch.Tensor] = []
+        self.losses = []
         last = self.index == len(self.program.ranks) - 1
         with torch.enable_grad():
-            self._call(self.schedule.step, own, {"target": target, "losses": losses} if last else {})
+            self._call(self.schedule.step, own, {"target": target} if last else {})
         self.step.stay = {}
-        return losses
+        return [loss.detach() for loss in self.losses]
 
     def _call(self, action: Any, own: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> list[Any]:
         step = self.step

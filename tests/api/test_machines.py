@@ -15,6 +15,8 @@ from torch import nn
 
 import graphplan
 from graphplan import ClusterPlan, Link
+from graphplan.api.machines import Machines, plan_machines
+from graphplan.compiler.formulation import Options
 from graphplan.report.cluster_perfetto import batch_slots
 
 WIDTH = 1024
@@ -135,7 +137,6 @@ def test_what_arrives_and_leaves_counts_against_the_cpu() -> None:
 
 
 def test_kept_activations_ask_for_more_machines_in_a_training_step() -> None:
-    from graphplan.api.machines import Machines
     from graphplan.devices.max_memory import read_max_memory
     from graphplan.passes.pipeline.estimates import Flight
 
@@ -144,6 +145,12 @@ def test_kept_activations_ask_for_more_machines_in_a_training_step() -> None:
     assert Flight(8, "gpipe", True).kept(after=1) == 8
     assert Flight(8, "1f1b", True).kept(after=1) == 2
     assert Flight(8, "1f1b", False).kept(after=1) == 0
+
+
+def test_1f1b_needs_a_microbatch_for_each_stage() -> None:
+    machines = Machines([{"cpu": WEIGHTS // 2}] * 4, 2, "1f1b", network=NEAR)
+    with pytest.raises(graphplan.InputError, match=r"2 for 3 stages: give microbatches=3 or more"):
+        plan_machines(Stack(), machines, (X,), None, Options(grad=True))
 
 
 def test_an_error_names_budgets_that_do() -> None:

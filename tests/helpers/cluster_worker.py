@@ -5,13 +5,15 @@ python tests/helpers/cluster_worker.py CASE [ARGUMENT ...] [-- CASE [ARGUMENT ..
 
 from __future__ import annotations
 
+import copy
 import datetime
 import inspect
 import itertools
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [os.path.join(os.path.dirname(__file__), "..", ".."), os.path.dirname(__file__)]
@@ -20,10 +22,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import torch.distributed as dist
 from cluster_models import PLAIN, SharedWeight
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import graphplan
 
 SECONDS = 60  # the timeout of the process group
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 QUICK = graphplan.Link(1e12, 0.0)  # so that small models are worth dividing
 
 
@@ -101,25 +106,28 @@ def architectures(*stems: str) -> None:
 
 
 def generation(*stems: str) -> None:
-    """Greedy and sampled tokens of decoder-only models, and eager's."""
+    """Greedy and sampled tokens, and eager's."""
     from architectures import TABLE
 
     for stem in stems:
         torch.manual_seed(0)
         (architecture,) = [a for a in TABLE if a.stem == stem]
         model, inputs = architecture.build()
-        ids = inputs["input_ids"]
-        mask = torch.ones_like(ids)
-        mask[0, :2] = 0
+        prompt = {model.main_input_name: inputs[model.main_input_name]}
+        if "input_ids" in prompt:
+            prompt["attention_mask"] = torch.ones_like(inputs["input_ids"])
+            prompt["attention_mask"][0, :2] = 0
+        start = {"decoder_start_token_id": 1} if model.config.is_encoder_decoder else {}
         try:
-            placed = divided(model, {"input_ids": ids, "use_cache": False}, 2)
+            placed = divided(model, {**inputs, "use_cache": False}, 2)
             same = []
-            for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_k": 20}):
-                options |= {"max_new_tokens": 12, "attention_mask": mask, "pad_token_id": 0}
+            sampled = {"do_sample": True, "temperature": 0.8, "top_k": 20, "num_return_sequences": 2}
+            for options in ({"do_sample": False}, sampled):
+                options |= {"max_new_tokens": 12, "pad_token_id": 0, **start, **prompt}
                 torch.manual_seed(1)
-                expected = model.generate(ids, **options)
+                expected = model.generate(**options)
                 torch.manual_seed(1)
-                same.append(torch.equal(placed.generate(ids, **options), expected))
+                same.append(torch.equal(placed.generate(**options), expected))
             sent = ", ".join(f"{name} {nbytes}" for name, nbytes in sorted(placed.traffic.items()))
             say(f"{stem}: {len(placed.plan.stages)} stages, greedy {same[0]}, sampled {same[1]}; sent {sent}")
         except Exception as error:
@@ -176,7 +184,6 @@ def differs() -> None:
 def weights() -> None:
     """Weights that rank 0 sends, or that each rank reads from a checkpoint, or from a folder."""
     import tempfile
-    from pathlib import Path
 
     import transformers
     from safetensors.torch import save_file
@@ -259,26 +266,127 @@ def training() -> None:
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).eval()
     ids, target = torch.randint(0, 64, (6, 5)), torch.randint(0, 64, (6, 5))
-
-    def loss(result: Any, wanted: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(result.logits.flatten(0, 1), wanted.flatten())
-
     for rows in range(0, 6, 2):
-        (loss(model(ids[rows : rows + 2], use_cache=False), target[rows : rows + 2]) / 3).backward()
+        (token_loss(model(ids[rows : rows + 2], use_cache=False), target[rows : rows + 2]) / 3).backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
     placed = divided(model, {"input_ids": ids, "use_cache": False}, 3, grad=True, schedule="1f1b")
     try:
         placed.train()
     except graphplan.InputError:
         placed.eval()
-    losses = placed.train_step(loss, target, input_ids=ids, use_cache=False)
+    losses = placed.train_step(token_loss, target, input_ids=ids, use_cache=False)
     for p in placed.stage.parameters():
         p.grad = None
-    losses = placed.train_step(loss, target, input_ids=ids, use_cache=False)  # by the same buffers
+    losses = placed.train_step(token_loss, target, input_ids=ids, use_cache=False)  # by the same buffers
     assert (losses is not None) == (dist.get_rank() == dist.get_world_size() - 1)
     own = dict(placed.stage.named_parameters())
     worst = max((p.grad - expected[name]).abs().max().item() for name, p in own.items())
     say(f"{len(own)} parameters, {len(placed.plan.stages)} stages, gradients differ by {worst:.1e}")
+
+
+def tied() -> None:
+    """Two steps of GPT-2, whose embedding is its head, accumulated, and eager's; then AdamW, twice."""
+    import transformers
+
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    eager = copy.deepcopy(model)
+    ids, target = torch.randint(0, 64, (4, 5)), torch.randint(0, 64, (4, 5))
+    batch = {"input_ids": ids, "use_cache": False}
+    placed = divided(model, batch, 2, grad=True, schedule="1f1b")
+    own = dict(placed.stage.named_parameters())
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (eager, placed.stage)]
+    gradients = []
+    for _ in range(2):
+        for _ in range(2):
+            token_loss(eager(**batch), target).backward()
+            placed.train_step(token_loss, target, **batch)
+        gradients.append(difference([p.grad for p in own.values()], grads_of(eager, own)))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    table = own["transformer.wte.weight"].detach()
+    copies = [torch.empty_like(table) for _ in range(dist.get_world_size())]
+    dist.all_gather(copies, table)
+    say(f"{len(placed.plan.stages)} stages, copies equal {torch.equal(*copies)}")
+    say(f"gradients differ by {max(gradients):.1e}")
+    say(f"weights differ by {difference(list(own.values()), [eager.get_parameter(n) for n in own]):.1e}")
+
+
+def steps(folder: str, count: str, *faults: str) -> None:
+    """Training steps up to so many, from the last checkpoint on, each saved; beside those of one process."""
+    trainer = Trainer()
+    saved = [int(path.parent.name) for path in Path(folder).glob("*/.metadata")]
+    if saved:
+        trainer.load(f"{folder}/{max(saved)}")
+    for step in range(max(saved, default=-1) + 1, int(count)):
+        trainer.step(step)
+        trainer.save(f"{folder}/{step}")
+        if faults and not saved and dist.get_rank() == 1:
+            os._exit(9)
+    expected, own = trained_by_one_process(int(count)), dict(trainer.placed.stage.named_parameters())
+    worst = difference(list(own.values()), [expected.get_parameter(name) for name in own])
+    found = f"after {len(saved)} steps, {len(trainer.placed.plan.stages)} stages"
+    say(f"{found}, weights differ by {worst:.1e}")
+
+
+class Trainer:
+    """A model with a shared weight over all ranks, and AdamW of each rank's parameters."""
+
+    def __init__(self) -> None:
+        model, self.batch = table_model()
+        self.placed = divided(model, self.batch, 4, grad=True, schedule="1f1b")
+        self.optimizer = torch.optim.AdamW(self.placed.stage.parameters(), lr=0.01)
+
+    def step(self, number: int) -> None:
+        self.placed.train_step(row_loss, target_of(number), **self.batch)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has, by the names of the whole model."""
+        model, optimizer = get_state_dict(self.placed.stage, self.optimizer, options=FLAT)
+        return {"model_state_dict": model, "optim_state_dict": optimizer}
+
+    def save(self, folder: str) -> None:
+        checkpoint.save(self.state(), checkpoint_id=folder)
+
+    def load(self, folder: str) -> None:
+        state = self.state()
+        checkpoint.load(state, checkpoint_id=folder)
+        set_state_dict(self.placed.stage, self.optimizer, **state, options=FLAT)
+
+
+def trained_by_one_process(steps: int) -> torch.nn.Module:
+    model, batch = table_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for number in range(steps):
+        row_loss(model(**batch), target_of(number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def table_model() -> tuple[torch.nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    model, batch = PLAIN["SharedWeight"]()
+    return model.eval(), batch
+
+
+def target_of(step: int) -> torch.Tensor:
+    return torch.randint(0, 50, (4, 6), generator=torch.Generator().manual_seed(step))
+
+
+def row_loss(result: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(result.flatten(0, 1), wanted.flatten())
+
+
+def token_loss(result: Any, wanted: torch.Tensor) -> torch.Tensor:
+    return row_loss(result.logits, wanted)
+
+
+def grads_of(model: torch.nn.Module, names: Iterable[str]) -> list[torch.Tensor | None]:
+    return [model.get_parameter(name).grad for name in names]
 
 
 CASES: dict[str, Callable[..., None]] = {
@@ -288,6 +396,8 @@ CASES: dict[str, Callable[..., None]] = {
     "generation": generation,
     "memory": memory,
     "plain": plain,
+    "steps": steps,
+    "tied": tied,
     "training": training,
     "weights": weights,
 }

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-_WORKER = Path(__file__).with_name("cluster_worker.py")
+WORKER = Path(__file__).with_name("cluster_worker.py")
 
 
 class Ranks:
@@ -31,7 +31,7 @@ class Ranks:
         }
         self.processes = [
             subprocess.Popen(
-                [sys.executable, str(_WORKER), *arguments],
+                [sys.executable, str(WORKER), *arguments],
                 env={**os.environ, **shared, "RANK": str(rank)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -1,0 +1,55 @@
+"""Gradients of weights that several stages read: summed over their ranks, so that the copies stay equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from graphplan._compat.torch import group_of
+from graphplan.errors import ClusterError, first_line
+
+
+class SharedGradients:
+    """The gradients of shared parameters; every rank makes this at once.
+
+    Args:
+        readers: name of a parameter that several stages read -> their ranks.
+    """
+
+    def __init__(self, readers: Mapping[str, tuple[int, ...]]) -> None:
+        groups = {ranks: group_of(ranks) for ranks in dict.fromkeys(readers.values())}
+        here = dist.get_rank()
+        self.groups = {name: groups[ranks] for name, ranks in readers.items() if here in ranks}
+
+    @contextmanager
+    def summed(self, stage: nn.Module) -> Iterator[None]:
+        """Sum over the ranks what is added to the gradients inside; what was there before stays.
+
+        Raises:
+            ClusterError: another rank does not answer within the group's timeout.
+        """
+        own = {name: stage.get_parameter(name) for name in self.groups}
+        own = {name: parameter for name, parameter in own.items() if parameter.requires_grad}
+        before = {name: parameter.grad for name, parameter in own.items()}
+        for parameter in own.values():
+            parameter.grad = None
+        yield
+        for name, parameter in own.items():
+            added = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            total, old = self._summed(name, added).to(parameter.device), before[name]
+            parameter.grad = total if old is None else old.add_(total)
+
+    def _summed(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        total = gradient.detach().cpu()
+        try:
+            dist.all_reduce(total, group=self.groups[name])
+        except RuntimeError as error:
+            raise ClusterError(
+                f"rank {dist.get_rank()} waited for the gradient of {name!r} of others that read it: "
+                f"{first_line(error)}"
+            ) from error
+        return total
