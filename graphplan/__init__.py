@@ -44,6 +44,7 @@ from graphplan.ir.plan_data import Stage, Transfer
 from graphplan.ir.schedule import Load, Schedule
 from graphplan.ir.timeline import Timeline
 from graphplan.runtime.distributed.cluster_module import ClusterModule
+from graphplan.runtime.distributed.cluster_profile import ClusterProfile
 from graphplan.runtime.module.placed_module import unplace
 from graphplan.runtime.profile.call_profile import Profile
 from graphplan.runtime.profile.device_benchmark import measure_devices
@@ -61,6 +62,7 @@ __all__ = [
     "ClusterError",
     "ClusterModule",
     "ClusterPlan",
+    "ClusterProfile",
     "Crossing",
     "DeviceError",
     "DeviceSpec",

@@ -7,6 +7,7 @@ from typing import Self
 
 from graphplan.analysis.plan import Plan
 from graphplan.ir.cluster_plan_data import ClusterPlanData
+from graphplan.report.cluster_page import to_cluster_html
 from graphplan.report.cluster_perfetto import to_cluster_trace
 from graphplan.report.cluster_svg import to_cluster_svg
 from graphplan.report.cluster_text import cluster_summary
@@ -44,6 +45,10 @@ class ClusterPlan(ClusterPlanData[Plan]):
     def save_json(self, path: str | Path) -> None:
         """Write :meth:`to_json` to a file."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    def save_html(self, path: str | Path, *, title: str = "") -> None:
+        """Write a page: figures, the picture of :meth:`save_svg`, a table of the machines."""
+        Path(path).write_text(to_cluster_html(self, title), encoding="utf-8")
 
     def save_trace(self, path: str | Path) -> None:
         """Write the estimated batch for Perfetto or ``chrome://tracing``: lanes for each machine."""

@@ -7,7 +7,7 @@ on the one before; what is left of the batch it waits. Times are microseconds, a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -53,27 +53,36 @@ def batch_slots(plan: ClusterPlanData[Any]) -> Iterator[Slot]:
             yield Slot(index, microbatch, "stage", begin, free[index])
 
 
-def to_cluster_trace(plan: ClusterPlanData[Any]) -> str:
-    """The trace as JSON text."""
-    events: list[dict[str, Any]] = []
-    for index, stage in enumerate(plan.stages):
-        name = f"machine {stage.machine} (stage {index})"
-        events.append({"ph": "M", "name": "process_name", "pid": index + 1, "tid": 0, "args": {"name": name}})
-        for lane, title in ((1, "microbatches"), (2, "receives")):
-            named = {"ph": "M", "name": "thread_name", "pid": index + 1, "tid": lane}
-            events.append({**named, "args": {"name": title}})
-    for slot in batch_slots(plan):
-        receives = plan.stages[slot.stage].receives if slot.kind == "receive" else ()
-        events.append(
-            {
-                "ph": "X",
-                "name": f"{'wait for ' if slot.kind == 'wait' else ''}microbatch {slot.microbatch}",
-                "cat": slot.kind,
-                "ts": slot.start * 1e6,
-                "dur": (slot.end - slot.start) * 1e6,
-                "pid": slot.stage + 1,
-                "tid": _LANES[slot.kind],
-                "args": {one.name: one.nbytes for one in receives},
-            }
-        )
+def to_cluster_trace(plan: ClusterPlanData[Any], measured: Sequence[Slot] = ()) -> str:
+    """The trace as JSON text.
+
+    Args:
+        plan: whose estimated batch is written.
+        measured: a measured batch, whose machines are written after those of the estimated one.
+    """
+    events = [*_events(plan, list(batch_slots(plan)), 1, "")]
+    events += _events(plan, measured, 1 + len(plan.stages), ", measured")
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _events(
+    plan: ClusterPlanData[Any], slots: Sequence[Slot], first: int, what: str
+) -> Iterator[dict[str, Any]]:
+    for index in sorted({slot.stage for slot in slots}):
+        name = f"machine {plan.stages[index].machine} (stage {index}{what})"
+        yield {"ph": "M", "name": "process_name", "pid": first + index, "tid": 0, "args": {"name": name}}
+        for lane, title in ((1, "microbatches"), (2, "receives")):
+            named = {"ph": "M", "name": "thread_name", "pid": first + index, "tid": lane}
+            yield {**named, "args": {"name": title}}
+    for slot in slots:
+        receives = plan.stages[slot.stage].receives if slot.kind == "receive" else ()
+        yield {
+            "ph": "X",
+            "name": f"{'wait for ' if slot.kind == 'wait' else ''}microbatch {slot.microbatch}",
+            "cat": slot.kind,
+            "ts": slot.start * 1e6,
+            "dur": (slot.end - slot.start) * 1e6,
+            "pid": first + slot.stage,
+            "tid": _LANES[slot.kind],
+            "args": {one.name: one.nbytes for one in receives},
+        }

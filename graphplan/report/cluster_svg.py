@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
@@ -14,12 +14,18 @@ _WIDTH, _LEFT, _RIGHT, _LANE, _BOX, _HEAD = 1180, 190, 24, 64, 30, 62
 _INK, _MUTED, _TRANSFER, _WAIT = "#1b2330", "#5f6b7c", "#c75d1c", "#f1f3f6"
 
 
-def to_cluster_svg(plan: ClusterPlanData[Any], title: str = "Plan") -> str:
-    """The picture as text; ``title`` is above it."""
-    return "\n".join(_lines(plan, title)) + "\n"
+def to_cluster_svg(plan: ClusterPlanData[Any], title: str = "Plan", measured: Sequence[Slot] = ()) -> str:
+    """The picture as text.
+
+    Args:
+        plan: whose batch is drawn.
+        title: above the picture.
+        measured: a measured batch, drawn in place of the estimated one.
+    """
+    return "\n".join(_lines(plan, title, measured)) + "\n"
 
 
-def _lines(plan: ClusterPlanData[Any], title: str) -> Iterator[str]:
+def _lines(plan: ClusterPlanData[Any], title: str, measured: Sequence[Slot]) -> Iterator[str]:
     height = _HEAD + _LANE * len(plan.stages) + 16
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
@@ -27,13 +33,15 @@ def _lines(plan: ClusterPlanData[Any], title: str) -> Iterator[str]:
     )
     yield f'<rect width="{_WIDTH}" height="{height}" fill="#fff"/>'
     yield _text(16, 26, title, _INK, 16)
-    said = (
-        f"{plan.microbatches} microbatches in {time_text(plan.makespan)}, estimated; machines wait "
-        f"{100 * plan.bubble:.0f} %; {size_text(plan.network_bytes)} over the network for each"
-    )
+    slots = list(measured or batch_slots(plan))
+    end = max(slot.end for slot in slots)
+    time, bubble = f"{time_text(plan.makespan)}, estimated", plan.bubble
+    if measured:
+        time, bubble = f"{time_text(end)}, measured", _bubble(measured, len(plan.stages))
+    crossing = f"{size_text(plan.network_bytes)} over the network for each"
+    said = f"{plan.microbatches} microbatches in {time}; machines wait {100 * bubble:.0f} %; {crossing}"
     yield _text(16, 46, said, _MUTED)
-    slots = list(batch_slots(plan))
-    scale = (_WIDTH - _LEFT - _RIGHT) / max(slot.end for slot in slots)
+    scale = (_WIDTH - _LEFT - _RIGHT) / end
     for index, stage in enumerate(plan.stages):
         top = _HEAD + _LANE * index
         yield _text(16, top + 16, f"machine {stage.machine}", _INK)
@@ -46,6 +54,12 @@ def _lines(plan: ClusterPlanData[Any], title: str) -> Iterator[str]:
         if slot.kind != "wait":  # the lane's own colour shows that
             yield _slot(plan, slot, scale)
     yield "</svg>"
+
+
+def _bubble(slots: Sequence[Slot], stages: int) -> float:
+    """The share of the machines' time in which they do not compute."""
+    computing = sum(slot.end - slot.start for slot in slots if slot.kind == "stage")
+    return 1.0 - computing / (stages * max(slot.end for slot in slots))
 
 
 def _slot(plan: ClusterPlanData[Any], slot: Slot, scale: float) -> str:

@@ -7,6 +7,9 @@ from typing import Any
 from graphplan.ir.cluster_plan_data import ClusterPlanData, MachineStage
 from graphplan.report.text import count_text, size_text, table_lines, time_text
 
+HEADER = ("machine", "operations", "weights", "peaks", "seconds", "busy", "sends")
+"""Of :func:`machine_rows`."""
+
 
 def cluster_summary(plan: ClusterPlanData[Any]) -> str:
     """The plan as a table that a person can read."""
@@ -17,10 +20,7 @@ def cluster_summary(plan: ClusterPlanData[Any]) -> str:
     lines = [
         f"{count_text(used, 'machine')}{idle}, {parts}, schedule {plan.schedule}, for {plan.objective}",
         "",
-        *table_lines(
-            ("machine", "operations", "weights", "peaks", "seconds", "busy", "sends"),
-            [_row(plan, index, stage) for index, stage in enumerate(plan.stages)],
-        ),
+        *table_lines(HEADER, machine_rows(plan)),
         "",
         f"network: {size_text(plan.network_bytes)} per microbatch, at {speed}",
         f"time: {time_text(plan.makespan)} estimated for a batch, {time_text(plan.latency)} for one "
@@ -28,6 +28,11 @@ def cluster_summary(plan: ClusterPlanData[Any]) -> str:
         f"lower bound {time_text(plan.lower_bound)}, gap {100 * plan.gap:.1f} % ({plan.proof})",
     ]
     return "\n".join(lines)
+
+
+def machine_rows(plan: ClusterPlanData[Any]) -> list[tuple[str, ...]]:
+    """A row for each machine that is used."""
+    return [_row(plan, index, stage) for index, stage in enumerate(plan.stages)]
 
 
 def _row(plan: ClusterPlanData[Any], index: int, stage: MachineStage[Any]) -> tuple[str, ...]:

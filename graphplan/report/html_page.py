@@ -54,19 +54,20 @@ def to_html(plan: PlanData, title: str = "", measured: Measured | None = None) -
     title = title or "Plan"
     parts = {
         "title": html.escape(json.loads(_plain(json.dumps(title)))),
-        "style": f"<style>\n{_asset('page.css')}</style>",
+        "style": f"<style>\n{asset('page.css')}</style>",
         "scripts": "\n".join(f"<script>\n{_script(name)}</script>" for name in _SCRIPTS),
         "data": _embedded({"title": title, **page_data(plan, measured)}),
     }
-    return _SLOT.sub(lambda found: parts[found[1]], _asset("page.html"))
+    return _SLOT.sub(lambda found: parts[found[1]], asset("page.html"))
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """The text of a file of ``graphplan/report/assets``."""
     return files("graphplan.report").joinpath("assets", *name.split("/")).read_text(encoding="utf-8")
 
 
 def _script(name: str) -> str:
-    text = _asset(name)
+    text = asset(name)
     assert "</script" not in text.lower(), name
     return text
 

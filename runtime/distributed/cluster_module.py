@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from torch import nn
 from graphplan.capture.microbatches import microbatches_of
 from graphplan.capture.signature import BoundCall, bind_call, leaf_names
 from graphplan.errors import ClusterError, InputError, first_line
+from graphplan.runtime.distributed.agreement import gather_texts
+from graphplan.runtime.distributed.cluster_profile import ClusterProfile, merged
 from graphplan.runtime.distributed.shared_gradients import SharedGradients
 from graphplan.runtime.distributed.stage_runner import StageRunner, Wire
 
@@ -143,6 +146,18 @@ class ClusterModule(nn.Module):
         known, chunks = self._run([call], caches_stay=True)
         stay = {} if known.runner is None else known.runner.take_stay()
         return known.rebuild({**stay, **(_named(known, chunks[0]) if chunks else {})}, call)
+
+    def profile(self, *args: Any, **kwargs: Any) -> ClusterProfile:
+        """Run one batch forward on all ranks at once, and measure when each machine computes and waits.
+
+        Call the module before, so that what only the first call does is not measured.
+        """
+        parts = microbatches_of(bind_call(self._signature, args, kwargs), self.plan.microbatches)
+        gather_texts("", "the start of a measured batch")
+        began = time.perf_counter()
+        known, _ = self._run(parts, caches_stay=False)
+        spans = [] if known.runner is None else known.runner.spans()
+        return merged(self.plan, [(start - began, end - began) for start, end in spans])
 
     def train_step(
         self, loss: Loss, target: torch.Tensor, *args: Any, **kwargs: Any

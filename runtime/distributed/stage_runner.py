@@ -7,6 +7,7 @@ values goes the number of the form of the call, so that ranks that were called d
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -74,13 +75,14 @@ class _Step(nn.Module):
         self.own: Sequence[Mapping[str, Any]] = ()
         self.failed: Exception | None = None
         self.made: list[tuple[torch.Tensor, ...]] = []
+        self.spans: list[tuple[float, float]] = []
         self.header = torch.zeros(1, dtype=torch.int64)
         self.stay: dict[str, torch.Tensor] = {}
 
     def forward(
         self, *received: torch.Tensor, number: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, ...]:
-        program = self.program
+        program, start = self.program, time.perf_counter()
         values = dict(self.own[int(received[0] if number is None else number)])
         try:
             if number is not None:
@@ -94,6 +96,7 @@ class _Step(nn.Module):
             self.failed = error
             raise
         self.made.append(found)
+        self.spans.append((start, time.perf_counter()))
         if dist.get_rank() == program.ranks[-1]:
             return found
         for wire, tensor in zip(program.sent, found, strict=True):
@@ -176,6 +179,10 @@ class StageRunner:
         with torch.no_grad():
             return self._call(self.schedule.eval, own, {})
 
+    def spans(self) -> list[tuple[float, float]]:
+        """When the stage began and ended with each microbatch of the last batch, by ``time.perf_counter``."""
+        return self.step.spans
+
     def take_stay(self) -> dict[str, torch.Tensor]:
         """What the stage has computed of the last microbatch, by name: tensors of caches among it."""
         found, self.step.stay = self.step.stay, {}
@@ -202,7 +209,7 @@ class StageRunner:
 
     def _call(self, action: Any, own: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> list[Any]:
         step = self.step
-        step.own, step.failed, step.made = own, None, []
+        step.own, step.failed, step.made, step.spans = own, None, [], []
         numbers = torch.arange(self.microbatches)
         try:
             if self.index:

@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 import graphplan
-from graphplan import ClusterPlan, Link
+from graphplan import ClusterPlan, ClusterProfile, Link
 from graphplan.api.machines import Machines, plan_machines
 from graphplan.compiler.formulation import Options
-from graphplan.report.cluster_perfetto import batch_slots
+from graphplan.report.cluster_perfetto import Slot, batch_slots
+from graphplan.report.cluster_text import HEADER, machine_rows
+from graphplan.report.text import size_text
 
 WIDTH = 1024
 WEIGHTS = 8 * (WIDTH * WIDTH + WIDTH) * 4
@@ -115,6 +117,34 @@ def test_the_picture_has_a_lane_for_each_machine(tmp_path: Path) -> None:
     hints = [node.text or "" for node in root.iter("{http://www.w3.org/2000/svg}title")]
     assert sum("computes" in hint for hint in hints) == 3 * 4
     assert sum("computes" not in hint for hint in hints) == 2 * 4
+
+
+def test_a_measured_batch_is_beside_the_estimated_one(tmp_path: Path) -> None:
+    plan = planned([{"cpu": "1GiB"}] * 2, microbatches=2, objective="throughput")
+    slots = [Slot(i, m, "stage", i + m + 0.5, i + m + 1.0) for i in range(2) for m in range(2)]
+    profile = ClusterProfile(plan, tuple(slots))
+    assert profile.seconds == 3.0
+    assert profile.busy(0) == 1.0
+    assert "3.00 s measured" in str(profile)
+    profile.save_svg(tmp_path / "plan.svg")
+    assert "2 microbatches in 3.00 s, measured; machines wait 67 %" in (tmp_path / "plan.svg").read_text()
+    profile.save_html(tmp_path / "plan.html", title="a < b")
+    page = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert page.count("<svg") == 2
+    assert "a < b" not in page
+    assert "a &lt; b" in page
+
+
+def test_the_page_says_what_crosses_the_network(tmp_path: Path) -> None:
+    plan = planned([{"cpu": "1GiB"}] * 2, microbatches=2, objective="throughput")
+    plan.save_html(tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert page.count("<svg") == 1
+    for cell in (*HEADER, *(cell for row in machine_rows(plan) for cell in row)):
+        assert cell in page
+    assert f"<b>{size_text(plan.network_bytes)}</b>" in page
+    assert f"<b>{100 * plan.bubble:.0f} %</b>" in page
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
 
 
 def test_a_bound_above_the_plan_is_an_error() -> None:

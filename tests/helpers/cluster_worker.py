@@ -146,6 +146,20 @@ def chain(width: int = 8, wrong: bool = False) -> Any:
     return torch.nn.Sequential(*layers, *([torch.nn.Tanh()] if wrong else [])).eval()
 
 
+def profile(folder: str) -> None:
+    """A measured batch, the same on all ranks."""
+    placed, x = divided(chain(), {"input": torch.ones(4, 8)}, 2, return_outputs=True), torch.ones(4, 8)
+    placed(x)
+    found = placed.profile(x)
+    found.save_trace(f"{folder}/{dist.get_rank()}.json")
+    for stage in range(len(found.plan.stages)):
+        mine = [slot for slot in found.slots if slot.stage == stage]
+        assert [slot.kind for slot in mine] == ["wait", "stage"] * 2
+        assert all(before.end == after.start for before, after in itertools.pairwise(mine))
+        assert 0 < found.busy(stage) < found.seconds
+    say(f"{len(found.plan.stages)} stages")
+
+
 def fault(kind: str, rank: str) -> None:
     """One rank dies, stops or is called otherwise; the others say what they waited for."""
     here, x = dist.get_rank() == int(rank), torch.randn(4, 8)
@@ -396,6 +410,7 @@ CASES: dict[str, Callable[..., None]] = {
     "generation": generation,
     "memory": memory,
     "plain": plain,
+    "profile": profile,
     "steps": steps,
     "tied": tied,
     "training": training,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -39,6 +40,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What each rank writes of a measured batch."""
+    return tmp_path_factory.mktemp("traces")
+
+
+@pytest.fixture(scope="module")
 def two(checkpoint: Path, three: object) -> list[dict[str, str]]:
     """By rank, what two ranks say in each case: processes are started once for all."""
     assert three
@@ -65,9 +72,10 @@ def two(checkpoint: Path, three: object) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def three(checkpoint: Path) -> list[dict[str, str]]:
+def three(checkpoint: Path, traces: Path) -> list[dict[str, str]]:
     """Likewise of three ranks."""
-    cases = ["plain", "--", "differs", "--", "training", "--", "steps", str(checkpoint), "2"]
+    cases = ["plain", "--", "differs", "--", "training", "--", "steps", str(checkpoint), "2", "--"]
+    cases += ["profile", str(traces)]
     return [said_by_case(output) for output in outputs_of(3, *cases)]
 
 
@@ -174,6 +182,16 @@ def test_two_ranks_go_on_from_a_checkpoint_of_three(
             (line,) = said(cases["steps"])
             assert line.startswith(begins)
             assert float(line.rpartition(" ")[2]) < 1e-5, line
+
+
+def test_all_ranks_have_one_measured_timeline(three: list[dict[str, str]], traces: Path) -> None:
+    assert [said(cases["profile"]) for cases in three] == [["3 stages"]] * 3
+    first, *others = (path.read_text() for path in traces.iterdir())
+    assert others == [first] * 2
+    events = json.loads(first)["traceEvents"]
+    lanes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert lanes[:3] == [f"machine {i} (stage {i})" for i in range(3)]
+    assert lanes[3:] == [f"machine {i} (stage {i}, measured)" for i in range(3)]
 
 
 @pytest.mark.slow

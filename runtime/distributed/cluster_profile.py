@@ -1,0 +1,88 @@
+"""One batch over several machines, measured: when each of them computed and waited."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from graphplan.ir.cluster_plan_data import ClusterPlanData
+from graphplan.report.cluster_page import to_cluster_html
+from graphplan.report.cluster_perfetto import Slot, to_cluster_trace
+from graphplan.report.cluster_svg import to_cluster_svg
+from graphplan.report.text import table_lines, time_text
+from graphplan.runtime.distributed.agreement import gather_texts
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterProfile:
+    """A measured batch beside the estimated one, forward only. Times are seconds.
+
+    Attributes:
+        plan: of all machines.
+        slots: what each machine did, the same on all ranks. Their clocks begin when all have met.
+    """
+
+    plan: ClusterPlanData[Any]
+    slots: tuple[Slot, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Measured time of the batch, until the last microbatch is through."""
+        return max(slot.end for slot in self.slots)
+
+    def busy(self, stage: int) -> float:
+        """Measured seconds that a stage computed."""
+        return sum(s.end - s.start for s in self.slots if s.stage == stage and s.kind == "stage")
+
+    def summary(self) -> str:
+        """A table: measured and estimated seconds of each machine."""
+        rows = [
+            (
+                str(stage.machine),
+                time_text(stage.plan.makespan * self.plan.microbatches),
+                time_text(self.busy(index)),
+                time_text(self.seconds - self.busy(index)),
+            )
+            for index, stage in enumerate(self.plan.stages)
+        ]
+        estimated, measured = time_text(self.plan.makespan), time_text(self.seconds)
+        lines = table_lines(("machine", "compute", "measured", "waits"), rows)
+        return "\n".join([f"one batch: {estimated} estimated, {measured} measured", "", *lines])
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def save_html(self, path: str | Path, *, title: str = "") -> None:
+        """Write the page of the plan, with the measured batch below the estimated one."""
+        Path(path).write_text(to_cluster_html(self.plan, title, self.slots), encoding="utf-8")
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write both batches for Perfetto or ``chrome://tracing``: lanes for each machine."""
+        Path(path).write_text(to_cluster_trace(self.plan, self.slots), encoding="utf-8")
+
+    def save_svg(self, path: str | Path, *, title: str = "Plan") -> None:
+        """Write the measured batch as a picture."""
+        Path(path).write_text(to_cluster_svg(self.plan, title, self.slots), encoding="utf-8")
+
+
+def merged(plan: ClusterPlanData[Any], spans: Sequence[tuple[float, float]]) -> ClusterProfile:
+    """What all ranks measured; every rank calls this.
+
+    Args:
+        plan: of all machines.
+        spans: seconds since all met at which this rank began and ended with each microbatch.
+    """
+    found = [json.loads(text) for text in gather_texts(json.dumps(spans), "the measured times")]
+    slots = []
+    for index, stage in enumerate(plan.stages):
+        free = 0.0
+        for microbatch, (start, end) in enumerate(found[stage.machine]):
+            slots += [
+                Slot(index, microbatch, "wait", free, start),
+                Slot(index, microbatch, "stage", start, end),
+            ]
+            free = end
+    return ClusterProfile(plan, tuple(slots))
