@@ -196,6 +196,16 @@ class ClusterModule(nn.Module):
             losses = trainer.train([known.own(part) for part in parts], form.number, target)
         return losses if dist.get_rank() == known.last else None
 
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """As ``torch.nn.utils.clip_grad_norm_``, by the norm over all ranks, which all call this.
+
+        Returns:
+            the norm as it was.
+        """
+        norm = self._shared.norm(self.stage)
+        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
+        return norm
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The ``generate`` of a transformers model, greedy or sampling, on all ranks at once.
 

@@ -24,6 +24,7 @@ class SharedGradients:
         groups = {ranks: group_of(ranks) for ranks in dict.fromkeys(readers.values())}
         here = dist.get_rank()
         self.groups = {name: groups[ranks] for name, ranks in readers.items() if here in ranks}
+        self.counted_elsewhere = {name for name, ranks in readers.items() if here in ranks[1:]}
 
     @contextmanager
     def summed(self, stage: nn.Module) -> Iterator[None]:
@@ -40,16 +41,27 @@ class SharedGradients:
         yield
         for name, parameter in own.items():
             added = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            total, old = self._summed(name, added).to(parameter.device), before[name]
+            total, old = added.detach().cpu(), before[name]
+            _all_reduce(total, self.groups[name], f"the gradient of {name!r} of others that read it")
+            total = total.to(parameter.device)
             parameter.grad = total if old is None else old.add_(total)
 
-    def _summed(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        total = gradient.detach().cpu()
-        try:
-            dist.all_reduce(total, group=self.groups[name])
-        except RuntimeError as error:
-            raise ClusterError(
-                f"rank {dist.get_rank()} waited for the gradient of {name!r} of others that read it: "
-                f"{first_line(error)}"
-            ) from error
-        return total
+    def norm(self, stage: nn.Module | None) -> torch.Tensor:
+        """The norm of the gradients of all ranks, each weight once; every rank calls this.
+
+        Raises:
+            ClusterError: another rank does not answer within the group's timeout.
+        """
+        total = torch.zeros((), dtype=torch.float64)
+        for name, parameter in () if stage is None else stage.named_parameters():
+            if parameter.grad is not None and name not in self.counted_elsewhere:
+                total += torch.linalg.vector_norm(parameter.grad).cpu().double() ** 2
+        _all_reduce(total, None, "the norm of the gradients of the others")
+        return total.sqrt().float()
+
+
+def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None, what: str) -> None:
+    try:
+        dist.all_reduce(tensor, group=group)
+    except RuntimeError as error:
+        raise ClusterError(f"rank {dist.get_rank()} waited for {what}: {first_line(error)}") from error

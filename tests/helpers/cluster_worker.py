@@ -299,7 +299,7 @@ def training() -> None:
 
 
 def tied() -> None:
-    """Two steps of GPT-2, whose embedding is its head, accumulated, and eager's; then AdamW, twice."""
+    """GPT-2, whose embedding is its head, and eager: gradients of two steps, clipped; then AdamW; twice."""
     import transformers
 
     config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64)
@@ -315,6 +315,8 @@ def tied() -> None:
         for _ in range(2):
             token_loss(eager(**batch), target).backward()
             placed.train_step(token_loss, target, **batch)
+        norms = [torch.nn.utils.clip_grad_norm_(eager.parameters(), 0.5), placed.clip_grad_norm_(0.5)]
+        gradients.append(difference(*norms))
         gradients.append(difference([p.grad for p in own.values()], grads_of(eager, own)))
         for optimizer in optimizers:
             optimizer.step()
