@@ -121,7 +121,7 @@ class StageRunner:
         microbatches: in each call.
         traffic: to which the bytes that this rank sends are added, by name of the value.
         group: of the ranks that have stages; None for all.
-        loss: of a result and a target, for training, of whose mean gradients are; None for inference.
+        loss: of a result and a target, for training: gradients are of its mean; None for inference.
         schedule: of a training step; microbatches that only go forward have one order.
     """
 
@@ -154,12 +154,12 @@ class StageRunner:
         kind: Any = pipelining.ScheduleGPipe if schedule == "gpipe" else pipelining.Schedule1F1B
         self.losses: list[torch.Tensor] = []
 
-        def part(result: Any, target: torch.Tensor) -> torch.Tensor:
+        def share(result: Any, target: torch.Tensor) -> torch.Tensor:
             self.losses.append(loss(result, target))
             return self.losses[-1] / microbatches
 
-        # its own scaling would scale the gradients of earlier steps too
-        self.schedule = kind(self.stage, microbatches, part if grad else None, scale_grads=False)
+        # the schedule's own scaling would scale the gradients of earlier steps too
+        self.schedule = kind(self.stage, microbatches, share if grad else None, scale_grads=False)
 
     def run(self, own: Sequence[Mapping[str, Any]], form: int) -> list[tuple[torch.Tensor, ...]]:
         """Run a batch forward.
