@@ -20,6 +20,7 @@ from graphplan.passes.placement.limits import Limits
 from graphplan.passes.placement.milp import bound_by_classes
 from graphplan.passes.placement.params import Effort
 from graphplan.passes.placement.problem import Problem, cpu_key
+from graphplan.passes.placement.residence import reside
 from graphplan.passes.placement.resident import ResidentSearch
 from graphplan.passes.placement.streamed import StreamedSearch
 from graphplan.passes.placement.streamed_local_search import climb_streamed
@@ -70,6 +71,9 @@ def probe(problem: Problem, effort: Effort | None = None, deadline: float | None
         effort: what is charged, if it is limited.
         deadline: ``time.monotonic()`` at which to stop, where no effort is given.
     """
+    if not problem.graph.operations:
+        only = _without_operations(problem)
+        return only if only.feasible else None
     visits = Effort.default(len(problem.graph.operations)).visits / 10
     effort = effort or Effort(2 * visits, deadline)
     for candidate, streaming in _attempts(problem, accelerators_alone(problem)):
@@ -82,6 +86,11 @@ def probe(problem: Problem, effort: Effort | None = None, deadline: float | None
         if found is not None and found.feasible:
             return found
     return None
+
+
+def _without_operations(problem: Problem) -> Evaluation:
+    """The only placement of a model that returns its inputs or weights as they are."""
+    return evaluate(problem, reside(problem, {}))
 
 
 def _attempts(problem: Problem, alone: Problem | None) -> Iterator[tuple[Problem, bool]]:
@@ -136,6 +145,9 @@ def _least_held(problem: Problem, keys: frozenset[DeviceKey]) -> int:
 
 def attempt(problem: Problem, limits: Limits, near: Assignment | None) -> Solution | None:
     """As :func:`place`; None where nothing is found."""
+    if not problem.graph.operations:
+        only = _without_operations(problem)
+        return certify(only, Bound(only.seconds, "no operations")) if only.feasible else None
     for candidate, streaming in _attempts(problem, accelerators_alone(problem)):
         if streaming:
             if candidate.balance:
@@ -233,6 +245,8 @@ def bound_with_offload(problem: Problem, seconds: float, limits: Limits) -> Boun
         seconds: of a known placement.
         limits: when to stop.
     """
+    if not problem.graph.operations:
+        return Bound(_without_operations(problem).seconds, "no operations")
     search = StreamedSearch(problem, _effort(problem, limits, streaming=True))
     _prove(search, seconds)
     return search.bound

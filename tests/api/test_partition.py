@@ -453,3 +453,18 @@ def test_the_bound_holds_where_kernels_of_the_cpu_return_other_strides() -> None
         budgets = machine.max_memory | {"cpu": 1 << 30}
         plan = graphplan.plan(Attends(), budgets, (torch.ones(2, 9, 32),), pin={"": "cpu"})
         assert 0 < plan.lower_bound <= plan.makespan
+
+
+class _AsItIs(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.parametrize("budgets", [{0: "1MiB"}, {0: "1MiB", 1: "1MiB"}])
+def test_a_model_without_operations(budgets: dict[Any, str]) -> None:
+    model, x = _AsItIs(), torch.ones(3)
+    with graphplan.simulate(budgets) as machine:
+        placed = graphplan.partition(model, machine.max_memory, calls=[((x,), {}), ((x[None],), {})])
+        assert (placed(x) == x).all()
+        assert placed.plan.lower_bound == placed.plan.makespan == 0
+        assert placed.plan.summary()
