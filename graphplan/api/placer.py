@@ -2,11 +2,11 @@
 
 ::
 
-    partition ── Placer ──> placed module, which keeps a Recipe and a Mover
+    partition ── Placer ──> placed module, which keeps a Recipe and a RoomFinder
        │                        │ pickled, or changed after it was traced
        │                        ├── Recipe at the next forward pass: Placer, with the weights where they are
        └── at the first         │ a call has no room beside the weights
-           forward pass         └── Mover: plans it, wherever weights are; its Move carries that out
+           forward pass         └── RoomFinder: plans it, wherever weights are; its WeightMove does that
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class Placer:
             refused=None if recipe.strict else later_refused,
             memory=(*made.pages, *made.files),
             training=self._training_reader(),
-            move=Mover(self, compiler) if self._may_move else None,
+            move=RoomFinder(self, compiler) if self._may_move else None,
         )
         if self.warm:
             warm_activations(program.plan for program in programs)
@@ -242,7 +242,7 @@ class Placer:
 
 
 @dataclass(frozen=True, slots=True)
-class Mover:
+class RoomFinder:
     """Finds room for a call that lacks it where the weights are.
 
     Attributes:
@@ -253,7 +253,9 @@ class Mover:
     placer: Placer
     compiler: Compiler
 
-    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str, modes: Modes) -> Move:
+    def __call__(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str, modes: Modes
+    ) -> WeightMove:
         """A plan of the call and of larger ones, with the weights where there is room; nothing is moved.
 
         Raises:
@@ -270,11 +272,11 @@ class Mover:
         compiler.commit(planned)
         recipe = replace(self.placer.recipe, homes=compiler.homes, known_plan=planned.plan)
         placer = replace(self.placer, recipe=recipe, source=None, in_place=True, moved_for=nbytes)
-        return Move(placer, compiler, planned)
+        return WeightMove(placer, compiler, planned)
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class WeightMove:
     """Moves weights to where a plan has them.
 
     Attributes:

@@ -76,7 +76,7 @@ class RankBuilder:
     compiler: Compiler | None = None
     placed: nn.Module | None = None
     order: tuple[str, ...] = ()
-    cuts: dict[tuple[int, bool], _Cut] = field(default_factory=dict)
+    cuts: dict[tuple[int, bool], _RankCut] = field(default_factory=dict)
     runners: dict[Any, StageRunner] = field(default_factory=dict)
     traffic: Counter[str] = field(default_factory=Counter)
     group: dist.ProcessGroup | None = None
@@ -199,27 +199,27 @@ class RankBuilder:
             require_same({"the inputs of this call": repr(form)})
         return found
 
-    def _cut(self, annotator: Annotator, wires: Wires, stay: bool) -> _Cut:
+    def _cut(self, annotator: Annotator, wires: Wires, stay: bool) -> _RankCut:
         """The stages of a call, this rank's placed."""
         rank = dist.get_rank()
         boundaries = Boundaries(annotator.graph(), stay)
         positions = self._positions(boundaries)
         crossing = tuple(name for position in positions[1:-1] for name in boundaries.crossing(position))
         if rank not in self._ranks:
-            return _Cut(None, crossing)
+            return _RankCut(None, crossing)
         assert self.compiler is not None
         assert self.placed is not None
         index, weights = self._ranks.index(rank), self.model_copy.weights
         cut = stage_source(annotator, boundaries, weights, positions[index], positions[index + 1])
         if not cut.cut.outputs:  # it has nothing to compute in such calls, as encoders in a decode step
-            return _Cut(cut, crossing)
+            return _RankCut(cut, crossing)
         self.compiler.adopt(cut.annotator)
         try:
             make_ready(self.placed, [wires.example(name) for name in cut.cut.inputs])
         except InfeasibleError:
             self.compiler.drop(cut.annotator)
             raise
-        return _Cut(cut, crossing)
+        return _RankCut(cut, crossing)
 
     def _positions(self, boundaries: Boundaries) -> list[int]:
         if tuple(boundaries.graph.operations) == self.order:
@@ -262,7 +262,7 @@ class RankBuilder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class _RankCut:
     """Where a call is cut.
 
     Attributes:

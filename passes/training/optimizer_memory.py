@@ -98,7 +98,7 @@ def _dry_steps(
             group["foreach"] = foreach
     stepping.step()
     kept = _tensors(stepping.state.values())
-    with _LiveBytes([*parameters, *(p.grad for p in parameters if p.grad is not None), *kept]) as watch:
+    with _StateBytes([*parameters, *(p.grad for p in parameters if p.grad is not None), *kept]) as watch:
         stepping.step()
     # a fused optimizer has its scalars beside the parameter, too
     mine = [t for t in _tensors([stepping.state[parameters[0]]]) if fused or _counts(t)]
@@ -116,7 +116,7 @@ def _counts(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "meta"
 
 
-class _LiveBytes(TorchDispatchMode):
+class _StateBytes(TorchDispatchMode):
     """Counts the bytes that are alive beyond the known tensors'."""
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:

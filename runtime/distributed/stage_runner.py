@@ -66,7 +66,7 @@ def make_ready(stage: nn.Module, values: Sequence[Any]) -> None:
     serve(stage, state, "", state.signature, tuple(values), {})
 
 
-class _Step(nn.Module):
+class _RunningStep(nn.Module):
     """What a schedule calls for each microbatch."""
 
     def __init__(self, program: StageProgram, traffic: Counter[str]) -> None:
@@ -138,7 +138,7 @@ class StageRunner:
 
         self.program, self.microbatches = program, microbatches
         self.index = list(program.ranks).index(dist.get_rank())
-        self.step = _Step(program, traffic)
+        self.step = _RunningStep(program, traffic)
         number = torch.empty(1, dtype=torch.int64, device="meta")
         last = self.index == len(program.ranks) - 1
         grad = loss is not None
