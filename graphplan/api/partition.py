@@ -31,6 +31,7 @@ from graphplan.capture.shared_attributes import copy_to_run, of_class
 from graphplan.capture.size_limits import SizeLimits
 from graphplan.capture.thread_patches import outside_inference_mode
 from graphplan.compiler.formulation import Options
+from graphplan.compiler.progress import with_progress
 from graphplan.devices.max_memory import MaxMemory, Reserve, read_max_memory, require_present
 from graphplan.devices.speeds import Measurements, Speed, with_speeds
 from graphplan.devices.topology import DeviceKey, Link
@@ -47,6 +48,7 @@ from graphplan.warnings import warn
 _SHARED = "{!r} ({}) cannot be copied: the placed model shares it with the original"
 
 
+@with_progress
 @outside_inference_mode
 def partition(
     model: nn.Module,

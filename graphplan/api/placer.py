@@ -28,6 +28,7 @@ from graphplan.capture.signature import BoundCall
 from graphplan.compiler.code_generation import Planned
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler, EntryCall
+from graphplan.compiler.progress import enter_stage
 from graphplan.devices.topology import DISK, DeviceKey, Topology
 from graphplan.errors import InfeasibleError, NoGraphError, first_line, readable_bytes
 from graphplan.integrations.accelerate.fallback_placement import fall_back, later_refused
@@ -213,6 +214,7 @@ class Placer:
             warn(_IN_MEMORY)
         programs = [compiler.lower(one) for one in planned]
         owned = recipe.homes is not None
+        enter_stage("place weights")
         made = place_model(
             model,
             model_copy.weights,

@@ -25,6 +25,7 @@ from graphplan.capture.size_limits import SizeLimits
 from graphplan.capture.thread_patches import outside_inference_mode
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler
+from graphplan.compiler.progress import with_progress
 from graphplan.devices.max_memory import MaxMemory, Reserve, read_max_memory
 from graphplan.devices.speeds import Measurements, Speed, with_speeds
 from graphplan.devices.topology import DeviceKey, Link
@@ -88,6 +89,7 @@ def plan(
     recompute: bool = True,
     offload_activations: bool = True,
 ) -> Plan: ...
+@with_progress
 @outside_inference_mode
 def plan(
     model: nn.Module,

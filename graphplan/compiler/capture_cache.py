@@ -16,6 +16,7 @@ from graphplan.capture.signature import BoundCall, leaf_names
 from graphplan.capture.size_limits import bounded
 from graphplan.capture.tracing import capture
 from graphplan.compiler.formulation import Options
+from graphplan.compiler.progress import enter_stage
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.frontend.simplify import simplify
 from graphplan.passes.training.weight_views import read_weights_anew
@@ -54,6 +55,7 @@ class Captures:
         if known.annotators and call is not None:
             outgrown = known.annotators[-1].capture.signature.mismatch(call)
             logger.info("planning for larger sizes: %s", outgrown)
+        enter_stage("annotate")
         known.annotators.append(Annotator(bound, self.model_copy.weights, self.device_types))
         return known.annotators[-1]
 
@@ -84,6 +86,7 @@ class Captures:
                 ", ".join(leaf_names(call)),
                 reason or modes.difference(self.known[-1].modes) or "it was not captured before",
             )
+        enter_stage("trace")
         self.known.append(Captured(modes, self._trace(call, entry, sizes=same), []))
         return self.known[-1]
 

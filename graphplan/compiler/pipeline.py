@@ -31,6 +31,7 @@ from graphplan.compiler.compile_state import Choice, CompileState, Member
 from graphplan.compiler.earlier_plans import Commitments
 from graphplan.compiler.formulation import Formulation, Options, host_key
 from graphplan.compiler.given_plan import place_as_planned
+from graphplan.compiler.progress import enter_stage, with_progress
 from graphplan.compiler.slicing_choice import reuse_slices
 from graphplan.devices.topology import DeviceKey, Topology
 from graphplan.errors import CaptureError, InfeasibleError, NoGraphError
@@ -215,6 +216,7 @@ class Compiler:
     @one_at_a_time
     def lower(self, planned: Planned) -> Program:
         """The program of a plan that was committed."""
+        enter_stage("lower")
         constants, modes = self._committed.constants, self.model_copy.modes
         return lower_planned(planned, self.topology, self.options, constants, modes)
 
@@ -225,6 +227,7 @@ class Compiler:
         found._committed.constants = self._committed.constants
         return found
 
+    @with_progress
     @one_at_a_time
     def further(self, call: BoundCall, modes: Modes, entry: str = "", *, barely: bool = True) -> Program:
         """Plan, commit and lower a call of another structure, with the weights where they are.
@@ -249,6 +252,7 @@ class Compiler:
         return partial(place_as_planned, plan=self.given), check_budgets
 
     def _planned(self, members: Sequence[Member], *, advise: bool = True) -> list[Planned]:
+        enter_stage("search")
         limits = Limits.within(self.options.time_limit)
         state = CompileState(self._formulation, members, limits, advise)
         for step in self._passes():
