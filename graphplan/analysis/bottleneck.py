@@ -18,7 +18,6 @@ from graphplan.analysis.plan_problem import plain_problem
 from graphplan.analysis.sensitivity import Bottleneck, Growth, Thing
 from graphplan.devices.topology import ALIGNMENT, DeviceKey, DeviceSpec, Topology
 from graphplan.errors import InfeasibleError
-from graphplan.ir.cost_model import move_seconds
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.driver import place
@@ -26,6 +25,7 @@ from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.joint import Call, place_jointly
 from graphplan.passes.placement.limits import Limits
 from graphplan.passes.placement.residence import reside
+from graphplan.report.time_parts import time_parts
 from graphplan.warnings import unwarned
 
 _WORTH = 1e-3  # of the makespan: a smaller gain is none
@@ -34,6 +34,8 @@ _PRECISION = 0.05  # of the increase that is reported
 _TWICE = 2.0
 _TRIALS = 0.5  # of a plan's effort, for the first plan with more of each thing
 _ANSWER = 0.3  # likewise, for the plan of the answer, and for those that narrow it down
+_LOOK = 0.15  # likewise, for the first plans where only more memory is tried
+_QUICK = 700  # operations: beyond, even that takes seconds
 
 
 def find_bottleneck(plan: PlanData, *, progress: bool = True) -> Bottleneck:
@@ -57,19 +59,32 @@ def find_bottleneck(plan: PlanData, *, progress: bool = True) -> Bottleneck:
     return _with_parts(plan, answer, bool(binding), tuple(growths))
 
 
+def advice(plan: PlanData) -> str:
+    """A sentence on what more memory would save, from a quick look; empty for large graphs and hooks."""
+    if len(plan.graph.operations) > _QUICK or plan.method == "hooks":
+        return ""
+    search = _BottleneckSearch(plan)
+    trials = list(search.memory())
+    search.share = _LOOK / max(1, len(trials))
+    with unwarned("balance=True"):
+        best = max((trial() for trial in trials), key=lambda growth: growth.gain, default=None)
+        if best is None or best.gain <= _WORTH * plan.weighted_makespan:
+            return "no budget is binding"
+        return search.with_fewest_bytes(best).saving
+
+
 def _with_parts(
     plan: PlanData, answer: Growth | None, binds: bool, growths: tuple[Growth, ...]
 ) -> Bottleneck:
     """What was found, and where the seconds of the plan go."""
     compute = transfers = streams = through = hidden = 0.0
     for one in plan.calls:
-        weight, topology, timeline = one.call_weight, one.topology, one.timeline
-        compute += weight * timeline.busy("run")
-        transfers += weight * sum(move_seconds(move, topology) for move in one.transfers)
-        moved = sum(move_seconds(move, topology) for move in one.schedule.moves("weight"))
-        streams += weight * (moved + timeline.busy("wait"))
-        through += weight * sum(move_seconds(move, topology) for move in one.io_transfers)
-        hidden += weight * timeline.hidden_seconds
+        weight, parts = one.call_weight, time_parts(one)
+        compute += weight * sum(parts.compute.values())
+        transfers += weight * parts.transfers
+        streams += weight * parts.streaming
+        through += weight * (parts.inputs + parts.outputs)
+        hidden += weight * one.timeline.hidden_seconds
     return Bottleneck(
         answer,
         binds,
@@ -139,16 +154,22 @@ class _BottleneckSearch:
             found = self._place(self.tried[answer.what, answer.devices])
             again = self._growth(answer.what, answer.devices, found, answer.like)
             return max(answer, again, key=lambda growth: growth.gain)
+        fewest = self.with_fewest_bytes(answer)
+        self.share = _ANSWER
+        found = self._place(self._grown(self.topology[answer.devices[0]], fewest.increase))
+        again = self._growth("memory", answer.devices, found, answer.like)
+        best = max(fewest, again, key=lambda growth: growth.gain)
+        trials = {**dict(fewest.trials), fewest.increase: best.makespan}
+        return replace(best, increase=fewest.increase, trials=tuple(sorted(trials.items())))
+
+    def with_fewest_bytes(self, answer: Growth) -> Growth:
+        """The answer, which is more memory, with the fewest bytes that do."""
         spec = self.topology[answer.devices[0]]
         self.share = _ANSWER * _PRECISION
         trials = self._narrowed(spec, answer)
-        self.share = _ANSWER
         least = min(size for size, s in trials.items() if s <= answer.makespan + _SAME * self.now)
-        found = self._place(self._grown(spec, least))
-        again = self._growth("memory", answer.devices, found, answer.like)
-        best = max(replace(answer, makespan=trials[least]), again, key=lambda growth: growth.gain)
-        trials[least] = best.makespan
-        return replace(best, increase=least, trials=tuple(sorted(trials.items())))
+        seconds, ordered = trials[least], tuple(sorted(trials.items()))
+        return replace(answer, increase=least, makespan=seconds, gain=self.now - seconds, trials=ordered)
 
     # -- memory -----------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Self
 
-from graphplan.analysis.bottleneck import find_bottleneck
+from graphplan.analysis.bottleneck import advice, find_bottleneck
 from graphplan.analysis.explanation import Explanation, explain
 from graphplan.analysis.plan_problem import constrained_problem, plain_problem
 from graphplan.analysis.sensitivity import Bottleneck
@@ -98,14 +98,17 @@ class Plan(PlanData):
         """
         Path(path).write_text(to_dot(self), encoding="utf-8")
 
-    def save_html(self, path: str | Path, *, title: str = "") -> None:
+    def save_html(self, path: str | Path, *, title: str = "", bottleneck: Bottleneck | None = None) -> None:
         """Write the plan as one self-contained interactive HTML page.
 
         Args:
             path: of the file.
             title: heading of the page, such as the model's name.
+            bottleneck: what :meth:`bottleneck` has found, for the page to say what would help. Without, up to
+                700 operations are planned with more memory, quickly, and for more the page does not say it.
         """
-        Path(path).write_text(to_html(self, title), encoding="utf-8")
+        said = advice(self) if bottleneck is None else bottleneck.headline
+        Path(path).write_text(to_html(self, title, advice=said), encoding="utf-8")
 
     def save_svg(self, path: str | Path, *, title: str = "Plan") -> None:
         """Write the plan as a picture: stages over time, transfers between them, memory below."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from graphplan.devices.topology import DeviceKey
-from graphplan.report.text import size_text, table_lines, time_text
+from graphplan.report.text import device_text, size_text, table_lines, time_text
 
 Thing = Literal["memory", "link", "speed"]
 
@@ -45,10 +45,17 @@ class Growth:
 
     def __str__(self) -> str:
         if self.what == "memory":
-            return f"{size_text(self.increase)} more memory on {self.devices[0]!r}"
+            return f"{size_text(self.increase)} more memory on {device_text(self.devices[0])}"
         if self.what == "link":
-            return f"a link between {self.devices[0]!r} and {self.devices[1]!r} that is twice as fast"
-        return f"a device {self.devices[0]!r} that is twice as fast"
+            ends = " and ".join(map(device_text, self.devices))
+            return f"a link between {ends} that is twice as fast"
+        return f"{device_text(self.devices[0])} twice as fast"
+
+    @property
+    def saving(self) -> str:
+        """What it saves, as a sentence."""
+        share = 100 * self.gain / (self.makespan + self.gain)
+        return f"{self} would save {time_text(self.gain)} ({share:.1f} %)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +69,7 @@ class Bottleneck:
         growths: everything that was tried, the most useful first.
         makespan: estimated seconds of the plan; with ``calls=`` the weighted sum, as all below.
         compute_seconds: of all operations.
-        transfer_seconds: of activations between devices.
+        transfer_seconds: of activations and gradients between devices.
         streaming_seconds: in which a forward pass does nothing but copy weights, or wait for streamed ones.
         io_seconds: of inputs and outputs. These four are the makespan.
         hidden_seconds: of weight streaming that overlaps with other work; they cost nothing.
@@ -83,18 +90,18 @@ class Bottleneck:
         """Seconds that the answer saves."""
         return 0.0 if self.answer is None else self.answer.gain
 
+    @property
+    def headline(self) -> str:
+        """The answer as a sentence."""
+        if self.answer is None:
+            return "no change that was tried saves time"
+        return self.answer.saving if self.binds else f"no budget is binding; {self.answer.saving}"
+
     def to_json(self) -> str:
         """All of it as JSON text."""
         return json.dumps(asdict(self), indent=1)
 
     def __str__(self) -> str:
-        if self.answer is None:
-            head = "no change that was tried saves time"
-        else:
-            share = 100 * self.answer.gain / self.makespan
-            head = f"{self.answer} would save {time_text(self.answer.gain)} ({share:.1f} %)"
-            if not self.binds:
-                head = f"no budget is binding; {head}"
         parts = (
             f"a forward pass takes {time_text(self.makespan)}: {time_text(self.compute_seconds)} compute, "
             f"{time_text(self.transfer_seconds)} transfers, "
@@ -115,4 +122,4 @@ class Bottleneck:
             for growth in self.growths
         ]
         header = ["more", "of", "by", "time", "saves", ""]
-        return "\n".join([head, parts, "", *table_lines(header, rows)])
+        return "\n".join([self.headline, parts, "", *table_lines(header, rows)])

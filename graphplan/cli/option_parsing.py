@@ -71,7 +71,7 @@ def read_speeds(words: Sequence[str]) -> dict[DeviceKey, Speed]:
         if card is None:
             known = ", ".join(card_names())
             raise DeviceError(f"--device '{key}={name}': no card {name!r} is known; known are {known}")
-        found[read_key(key)] = Speed(card.flops, card.bandwidth)
+        found[read_key(key)] = Speed(card.flops, card.bandwidth, origin="datasheet")
     return found
 
 

@@ -17,7 +17,7 @@ from accelerate.utils import convert_file_size_to_int
 from graphplan.devices.cuda_memory import taken_beside
 from graphplan.devices.datasheets import find_card
 from graphplan.devices.machine import accelerator_type, current_machine, detect_max_memory
-from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Link, Topology
+from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Link, Origin, Topology
 from graphplan.errors import BudgetError, DeviceError, readable_bytes
 
 Size = int | float | str  # bytes, or text such as "10GiB"
@@ -171,6 +171,7 @@ def _spec(key: object, memory: int) -> DeviceSpec:
 
 def _accelerator(key: DeviceKey, device: str, memory: int) -> DeviceSpec:
     (flops, bandwidth), taken = _ACCELERATOR, 0
+    origin: Origin = "default"
     kind, _, index = device.partition(":")
     machine = current_machine.get()
     if machine is not None and kind == machine.device_type:
@@ -178,9 +179,10 @@ def _accelerator(key: DeviceKey, device: str, memory: int) -> DeviceSpec:
     if kind == "cuda" and torch.cuda.is_available() and int(index) < torch.cuda.device_count():
         card = find_card(torch.cuda.get_device_name(int(index)))
         if card is not None:
-            flops, bandwidth = card.flops, card.bandwidth
+            flops, bandwidth, origin = card.flops, card.bandwidth, "datasheet"
         taken = taken_beside(int(index), memory)
-    return DeviceSpec(key, device, memory, flops, bandwidth, _ACCELERATOR_OVERHEAD, taken=taken)
+    overhead = _ACCELERATOR_OVERHEAD
+    return DeviceSpec(key, device, memory, flops, bandwidth, overhead, taken=taken, origin=origin)
 
 
 def _reject_twins(specs: Sequence[DeviceSpec]) -> None:

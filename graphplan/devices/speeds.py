@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from graphplan.devices.max_memory import read_max_memory
-from graphplan.devices.topology import DeviceKey, DeviceSpec, Efficiency, Link, Topology, is_figure
+from graphplan.devices.topology import DeviceKey, DeviceSpec, Efficiency, Link, Origin, Topology, is_figure
 from graphplan.errors import DeviceError, GraphplanError, PlanError
 from graphplan.versioned_json import Format, decode
 
@@ -33,12 +33,14 @@ class Speed:
         bandwidth: bytes/s of the device's own memory, reads and writes together.
         overhead: seconds that the smallest operation takes.
         efficiency: type of operation (``"conv2d"``) -> :class:`Efficiency`, what it reaches of both.
+        origin: where the figures come from, for those who read a plan.
     """
 
     flops: float | None = None
     bandwidth: float | None = None
     overhead: float | None = None
     efficiency: Mapping[str, Efficiency] = field(default_factory=dict, hash=False)
+    origin: Origin = field(default="given", compare=False)
 
     def __post_init__(self) -> None:
         for name in ("flops", "bandwidth", "overhead"):

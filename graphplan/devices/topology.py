@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Literal
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ DeviceKey = int | str
 CPU = "cpu"
 DISK = "disk"
 SIMULATED = "sim"  # what torch's PrivateUse1 backend is renamed to by ``simulate``
+
+Origin = Literal["default", "datasheet", "measured", "given"]  # of a speed; the last: by the caller
 
 _MIB = 1 << 20
 
@@ -73,6 +76,7 @@ class DeviceSpec:
         taken: bytes of ``memory`` that CUDA and PyTorch take beside the plan: the workspace of cuBLAS, and
             what is not free.
         efficiency: type of operation (``"conv2d"``) -> what it reaches, where that is known.
+        origin: where the speeds come from.
     """
 
     key: DeviceKey
@@ -84,6 +88,7 @@ class DeviceSpec:
     reserve: int = 0
     taken: int = 0
     efficiency: Mapping[str, Efficiency] = field(default_factory=dict, hash=False)
+    origin: Origin = field(default="default", compare=False)
 
     @property
     def withheld(self) -> int:
@@ -156,10 +161,11 @@ class DeviceSpec:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction between two devices: ``bandwidth`` in bytes/s, ``latency`` in seconds."""
+    """One direction between two devices: ``bandwidth`` in bytes/s, ``latency`` in seconds, their origin."""
 
     bandwidth: float = 25e9
     latency: float = 15e-6
+    origin: Origin = field(default="given", compare=False)
 
     def __post_init__(self) -> None:
         if not is_figure(self.bandwidth):
@@ -172,7 +178,7 @@ class Link:
         return self.latency + nbytes / self.bandwidth
 
 
-_DISK_LINK = Link(2e9, 100e-6)
+_DISK_LINK = Link(2e9, 100e-6, "default")
 
 
 @dataclass(frozen=True)
@@ -185,7 +191,7 @@ class Topology:
 
     devices: tuple[DeviceSpec, ...]
     links: Mapping[tuple[DeviceKey, DeviceKey], Link] = field(default_factory=dict)
-    default_link: Link = Link()
+    default_link: Link = Link(origin="default")
 
     def link(self, source: DeviceKey, destination: DeviceKey) -> Link:
         """The link from one device to another: what every copy costs is counted by this link."""

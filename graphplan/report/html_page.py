@@ -43,20 +43,21 @@ _ESCAPE = re.compile(
 _SLOT = re.compile(r"<!-- (title|style|scripts|data) -->")
 
 
-def to_html(plan: PlanData, title: str = "", measured: Measured | None = None) -> str:
+def to_html(plan: PlanData, title: str = "", measured: Measured | None = None, advice: str = "") -> str:
     """The page of a plan.
 
     Args:
         plan: what is shown.
         title: of the page; the plan's own short text by default.
         measured: one measured call, shown beside the estimated one.
+        advice: what would help, beside what takes the time.
     """
     title = title or "Plan"
     parts = {
         "title": html.escape(json.loads(_plain(json.dumps(title)))),
         "style": f"<style>\n{asset('page.css')}</style>",
         "scripts": "\n".join(f"<script>\n{_script(name)}</script>" for name in _SCRIPTS),
-        "data": _embedded({"title": title, **page_data(plan, measured)}),
+        "data": _embedded({"title": title, **page_data(plan, measured, advice)}),
     }
     return _SLOT.sub(lambda found: parts[found[1]], asset("page.html"))
 

@@ -8,25 +8,29 @@ operation.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
+from graphplan.devices.speeds import Speed
 from graphplan.devices.topology import CPU, DeviceKey
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import Run
 from graphplan.ir.timeline import Measured, Timeline
 from graphplan.report.data_flows import find_flows, made_bytes, run_seconds
 from graphplan.report.module_tree import Group, stage_groups
-from graphplan.report.text import shape_text
+from graphplan.report.text import device_text, shape_text
+from graphplan.report.time_parts import time_parts, what_takes_the_time
 
 
-def page_data(plan: PlanData, measured: Measured | None = None) -> dict[str, Any]:
+def page_data(plan: PlanData, measured: Measured | None = None, advice: str = "") -> dict[str, Any]:
     """Everything that the page of a plan needs.
 
     Args:
         plan: what is shown.
         measured: one measured call, to be shown beside the estimated one.
+        advice: a sentence on what would help.
     """
-    return _PageWriter(plan, measured).data()
+    return {"answer": [what_takes_the_time(plan), advice], **_PageWriter(plan, measured).data()}
 
 
 def _positions(items: Iterable[Any]) -> dict[Any, int]:
@@ -51,7 +55,11 @@ class _PageWriter:
         stages = [self._group(group) for group in stage_groups(self.plan)]
         return {
             "summary": self._summary(),
+            "time": asdict(parts := time_parts(self.plan))
+            | {"compute": [parts.compute[k] for k in self.keys]},
+            "inputs": [{"name": n, "shape": shape_text(self.graph.values[n])} for n in self.graph.inputs],
             "devices": [self._device(key) for key in self.keys],
+            "links": self._links(),
             "stages": [
                 {"group": group, "device": self.device[stage.device]}
                 for group, stage in zip(stages, self.plan.stages, strict=True)
@@ -97,6 +105,7 @@ class _PageWriter:
         buffer = sum(buffer.nbytes for buffer in plan.schedule.prefetch_buffers if buffer.device == key)
         return {
             "key": str(key),
+            "name": device_text(key),
             "device": CPU if spec is None else spec.device,
             "budget": None if spec is None else spec.memory,
             "reserve": 0 if spec is None else spec.withheld,
@@ -105,9 +114,17 @@ class _PageWriter:
             "weights": peak.weights - buffer,
             "buffer": buffer,
             "memory": self._memory(key),
-            "busy": plan.timeline.busy("run", key),
+            "speed": None if spec is None else asdict(Speed.of(spec)),
             "measuredPeak": None if self.measured is None else self.measured.peak_bytes.get(key),
         }
+
+    def _links(self) -> list[dict[str, Any]]:
+        """Those that the plan uses, and the figures that it counts with."""
+        ends = dict.fromkeys((copy.source, copy.destination) for copy in self.plan.schedule.copies())
+        return [
+            {"from": self.device[a], "to": self.device[b], **asdict(self.plan.topology.link(a, b))}
+            for a, b in ends
+        ]
 
     def _peak_position(self, step: int) -> int:
         """How many operations ran before a step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from graphplan.devices.topology import DeviceKey
 from graphplan.ir.graph_elements import Value
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import PrefetchBuffer
@@ -27,6 +28,11 @@ def time_text(seconds: float) -> str:
     if seconds < 1e-3:
         return f"{seconds * 1e6:.1f} µs"
     return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def device_text(key: DeviceKey) -> str:
+    """A device in a sentence: ``"GPU 0"``, ``"the CPU"``, ``"cuda:1"``."""
+    return f"GPU {key}" if isinstance(key, int) else {"cpu": "the CPU", "disk": "the disk"}.get(key, key)
 
 
 def shape_text(value: Value) -> str:

@@ -82,7 +82,8 @@ class Profile:
             spec = topology[key]
             overhead = spec.overhead + self.measured.mark_seconds.get(key, 0.0)
             reached = efficiencies(found, replace(spec, overhead=overhead))
-            speeds[key] = replace(Speed.of(spec), efficiency={**spec.efficiency, **reached})
+            reached = {**spec.efficiency, **reached}
+            speeds[key] = replace(Speed.of(spec), efficiency=reached, origin="measured")
         return Measurements(speeds, topology.links)
 
     def summary(self) -> str:

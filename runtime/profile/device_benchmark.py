@@ -94,7 +94,8 @@ class _Bench:
         with tqdm(total=total, desc="measuring devices", delay=1, disable=not self.progress) as bar:
             for spec in self.specs:
                 speed = Speed(self._flops(spec), self._bandwidth(spec), self._overhead(spec))
-                speeds[spec.key] = replace(speed, efficiency=self._efficiency(speed.applied(spec)))
+                reached = self._efficiency(speed.applied(spec))
+                speeds[spec.key] = replace(speed, efficiency=reached, origin="measured")
                 bar.update()
             for source, destination in pairs:
                 links[source.key, destination.key] = self._link(source, destination)
@@ -153,7 +154,7 @@ class _Bench:
         data, into = (_bytes_on(spec, nbytes, pinned=CPU in (s.type for s in both)) for spec in both)
         latency = self._time(lambda: into[:1].copy_(data[:1], non_blocking=True), both)
         seconds = self._time(lambda: into.copy_(data, non_blocking=True), both)
-        return Link(nbytes / max(seconds - latency, 1e-9), latency)
+        return Link(nbytes / max(seconds - latency, 1e-9), latency, "measured")
 
     # -- the clock --------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -11,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from plans import HOSTILE, UNet, hostile_plan, large_plan, llama_plan, unet_plan
+from plans import HOSTILE, UNet, hostile_plan, large_plan, llama, llama_plan, unet_plan
 
 import graphplan
 from graphplan import Plan
 from graphplan.report.html_page import _SCRIPTS, to_html
+from graphplan.report.time_parts import time_parts, what_takes_the_time
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the browser's driver is missing: playwright")
 
@@ -105,6 +107,58 @@ def test_opens_with_stages_lanes_and_summary(show: Open) -> None:
     opened.shoot("light", whole=True)
 
 
+def test_the_first_card_says_what_takes_the_time_and_what_would_help(show: Open) -> None:
+    plan = llama_plan()
+    said = show(plan).page.inner_text("#answer").splitlines()
+    assert said[0] == f"{what_takes_the_time(plan)}."
+    assert re.search(r"[0-9.]+ [KM]iB more memory on GPU [01] would save .* \([0-9.]+ %\)\.", said[-1])
+
+
+def test_one_bar_has_all_of_the_time(show: Open) -> None:
+    plan = llama_plan()
+    page = show(plan).page
+    parts = time_parts(plan)
+    together = *parts.compute.values(), parts.transfers, parts.streaming, parts.inputs, parts.outputs
+    assert sum(together) == pytest.approx(plan.makespan)
+    legend = page.locator("#shares li").all_text_contents()
+    assert sum(float(re.findall(r"([0-9.]+) %", text)[0]) for text in legend) == pytest.approx(100, abs=2)
+    assert [text.split(" ")[0] for text in legend] == [
+        "GPU",
+        "GPU",
+        "transfers",
+        "waiting",
+        "inputs",
+        "outputs",
+    ]
+    assert ("return_outputs=False" in page.inner_text("#shares")) == (parts.outputs > 0.05 * plan.makespan)
+
+
+def test_assumptions_are_inputs_and_speeds_with_their_origin(show: Open) -> None:
+    model, inputs = llama(1)
+    memory, speeds = {0: "1GiB", "cpu": "1GiB"}, {0: graphplan.Speed(flops=123e12)}
+    plan = graphplan.plan(model.to("meta"), memory, kwargs=inputs, devices=speeds)
+    page = show(plan).page
+    page.click("#assumptions summary")
+    rows = page.inner_text("#assumptions tbody").replace("\t", " ").splitlines()
+    assert "input_ids int64[2, 16] input" in rows
+    assert "GPU 0 123 TFLOP/s, 1,000 GB/s, 4.0 µs an operation given by the caller" in rows
+    assert "the CPU → GPU 0 25 GB/s, 15 µs a copy default" in rows
+
+
+def test_an_address_names_a_module(show: Open) -> None:
+    plan = llama_plan()
+    opened = show(plan)
+    for path in ("model.layers.1.mlp", "model.layers.2.self_attn"):
+        opened.js("path => { location.hash = path; }", path)
+        opened.page.wait_for_function(
+            "p => document.querySelector('#details').innerText.includes(p)", arg=path
+        )
+    opened.page.reload()
+    assert "model.layers.2.self_attn" in opened.page.inner_text("#details")
+    opened.requests.pop()  # of the reload
+    opened.js("() => { location.hash = 'no%such.module'; }")
+
+
 def test_transfers_are_arrows_with_their_bytes(show: Open) -> None:
     plan = llama_plan()
     edges = show(plan).js("() => GraphView.edges()")
@@ -180,7 +234,7 @@ def test_search_finds_a_parameter_a_module_and_an_operation(show: Open) -> None:
     details = page.inner_text("#details")
     assert "model.layers.2.self_attn.q_proj.weight" in details
     home = plan.placement["model.layers.2.self_attn.q_proj.weight"]
-    assert f"resides on\n{home}" in details.replace("\t", "\n")
+    assert f"resides on\nGPU {home}" in details.replace("\t", "\n")
     page.fill("#search", "model.layers.1.mlp")
     page.keyboard.press("Enter")
     assert "module" in page.inner_text("#details")

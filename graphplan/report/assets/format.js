@@ -21,6 +21,9 @@ const Format = {
     while (value >= 1000 && unit < units.length - 1) { value /= 1000; unit += 1; }
     return `${value.toFixed(unit && value < 100 ? 1 : 0)} ${units[unit]}FLOP`;
   },
+  rate(n) {
+    return `${Number((n / 1e9).toPrecision(3)).toLocaleString("en")} GB/s`;
+  },
   count(n, one, many) {
     return `${n.toLocaleString("en")} ${n === 1 ? one : many || one + "s"}`;
   },

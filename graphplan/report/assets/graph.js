@@ -171,7 +171,7 @@ const GraphView = (() => {
       const device = Plan.devices[lane.device];
       const budget = device.budget === null ? "" : ` of ${Format.bytes(device.budget)}`;
       return Dom.el("div", { class: "lane-name", style: `--device: var(--device-${lane.device})` },
-        Dom.el("span", {}, Dom.el("b", {}, device.key), ` ${device.device === device.key ? "" : device.device} `,
+        Dom.el("span", {}, Dom.el("b", {}, device.name), ` ${device.device === device.key ? "" : device.device} `,
           Dom.el("i", { class: "peak" }, `peak ${Format.bytes(device.peak)}${budget}`)));
     }));
     const stages = Model.stages.map((stage) => ({ ...placed.boxes.get(stage), device: Model.device(stage) }));

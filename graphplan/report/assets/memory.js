@@ -42,7 +42,7 @@ const MemoryCharts = (() => {
     const ticks = [0, 0.5, 1].map((part) => part * (far || device.budget === null ? highest : device.budget));
     const root = Dom.svg("svg", {
       class: "chart memory", width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, tabindex: "0", role: "img", "data-device": device.key,
-      "aria-label": `Memory of ${device.key}: peak ${Format.bytes(device.peak)}${device.budget === null ? "" : ` of ${Format.bytes(device.budget)}`}`,
+      "aria-label": `Memory of ${device.name}: peak ${Format.bytes(device.peak)}${device.budget === null ? "" : ` of ${Format.bytes(device.budget)}`}`,
     },
     ticks.map((bytes) => [
       Dom.svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(bytes), y2: y(bytes) }),
@@ -147,7 +147,7 @@ const MemoryCharts = (() => {
   function draw() {
     const used = Plan.devices.map((device, index) => ({ device, index })).filter(({ device }) => device.peak > 0 || device.budget);
     box.replaceChildren(...used.map(({ device, index }) => Dom.el("figure", {},
-      Dom.el("figcaption", {}, Dom.el("i", { class: "dot", style: `--device: var(--device-${index})` }), Dom.el("b", {}, device.key), device.device === device.key ? "" : ` ${device.device}`),
+      Dom.el("figcaption", {}, Dom.el("i", { class: "dot", style: `--device: var(--device-${index})` }), Dom.el("b", {}, device.name), device.device === device.key ? "" : ` ${device.device}`),
       device.peak > 0 ? chart(device, index) : Dom.el("p", { class: "empty" }, `nothing here; budget ${Format.bytes(device.budget)}`))));
   }
 

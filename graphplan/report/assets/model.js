@@ -65,7 +65,7 @@ const Model = (() => {
       const index = stage(node);
       return index === undefined ? 0 : Plan.stages[index].device;
     },
-    deviceName: (index) => devices[index].key,
+    deviceName: (index) => devices[index].name,
     readers: (weight) => readers[weight],
     hasPlace: (op) => operationParent[op] >= 0,
     stages: Plan.stages.map((item) => item.group),

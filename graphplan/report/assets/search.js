@@ -73,6 +73,15 @@ const Search = (() => {
     } else input.removeAttribute("aria-activedescendant");
   }
 
+  // What the end of the page's address names, "#model.layers.3": a module that is shown with its only child too.
+  function follow() {
+    const wanted = location.hash, hash = (entry) => new URL(`#${entry.text}`, location.href).hash;
+    if (wanted.length < 2) return;
+    entries = entries || index();
+    const hit = entries.find((entry) => hash(entry) === wanted) || entries.find((entry) => hash(entry).startsWith(`${wanted}.`));
+    if (hit) View.choose(hit.thing, { centre: true });
+  }
+
   function take(position) {
     const hit = hits[position];
     if (!hit) return;
@@ -97,6 +106,7 @@ const Search = (() => {
 
   function start() {
     input.addEventListener("input", show);
+    addEventListener("hashchange", follow);
     input.addEventListener("keydown", keys);
     input.addEventListener("focus", () => { if (input.value.trim()) show(); });
     input.addEventListener("blur", () => open(false));
@@ -108,5 +118,5 @@ const Search = (() => {
     });
   }
 
-  return { start };
+  return { start, follow };
 })();
