@@ -17,7 +17,7 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -37,6 +37,23 @@ from graphplan.errors import (
 )
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and ends of lines
+
+
+def _typed_pairs(found: re.Match[str]) -> str:
+    """A mapping of an argument, ``max_memory={0: 1024}``, as the option's words: ``--max-memory 0=1024``."""
+    pairs = found[2].replace("'", "").replace(": ", "=").replace(", ", ",")
+    return f"--{found[1].replace('_', '-')} {pairs}"
+
+
+# arguments of `plan` as its errors write them -> the options that set them
+_AS_TYPED: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+    (re.compile(r"\b(max_memory|pin)=\{([^}]*)\}"), _typed_pairs),
+    (re.compile(r"\bmax_memory\[(['\"]?)([^\]]*?)\1\]"), r"--max-memory \2"),
+    (re.compile(r"\bmax_memory\b"), "--max-memory"),
+    (re.compile(r"\breserve(?= = )"), "--reserve"),
+    (re.compile(r"\bdevices(?= names\b)"), "--device"),
+    (re.compile(r"\boffload=False\b"), "--no-offload"),
+)
 _WRONG = (BudgetError, DeviceError, InputError, PlanError, OSError)
 
 
@@ -53,6 +70,8 @@ def complain(error: Exception, message: str, *, as_json: bool) -> None:
     """One line on stderr: text, or a JSON object of the error's type, message and figures."""
     if isinstance(error, OSError) and error.filename and error.strerror:  # without the number of the error
         message = f"{str(error.filename)!r}: {error.strerror}"
+    for argument, option in _AS_TYPED:
+        message = argument.sub(option, message)
     line = _visible(" ".join(message.split()))
     if not as_json:
         print(f"graphplan: {line}", file=sys.stderr)

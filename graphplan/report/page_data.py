@@ -105,7 +105,7 @@ class _PageWriter:
         buffer = sum(buffer.nbytes for buffer in plan.schedule.prefetch_buffers if buffer.device == key)
         return {
             "key": str(key),
-            "name": device_text(key),
+            "name": device_text(key).removeprefix("the "),
             "device": CPU if spec is None else spec.device,
             "budget": None if spec is None else spec.memory,
             "reserve": 0 if spec is None else spec.withheld,

@@ -64,7 +64,7 @@ def slowest_module(plan: PlanData, device: DeviceKey) -> tuple[str, float]:
 
 
 def what_takes_the_time(plan: PlanData) -> str:
-    """One sentence: ``92 % of 168.60 ms is decode_head on the CPU``; empty where nothing takes time."""
+    """One sentence: "92 % of 168.60 ms is `decode_head` on the CPU"; empty where nothing takes time."""
     if not plan.makespan:
         return ""
     parts = time_parts(plan)
@@ -76,6 +76,6 @@ def what_takes_the_time(plan: PlanData) -> str:
     busiest = max(parts.compute, key=lambda key: parts.compute[key])
     if parts.compute[busiest] >= max(found.values()):
         path, spent = slowest_module(plan, busiest)
-        found = {f"{path or 'the whole model'} on {device_text(busiest)}": spent}
+        found = {f"{f'`{path}`' if path else 'the whole model'} on {device_text(busiest)}": spent}
     what = max(found, key=lambda name: found[name])
     return f"{100 * found[what] / plan.makespan:.0f} % of {time_text(plan.makespan)} is {what}"

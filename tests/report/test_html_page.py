@@ -142,7 +142,7 @@ def test_assumptions_are_inputs_and_speeds_with_their_origin(show: Open) -> None
     rows = page.inner_text("#assumptions tbody").replace("\t", " ").splitlines()
     assert "input_ids int64[2, 16] input" in rows
     assert "GPU 0 123 TFLOP/s, 1,000 GB/s, 4.0 µs an operation given by the caller" in rows
-    assert "the CPU → GPU 0 25 GB/s, 15 µs a copy default" in rows
+    assert "CPU → GPU 0 25 GB/s, 15 µs a copy default" in rows
 
 
 def test_an_address_names_a_module(show: Open) -> None:
