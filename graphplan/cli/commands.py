@@ -169,10 +169,11 @@ def show(
     """Show a saved plan."""
     require_writable(html, dot)
     found = read_plan(path)
-    _write_plan(found, None, html, path.stem)
+    wanted = found.bottleneck(progress=sys.stderr.isatty()) if bottleneck else None
+    if html is not None:
+        found.save_html(html, title=path.stem, bottleneck=wanted)
     if dot is not None:
         found.save_dot(dot)
-    wanted = found.bottleneck(progress=sys.stderr.isatty()) if bottleneck else None
     if as_json:
         said = plan_digest(found)
         print_json(said if wanted is None else {**said, "bottleneck": json.loads(wanted.to_json())})

@@ -55,8 +55,7 @@ class _PageWriter:
         stages = [self._group(group) for group in stage_groups(self.plan)]
         return {
             "summary": self._summary(),
-            "time": asdict(parts := time_parts(self.plan))
-            | {"compute": [parts.compute[k] for k in self.keys]},
+            "time": self._time(),
             "inputs": [{"name": n, "shape": shape_text(self.graph.values[n])} for n in self.graph.inputs],
             "devices": [self._device(key) for key in self.keys],
             "links": self._links(),
@@ -94,6 +93,10 @@ class _PageWriter:
             "calls": len(plan.calls),
             "measuredSeconds": None if self.measured is None else self.measured.timeline.seconds,
         }
+
+    def _time(self) -> dict[str, Any]:
+        parts = time_parts(self.plan)
+        return {**asdict(parts), "compute": [parts.compute[key] for key in self.keys]}
 
     # -- devices ----------------------------------------------------------------------------------
 

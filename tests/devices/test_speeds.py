@@ -41,7 +41,6 @@ MIB = 1 << 20
         ("RTX4090", "RTX 4090"),
         ("rtx 4090", "RTX 4090"),
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
-        ("rtx 4090", "RTX 4090"),
         ("RTX3090Ti", "RTX 3090 Ti"),
         ("AMD Instinct MI300X", "MI300X"),
         ("Tesla T4", "T4"),
