@@ -35,7 +35,8 @@ _TWICE = 2.0
 _TRIALS = 0.5  # of a plan's effort, for the first plan with more of each thing
 _ANSWER = 0.3  # likewise, for the plan of the answer, and for those that narrow it down
 _LOOK = 0.15  # likewise, for the first plans where only more memory is tried
-_QUICK = 700  # operations: beyond, even that takes seconds
+_ROUGH = 0.25  # of the increase that such a quick look reports
+_QUICK = 700  # operations: beyond, it takes seconds
 
 
 def find_bottleneck(plan: PlanData, *, progress: bool = True) -> Bottleneck:
@@ -70,7 +71,7 @@ def advice(plan: PlanData) -> str:
         best = max((trial() for trial in trials), key=lambda growth: growth.gain, default=None)
         if best is None or best.gain <= _WORTH * plan.weighted_makespan:
             return "no budget is binding"
-        return search.with_fewest_bytes(best).saving
+        return search.with_fewest_bytes(best, _ROUGH).saving
 
 
 def _with_parts(
@@ -154,7 +155,7 @@ class _BottleneckSearch:
             found = self._place(self.tried[answer.what, answer.devices])
             again = self._growth(answer.what, answer.devices, found, answer.like)
             return max(answer, again, key=lambda growth: growth.gain)
-        fewest = self.with_fewest_bytes(answer)
+        fewest = self.with_fewest_bytes(answer, _PRECISION)
         self.share = _ANSWER
         found = self._place(self._grown(self.topology[answer.devices[0]], fewest.increase))
         again = self._growth("memory", answer.devices, found, answer.like)
@@ -162,11 +163,11 @@ class _BottleneckSearch:
         trials = {**dict(fewest.trials), fewest.increase: best.makespan}
         return replace(best, increase=fewest.increase, trials=tuple(sorted(trials.items())))
 
-    def with_fewest_bytes(self, answer: Growth) -> Growth:
-        """The answer, which is more memory, with the fewest bytes that do."""
+    def with_fewest_bytes(self, answer: Growth, precision: float) -> Growth:
+        """The answer, which is more memory, with the fewest bytes that do, up to a share of them."""
         spec = self.topology[answer.devices[0]]
         self.share = _ANSWER * _PRECISION
-        trials = self._narrowed(spec, answer)
+        trials = self._narrowed(spec, answer, precision)
         least = min(size for size, s in trials.items() if s <= answer.makespan + _SAME * self.now)
         seconds, ordered = trials[least], tuple(sorted(trials.items()))
         return replace(answer, increase=least, makespan=seconds, gain=self.now - seconds, trials=ordered)
@@ -202,11 +203,11 @@ class _BottleneckSearch:
         """Bytes by which a placement passes the device's budget."""
         return max(0, found.peak(spec.key) - spec.room)
 
-    def _narrowed(self, spec: DeviceSpec, answer: Growth) -> dict[int, float]:
+    def _narrowed(self, spec: DeviceSpec, answer: Growth, precision: float) -> dict[int, float]:
         """Bytes added -> seconds, on the way to the fewest bytes with which the time is the answer's."""
         trials = dict(answer.trials)
         low, high, near = 0, answer.increase, self.near
-        while high - low > max(ALIGNMENT, _PRECISION * high):
+        while high - low > max(ALIGNMENT, precision * high):
             middle = (low + high) // 2
             found = self._place(self._grown(spec, middle), near)
             if found is None or found.seconds > answer.makespan + _SAME * self.now:

@@ -1,0 +1,47 @@
+"""Where the time goes, in figures and as a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from builders import KIB
+from plans import by_hand, hostile_plan, large_plan, llama_plan, unet_plan
+
+from graphplan import Graph, Operation, Plan, Value
+from graphplan.analysis.bottleneck import advice
+from graphplan.report.time_parts import time_parts, what_takes_the_time
+
+
+@pytest.mark.parametrize("make", [llama_plan, unet_plan, hostile_plan])
+def test_the_parts_are_the_makespan(make: Callable[[], Plan]) -> None:
+    parts = time_parts(make())
+    copies = parts.transfers + parts.streaming + parts.inputs + parts.outputs
+    assert sum(parts.compute.values()) + copies == pytest.approx(make().makespan)
+
+
+def segmenter(flops: int) -> Plan:
+    """An encoder on the accelerator, and a head with so many FLOP on the CPU."""
+    values = [Value(name, KIB, KIB) for name in ("x", "a", "b", "c")]
+    operations = [
+        Operation("a", "linear", ("x",), ("a",), (), 10**6, KIB, {}, "encoder"),
+        Operation("b", "conv2d", ("a",), ("b",), (), flops, KIB, {}, "decode_head.fuse"),
+        Operation("c", "conv2d", ("b",), ("c",), (), flops, KIB, {}, "decode_head.classifier"),
+    ]
+    graph = Graph(operations, values, [], ["x"], ["c"])
+    return by_hand(graph, {0: "1MiB", "cpu": "1MiB"}, {"a": 0, "b": "cpu", "c": "cpu"})
+
+
+def test_the_sentence_names_the_innermost_module_that_takes_most() -> None:
+    assert what_takes_the_time(segmenter(10**11)) == "100 % of 200.07 ms is `decode_head` on the CPU"
+
+
+def test_the_sentence_says_what_is_copied() -> None:
+    assert what_takes_the_time(hostile_plan()).endswith(" is copies of inputs and outputs")
+
+
+def test_advice_is_more_memory_where_that_is_quick_to_find() -> None:
+    assert "more memory on GPU 0 would save" in advice(llama_plan())
+    assert advice(segmenter(10**3)) == "no budget is binding"
+    assert advice(large_plan()) == advice(replace(llama_plan(), method="hooks")) == ""
