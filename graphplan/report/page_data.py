@@ -13,6 +13,7 @@ from typing import Any
 
 from graphplan.devices.speeds import Speed
 from graphplan.devices.topology import CPU, DeviceKey
+from graphplan.ir.liveness import OPTIMIZER
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import Run
 from graphplan.ir.timeline import Measured, Timeline
@@ -58,6 +59,7 @@ class _PageWriter:
             "time": self._time(),
             "inputs": [{"name": n, "shape": shape_text(self.graph.values[n])} for n in self.graph.inputs],
             "devices": [self._device(key) for key in self.keys],
+            "phases": self._phases(),
             "links": self._links(),
             "stages": [
                 {"group": group, "device": self.device[stage.device]}
@@ -144,9 +146,21 @@ class _PageWriter:
                 if not line or line[-1] != most:
                     line += [position, most]
                 position, most = position + 1, 0
+        peak = self.plan.peaks[key]
+        if peak.operation == OPTIMIZER:  # after all steps
+            most = max(most, peak.nbytes)
         if most and (not line or line[-1] != most):
             line += [position, most]
         return line
+
+    def _phases(self) -> list[dict[str, Any]]:
+        """Where the phases of a training step begin among its operations; none for a forward pass alone."""
+        if not self.graph.trains:
+            return []
+        runs = [step.operation for step in self.plan.schedule.steps if isinstance(step, Run)]
+        forward = sum(not self.graph.operations[name].backward for name in runs)
+        starts = {"forward pass": 0, "backward pass": forward, "optimizer": len(runs)}
+        return [{"name": name, "at": at} for name, at in starts.items()]
 
     # -- the tree ---------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from graphplan.ir.schedule import Move, MoveKind
 from graphplan.report.data_flows import run_seconds, timed_steps
 from graphplan.report.text import device_text, time_text
 
-_MOST = 0.8  # of what a device computes: a module inside with less is not what takes the time
+_MOST = 0.8  # of what a device computes, and of a module: one with less is not what takes the time there
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +50,24 @@ def time_parts(plan: PlanData) -> TimeParts:
     )
 
 
-def slowest_module(plan: PlanData, device: DeviceKey) -> tuple[str, float]:
-    """The innermost module that has most of what a device computes, and its seconds there."""
+def slowest_module(plan: PlanData, device: DeviceKey) -> tuple[str | None, float]:
+    """The innermost module that has most of what a device computes, and its seconds there.
+
+    A module that other devices compute as well, such as the stack of all layers, is none: None stands for
+    everything that the device computes, the empty path for the whole model.
+    """
     seconds, devices = run_seconds(plan.timeline), plan.schedule.assignment.operations
-    inside: dict[str, float] = {"": 0.0}  # the whole model
+    inside, everywhere = {"": 0.0}, {"": 0.0}  # the whole model
     for operation in plan.graph.operations.values():
-        spent = seconds.get(operation.name, 0.0) if devices[operation.name] == device else 0.0
+        spent = seconds.get(operation.name, 0.0)
         names = operation.module_path.split(".") if operation.module_path else []
         for path in ("", *accumulate(names, "{}.{}".format)):
-            inside[path] = inside.get(path, 0.0) + spent
-    path = max((path for path, spent in inside.items() if spent >= _MOST * inside[""]), key=len)
-    return path, inside[path]
+            everywhere[path] = everywhere.get(path, 0.0) + spent
+            if devices[operation.name] == device:
+                inside[path] = inside.get(path, 0.0) + spent
+    here = (path for path, spent in inside.items() if spent >= _MOST * max(inside[""], everywhere[path]))
+    found = max(here, key=len, default=None)
+    return found, inside[found or ""]
 
 
 def what_takes_the_time(plan: PlanData) -> str:
@@ -76,6 +83,7 @@ def what_takes_the_time(plan: PlanData) -> str:
     busiest = max(parts.compute, key=lambda key: parts.compute[key])
     if parts.compute[busiest] >= max(found.values()):
         path, spent = slowest_module(plan, busiest)
-        found = {f"{f'`{path}`' if path else 'the whole model'} on {device_text(busiest)}": spent}
+        name = "computing" if path is None else f"`{path}`" if path else "the whole model"
+        found = {f"{name} on {device_text(busiest)}": spent}
     what = max(found, key=lambda name: found[name])
     return f"{100 * found[what] / plan.makespan:.0f} % of {time_text(plan.makespan)} is {what}"

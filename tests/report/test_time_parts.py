@@ -6,11 +6,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 from builders import KIB
 from plans import by_hand, hostile_plan, large_plan, llama_plan, unet_plan
+from torch import nn
 
+import graphplan
 from graphplan import Graph, Operation, Plan, Value
 from graphplan.analysis.bottleneck import advice
+from graphplan.report.page_data import page_data
 from graphplan.report.time_parts import time_parts, what_takes_the_time
 
 
@@ -37,6 +41,10 @@ def test_the_sentence_names_the_innermost_module_that_takes_most() -> None:
     assert what_takes_the_time(segmenter(10**11)) == "100 % of 200.07 ms is `decode_head` on the CPU"
 
 
+def test_a_stack_of_layers_on_several_devices_is_not_what_takes_the_time() -> None:
+    assert " is computing on " in what_takes_the_time(llama_plan())
+
+
 def test_the_sentence_says_what_is_copied() -> None:
     assert what_takes_the_time(hostile_plan()).endswith(" is copies of inputs and outputs")
 
@@ -45,3 +53,17 @@ def test_advice_is_more_memory_where_that_is_quick_to_find() -> None:
     assert "more memory on GPU 0 would save" in advice(llama_plan())
     assert advice(segmenter(10**3)) == "no budget is binding"
     assert advice(large_plan()) == advice(replace(llama_plan(), method="hooks")) == ""
+
+
+def test_the_page_marks_the_phases_of_a_training_step() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    plan = graphplan.plan(model, {0: "1MiB"}, (torch.ones(4, 8),), train=True, optimizer=torch.optim.AdamW)
+    count = len(plan.graph.operations)
+    forward = sum(not operation.backward for operation in plan.graph.operations.values())
+    phases = page_data(plan)["phases"]
+    assert phases == [
+        {"name": "forward pass", "at": 0},
+        {"name": "backward pass", "at": forward},
+        {"name": "optimizer", "at": count},
+    ]
+    assert page_data(llama_plan())["phases"] == []

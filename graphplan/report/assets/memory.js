@@ -56,10 +56,20 @@ const MemoryCharts = (() => {
     device.measuredPeak === null ? null : Dom.svg("line", {
       class: "measured", x1: LEFT, x2: width - RIGHT, y1: y(device.measuredPeak), y2: y(device.measuredPeak),
     }),
-    Dom.svg("text", { class: "tick", x: LEFT, y: HEIGHT - 5 }, "first operation"),
-    Dom.svg("text", { class: "tick", x: width - RIGHT, y: HEIGHT - 5, "text-anchor": "end" }, "last"));
+    Plan.phases.length ? Plan.phases.map((phase) => phaseMark(phase, width, x)) : [
+      Dom.svg("text", { class: "tick", x: LEFT, y: HEIGHT - 5 }, "first operation"),
+      Dom.svg("text", { class: "tick", x: width - RIGHT, y: HEIGHT - 5, "text-anchor": "end" }, "last"),
+    ]);
     follow(root, device, values, x, inner);
     return root;
+  }
+
+  // A phase of a training step: a line where it begins, its name below; the optimizer's is after the last operation.
+  function phaseMark(phase, width, x) {
+    const last = phase.at >= Model.operations;
+    return Dom.svg("g", { class: "phase" },
+      phase.at ? Dom.svg("line", { x1: x(phase.at), x2: x(phase.at), y1: TOP, y2: HEIGHT - BOTTOM + 4 }) : null,
+      Dom.svg("text", { class: "tick", x: last ? width - RIGHT : x(phase.at), y: HEIGHT - 5, "text-anchor": last ? "end" : "start" }, phase.name));
   }
 
   const isLate = (device) => device.peakAt > total * 0.5;
@@ -114,7 +124,7 @@ const MemoryCharts = (() => {
       cursor.setAttribute("x2", at);
       cursor.setAttribute("visibility", "visible");
       const box = root.getBoundingClientRect();
-      const name = position < Model.operations ? Plan.operations.name[position] : "end of the forward pass";
+      const name = position < Model.operations ? Plan.operations.name[position] : Plan.phases.length ? "optimizer" : "end of the forward pass";
       const fixed = device.weights + device.buffer;
       const rows = [
         ["total", Format.bytes(values[position])],
