@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -85,22 +85,18 @@ def run_campaign(name: str, campaign: Campaign, options: argparse.Namespace) -> 
 def pieces(name: str, seeds: range, end: float | None, processes: int) -> Iterator[Tally]:
     """The tallies of ranges of seeds, as they are done; none is begun after ``end``."""
     size = CAMPAIGNS[name].piece
-    ranges = [seeds[start : start + size] for start in range(0, len(seeds), size)]
+    waiting = iter([seeds[start : start + size] for start in range(0, len(seeds), size)])
     context = multiprocessing.get_context("spawn")
     # torch keeps what it has traced until a process ends
     with ProcessPoolExecutor(processes, context, prepare, max_tasks_per_child=1) as pool:
-        yield from pool.map(partial(work, name, end), ranges)
+        while (end is None or time.monotonic() < end) and (some := list(islice(waiting, processes))):
+            yield from pool.map(CAMPAIGNS[name].run, some)
 
 
 def prepare() -> None:
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # what was imported is not looked through again after every case
-
-
-def work(name: str, end: float | None, seeds: range) -> Tally:
-    late = end is not None and time.monotonic() > end
-    return Tally(Counter()) if late else CAMPAIGNS[name].run(seeds)
 
 
 def recorded() -> dict[str, Any]:
