@@ -41,6 +41,15 @@ def mask_reader() -> tuple[Any, str]:
     return transformer, name
 
 
+def run_after_backward(function: Callable[[], None]) -> bool:
+    """Run a function at the end of the backward pass that this thread is in; whether it is in one."""
+    if private(torch._C, "_current_graph_task_id", "torch", _TESTED)() == -1:
+        return False
+    engine = private(torch.autograd.Variable, "_execution_engine", "torch", _TESTED)
+    engine.queue_callback(function)
+    return True
+
+
 def call_of(module: torch.nn.Module) -> Any:
     """What runs in place of a module's call; None for its own."""
     return private(module, "_compiled_call_impl", "torch", _TESTED)

@@ -70,7 +70,7 @@ def advice(plan: PlanData) -> str:
     with unwarned("balance=True"):
         best = max((trial() for trial in trials), key=lambda growth: growth.gain, default=None)
         if best is None or best.gain <= _WORTH * plan.weighted_makespan:
-            return "no budget is binding"
+            return "a quick look found no gain from more memory"
         return search.with_fewest_bytes(best, _ROUGH).saving
 
 

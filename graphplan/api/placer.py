@@ -304,11 +304,10 @@ class WeightMove:
     def __call__(
         self,
         module: nn.Module,
-        args: Sequence[Any],  # noqa: ARG002  # of whatever call comes next
-        kwargs: Mapping[str, Any],  # noqa: ARG002
-        entry: str,  # noqa: ARG002
+        *_call: Any,
+        **_named: Any,
     ) -> nn.Module:
-        """The module with its weights moved, by way of host memory."""
+        """The module with its weights moved, by way of host memory, whatever call comes next."""
         model, known = unplaced(module), self.compiler.model_copy.weights.tensors
         bring_back(model, self.compiler.layout())
         known.update(ModelWeights(model).tensors)  # those that were there hold on to memory

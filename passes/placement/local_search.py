@@ -193,8 +193,8 @@ class LocalSearch:
         total = np.concatenate([np.zeros((arrays.computing, 1)), total.cumsum(axis=1)], axis=1)
         saved = np.concatenate([[0.0], self._copies_at().cumsum()])
         left_over = arrays.room - arrays.resident(np.array(self.home))
-        brought = np.where(self.devices == np.arange(arrays.computing)[:, None], 0.0, self.own_bytes)
-        brought = np.concatenate([np.zeros((arrays.computing, 1)), brought.cumsum(axis=1)], axis=1)
+        added = np.where(self.devices == np.arange(arrays.computing)[:, None], 0.0, self.own_bytes)
+        added = np.concatenate([np.zeros((arrays.computing, 1)), added.cumsum(axis=1)], axis=1)
         length = 1
         while length <= count:
             starts = np.arange(count - length + 1)
@@ -203,7 +203,7 @@ class LocalSearch:
             for device in range(arrays.computing):
                 seconds = total[device, starts + length] - total[device, starts]
                 fine = able[device, starts + length] == able[device, starts]
-                fine &= brought[device, starts + length] - brought[device, starts] <= left_over[device]
+                fine &= added[device, starts + length] - added[device, starts] <= left_over[device]
                 left = np.where(starts > 0, self.devices[np.maximum(starts - 1, 0)], -1)
                 right = np.where(
                     starts + length < count, self.devices[np.minimum(starts + length, count - 1)], -1

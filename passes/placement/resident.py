@@ -122,8 +122,10 @@ class ResidentSearch:
         starts.sort(
             key=lambda devices: float(np.maximum(self.arrays.peaks(devices) - self.arrays.room, 0.0).sum())
         )
-        unlike = {devices.tobytes(): devices for devices in starts if devices.tobytes() not in self._repaired}
-        for devices in list(unlike.values())[: self.effort.params.retries]:
+        untried = {
+            devices.tobytes(): devices for devices in starts if devices.tobytes() not in self._repaired
+        }
+        for devices in list(untried.values())[: self.effort.params.retries]:
             self._repaired.add(devices.tobytes())
             with self.effort.share(0.25) as part:
                 search = LocalSearch(self.arrays, devices, part)

@@ -234,14 +234,14 @@ def _move_weights(
         if module._graphplan is not state or state.move is None:  # another thread has been here
             return
         assert state.reader is not None
-        move, state.move = state.move, None
         try:
-            start = move(args, kwargs, entry, state.reader.read(module))
+            start = state.move(args, kwargs, entry, state.reader.read(module))
         except InfeasibleError as error:
             logger.info("no room wherever the weights are: %s", error)
         else:
             warn(_MOVED)
             state.start = start
+        state.move = None  # after any other error, the next call may try again
 
 
 def _notice_changes(module: PlacedModule) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
+from graphplan._compat.torch import run_after_backward
 from graphplan.devices.machine import current_machine
 from graphplan.devices.topology import CPU, SIMULATED, DeviceKey, Link
 from graphplan.errors import DeviceError, SimulatedOutOfMemoryError, readable_bytes
@@ -142,9 +143,8 @@ def _fail(error: SimulatedOutOfMemoryError) -> None:
     def fail() -> None:
         raise error
 
-    if torch._C._current_graph_task_id() == -1:
+    if not run_after_backward(fail):
         fail()
-    torch.autograd.Variable._execution_engine.queue_callback(fail)
 
 
 def active_machine() -> SimulatedMachine:

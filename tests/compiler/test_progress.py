@@ -60,7 +60,7 @@ def test_a_placed_model_goes_through_all_stages(monkeypatch: pytest.MonkeyPatch)
     assert tuple(Bar.entered) == progress._STAGES
 
 
-class Bar(tqdm):  # type: ignore[type-arg]
+class Bar(tqdm):  # type: ignore[type-arg]  # it takes none at run time
     """One that remembers its descriptions."""
 
     entered: ClassVar[list[str | None]] = []

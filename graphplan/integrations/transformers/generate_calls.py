@@ -58,7 +58,7 @@ def calls_of_generate(compiler: Compiler, call: BoundCall) -> list[Rehearsed]:
 
 def generates(compiler: Compiler) -> bool:
     """Whether the model has a ``generate`` of transformers that it can use."""
-    can_generate = getattr(compiler.model_copy.module, "can_generate", None)
+    can_generate = getattr(compiler.model_copy.module, "can_generate", None)  # a plain module has none
     return callable(can_generate) and bool(can_generate())
 
 
