@@ -52,6 +52,25 @@ def test_a_call_without_room_moves_weights_once() -> None:
         assert isinstance(placed[0][0].weight, nn.Parameter)
 
 
+def test_a_move_that_was_interrupted_is_tried_again() -> None:
+    model = layers()
+    with graphplan.simulate({0: spare(model), "cpu": "1GiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, args=(torch.randn(4, 64),), cpu_compute=False)
+        state = placed._graphplan
+        find = state.move
+
+        def interrupted(*_: Any) -> Any:
+            raise KeyboardInterrupt
+
+        state.move = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            placed(torch.randn(100, 64))
+        assert state.move is interrupted
+        state.move = find
+        with pytest.warns(graphplan.GraphplanWarning, match=MOVED):
+            same(model, placed, 100)
+
+
 def test_weights_move_between_accelerators() -> None:
     model = layers()
     with graphplan.simulate({0: spare(model), 1: spare(model)}) as machine:
