@@ -233,6 +233,7 @@ class Placer:
             replace(recipe, homes=compiler.homes, known_plan=first),
             keep_grad=recipe.options.grad,
             return_outputs=recipe.options.return_outputs,
+            device_types=model_copy.device_types,
             refused=None if recipe.strict else later_refused,
             memory=(*made.pages, *made.files),
             training=self._training_reader(),

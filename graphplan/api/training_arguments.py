@@ -33,7 +33,7 @@ def read_training(
         train_outputs: likewise.
         recompute: likewise.
         offload_activations: likewise.
-        device_types: of the devices that compute, whose autocast counts.
+        device_types: of the devices that compute.
         unsupported: name -> value of arguments that are not combined with training.
 
     Raises:

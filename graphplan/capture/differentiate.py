@@ -54,7 +54,7 @@ def differentiate(
         capture: of the call, with gradients enabled; it is not needed afterwards.
         weights: of the model.
         call: the example.
-        how: which parameters are trained, from which results, and under which autocast.
+        how: which parameters are trained, and from which results.
 
     Raises:
         InputError: no result has a gradient, or ``train_outputs`` names none.
@@ -160,8 +160,6 @@ class _Tracing:
         with ExitStack() as stack:
             # its LSTM leaves a result undefined, which no graph can hand to the backward pass
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
-            if self.how.autocast is not None:
-                stack.enter_context(torch.autocast("cpu", self.how.autocast))
             if self.how.portable:
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             yield

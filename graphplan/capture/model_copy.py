@@ -12,7 +12,7 @@ import copy
 import inspect
 import mmap
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from graphplan.capture.model_weights import ModelWeights, is_dense
-from graphplan.capture.modes import Differentiation, Modes, read_modes, write_modes
+from graphplan.capture.modes import Differentiation, Modes, autocast_of, read_modes, write_modes
 from graphplan.capture.shared_attributes import copy_to_trace
 from graphplan.capture.signature import BoundCall, bind_call
 from graphplan.capture.transformers.caches import know_caches
@@ -39,6 +39,8 @@ class ModelCopy:
         told: what its user has been warned of, once.
         fixed: entries of which no size can vary in a trace.
         step: what is differentiated, where a training step is to be traced.
+        device_types: of the devices that will compute.
+        autocast: the type that autocast is on for on these devices; None where it is off.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -47,6 +49,8 @@ class ModelCopy:
         self.told: set[str] = set()
         self.fixed: set[str] = set()
         self.step: Differentiation | None = None
+        self.device_types: tuple[str, ...] = ()
+        self.autocast: torch.dtype | None = None
         self.weights = ModelWeights(model)
         self.signature = inspect.signature(model.forward)
         self.module, self.shared = copy_to_trace(model, _stand_ins(model))
@@ -80,7 +84,11 @@ class ModelCopy:
     @property
     def modes(self) -> Modes:
         """Of the copy."""
-        return replace(read_modes(self.module), step=self.step)
+        return replace(read_modes(self.module), step=self.step, autocast=self.autocast)
+
+    def compute_on(self, device_types: Iterable[str]) -> None:
+        """Trace for these types of devices, under the autocast that is on for them now."""
+        self.device_types, self.autocast = tuple(device_types), autocast_of(device_types)
 
     def enter(self, modes: Modes) -> None:
         """Trace in these modes from now on.
@@ -89,7 +97,7 @@ class ModelCopy:
             PlanError: an adapter is active that the copy does not have.
         """
         write_modes(self.module, modes)
-        self.step = modes.step
+        self.step, self.autocast = modes.step, modes.autocast
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:
         """Arguments in canonical form."""

@@ -32,13 +32,11 @@ class Differentiation:
     Attributes:
         trained: first names of the parameters that require a gradient.
         outputs: names of the results that backward starts from; None for the loss, or all with a gradient.
-        autocast: the type that autocast is on for; None where it is off.
         portable: whether kernels that only CPUs have are avoided: attention is then written out.
     """
 
     trained: tuple[str, ...]
     outputs: tuple[str, ...] | None = None
-    autocast: torch.dtype | None = None
     portable: bool = False
 
 
@@ -51,12 +49,14 @@ class Modes:
         adapters: for each layer that adapters were put into: whether they are off, the active and the merged.
         configs: for each configuration, its plain values by name.
         step: what is differentiated, in a training step; None for a forward pass alone.
+        autocast: the type that autocast is on for; None where it is off.
     """
 
     training: tuple[bool, ...]
     adapters: tuple[tuple[bool, tuple[str, ...], tuple[str, ...]], ...] = ()
     configs: tuple[dict[str, Any], ...] = field(default=(), hash=False)
     step: Differentiation | None = None
+    autocast: torch.dtype | None = None
 
     def difference(self, other: Modes) -> str | None:
         """What is not as in ``other``, for people; None where nothing is."""
@@ -66,15 +66,23 @@ class Modes:
             for name in sorted(mine.keys() | theirs.keys()):
                 if mine.get(name) != theirs.get(name):
                     return f"config.{name} is {mine.get(name)!r}, and was {theirs.get(name)!r}"
+        if self.autocast != other.autocast:
+            return "autocast has changed"
         if self.step != other.step:
-            return "other parameters require gradients, autocast has changed, or gradients are on or off"
+            return "other parameters require gradients, or gradients are on or off"
         return None if self.training == other.training else "its modules train, or do not any more"
 
 
 class ModeReader:
-    """Reads the modes of one module quickly, again and again. It does not hold on to the module itself."""
+    """Reads the modes of one module quickly, again and again. It does not hold on to the module itself.
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        module: whose modes are read.
+        device_types: of the devices that compute, whose autocast counts.
+    """
+
+    def __init__(self, module: nn.Module, device_types: Sequence[str] = ()) -> None:
+        self._device_types = frozenset(device_types)
         self._parts = list(module.modules())[1:]
         self._adapted = [part for part in self._parts if _is_adapted(part)]
         self._configs = _configs([module, *self._parts])
@@ -86,6 +94,7 @@ class ModeReader:
 
         Raises:
             PlanError: PEFT has put adapters into the module since this reader was made.
+            InputError: autocast is on for two of the device types, with different types.
         """
         if vars(module).get("peft_config") is not self._peft:
             raise PlanError(
@@ -94,7 +103,8 @@ class ModeReader:
             )
         training = (module.training, *map(_training, self._parts))
         adapters = tuple(_adapters(part) for part in self._adapted)
-        return Modes(training, adapters, tuple(map(self._values, range(len(self._configs)))))
+        configs = tuple(map(self._values, range(len(self._configs))))
+        return Modes(training, adapters, configs, autocast=autocast_of(self._device_types))
 
     def _values(self, index: int) -> dict[str, Any]:
         """The plain values of a configuration; the same object while they are the same."""
@@ -131,7 +141,7 @@ def needs_portable(device_types: Sequence[str]) -> bool:
     return not {CPU, SIMULATED}.issuperset(device_types)
 
 
-def autocast_of(device_types: Sequence[str]) -> torch.dtype | None:
+def autocast_of(device_types: Iterable[str]) -> torch.dtype | None:
     """The type that autocast is on for, on any of these device types.
 
     Raises:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from graphplan._compat.torch import read_functions
+from graphplan.capture.autocast import write_casts
 from graphplan.capture.captured_graph import Capture, Prepare, Without, bound_call
 from graphplan.capture.dynamic_sizes import sizes_of_example
 from graphplan.capture.eager_error import eager_error
@@ -71,13 +72,20 @@ def capture(
             return _named_apart(trace_symbolically(model_copy))
     host = call.on_cpu()
     read_functions()
-    with suspended(), _untouched_attributes(model_copy.module):
+    autocast = torch.autocast("cpu", model_copy.autocast, enabled=model_copy.autocast is not None)
+    with suspended(), autocast, _untouched_attributes(model_copy.module):
         if step:
-            return _named_apart(_with_examples(model_copy, host, None, keep_grad, exporter=False))
-        found = _named_apart(_with_examples(model_copy, host, dynamic_shapes, keep_grad, sizes=sizes))
+            return _with_casts(_with_examples(model_copy, host, None, keep_grad, exporter=False), model_copy)
+        found = _with_examples(model_copy, host, dynamic_shapes, keep_grad, sizes=sizes)
+        found = _with_casts(found, model_copy)
         if any(tensor.device.type == "meta" for tensor in call.tensors):
             return found  # what they decide is not known
         return _sized_as(found, model_copy, host)
+
+
+def _with_casts(found: Capture, model_copy: ModelCopy) -> Capture:
+    write_casts(found.module, found.weights.keys(), model_copy.autocast, model_copy.device_types)
+    return _named_apart(found)
 
 
 def _named_apart(found: Capture) -> Capture:

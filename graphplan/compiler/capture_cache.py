@@ -36,8 +36,8 @@ class Captured:
 class Captures:
     """Traces calls of one model, each structure once: ``known`` has what was traced so far."""
 
-    def __init__(self, model_copy: ModelCopy, options: Options, device_types: Sequence[str]) -> None:
-        self.model_copy, self.options, self.device_types = model_copy, options, device_types
+    def __init__(self, model_copy: ModelCopy, options: Options) -> None:
+        self.model_copy, self.options = model_copy, options
         self.known: list[Captured] = []
 
     def annotated(self, call: BoundCall | None, entry: str = "", ahead: float = 0.0) -> Annotator:
@@ -56,7 +56,7 @@ class Captures:
             outgrown = known.annotators[-1].capture.signature.mismatch(call)
             logger.info("planning for larger sizes: %s", outgrown)
         enter_stage("annotate")
-        known.annotators.append(Annotator(bound, self.model_copy.weights, self.device_types))
+        known.annotators.append(Annotator(bound, self.model_copy.weights, self.model_copy.device_types))
         return known.annotators[-1]
 
     def adopt(self, annotator: Annotator) -> None:

@@ -98,7 +98,8 @@ class Compiler:
         self.model_copy, self.topology, self.options, self.mappable = model_copy, topology, options, mappable
         self.given = given
         types = [spec.type for spec in topology.devices if spec.computes]
-        self._captures = Captures(model_copy, options, types)
+        model_copy.compute_on(types)
+        self._captures = Captures(model_copy, options)
         self._committed = Commitments(homes, known)
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.modes import Differentiation, autocast_of, needs_portable
+from graphplan.capture.modes import Differentiation, needs_portable
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Weight
 from graphplan.passes.training.optimizer_memory import OptimizerMemory
@@ -29,9 +29,8 @@ class Training:
     offload_activations: bool = True
 
     def differentiation(self, device_types: Sequence[str]) -> Differentiation:
-        """Of the step that is planned first, under the autocast that is on now for these types of devices."""
-        autocast, portable = autocast_of(device_types), needs_portable(device_types)
-        return Differentiation(tuple(self.optimizer), self.outputs, autocast, portable)
+        """Of the step that is planned first, on these types of devices."""
+        return Differentiation(tuple(self.optimizer), self.outputs, needs_portable(device_types))
 
     def held(self, graph: Graph, capture: Capture) -> Graph:
         """The graph, with gradients and the optimizer's state beside the parameters.

@@ -23,8 +23,8 @@ import torch
 from torch import fx
 
 from graphplan.capture.captured_graph import Capture
-from graphplan.devices.topology import CPU, DISK, SIMULATED, DeviceKey, Topology
-from graphplan.errors import CaptureError, VerificationError
+from graphplan.devices.topology import CPU, DISK, DeviceKey, Topology
+from graphplan.errors import VerificationError
 from graphplan.ir.graph import Graph
 from graphplan.ir.lowered_ops import (
     add_gradient,
@@ -206,13 +206,6 @@ class _Lowering:
         made = self.out.node_copy(node, find)
         made.meta["operation"] = operation.name
         _set_device(made, self.devices[step.device])
-        if made.target is torch.ops.higher_order.wrap_with_autocast:
-            if self.devices[step.device].type == SIMULATED:
-                raise CaptureError(
-                    f"{operation.name!r} is an autocast block, and simulated devices have no autocast: "
-                    "convert the weights instead, or pin the block to the CPU"
-                )
-            made.update_arg(0, self.devices[step.device].type)
         self._bind(node.name, step.device, made)
         for user in node.users:
             if user.name in operation.outputs and user is not node:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
-from graphplan.capture.modes import Differentiation, ModeReader, Modes
+from graphplan.capture.modes import Differentiation, Modes
 from graphplan.capture.signature import BoundCall, bind_call
 from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mode
 from graphplan.errors import NoGraphError
@@ -82,7 +82,7 @@ def serve(
         TooManyPrograms: it has a new structure, and no further programs are kept.
     """
     if state.reader is None:
-        state.reader = ModeReader(module)
+        state.reader = state.new_reader(module)
     modes = state.reader.read(module)
     if step is not None:
         modes = replace(modes, step=step)

@@ -114,6 +114,7 @@ class ModuleState:
     codes: dict[int, Code] = field(default_factory=dict)
     routes: list[KnownForm] = field(default_factory=list)
     by_sizes: dict[tuple[Any, ...], tuple[KnownForm, ...]] = field(default_factory=dict)
+    device_types: tuple[str, ...] = ()
     reader: ModeReader | None = None
     guard: ModuleGuard | None = None
     streams: ModuleStreams = field(default_factory=ModuleStreams)
@@ -123,6 +124,10 @@ class ModuleState:
     training: TrainingReader | None = None
     move: MoveWeights | None = None
     running: list[int] = field(default_factory=list)
+
+    def new_reader(self, module: nn.Module) -> ModeReader:
+        """A reader of the modes of the module whose state this is, on the devices that it was placed on."""
+        return ModeReader(module, self.device_types)
 
     @property
     def known_plan(self) -> PlanData | None:

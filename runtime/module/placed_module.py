@@ -25,7 +25,7 @@ import torch
 from torch import fx, nn
 
 from graphplan.capture.model_methods import method_of
-from graphplan.capture.modes import Differentiation, ModeReader
+from graphplan.capture.modes import Differentiation
 from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mode
 from graphplan.errors import InfeasibleError, PlanError
@@ -152,8 +152,9 @@ class PlacedModule(ShortNames):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # of torch
         link(self)
-        if self._graphplan.start is None:
-            self._graphplan.reader, self._graphplan.guard = ModeReader(self), ModuleGuard(self)
+        own = self._graphplan
+        if own.start is None:
+            own.reader, own.guard = own.new_reader(self), ModuleGuard(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _notice_changes(self)
@@ -307,6 +308,7 @@ def attach(
     *,
     keep_grad: bool,
     return_outputs: bool,
+    device_types: tuple[str, ...],
     refused: Refused | None = None,
     memory: Sequence[Pages] = (),
     training: TrainingReader | None = None,
@@ -318,7 +320,8 @@ def attach(
     state.streams.pages.extend(memory)
     state.training = None if training is None else training.of(module)
     link(module)
-    state.reader, state.guard = ModeReader(module), ModuleGuard(module)
+    state.device_types = device_types
+    state.reader, state.guard = state.new_reader(module), ModuleGuard(module)
     module.__dict__["_graphplan"] = state
     for index in range(len(programs)):
         code_of(module, state, index)  # takes the prefetch buffer's memory now, while it is there

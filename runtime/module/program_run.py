@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from graphplan.devices.topology import CPU, SIMULATED
 from graphplan.errors import InputError, PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.module.dispatch import Served
@@ -36,7 +38,8 @@ def run(module: nn.Module, program: Program, code: Code, served: Served) -> Any:
             with as_written():
                 results = code.bound(tensors)
         else:
-            results = code.bound(tensors)
+            with nullcontext() if program.modes.autocast is None else without_autocast(program):
+                results = code.bound(tensors)
     except RuntimeError as error:
         explain_moved_weights(module, program.plan, error)
         raise
@@ -98,3 +101,12 @@ def explain_moved_weights(module: nn.Module, plan: PlanData, error: RuntimeError
                 f"{name!r} is {where}, the plan has it on {planned}: a placed model cannot be moved, only "
                 "partitioned again"
             ) from error
+
+
+def without_autocast(program: Program) -> ExitStack:
+    """A block without autocast: what it does is in the graph already."""
+    stack = ExitStack()
+    for kind in {CPU, *(spec.type for spec in program.plan.topology.devices if spec.computes)}:
+        if kind != SIMULATED and torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack

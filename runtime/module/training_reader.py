@@ -1,4 +1,4 @@
-"""What a call of a placed module differentiates: the parameters that require gradients, the autocast."""
+"""What a call of a placed module differentiates: the parameters that require gradients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from graphplan.capture.modes import Differentiation, autocast_of, needs_portable
+from graphplan.capture.modes import Differentiation, needs_portable
 
 
 class TrainingReader:
@@ -15,7 +15,7 @@ class TrainingReader:
 
     Args:
         outputs: names of the results that backward starts from; None for the loss, or all.
-        device_types: of the devices of the plan, whose autocast counts.
+        device_types: of the devices of the plan.
         module: whose parameters are read.
     """
 
@@ -36,20 +36,15 @@ class TrainingReader:
         return self._entries is not None
 
     def read(self) -> Differentiation | None:
-        """What is differentiated now; None where no parameter requires a gradient.
-
-        Raises:
-            InputError: autocast is on for two of the plan's device types, with different types.
-        """
+        """What is differentiated now; None where no parameter requires a gradient."""
         assert self._entries is not None
         flags = tuple(table[name].requires_grad for table, name, _ in self._entries)
-        autocast = autocast_of(self.device_types)
-        if self._last is not None and self._last[0] == flags and self._last[1].autocast == autocast:
+        if self._last is not None and self._last[0] == flags:
             return self._last[1]
         trained = tuple(first for (_, _, first), trains in zip(self._entries, flags, strict=True) if trains)
         if not trained:
             return None
-        found = Differentiation(trained, self.outputs, autocast, needs_portable(self.device_types))
+        found = Differentiation(trained, self.outputs, needs_portable(self.device_types))
         self._last = flags, found
         return found
 

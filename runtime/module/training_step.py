@@ -11,7 +11,6 @@ their ``grad``, where the plan has them, so that what the user does around it st
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +18,10 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from graphplan.devices.topology import CPU, SIMULATED
 from graphplan.runtime.module.dispatch import Served
 from graphplan.runtime.module.module_state import Code, ModuleState
 from graphplan.runtime.module.program import Program
-from graphplan.runtime.module.program_run import explain_moved_weights, take_inputs
+from graphplan.runtime.module.program_run import explain_moved_weights, take_inputs, without_autocast
 from graphplan.runtime.weights.storage import named_tensors
 
 _TWICE = (
@@ -53,7 +51,7 @@ class _StepCall:
     def forward(self) -> Sequence[Any]:
         """The flat results."""
         tensors, self.tensors = self.tensors, []
-        with _without_autocast(self.program):
+        with without_autocast(self.program):
             try:
                 self.results, saved = self.code.bound(tensors)
             except RuntimeError as error:
@@ -80,7 +78,7 @@ class _StepCall:
         assert self.code.backward is not None
         host = self.program.host
         given = [t if t.device == host else t.to(host) for t in tangents]
-        with self.state.turns, torch.no_grad(), _without_autocast(self.program):
+        with self.state.turns, torch.no_grad(), without_autocast(self.program):
             found = self.code.backward([saved, *given])
         return [gradient.to(host) for gradient in found]
 
@@ -133,12 +131,3 @@ def run_step(module: nn.Module, state: ModuleState, program: Program, code: Code
     results = [next(made) if isinstance(r, torch.Tensor) else r for r in call.results]
     call.results = ()
     return code.rebuild(results, served.caches)
-
-
-def _without_autocast(program: Program) -> ExitStack:
-    """A block without autocast: what it does is in the graph already."""
-    stack = ExitStack()
-    for kind in {CPU, *(spec.type for spec in program.plan.topology.devices if spec.computes)}:
-        if kind != SIMULATED and torch.is_autocast_enabled(kind):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-    return stack

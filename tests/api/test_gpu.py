@@ -456,3 +456,16 @@ def gradients_after_step(model: nn.Module, x: torch.Tensor) -> dict[str, torch.T
     model(x).backward()
     optimizer.step()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@torch.no_grad()
+def test_autocast_is_in_the_plan() -> None:
+    model, x = Blocks(2), torch.randn(8, 2048)
+    placed = graphplan.partition(model, {0: "1GiB", "cpu": "1GiB"}, (x,))
+    on_gpu = copy.deepcopy(model).to("cuda:0")
+    with torch.autocast("cuda", torch.bfloat16):
+        found, expected = placed(x), on_gpu(x.to("cuda:0")).cpu()
+    assert found.dtype == expected.dtype
+    assert largest_difference(found, expected) < 1e-2
+    assert any(value.dtype == "bfloat16" for value in placed.plans[-1].graph.values.values())
+    assert largest_difference(placed(x), model(x)) < 1e-3

@@ -507,21 +507,6 @@ def test_conjugates_on_simulated_devices() -> None:
         assert largest_difference(placed(X), model(X)) < 1e-5
 
 
-class Mixed(Two):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = self.a(x)
-        return self.b(y.float())
-
-
-def test_autocast_is_refused_where_it_does_not_exist() -> None:
-    with graphplan.simulate({0: "1MiB"}), pytest.raises(graphplan.CaptureError, match="no autocast"):
-        graphplan.partition(Mixed(), {0: "1MiB"}, (X,))
-    model = Mixed()
-    with torch.no_grad():
-        assert largest_difference(graphplan.partition(model, {"cpu": "1GiB"}, (X,))(X), model(X)) < 1e-6
-
-
 def test_what_is_put_into_an_argument_is_warned_of() -> None:
     class Collects(Two):
         def forward(self, x: torch.Tensor, found: dict[str, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]

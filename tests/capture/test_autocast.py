@@ -1,0 +1,121 @@
+"""What autocast does is in the graph: the casts that torch makes, and no block."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx, nn
+
+import graphplan
+from graphplan.capture.autocast import write_casts
+from tests.helpers.builders import largest_difference
+
+X = torch.randn(2, 8)
+
+
+class Mixed(nn.Module):
+    """Blocks of all kinds: off, of a type, one in another, around a convolution, and none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.first(x)
+            y = y + nn.functional.scaled_dot_product_attention(y[None], x[None], x[None])[0]
+            with torch.autocast("cpu", enabled=False):
+                z = self.norm(y.float() * 2)
+            z = torch.cat([z, self.first(z)], -1)
+        return torch.softmax(self.last(z[:, :8] + y), -1)
+
+
+def exported(model: nn.Module, *args: torch.Tensor) -> fx.GraphModule:
+    return torch.export.export(model, args).graph_module
+
+
+def printed(module: fx.GraphModule) -> list[str]:
+    kinds = {torch.float32: "f32", torch.bfloat16: "bf16"}
+    calls = [node for node in module.graph.nodes if node.op == "call_function"]
+    return [f"{node.name}: {kinds[node.meta['val'].dtype]}" for node in calls]
+
+
+def test_casts_are_those_of_torch() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(self.linear(x)) + x
+
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        module = exported(Two(), X)
+    write_casts(module, {"p_linear_weight", "p_linear_bias"}, torch.bfloat16, ["cpu"])
+    # each weight once, and no cast of what is of the type already
+    assert printed(module) == [
+        "to_dtype: bf16",
+        "to_dtype_1: bf16",
+        "to_dtype_2: bf16",
+        "linear: bf16",
+        "linear_1: bf16",
+        "add: f32",
+    ]
+
+
+def test_values_behind_a_cast_have_its_type() -> None:
+    module = exported(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), X)  # traced without autocast
+    write_casts(module, set(), torch.bfloat16, ["cpu"])
+    assert printed(module)[-2:] == ["linear: bf16", "relu: bf16"]
+
+
+def test_blocks_for_other_devices_do_nothing() -> None:
+    class OnCuda(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cuda", torch.bfloat16):
+                return x @ x.T
+
+    with pytest.warns(UserWarning, match="CUDA is not available"):
+        module = exported(OnCuda(), X)
+    write_casts(module, set(), None, ["cpu"])
+    assert all(line.endswith("f32") for line in printed(module))
+
+
+@pytest.mark.parametrize("ambient", [None, torch.bfloat16, torch.float16])
+def test_blocks_compute_as_in_eager_mode(ambient: torch.dtype | None) -> None:
+    model = Mixed()
+    with torch.no_grad(), torch.autocast("cpu", ambient, enabled=ambient is not None):
+        expected = model(X)
+        with graphplan.simulate({0: "1MiB"}) as machine:
+            placed = graphplan.partition(model, machine.max_memory, (X,))
+            found = placed(X)
+            assert machine.peak_bytes(0) == placed.plan.peak_bytes[0]
+    assert found.dtype == expected.dtype
+    assert largest_difference(found, expected) == 0
+
+
+def test_a_call_under_autocast_has_a_graph_of_its_own() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    with torch.no_grad(), graphplan.simulate({0: 4096, "cpu": "1MiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (X,))
+        for autocast in (True, False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                found, expected = placed(X), model(X)
+            assert found.dtype == expected.dtype
+            assert largest_difference(found, expected) < (1e-2 if autocast else 1e-6)
+        assert len(placed.plans) == 2
+        types = {value.dtype for value in placed.plans[1].graph.values.values()}
+        assert "bfloat16" in types
+
+
+def test_branches_under_autocast_have_no_graph() -> None:
+    class Decides(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cond(x.sum() > 0, lambda x: x @ x.T, lambda x: x @ x.T + 1, (x,))
+
+    with (
+        torch.no_grad(),
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(graphplan.NoGraphError, match="autocast"),
+    ):
+        graphplan.partition(Decides(), {"cpu": "1MiB"}, (X,), strict=True)
