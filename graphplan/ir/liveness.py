@@ -203,41 +203,46 @@ class _Sweep:
                 self._use(end, (value.name, self.home[value.name]))
 
     def _sweep(self, resident: Mapping[DeviceKey, int], caller: int, with_profile: bool) -> Memory:
-        steps = self.schedule.steps
+        steps, host = self.schedule.steps, self.schedule.host
         number_of = {key: number for number, key in enumerate(self.specs)}
-        owner = np.array([number_of[key] for key in self.device])
-        nbytes, born, last = (np.array(part) for part in (self.nbytes, self.born, self.last_use))
+        count, width = len(number_of), len(steps) + 2
+        owner = np.array([number_of[key] for key in self.device[1:]], dtype=np.int64)  # without what lasts
+        nbytes, born, last = (
+            np.array(part[1:], dtype=np.int64) for part in (self.nbytes, self.born, self.last_use)
+        )
+        change = np.bincount(owner * width + born, nbytes, count * width)
+        change -= np.bincount(owner * width + last + 1, nbytes, count * width)
+        lasting = np.array([resident.get(k, 0) + (caller if k == host else 0) for k in number_of])
+        live = lasting[:, None] + change.reshape(count, width).cumsum(axis=1)[:, : len(steps)]
         active = np.array([number_of[_device_of(step)] for step in steps], dtype=np.int64)
-        workspace = np.array([self._workspace(step) for step in steps], dtype=np.int64)
+        at = np.arange(len(steps))
+        live[active, at] += [self._workspace(step) for step in steps]
+        acting = np.zeros(live.shape)  # what is there while another device acts, is there when this one does
+        acting[active, at] = live[active, at]
+        highest = acting.argmax(axis=1) if steps else np.zeros(count, dtype=np.int64)  # the first of equals
+        ending = np.bincount(owner, np.where(last == len(steps), nbytes, 0), count)
+        stepping = self._step_bytes()
         peaks: dict[DeviceKey, Peak] = {}
-        profile: dict[DeviceKey, tuple[int, ...]] = {}
         for key, number in number_of.items():
-            lasting = resident.get(key, 0) + (caller if key == self.schedule.host else 0)
-            peaks[key] = Peak(lasting, resident.get(key, 0), -1, "")
-            mine = np.flatnonzero(owner[1:] == number) + 1  # without what lasts
-            change = np.bincount(born[mine], nbytes[mine], len(steps) + 2)
-            change -= np.bincount(last[mine] + 1, nbytes[mine], len(steps) + 2)
-            live = lasting + change[: len(steps)].cumsum().astype(np.int64)
-            acting = np.flatnonzero(active == number)
-            live[acting] += workspace[acting]
-            if with_profile:
-                profile[key] = tuple(live.tolist())
-            if len(acting):
-                step = int(acting[live[acting].argmax()])  # the first of equals
-                if live[step] > lasting:
-                    peaks[key] = Peak(int(live[step]), resident.get(key, 0), step, self._operation_of(step))
-            ending = nbytes[mine][last[mine] == len(steps)].sum()
-            stepping = lasting + int(ending) + self._step_bytes(key)
-            if stepping > peaks[key].nbytes:
-                peaks[key] = Peak(stepping, resident.get(key, 0), len(steps), OPTIMIZER)
-        return Memory(peaks, profile)
+            step, weights = int(highest[number]), resident.get(key, 0)
+            peaks[key] = Peak(int(lasting[number]), weights, -1, "")
+            if steps and acting[number, step] > lasting[number]:
+                peaks[key] = Peak(int(acting[number, step]), weights, step, self._operation_of(step))
+            at_end = int(lasting[number] + ending[number]) + stepping.get(key, 0)
+            if at_end > peaks[key].nbytes:
+                peaks[key] = Peak(at_end, weights, len(steps), OPTIMIZER)
+        if not with_profile:
+            return Memory(peaks, {})
+        return Memory(peaks, {key: tuple(live[n].astype(int).tolist()) for key, n in number_of.items()})
 
-    def _step_bytes(self, key: DeviceKey) -> int:
-        """Bytes that the optimizer takes, beside its state, for the parameters that reside on a device."""
-        spec, weights = self.specs[key], self.graph.weights
-        here = (weights[name] for name, home in self.schedule.assignment.weights.items() if home == key)
-        sizes = [spec.allocated(nbytes) for weight in here if (nbytes := step_bytes(weight, spec))]
-        return sum(sizes) if steps_together(spec) else max(sizes, default=0)
+    def _step_bytes(self) -> dict[DeviceKey, int]:
+        """Bytes that the optimizer takes, beside its state, for the parameters that reside on each device."""
+        sizes: dict[DeviceKey, list[int]] = defaultdict(list)
+        for weight in self.graph.weights.values():
+            home = self.schedule.assignment.weights[weight.name]
+            if nbytes := step_bytes(weight, self.specs[home]):
+                sizes[home].append(self.allocated(home, nbytes))
+        return {k: sum(each) if steps_together(self.specs[k]) else max(each) for k, each in sizes.items()}
 
     def _workspace(self, step: Step) -> int:
         """Bytes that an allocator takes for what an operation needs while it runs."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from graphplan.devices.topology import DeviceKey
 from graphplan.ir.liveness import Memory, Peak, measure_memory
@@ -14,17 +15,39 @@ from graphplan.passes.placement.problem import Problem
 from graphplan.passes.schedule.transfers import build_schedule
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Evaluation:
-    """An assignment's schedule, memory and estimated seconds.
+    """An assignment's schedule and estimated seconds; bytes are counted when they are asked for.
 
-    ``excess`` maps each device over its budget to the bytes by which it is over.
+    Attributes:
+        problem: whose assignment it is.
+        schedule: every step of it.
+        seconds: that a forward pass takes.
+        highest: device -> its peak, where that is not the schedule's own.
     """
 
+    problem: Problem = field(repr=False, compare=False)
     schedule: Schedule
-    memory: Memory
     seconds: float
-    excess: Mapping[DeviceKey, int]
+    highest: Mapping[DeviceKey, Peak] = field(default_factory=dict)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The bytes at each step: most moves of a search are refused for their seconds, without them."""
+        found = measure_memory(self.problem.graph, self.problem.topology, self.schedule)
+        return replace(found, peaks={**found.peaks, **self.highest})
+
+    @cached_property
+    def excess(self) -> dict[DeviceKey, int]:
+        """Each device over its budget -> the bytes by which it is over."""
+        problem, peaks = self.problem, self.memory.peaks
+        over = ((spec.key, peaks[spec.key].nbytes - spec.room) for spec in problem.topology.devices)
+        found = {key: nbytes for key, nbytes in over if nbytes > 0}
+        for buffer in self.schedule.prefetch_buffers:
+            beyond = buffer.nbytes - problem.prefetch_limits.get(buffer.device, buffer.nbytes)
+            if beyond > 0:
+                found[buffer.device] = max(beyond, found.get(buffer.device, 0))
+        return found
 
     @property
     def feasible(self) -> bool:
@@ -51,11 +74,8 @@ def evaluate(problem: Problem, assignment: Assignment) -> Evaluation:
     elif not all(assignment.slots.values()):
         assignment = replace(assignment, slots={key: max(1, n) for key, n in assignment.slots.items()})
     found = _judge(problem, assignment)
-    tight = {
-        buffer.device: 1
-        for buffer in found.schedule.prefetch_buffers
-        if buffer.device in found.excess and buffer.device not in assignment.slots and len(buffer.slots) > 1
-    }
+    free = [b.device for b in found.schedule.prefetch_buffers if len(b.slots) > 1]
+    tight = {key: 1 for key in free if key not in assignment.slots and key in found.excess}
     if not tight:
         return found
     again = _judge(problem, replace(assignment, slots={**assignment.slots, **tight}))
@@ -72,13 +92,4 @@ def _judge(problem: Problem, assignment: Assignment) -> Evaluation:
         returns_to_host=problem.returns_to_host,
         prefetch_bytes=problem.prefetch_bytes,
     )
-    memory = measure_memory(graph, topology, schedule)
-    seconds = call_seconds(graph, topology, schedule, problem.seconds)
-    excess = {
-        spec.key: over for spec in topology.devices if (over := memory.peaks[spec.key].nbytes - spec.room) > 0
-    }
-    for buffer in schedule.prefetch_buffers:
-        over = buffer.nbytes - problem.prefetch_limits.get(buffer.device, buffer.nbytes)
-        if over > 0:
-            excess[buffer.device] = max(over, excess.get(buffer.device, 0))
-    return Evaluation(schedule, memory, seconds, excess)
+    return Evaluation(problem, schedule, call_seconds(graph, topology, schedule, problem.seconds))

@@ -237,4 +237,4 @@ def _probed(calls: Sequence[Call], problem: Problem, effort: Effort) -> Evaluati
     peaks = {
         key: max((one.peak(key) for one in found), key=lambda p: p.nbytes) for key in problem.topology.keys
     }
-    return replace(found[0], memory=replace(found[0].memory, peaks=peaks))
+    return replace(found[0], highest=peaks)

@@ -24,6 +24,8 @@ _TOLERANCE = 1e-9  # relative: a gain below that is rounding
 
 def _is_better(one: Evaluation, other: Evaluation) -> bool:
     """Whether a placement is less over the budgets than another, or faster, or streams less."""
+    if not other.excess and one.seconds > other.seconds * (1 + _TOLERANCE):
+        return False  # whatever its bytes
     over, least = sum(one.excess.values()), sum(other.excess.values())
     if over != least:
         return over < least
