@@ -20,6 +20,7 @@ from graphplan.passes.placement.limits import Limits
 from graphplan.passes.placement.milp import bound_by_classes
 from graphplan.passes.placement.params import Effort
 from graphplan.passes.placement.problem import Problem, cpu_key
+from graphplan.passes.placement.relaxation import least_seconds
 from graphplan.passes.placement.residence import reside
 from graphplan.passes.placement.resident import ResidentSearch
 from graphplan.passes.placement.streamed import StreamedSearch
@@ -180,7 +181,8 @@ def _place_resident(
     if not _begin(search, near):
         return None
     if limits.proves:
-        if len(search.proving.units) * search.proving.computing <= effort.params.milp_variables:
+        small = len(search.proving.units) * search.proving.computing <= effort.params.milp_variables
+        if small and not effort.late:
             with effort.share(0.3) as part:
                 found = bound_by_classes(search.proving, search.seconds, part, streaming=False)
             search.bound = search.bound.raised(found, _MILP)
@@ -231,6 +233,9 @@ def _place_evenly(
 
 def _prove(search: StreamedSearch, seconds: float) -> None:
     """Raise the bound of a streamed search, towards the seconds of a known placement."""
+    if search.effort.late:
+        search.bound = least_seconds(search.arrays)
+        return
     with search.effort.share(0.1) as part:
         found = bound_by_classes(search.proving, seconds, part, streaming=True)
     search.bound = search.bound.raised(found, _MILP)

@@ -95,7 +95,7 @@ def place_jointly(
     alone = [place(problem, part, near=one) for problem, one in zip(problems, known, strict=True)]
 
     def find(problem: Problem) -> Evaluation | None:
-        if (found := probe(problem)) is not None:
+        if (found := probe(problem, deadline=limits.deadline)) is not None:
             return found
         solution = attempt(problem, replace(part, proves=False), None)
         return None if solution is None else solution.evaluation

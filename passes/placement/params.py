@@ -127,9 +127,14 @@ class Effort:
         return cls(params.visits_per_second * time_limit, time.monotonic() + time_limit, params)
 
     @property
+    def late(self) -> bool:
+        """Whether time is up."""
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+    @property
     def over(self) -> bool:
         """Whether the work is done or time is up."""
-        return self.visits <= 0 or (self.deadline is not None and time.monotonic() >= self.deadline)
+        return self.visits <= 0 or self.late
 
     @property
     def seconds_left(self) -> float | None:

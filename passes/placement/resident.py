@@ -16,7 +16,7 @@ from graphplan.passes.placement.label_dp import Completion, search_labels
 from graphplan.passes.placement.local_search import LocalSearch
 from graphplan.passes.placement.params import Effort
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.relaxation import Relaxation, relax
+from graphplan.passes.placement.relaxation import Relaxation, least_seconds, relax
 from graphplan.passes.placement.segment_dp import SegmentDP
 
 _LABELS = "label-setting search"
@@ -161,6 +161,9 @@ class ResidentSearch:
 
     def relax(self) -> list[Relaxation]:
         """Raise the bound by Lagrangian relaxations, one for each home of the largest shared weight."""
+        if self.effort.late:
+            self.bound = least_seconds(self.arrays)
+            return []
         enough = self.seconds * (1 - self.effort.params.sufficient_gap / 2)
         with self.effort.share(0.5) as part:
             found = relax(self.arrays, enough, part)

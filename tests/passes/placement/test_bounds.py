@@ -18,8 +18,10 @@ from graphplan import Graph, Link, Operation, Value, Weight
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.devices.speeds import Speed, with_speeds
 from graphplan.devices.topology import CPU
+from graphplan.ir.constraints import Constraints
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
+from graphplan.passes.placement.joint import Call, place_jointly
 from graphplan.passes.placement.limits import Limits
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import reside
@@ -170,6 +172,15 @@ def test_a_time_limit_cuts_the_search_and_not_the_truth(share: float) -> None:
         assert hasty.evaluation.feasible
         assert hasty.lower_bound <= min(whole.evaluation.seconds, hasty.evaluation.seconds) * TIGHT
         assert whole.lower_bound <= hasty.evaluation.seconds * TIGHT
+
+
+@pytest.mark.parametrize("share", [1.3, 0.7])
+def test_after_the_time_limit_no_relaxation_is_made(share: float) -> None:
+    problem, over = mixed(layers(40), share), Limits(deadline=time.monotonic())
+    for hasty in (place(problem, over), *place_jointly([Call(problem, Constraints(), 1.0)] * 2, over)):
+        assert "least seconds of each operation" in hasty.proof
+        least = min(sum(problem.clock(spec).values()) for spec in problem.topology.devices)
+        assert 0 < hasty.lower_bound <= least
 
 
 @pytest.mark.parametrize("seconds", [0.3, 2.0])
