@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._dispatch import python as dispatch
 from torch.fx import _symbolic_trace
 from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import module as nn_module
@@ -99,6 +100,12 @@ def read_functions() -> None:
     """
     rules = importlib.import_module("torch._dynamo.trace_rules")  # late: it takes a second
     private(rules, "get_torch_obj_rule_map", "torch", _TESTED)()
+
+
+def symbolic_kernels() -> AbstractContextManager[Any]:
+    """A block in which operations on fake tensors of symbolic sizes are computed as in ``torch.export``."""
+    context: AbstractContextManager[Any] = private(dispatch, "enable_python_dispatcher", "torch", _TESTED)()
+    return context
 
 
 def hide_tracer() -> None:

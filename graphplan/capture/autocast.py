@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphplan._compat.torch import symbolic_kernels
 from graphplan.devices.topology import CPU, SIMULATED
 from graphplan.errors import NoGraphError
 
@@ -98,6 +100,21 @@ def _without_block(
     return {new[node]: dtype for node, dtype in settings.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class _Casts:
+    """What autocast does to an operation.
+
+    Attributes:
+        casts: position among ``all_input_nodes`` -> the type that autocast casts to.
+        makes: the types of the results.
+        enough: whether the operation makes these of cast arguments.
+    """
+
+    casts: Mapping[int, torch.dtype]
+    makes: Sequence[Any]
+    enough: bool = True
+
+
 class _Caster:
     """Inserts casts, and gives the values behind them the types that they have then.
 
@@ -111,39 +128,50 @@ class _Caster:
         self.graph, self.weights, self.kind = graph, weights, kind
         self.casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
         self.changed: set[fx.Node] = set()
-        self.seen: dict[Any, tuple[dict[int, torch.dtype], list[Any]]] = {}
+        self.seen: dict[Any, _Casts] = {}
 
     def visit(self, node: fx.Node, dtype: torch.dtype | None) -> None:
         """Insert the casts of one operation; those before it have been visited."""
-        value, wanted = node.meta.get("val"), None
+        value = node.meta.get("val")
         if not (_has_tensors(value) and any(_has_tensors(s.meta.get("val")) for s in node.all_input_nodes)):
             return
-        if dtype is not None:
+        found = None if dtype is None else self._autocast(node, dtype)
+        if found is not None:
             sources = node.all_input_nodes
-            found, wanted = self._autocast(node, dtype)
-            for position, to in found.items():
+            for position, to in found.casts.items():
                 node.replace_input_with(sources[position], self._cast(sources[position], to, node))
-        if not self.changed.isdisjoint(node.all_input_nodes):
+        if found is not None and not found.enough:
+            value = _run_for(node, found.makes)
+        elif not self.changed.isdisjoint(node.all_input_nodes):
             value = _run(node)
-        if wanted is not None and _dtypes(value) != wanted:
-            value = _run_for(node, wanted)
         if _dtypes(value) != _dtypes(node.meta.get("val")):
             node.meta["val"] = value
             self.changed.add(node)
 
-    def _autocast(self, node: fx.Node, dtype: torch.dtype) -> tuple[dict[int, torch.dtype], list[Any]]:
-        """What autocast casts, by position among ``all_input_nodes``, and the types of the results then."""
+    def _autocast(self, node: fx.Node, dtype: torch.dtype) -> _Casts:
         if any(source.op == "get_attr" for source in node.all_input_nodes):
             raise NoGraphError(f"{node.name!r} is a control-flow operation under autocast")
         alike = fx.map_arg((node.args, node.kwargs), lambda source: _dtypes(source.meta.get("val")))
         key = (node.target, dtype, str(alike))
         if key not in self.seen:
-            plain, casting = _Recorder(node, self.kind), _Recorder(node, self.kind)
-            results = casting.run(dtype)
-            with suppress(RuntimeError):  # some take no arguments of two types without autocast
-                plain.run(None)
-            self.seen[key] = {} if casting.casts == plain.casts else casting.casts, _dtypes(results)
+            self.seen[key] = self._find_casts(node, dtype)
         return self.seen[key]
+
+    def _find_casts(self, node: fx.Node, dtype: torch.dtype) -> _Casts:
+        """The casts after which the operation makes without autocast what it makes under it."""
+        under, plain = _Recorder(node, self.kind), _Recorder(node, self.kind)
+        makes = _dtypes(under.run(dtype))
+        _made(plain)
+        floating = {
+            position: dtype
+            for position, source in enumerate(node.all_input_nodes)
+            if any(each is not None and each.is_floating_point for each in _dtypes(source.meta.get("val")))
+        }
+        seen = {} if under.casts == plain.casts else under.casts
+        for casts in (seen, floating):  # a composite operation, such as einsum, casts within: all may be cast
+            if _made(_Recorder(node, self.kind, casts)) == makes:
+                return _Casts(casts, makes)
+        return _Casts(seen, makes, enough=False)
 
     def _cast(self, source: fx.Node, dtype: torch.dtype, reader: fx.Node) -> fx.Node:
         """A cast of a value ahead of a reader; of a weight, the same for all."""
@@ -162,17 +190,20 @@ class _Caster:
 class _Recorder(TorchDispatchMode):
     """Runs an operation on fakes of its arguments, on one type of device, and sees which of them are cast."""
 
-    def __init__(self, node: fx.Node, kind: str) -> None:
+    def __init__(self, node: fx.Node, kind: str, cast: Mapping[int, torch.dtype] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.node, self.kind = node, kind
-        self.fakes = {source: _fake(source.meta.get("val"), kind) for source in node.all_input_nodes}
+        self.node, self.kind, cast = node, kind, cast or {}
+        self.fakes = {
+            source: _fake(source.meta.get("val"), kind, cast.get(at))
+            for at, source in enumerate(node.all_input_nodes)
+        }
         self.position = {id(self.fakes[source]): at for at, source in enumerate(node.all_input_nodes)}
         self.casts: dict[int, torch.dtype] = {}
 
     def run(self, dtype: torch.dtype | None) -> Any:
         """The results, under an autocast for ``dtype``."""
         autocast = torch.autocast(self.kind, dtype, enabled=dtype is not None, cache_enabled=False)
-        with autocast, _mode(self.fakes.values()), torch.no_grad(), self:
+        with autocast, _mode(self.fakes.values()), symbolic_kernels(), torch.no_grad(), self:
             return _apply(self.node, self.fakes)
 
     def __torch_dispatch__(
@@ -188,10 +219,17 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+def _made(recorder: _Recorder) -> list[Any] | None:
+    """The types of an operation's results without autocast; None where it refuses its arguments' types."""
+    with suppress(RuntimeError):
+        return _dtypes(recorder.run(None))
+    return None
+
+
 def _run(node: fx.Node) -> Any:
     """What an operation makes of the values of its arguments."""
     values = {source: source.meta.get("val") for source in node.all_input_nodes}
-    with torch.autocast(CPU, enabled=False), _mode(values.values()), torch.no_grad():
+    with torch.autocast(CPU, enabled=False), _mode(values.values()), symbolic_kernels(), torch.no_grad():
         return _apply(node, values)
 
 
@@ -216,12 +254,13 @@ def _mode(values: Any) -> Any:
     return next(leaf.fake_mode for leaf in pytree.tree_leaves(list(values)) if isinstance(leaf, FakeTensor))
 
 
-def _fake(value: Any, kind: str) -> Any:
-    """A fake tensor of its own, of the size of a value, on another type of device."""
+def _fake(value: Any, kind: str, dtype: torch.dtype | None = None) -> Any:
+    """A fake tensor of its own, of the size of a value, on another type of device, cast where it is asked."""
 
     def of(tensor: FakeTensor) -> torch.Tensor:
         with tensor.fake_mode:
-            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=kind)
+            new = dtype or tensor.dtype
+            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=new, device=kind)
 
     return pytree.tree_map_only(FakeTensor, of, value)
 

@@ -190,14 +190,6 @@ class Graph:
             name = base
         return name
 
-    def weights_read(self, name: str) -> frozenset[str]:
-        """The weights whose data an operation reads, through views too; what makes a view reads none."""
-        operation = self.operations[name]
-        if operation.host_only:
-            return frozenset()
-        views = {self.root(value) for value in operation.outputs}
-        return frozenset({self.root(value) for value in operation.inputs} & self.weights.keys()) - views
-
     def verify(self) -> None:
         """Raise VerificationError unless names resolve, order is topological and bytes are sane."""
         known = set(self.weights) | set(self.inputs)

@@ -63,6 +63,34 @@ def test_casts_are_those_of_torch() -> None:
     ]
 
 
+def test_composite_operations_are_cast_whole() -> None:
+    """einsum casts within, to what it makes of arguments of two types."""
+
+    class Contracts(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.einsum("ab,bc->ac", x.exp(), x.T @ x)
+
+    model = Contracts()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), graphplan.simulate({0: "1MiB"}) as machine:
+        found, expected = graphplan.partition(model, machine.max_memory, (X,))(X), model(X)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    assert largest_difference(found, expected) == 0
+
+
+def test_operations_whose_kernels_need_symbolic_sizes_are_cast() -> None:
+    """baddbmm, as in Bloom: its fake kernel runs as in an export."""
+
+    class Adds(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return torch.baddbmm(x[:, :1], x, y)
+
+    model, x = Adds(), torch.randn(3, 8, 8)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), graphplan.simulate({0: "1MiB"}) as machine:
+        found, expected = graphplan.partition(model, machine.max_memory, (x, x))(x, x), model(x, x)
+    assert found.dtype == expected.dtype
+    assert largest_difference(found, expected) == 0
+
+
 def test_values_behind_a_cast_have_its_type() -> None:
     module = exported(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), X)  # traced without autocast
     write_casts(module, set(), torch.bfloat16, ["cpu"])
