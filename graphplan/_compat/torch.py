@@ -108,6 +108,12 @@ def symbolic_kernels() -> AbstractContextManager[Any]:
     return context
 
 
+def is_autocast(operation: torch._ops.OpOverload, kind: str) -> bool:
+    """Whether autocast knows an operation on a type of device, and casts its arguments."""
+    has_kernel = private(torch._C, "_dispatch_has_kernel_for_dispatch_key", "torch", _TESTED)
+    return bool(has_kernel(operation.name(), f"Autocast{kind.upper()}"))
+
+
 def hide_tracer() -> None:
     """Inside a trace of ``torch.export``: take down the flag at which compiled functions refuse to run.
 

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphplan._compat.torch import symbolic_kernels
+from graphplan._compat.torch import is_autocast, symbolic_kernels
 from graphplan.devices.topology import CPU, SIMULATED
 from graphplan.errors import NoGraphError
 
@@ -112,7 +113,7 @@ class _Casts:
 
     casts: Mapping[int, torch.dtype]
     makes: Sequence[Any]
-    enough: bool = True
+    enough: bool
 
 
 class _Caster:
@@ -162,16 +163,11 @@ class _Caster:
         under, plain = _Recorder(node, self.kind), _Recorder(node, self.kind)
         makes = _dtypes(under.run(dtype))
         _made(plain)
-        floating = {
-            position: dtype
-            for position, source in enumerate(node.all_input_nodes)
-            if any(each is not None and each.is_floating_point for each in _dtypes(source.meta.get("val")))
-        }
-        seen = {} if under.casts == plain.casts else under.casts
-        for casts in (seen, floating):  # a composite operation, such as einsum, casts within: all may be cast
-            if _made(_Recorder(node, self.kind, casts)) == makes:
-                return _Casts(casts, makes)
-        return _Casts(seen, makes, enough=False)
+        casts: Mapping[int, torch.dtype] = {} if under.casts == plain.casts else under.casts
+        if isinstance(node.target, OpOverload) and not is_autocast(node.target, self.kind):
+            # a composite operation, such as einsum, of which parts are cast: then all that it reads is
+            casts = {} if under.count == plain.count else dict.fromkeys(_floating(node), dtype)
+        return _Casts(casts, makes, enough=_made(_Recorder(node, self.kind, casts)) == makes)
 
     def _cast(self, source: fx.Node, dtype: torch.dtype, reader: fx.Node) -> fx.Node:
         """A cast of a value ahead of a reader; of a weight, the same for all."""
@@ -199,6 +195,7 @@ class _Recorder(TorchDispatchMode):
         }
         self.position = {id(self.fakes[source]): at for at, source in enumerate(node.all_input_nodes)}
         self.casts: dict[int, torch.dtype] = {}
+        self.count = 0  # of casts, of arguments or of what is made of them
 
     def run(self, dtype: torch.dtype | None) -> Any:
         """The results, under an autocast for ``dtype``."""
@@ -213,10 +210,17 @@ class _Recorder(TorchDispatchMode):
         dtype = (
             kwargs.get("dtype") if func is aten._to_copy.default and id(args[0]) in self.position else None
         )
+        self.count += func is aten._to_copy.default and "dtype" in kwargs
         # autocast casts to one type, ahead of the operation, which may cast its arguments to another
         if dtype is not None and set(self.casts.values()) <= {dtype}:
             self.casts.setdefault(self.position[id(args[0])], dtype)
         return func(*args, **kwargs)
+
+
+def _floating(node: fx.Node) -> list[int]:
+    """Positions of the tensors of floating-point numbers among ``all_input_nodes``."""
+    types = [_dtypes(source.meta.get("val")) for source in node.all_input_nodes]
+    return [at for at, each in enumerate(types) if any(t is not None and t.is_floating_point for t in each)]
 
 
 def _made(recorder: _Recorder) -> list[Any] | None:

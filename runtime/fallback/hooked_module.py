@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from graphplan.capture.shared_attributes import copy_to_run, of_class
+from graphplan.devices.topology import CPU, SIMULATED
 from graphplan.errors import PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.fallback.short_names import ShortNames, made_class, unplaced
@@ -89,8 +90,19 @@ class HookedModule(ShortNames):
     _graphplan_view = HookedView
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model."""
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self._graphplan.keep_grad):
+        """Run the model.
+
+        Raises:
+            PlanError: autocast is on, and simulated devices have none.
+        """
+        known = self._graphplan
+        if torch.is_autocast_enabled(CPU) and any(d.type == SIMULATED for d in known.devices.values()):
+            raise PlanError(
+                "autocast is on, and simulated devices have none where accelerate's hooks run the model: "
+                "leave the autocast, or convert the model with .to(dtype) before you place it "
+                f"({known.reason})"
+            )
+        with torch.set_grad_enabled(torch.is_grad_enabled() and known.keep_grad):
             return super().__call__(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -136,6 +136,18 @@ def test_a_call_under_autocast_has_a_graph_of_its_own() -> None:
         assert "bfloat16" in types
 
 
+def test_hooks_do_not_run_without_the_autocast_that_is_on() -> None:
+    model, x = nn.GRU(8, 8), torch.randn(3, 2, 8)  # its hidden state is not cast
+    with torch.no_grad(), graphplan.simulate({0: "1MiB"}) as machine:
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(graphplan.CaptureError, match=r"aten\.gru[\s\S]*simulated devices have none"),
+        ):
+            graphplan.partition(model, machine.max_memory, (x,))
+        placed = graphplan.partition(model, machine.max_memory, (x,))
+        assert largest_difference(placed(x), model(x)) < 1e-6
+
+
 def test_branches_under_autocast_have_no_graph() -> None:
     class Decides(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
