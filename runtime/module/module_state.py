@@ -124,6 +124,7 @@ class ModuleState:
     training: TrainingReader | None = None
     move: MoveWeights | None = None
     running: list[int] = field(default_factory=list)
+    told_of_gradients: bool = False
 
     def new_reader(self, module: nn.Module) -> ModeReader:
         """A reader of the modes of the module whose state this is, on the devices that it was placed on."""
