@@ -14,11 +14,9 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from threading import get_ident
 from typing import Any, Self
 
 import torch
@@ -140,13 +138,9 @@ class PlacedModule(ShortNames):
                     raise
                 _move_weights(self, state, entry, args, kwargs)
             if served is not None:
-                thread = get_ident()
-                state.running.append(thread)
-                try:
+                with state.running:  # before it looks at start, which is set before weights move
                     if state.start is None:
                         return _run(self, state, served, record)
-                finally:
-                    state.running.remove(thread)
         return self._graphplan_enter(entry, signature, args, kwargs, record)  # errors keep tensors no longer
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
@@ -196,9 +190,7 @@ def _refuse_gradients(state: ModuleState, args: tuple[Any, ...], kwargs: dict[st
     wanted = torch.is_grad_enabled() and not state.told_of_gradients
     if wanted and any(isinstance(v, torch.Tensor) and v.requires_grad for v in inputs):
         state.told_of_gradients = True
-        warn(
-            f"{_NO_GRADIENTS}, and an input requires them: {_WITH_GRADIENTS}, or call it under torch.no_grad()"
-        )
+        warn(f"{_NO_GRADIENTS}, and an input requires them: {_WITH_GRADIENTS}")
 
 
 def _differentiated(module: PlacedModule, state: ModuleState) -> Differentiation | None:
@@ -213,26 +205,36 @@ def _differentiated(module: PlacedModule, state: ModuleState) -> Differentiation
 @outside_inference_mode
 def _place_now(module: PlacedModule, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Place the module at this call of it, unless another thread has done so meanwhile."""
-    while any(thread != get_ident() for thread in module._graphplan.running):
-        time.sleep(1e-3)  # before the lock: a call under way may wait for a capture
-    with CAPTURE_LOCK:
-        if not isinstance(module, PlacedModule):
-            return
-        _notice_changes(module)
-        state = module._graphplan
-        if state.start is not None:
-            as_written = state.as_written
-            state.codes.clear()
-            state.guard = None  # it holds on to the weights, whose memory is wanted again
-            state.streams.storages.clear()
-            state.parts.kept.clear()
-            started = state.start(module, args, kwargs, entry)
-            object.__setattr__(module, "__dict__", started.__dict__)  # at once, for other threads
-            if not isinstance(started, PlacedModule):  # hooks run it
-                module.__class__ = type(started)  # type: ignore[assignment]  # of the same original
-            else:
-                started._graphplan.as_written = as_written
-                link(module)
+    while True:
+        with CAPTURE_LOCK:
+            if not isinstance(module, PlacedModule):
+                return
+            _notice_changes(module)  # from here on, no call begins
+            state = module._graphplan
+            if state.start is None:
+                return
+        state.running.wait_for_others()  # without the lock: a call under way may wait for a capture
+        with CAPTURE_LOCK:
+            if module._graphplan is state:
+                _start(module, state, entry, args, kwargs)
+                return
+
+
+def _start(
+    module: PlacedModule, state: ModuleState, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    assert state.start is not None
+    state.codes.clear()
+    state.guard = None  # it holds on to the weights, whose memory is wanted again
+    state.streams.storages.clear()
+    state.parts.kept.clear()
+    started = state.start(module, args, kwargs, entry)
+    object.__setattr__(module, "__dict__", started.__dict__)  # at once, for other threads
+    if not isinstance(started, PlacedModule):  # hooks run it
+        module.__class__ = type(started)  # type: ignore[assignment]  # of the same original
+    else:
+        started._graphplan.as_written = state.as_written
+        link(module)
 
 
 def _change(module: PlacedModule) -> str | None:
