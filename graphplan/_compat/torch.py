@@ -75,6 +75,12 @@ def without_left_hooks() -> Iterator[None]:
                 del hooks[key]
 
 
+def global_hooks() -> list[dict[int, Any]]:
+    """The tables of hooks that every module runs around its forward or backward pass."""
+    kinds = ("forward", "forward_pre", "backward", "backward_pre")
+    return [private(nn_module, f"_global_{kind}_hooks", "torch", _TESTED) for kind in kinds]
+
+
 def export_tracer() -> type:
     """The tracer of ``torch.export``; while it is at work, it sees each module that is called."""
     found: type = private(proxy_tensor, "_ModuleStackTracer", "torch", _TESTED)
@@ -86,6 +92,27 @@ def gradient_hooks(parameter: torch.Tensor) -> tuple[list[Any], list[Any]]:
     before = private(parameter, "_backward_hooks", "torch", _TESTED)
     after = private(parameter, "_post_accumulate_grad_hooks", "torch", _TESTED)
     return list((before or {}).values()), list((after or {}).values())
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a transform of ``torch.func`` has wrapped a tensor: it has no memory of its own."""
+    found: bool = private(torch._C._functorch, "is_functorch_wrapped_tensor", "torch", _TESTED)(tensor)
+    return found
+
+
+def in_transform() -> bool:
+    """Whether this thread runs inside a transform of ``torch.func``."""
+    level: int | None = private(torch._C._functorch, "maybe_current_level", "torch", _TESTED)()
+    return level is not None
+
+
+def in_grad_transform() -> bool:
+    """Whether one of them is ``torch.func.grad``, ``vjp`` or ``jacrev``."""
+    if not in_transform():
+        return False
+    functorch = torch._C._functorch
+    levels = private(functorch, "get_interpreter_stack", "torch", _TESTED)() or ()
+    return any(level.key() == functorch.TransformType.Grad for level in levels)
 
 
 def forget_kernels(operation: Any) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphplan._compat.torch import is_transformed
+
 
 class ModelWeights:
     """The parameters and buffers of a model by name, with ties resolved.
@@ -56,7 +58,7 @@ class ModelWeights:
 
 def memory_of(tensor: torch.Tensor) -> Any:
     """Equal for two tensors that lie in one memory; None where that cannot be said."""
-    if not is_dense(tensor) or tensor.device.type == "meta" or not tensor.numel():
+    if not is_dense(tensor) or tensor.device.type == "meta" or not tensor.numel() or is_transformed(tensor):
         return None
     return tensor.device, tensor.untyped_storage().data_ptr()
 

@@ -22,6 +22,7 @@ from graphplan.devices.topology import CPU, SIMULATED
 from graphplan.errors import InputError, PlanError
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+_CONTAINERS = (list, dict, set, tuple)
 _training = attrgetter("training")
 
 
@@ -111,7 +112,7 @@ class ModeReader:
         table = vars(self._configs[index])
         values, (known, plain) = tuple(table.values()), self._known[index]
         same = len(values) == len(known) and all(map(is_, values, known))
-        if not same or any(table[name] != plain[name] for name in plain if type(plain[name]) in (list, dict)):
+        if not same or any(table[name] != plain[name] for name in plain if type(plain[name]) in _CONTAINERS):
             plain = {name: copy.deepcopy(value) for name, value in table.items() if is_plain(value)}
             self._known[index] = values, plain
         return plain
@@ -200,6 +201,6 @@ def is_plain(value: Any) -> bool:
     """Whether a value is of numbers, text and containers of these alone."""
     if isinstance(value, dict):
         return all(map(is_plain, value.values()))
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | set | frozenset):
         return all(map(is_plain, value))
     return isinstance(value, _PLAIN)

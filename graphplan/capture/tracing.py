@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from graphplan._compat.torch import read_functions
+from graphplan._compat.torch import global_hooks, in_transform, read_functions
 from graphplan.capture.autocast import write_casts
 from graphplan.capture.captured_graph import Capture, Prepare, Without, bound_call
 from graphplan.capture.dynamic_sizes import sizes_of_example
@@ -40,6 +40,14 @@ from graphplan.warnings import warn
 _DATA_DECIDES = (
     "\nThe values of tensors decide what this line does, and a graph does not see them: torch.cond keeps "
     "both branches in the graph; graphplan.partition, unless strict=True, runs the model without a graph"
+)
+_HOOKED = (
+    "hooks of all modules are registered, as by torch.nn.modules.module.register_module_forward_hook, and a "
+    "graph would not call them: remove them first"
+)
+_TRANSFORMED = (
+    "no graph is traced inside a transform of torch.func: call the placed model once outside, with inputs of "
+    "the sizes that each call inside has"
 )
 
 
@@ -67,6 +75,10 @@ def capture(
         CaptureError: no way of capturing took it; the message has the reason of each.
         Exception: what the model itself raises for this call, unchanged.
     """
+    if any(global_hooks()):
+        raise CaptureError(_HOOKED)
+    if in_transform():
+        raise CaptureError(_TRANSFORMED)
     if call is None:
         with quiet():
             return _named_apart(trace_symbolically(model_copy))

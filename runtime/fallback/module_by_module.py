@@ -309,7 +309,7 @@ def _run(
         hooks.append(part.register_forward_pre_hook(call.before, with_kwargs=True, prepend=True))
         hooks.append(part.register_forward_hook(call.after, with_kwargs=True, always_call=True))
     try:
-        run = method_of(tree, entry)
+        run = method_of(tree, entry) if entry else tree.forward  # what is around it runs around the whole
         if isinstance(run, nn.Module):
             return run(*args, **kwargs)
         owner = tree.get_submodule(entry.partition(":")[0])  # its own tensors are used, but it is not called

@@ -43,8 +43,8 @@ def made_class(
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The model's own class, of a module of a class that :func:`made_class` has made."""
-    found: type[nn.Module] = type(module)._graphplan_original  # type: ignore[attr-defined]  # see above
+    """A module's own class, also where :func:`made_class` has made another of it."""
+    found: type[nn.Module] = getattr(type(module), "_graphplan_original", type(module))
     return found
 
 

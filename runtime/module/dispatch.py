@@ -86,7 +86,8 @@ def serve(
     modes = state.reader.read(module)
     if step is not None:
         modes = replace(modes, step=step)
-    if state.guard is not None and state.guard.hooked():
+    guard = state.guard  # None while another thread places the module anew
+    if guard is not None and guard.hooked():
         return _by_modules(state, entry, bind_call(signature, args, kwargs), modes)
     sizes = _sizes(entry, args, kwargs)
     likely = state.by_sizes.get(sizes, ())

@@ -1,4 +1,4 @@
-"""What a placed module's graphs were traced from, beside weights, inputs and modes: whether it is still so.
+"""Notices where a placed module is no longer what its graphs were traced from.
 
 A trace reads the tree of modules, their classes and their plain attributes, and follows shared weights. What
 is changed there later makes the graphs stale::
@@ -13,32 +13,21 @@ compared. Hooks that are added to submodules are in no graph: while there are an
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, repeat
-from operator import getitem, is_
+from operator import attrgetter, getitem, is_
 from typing import Any
 
-import torch
 from torch import nn
 
-from graphplan.capture.model_weights import identity, is_dense
+from graphplan._compat.torch import global_hooks
+from graphplan.capture.model_weights import identity
 from graphplan.capture.modes import is_plain
-from graphplan.runtime.fallback.short_names import original_class
-from graphplan.runtime.module.placed_parts import PlacedPart
+from graphplan.runtime.module.model_reading import ANY, Fact, ModelReading
 
-# `training` and the adapters of PEFT are modes, of which every graph has its own; the rest is torch's or ours
-_ADAPTERS = {
-    "_disable_adapters",
-    "_adapters_disabled",
-    "_active_adapter",
-    "active_adapter",
-    "merged_adapters",
-}
-_NOT_READ = {*vars(nn.Module()), "_graphplan", "_compiled_call_impl", *_ADAPTERS}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LONGEST = 60  # characters of a value in a message
+_shape, _version = attrgetter("shape"), attrgetter("_version")
 
 
 class ModuleGuard:
@@ -49,109 +38,80 @@ class ModuleGuard:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._facts = _facts(module)
-        self._watch = _Watch(module)
+        self._seen = _Snapshot(module)
+        self._traced, self._traced_hooks = self._seen.reading.facts, self._seen.hook_count()
 
     def hooked(self) -> bool:
-        """Whether submodules have hooks that they did not have when the graphs were traced."""
-        return sum(map(len, self._watch.hooks)) > self._watch.hook_count
+        """Whether submodules have hooks that they did not have when they were traced, or all modules have."""
+        return self._seen.hook_count() > self._traced_hooks or any(global_hooks())
 
     def difference(self, module: nn.Module) -> str | None:
         """What is not as it was when the graphs were traced, for people; None where nothing is."""
-        if self._watch.same(module):
+        if self._seen.same(module):
             return None
-        facts = _facts(module)
-        for name, now in facts.items():
-            before = self._facts.get(name)
-            if before is None and now.matters:
-                return f"{name} is new"
-            if before is not None and not _equal(before.value, now.value):
-                return f"{name} was {_shown(before.value)} and is {_shown(now.value)}"
-        for name in self._facts:
-            if name not in facts:
-                return f"{name} is gone"
-        self._watch = _Watch(module)
-        return None
+        now = _Snapshot(module)
+        found = _difference(self._traced, now.reading.facts)
+        if found is None:
+            self._seen = now
+        return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Fact:
-    """One thing that a trace may have read.
-
-    Attributes:
-        value: the object.
-        matters: whether it counts where it was not there before.
-    """
-
-    value: Any
-    matters: bool = True
-
-
-def _facts(module: nn.Module) -> dict[str, _Fact]:
-    """Name -> what a trace may have read."""
-    found: dict[str, _Fact] = {}
-    first: dict[Any, str] = {}
-    for path, part in module.named_modules():
-        prefix = f"{path}." if path else ""
-        if path:
-            found[repr(path)] = _Fact(original_class(part) if isinstance(part, PlacedPart) else type(part))
-        for name, value in _own(part).items():
-            known = copy.deepcopy(value) if _is_container(value) else value
-            found[repr(prefix + name)] = _Fact(known, hasattr(type(part), name))
-        hooks = sum(len(vars(part)[name]) for name in _HOOKS) if path else 0
-        if hooks:
-            found[f"a hook of {path!r}"] = _Fact(hooks, matters=False)
-        for name, tensor in chain(part._parameters.items(), part._buffers.items()):
-            found[f"the class of {prefix + name!r}"] = _Fact(_kind(tensor))
-            other = prefix + name if tensor is None else first.setdefault(identity(tensor), prefix + name)
-            if other != prefix + name:
-                found[f"the memory of {prefix + name!r} and {other!r}"] = _Fact(True, matters=False)
-    return found
-
-
-class _Watch:
-    """The same facts as lists of objects, of which identities are compared."""
+class _Snapshot:
+    """What was read of a module, and the objects that were there, whose identities are compared."""
 
     def __init__(self, module: nn.Module) -> None:
-        parts = list(module.modules())
-        self.parts, self.root = parts[1:], _own(module)  # the dictionary of the root itself would be a cycle
-        entries = [(vars(part), name) for part in self.parts for name in _own(part)]
-        entries += [(part._modules, name) for part in parts for name in part._modules]
-        self.tables = [table for table, _ in entries]
-        self.names = [name for _, name in entries]
-        self.values = [table[name] for table, name in entries]
-        self.types = list(map(type, self.parts))
-        self.weights: list[dict[str, Any]] = [
-            table for part in parts for table in (part._parameters, part._buffers)
-        ]
-        self.kinds = self._kinds()
-        self.sized = [*map(vars, self.parts), *(part._modules for part in parts), *self.weights]
-        self.sizes = list(map(len, self.sized))
-        self.hooks = [vars(part)[name] for part in self.parts for name in _HOOKS if name in vars(part)]
-        self.hook_count = sum(map(len, self.hooks))
-        values = (*self.root.values(), *self.values)
-        self.containers = [value for value in values if _is_container(value)]
-        self.contents = copy.deepcopy(self.containers)
-        self.shared = list(_shared_entries(self.weights))
+        self.reading = reading = ModelReading(module)
+        self._values = list(map(getitem, reading.tables, reading.keys))
+        self._types = list(map(type, reading.parts))
+        hooks = set(map(id, reading.hooks))  # more of them are no change
+        sized: tuple[Any, ...] = (*map(vars, reading.parts), *reading.children, *reading.weights)
+        sized += (*reading.tables, *reading.namespaces.values())
+        self._sized = [table for key, table in {id(one): one for one in sized}.items() if key not in hooks]
+        self._sizes, self._root_size = list(map(len, self._sized)), len(vars(module))
+        self._names = list(chain.from_iterable(reading.children))
+        self._children = list(chain.from_iterable(map(dict.values, reading.children)))
+        self._weights = list(chain.from_iterable(map(dict.values, reading.weights)))
+        self._tensors = [tensor for tensor in self._weights if tensor is not None]
+        self._shapes = list(map(_shape, self._tensors))
+        self._versions = list(map(_version, reading.tensors))
+        self._contents = [reading.facts[name].value for name in reading.containers]
+        self._shared = list(_shared_entries(reading.weights))
 
-    def _kinds(self) -> list[type]:
-        return list(map(type, chain.from_iterable(map(dict.values, self.weights))))
+    def hook_count(self) -> int:
+        """Hooks of submodules, now."""
+        return sum(map(len, self.reading.hooks))
 
     def same(self, module: nn.Module) -> bool:
         """Whether each entry is the very object that it was; False also where that is not certain."""
+        reading = self.reading
         try:
             return (
-                all(map(is_, map(getitem, repeat(vars(module)), self.root), self.root.values()))
-                and all(map(is_, map(getitem, self.tables, self.names), self.values))
-                and list(map(len, self.sized)) == self.sizes
-                and list(map(type, self.parts)) == self.types
-                and self._kinds() == self.kinds
-                and self.containers == self.contents
-                and all(one.same() for one in self.shared)
-                and sum(map(len, self.hooks)) >= self.hook_count
+                all(map(is_, map(getitem, repeat(vars(module)), reading.root), reading.root.values()))
+                and all(map(is_, map(getitem, reading.tables, reading.keys), self._values))
+                and len(vars(module)) == self._root_size
+                and list(map(len, self._sized)) == self._sizes
+                and list(map(type, reading.parts)) == self._types
+                and list(chain.from_iterable(reading.children)) == self._names
+                and all(map(is_, chain.from_iterable(map(dict.values, reading.children)), self._children))
+                and all(map(is_, chain.from_iterable(map(dict.values, reading.weights)), self._weights))
+                and list(map(_shape, self._tensors)) == self._shapes
+                and list(map(_version, reading.tensors)) == self._versions
+                and list(reading.containers.values()) == self._contents
+                and all(one.same() for one in self._shared)
             )
-        except KeyError:
+        except (KeyError, IndexError):
             return False
+
+
+def _difference(before: Mapping[str, Fact], now: Mapping[str, Fact]) -> str | None:
+    for name, fact in now.items():
+        known = before.get(name)
+        if known is None and (fact.matters if fact.attribute is None else fact.attribute in before):
+            return f"{name} is new"
+        if known is not None and not _equal(known.value, fact.value):
+            return f"{name} was {_shown(known.value)} and is {_shown(fact.value)}"
+    gone = next((name for name in before if name not in now), None)
+    return None if gone is None else f"{gone} is gone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,27 +139,10 @@ def _shared_entries(tables: list[dict[str, Any]]) -> Iterator[_SharedEntry]:
                     yield _SharedEntry(table, name, *known)
 
 
-def _own(part: nn.Module) -> dict[str, Any]:
-    """Its plain attributes."""
-    return {name: value for name, value in vars(part).items() if name not in _NOT_READ}
-
-
-def _is_container(value: Any) -> bool:
-    """Whether it can be changed in place, and compared."""
-    return isinstance(value, list | dict) and is_plain(value)
-
-
 def _equal(before: Any, now: Any) -> bool:
-    if before is now:
+    if before is now or before is ANY or now is ANY:
         return True
     return is_plain(before) and is_plain(now) and type(before) is type(now) and bool(before == now)
-
-
-def _kind(tensor: torch.Tensor | None) -> type | None:
-    """The class of a weight, one for torch's own."""
-    if tensor is None:
-        return None
-    return torch.Tensor if is_dense(tensor) else type(tensor)
 
 
 def _shown(value: Any) -> str:

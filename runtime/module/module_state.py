@@ -20,6 +20,7 @@ from graphplan.runtime.module.dispatch_cache import Route
 from graphplan.runtime.module.module_guard import ModuleGuard
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.result_structure import Rebuild
+from graphplan.runtime.module.running_calls import RunningCalls
 from graphplan.runtime.module.training_reader import TrainingReader
 from graphplan.runtime.module.weight_binding import BoundCode
 from graphplan.runtime.profile.call_profile import Recorder
@@ -97,7 +98,7 @@ class ModuleState:
     programs. ``restart`` is what pickling keeps for that. ``as_written`` are methods that run as they are.
     ``turns`` is held by a run that streams weights, or goes module by module: they use the same memory.
     ``training`` reads what a training step differentiates, where steps are planned. ``move`` is None where
-    weights are to stay. ``running`` has the threads whose calls read the weights now. What is added to
+    weights are to stay. ``running`` has the calls that read the weights now. What is added to
     ``programs`` is added under the capture lock; nothing is ever taken away.
     """
 
@@ -123,7 +124,8 @@ class ModuleState:
     turns: threading.RLock = field(default_factory=threading.RLock)
     training: TrainingReader | None = None
     move: MoveWeights | None = None
-    running: list[int] = field(default_factory=list)
+    running: RunningCalls = field(default_factory=RunningCalls)
+    told_of_gradients: bool = False
 
     def new_reader(self, module: nn.Module) -> ModeReader:
         """A reader of the modes of the module whose state this is, on the devices that it was placed on."""
@@ -151,7 +153,7 @@ class ModuleState:
         copied.modulewise = self.modulewise.renewed()
         copied.training = None if self.training is None else self.training.of(None)
         copied.streams, copied.parts, copied.turns = ModuleStreams(), ModuleParts(), threading.RLock()
-        copied.running = []
+        copied.running = RunningCalls()
         return copied
 
     def __reduce__(self) -> Any:

@@ -14,16 +14,15 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from threading import get_ident
 from typing import Any, Self
 
 import torch
 from torch import fx, nn
 
+from graphplan._compat.torch import in_grad_transform
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.modes import Differentiation
 from graphplan.capture.shared_attributes import copy_to_run
@@ -63,6 +62,8 @@ _MOVED = (
     "a call has no room beside the weights where they are, so weights move: to leave room from the start, "
     "give partition max_batch and max_length, or such a call in calls="
 )
+_NO_GRADIENTS = "the results of a model that was placed without gradients have none"
+_WITH_GRADIENTS = "give partition grad=True, or train=True"
 logger = logging.getLogger("graphplan")
 
 Record = Callable[[Program, fx.GraphModule], Recorder]
@@ -122,6 +123,8 @@ class PlacedModule(ShortNames):
         signature = signature or state.signature
         assert signature is not None
         state.streams.check_files()
+        if not state.keep_grad:
+            _refuse_gradients(state, args, kwargs)
         step = _differentiated(self, state)
         with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):
             try:
@@ -135,13 +138,9 @@ class PlacedModule(ShortNames):
                     raise
                 _move_weights(self, state, entry, args, kwargs)
             if served is not None:
-                thread = get_ident()
-                state.running.append(thread)
-                try:
+                with state.running:  # before it looks at start, which is set before weights move
                     if state.start is None:
                         return _run(self, state, served, record)
-                finally:
-                    state.running.remove(thread)
         return self._graphplan_enter(entry, signature, args, kwargs, record)  # errors keep tensors no longer
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
@@ -179,6 +178,21 @@ def _run(
         return run(module, program, code, served)
 
 
+def _refuse_gradients(state: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Say so where gradients of a call are wanted that are not computed.
+
+    Raises:
+        PlanError: in a transform of ``torch.func``, which would take them for zero.
+    """
+    if in_grad_transform():
+        raise PlanError(f"{_NO_GRADIENTS}, and torch.func would take them for zero: {_WITH_GRADIENTS}")
+    inputs = (*args, *kwargs.values())
+    wanted = torch.is_grad_enabled() and not state.told_of_gradients
+    if wanted and any(isinstance(v, torch.Tensor) and v.requires_grad for v in inputs):
+        state.told_of_gradients = True
+        warn(f"{_NO_GRADIENTS}, and an input requires them: {_WITH_GRADIENTS}")
+
+
 def _differentiated(module: PlacedModule, state: ModuleState) -> Differentiation | None:
     """What a call differentiates; None for a forward pass alone."""
     if state.training is None or not torch.is_grad_enabled():
@@ -191,31 +205,43 @@ def _differentiated(module: PlacedModule, state: ModuleState) -> Differentiation
 @outside_inference_mode
 def _place_now(module: PlacedModule, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Place the module at this call of it, unless another thread has done so meanwhile."""
-    while any(thread != get_ident() for thread in module._graphplan.running):
-        time.sleep(1e-3)  # before the lock: a call under way may wait for a capture
-    with CAPTURE_LOCK:
-        if not isinstance(module, PlacedModule):
-            return
-        _notice_changes(module)
-        state = module._graphplan
-        if state.start is not None:
-            as_written = state.as_written
-            state.codes.clear()
-            state.streams.storages.clear()  # their memory is wanted again
-            state.parts.kept.clear()
-            started = state.start(module, args, kwargs, entry)
-            object.__setattr__(module, "__dict__", started.__dict__)  # at once, for other threads
-            if not isinstance(started, PlacedModule):  # hooks run it
-                module.__class__ = type(started)  # type: ignore[assignment]  # of the same original
-            else:
-                started._graphplan.as_written = as_written
-                link(module)
+    while True:
+        with CAPTURE_LOCK:
+            if not isinstance(module, PlacedModule):
+                return
+            _notice_changes(module)  # from here on, no call begins
+            state = module._graphplan
+            if state.start is None:
+                return
+        state.running.wait_for_others()  # without the lock: a call under way may wait for a capture
+        with CAPTURE_LOCK:
+            if module._graphplan is state:
+                _start(module, state, entry, args, kwargs)
+                return
+
+
+def _start(
+    module: PlacedModule, state: ModuleState, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    assert state.start is not None
+    state.codes.clear()
+    state.guard = None  # it holds on to the weights, whose memory is wanted again
+    state.streams.storages.clear()
+    state.parts.kept.clear()
+    started = state.start(module, args, kwargs, entry)
+    object.__setattr__(module, "__dict__", started.__dict__)  # at once, for other threads
+    if not isinstance(started, PlacedModule):  # hooks run it
+        module.__class__ = type(started)  # type: ignore[assignment]  # of the same original
+    else:
+        started._graphplan.as_written = state.as_written
+        link(module)
 
 
 def _change(module: PlacedModule) -> str | None:
     """What is not as the graphs were traced from, if anything."""
     state = module._graphplan
-    return None if state.guard is None or state.start is not None else state.guard.difference(module)
+    guard = state.guard
+    return None if guard is None or state.start is not None else guard.difference(module)
 
 
 def _begin_anew(module: PlacedModule, full: ModuleState) -> None:
@@ -321,8 +347,8 @@ def attach(
     state.training = None if training is None else training.of(module)
     link(module)
     state.device_types = device_types
-    state.reader, state.guard = state.new_reader(module), ModuleGuard(module)
     module.__dict__["_graphplan"] = state
+    state.reader, state.guard = state.new_reader(module), ModuleGuard(module)
     for index in range(len(programs)):
         code_of(module, state, index)  # takes the prefetch buffer's memory now, while it is there
 

@@ -201,14 +201,13 @@ def methods_of(original: type[nn.Module]) -> dict[str, Any]:
 
 def _forward_of(original: type[nn.Module]) -> dict[str, Any]:
     """The ``forward`` of placed submodules, which is their call; torch's own layers keep theirs."""
-    forward = original.forward
-    if forward.__module__.partition(".")[0] == "torch":
+    if original.forward.__module__.partition(".")[0] == "torch":
         return {}
 
-    @functools.wraps(forward)
+    @functools.wraps(original.forward)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._graphplan_entry() is None:
-            return forward(self, *args, **kwargs)
+            return original.forward(self, *args, **kwargs)  # as the class has it now
         return call_of(self)(*args, **kwargs)
 
     return {"forward": call}
@@ -247,11 +246,11 @@ def _may_compute(original: type, name: str) -> bool:
 
 
 def _entry(original: type[nn.Module], name: str) -> Callable[..., Any]:
-    method = getattr(original, name)
     signature: list[inspect.Signature] = []
 
-    @functools.wraps(method)
+    @functools.wraps(getattr(original, name))
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        method = getattr(original, name)  # as the class has it now
         found = self._graphplan_entry() if _has_tensor((args, kwargs)) else None
         if found is None:
             return method(self, *args, **kwargs)

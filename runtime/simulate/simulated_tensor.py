@@ -78,6 +78,17 @@ class SimulatedTensor(torch.Tensor):
         _allocations[key] = part
         return SimulatedTensor(elem, self.device)
 
+    @property
+    def data(self) -> torch.Tensor:
+        found: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]  # of torch
+        return found
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # as above
+        if isinstance(value, SimulatedTensor):
+            self.elem, self.allocation = value.elem, value.allocation
+
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["elem"], (self.device,)
 

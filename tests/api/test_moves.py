@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 from typing import Any
 
 import pytest
 import torch
 from builders import bytes_of, largest_difference
+from faults import refuse
 from language_models import build, inputs_of
 from torch import nn
 
 import graphplan
 from graphplan.capture.model_weights import is_wrapper
+from graphplan.runtime.module.running_calls import RunningCalls
 
 MOVED = "so weights move"
 
@@ -69,6 +72,53 @@ def test_a_move_that_was_interrupted_is_tried_again() -> None:
         state.move = find
         with pytest.warns(graphplan.GraphplanWarning, match=MOVED):
             same(model, placed, 100)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_a_move_without_memory_loses_nothing_and_is_tried_again() -> None:
+    """Each allocation of a move, and of the call that needs it, is refused, one a call."""
+    model, x, at, hit = layers(), torch.randn(100, 64), 0, True
+    with graphplan.simulate({0: spare(model), "cpu": "1GiB"}) as machine, torch.no_grad():
+        placed = graphplan.partition(model, machine.max_memory, args=(torch.randn(4, 64),), cpu_compute=False)
+        while hit:
+            at += 1
+            hit, problem = refuse(machine, at, lambda: placed(x))
+            assert problem is None
+            for name, weight in placed.state_dict().items():
+                assert torch.equal(weight.cpu(), model.state_dict()[name])
+        assert at > 3
+        gc.collect()
+        machine.reset_peaks()
+        same(model, placed, 100, 4)
+        assert "cpu" in placed.plan.placement.values()
+        assert machine.peak_bytes(0) <= machine.max_memory[0]
+
+
+def test_who_moves_weights_waits_for_calls_of_others() -> None:
+    running, inside, go_on = RunningCalls(), threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def call() -> None:
+        with running:
+            inside.set()
+            assert go_on.wait(60)
+            order.append("call")
+
+    def move() -> None:
+        with running:  # its own calls do not count
+            running.wait_for_others()
+        order.append("move")
+
+    threads = [threading.Thread(target=call)]
+    threads[0].start()
+    assert inside.wait(60)
+    threads.append(threading.Thread(target=move))
+    threads[1].start()
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert order == ["call", "move"]
 
 
 def test_weights_move_between_accelerators() -> None:
