@@ -179,10 +179,10 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is aten._to_copy.default and id(args[0]) in self.position and kwargs.get("dtype"):
-            # autocast casts to one type, ahead of the operation, which may cast its arguments to another
-            if not self.casts or kwargs["dtype"] in self.casts.values():
-                self.casts.setdefault(self.position[id(args[0])], kwargs["dtype"])
+        to = kwargs.get("dtype") if func is aten._to_copy.default and id(args[0]) in self.position else None
+        # autocast casts to one type, ahead of the operation, which may cast its arguments to another
+        if to is not None and (not self.casts or to in self.casts.values()):
+            self.casts.setdefault(self.position[id(args[0])], to)
         return func(*args, **kwargs)
 
 

@@ -182,6 +182,9 @@ class _Tracing:
         flat = list(graph.output_node().args[0])  # type: ignore[arg-type]  # a list of results
         count = len(flat) - len(self.trained) - len(self.fed)
         results, gradients = flat[:count], flat[count:]
+        for node, (_, name) in zip(gradients, self.trained, strict=False):
+            if node is not None and node.meta["val"].layout is not torch.strided:
+                raise NoGraphError(f"the gradient of {name!r} is sparse, which no plan counts")
         of_weights = _apart(graph, gradients[: len(self.trained)])
         of_inputs = _apart(graph, gradients[len(self.trained) :])
         found = [node for node in (*of_weights, *of_inputs) if node is not None]
@@ -281,9 +284,9 @@ def _apart(graph: fx.Graph, gradients: Sequence[Any]) -> list[fx.Node | None]:
 
 
 def _sized(leaves: Sequence[Any], call: BoundCall) -> tuple[Any, ...]:
-    """What a signature asks of each leaf, with the sizes of the call."""
+    """What a signature asks of each leaf, with the sizes of the call, and which have a gradient."""
     return tuple(
-        replace(leaf, shape=tuple(given.shape), ranges=())
+        replace(leaf, shape=tuple(given.shape), ranges=(), gradient=given.requires_grad)
         if isinstance(leaf, TensorLeaf) and isinstance(given, torch.Tensor)
         else given
         if not isinstance(given, torch.Tensor)

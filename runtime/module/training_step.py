@@ -29,8 +29,8 @@ _TWICE = (
     "Call the model again (retain_graph=True does not keep what a plan frees)"
 )
 _CHANGED = (
-    "{!r} has been changed by an in-place operation between the forward and the backward pass, which reads "
-    "it: call backward() before the optimizer steps"
+    "{} has been changed by an in-place operation between the forward and the backward pass, which reads "
+    "it: call backward() before {}"
 )
 
 
@@ -47,6 +47,7 @@ class _StepCall:
     results: Sequence[Any] = ()
     saved: list[Any] | None = None
     versions: list[tuple[str, torch.Tensor, int]] = field(default_factory=list)
+    saved_versions: list[int] = field(default_factory=list)
 
     def forward(self) -> Sequence[Any]:
         """The flat results."""
@@ -65,6 +66,7 @@ class _StepCall:
         self.versions = [
             (n, named[n], named[n]._version) for n in self.program.backward.weights if n in named
         ]
+        self.saved_versions = [_version(value) for value in self.saved]
         return self.results
 
     def backward(self, tangents: Sequence[torch.Tensor]) -> Sequence[Any]:
@@ -74,13 +76,20 @@ class _StepCall:
             raise RuntimeError(_TWICE)
         for name, tensor, version in self.versions:
             if tensor._version != version:
-                raise RuntimeError(_CHANGED.format(name))
+                raise RuntimeError(_CHANGED.format(repr(name), "the optimizer steps"))
+        if [_version(value) for value in saved] != self.saved_versions:
+            raise RuntimeError(_CHANGED.format("An input or a result", "you write to it, or pass a copy"))
         assert self.code.backward is not None
         host = self.program.host
         given = [t if t.device == host else t.to(host) for t in tangents]
         with self.state.turns, torch.no_grad(), without_autocast(self.program):
             found = self.code.backward([saved, *given])
         return [gradient.to(host) for gradient in found]
+
+
+def _version(value: Any) -> int:
+    """How often a tensor was written to; those of inference mode do not count that."""
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 
 
 class _Step(torch.autograd.Function):
