@@ -131,7 +131,7 @@ class _Choice:
         share = self._lacking(self.problem) / whole
         for _ in range(_STEPS):
             share = min(share, 1.0)
-            if not 0 < share or share in self.found:
+            if share <= 0 or share in self.found:
                 share = self._between()
             share += self._try(items, share) / whole
         if not any(math.isfinite(seconds) for seconds, _ in self.found.values()):

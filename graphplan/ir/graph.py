@@ -40,8 +40,8 @@ _PARTS: dict[str, Any] = {
 class Graph:
     """Operations in trace order, with the values and weights between them.
 
-    ``digraph`` is the ``networkx.DiGraph``, made when it is asked for: a node per operation (attribute ``operation``), an edge
-    per producer and consumer (attribute ``values``: the names that pass, in order).
+    ``digraph`` is the ``networkx.DiGraph``, made when it is asked for: a node per operation (attribute
+    ``operation``), an edge per producer and consumer (attribute ``values``: the names that pass, in order).
 
     Args:
         operations: in the order in which the trace ran them.

@@ -8,7 +8,9 @@ import gc
 import pickle
 import re
 import warnings
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -636,6 +638,30 @@ def test_a_plan_of_a_step_is_data() -> None:
         again.verify()
     assert again.graph == plan.graph
     assert again.peak_bytes == plan.peak_bytes
+
+
+@pytest.mark.parametrize("forbidden", ["recompute", "offload_activations"])
+def test_a_plan_of_a_step_is_carried_out_without_a_search(wide: int, forbidden: str, tmp_path: Path) -> None:
+    options = {"kwargs": wide_batch(), "train": True, "optimizer": ADAMW}
+    eager, own, file = stack(layers=2), stack(layers=2), tmp_path / "plan.json"
+    with graphplan.simulate({0: int(0.3 * wide), **CPU}) as machine, short_search():
+        plan = graphplan.plan(own, machine.max_memory, **options, **{forbidden: False})
+        assert any(op.repeats or op.offloads for op in plan.graph.operations.values())
+        file.write_text(plan.to_json())
+        with patch("graphplan.compiler.activation_choice.probe", side_effect=AssertionError):
+            placed = graphplan.partition(own, plan=file, **options)
+        assert placed.plan.graph == plan.graph
+        assert placed.plan.schedule == plan.schedule
+        for model in (placed, eager):
+            step_of(model, wide_batch())
+        assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
+        assert machine.peak_bytes(0) <= plan.peak_bytes[0]
+        for other, said in (
+            ({"optimizer": None}, "optimizer"),
+            ({"train": False, "optimizer": None}, "train="),
+        ):
+            with pytest.raises(graphplan.PlanError, match=said):
+                graphplan.partition(own, plan=plan, **{**options, **other})
 
 
 def test_nothing_is_left_on_the_devices() -> None:
