@@ -17,12 +17,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from threading import get_ident
 from typing import Any, Self
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.modes import Differentiation
@@ -41,7 +40,7 @@ from graphplan.runtime.module.dispatch import (
     share_prefetch_buffers,
 )
 from graphplan.runtime.module.module_guard import ModuleGuard
-from graphplan.runtime.module.module_state import Compile, ModuleState, MoveWeights, Refused, Start
+from graphplan.runtime.module.module_state import Code, Compile, ModuleState, MoveWeights, Refused, Start
 from graphplan.runtime.module.placed_parts import link
 from graphplan.runtime.module.placed_view import PlacedView
 from graphplan.runtime.module.program import Program
@@ -49,7 +48,6 @@ from graphplan.runtime.module.program_run import run
 from graphplan.runtime.module.training_reader import TrainingReader
 from graphplan.runtime.module.training_step import run_step
 from graphplan.runtime.module.transformers_methods import answers
-from graphplan.runtime.profile.call_profile import Recorder
 from graphplan.runtime.weights.weight_changes import require_in_place
 from graphplan.warnings import warn
 
@@ -65,7 +63,7 @@ _MOVED = (
 )
 logger = logging.getLogger("graphplan")
 
-Record = Callable[[Program, fx.GraphModule], Recorder]
+Record = Callable[[Program, Code], Code]
 
 
 def _kept_in_place(name: str) -> Callable[..., Any]:
@@ -170,12 +168,10 @@ def _run(
     program = state.programs[served.index]
     with state.turns if program.streams else nullcontext():
         code = code_of(module, state, served.index)
-        if program.backward is not None:
-            if record is not None:
-                raise PlanError("a training step is not profiled: profile a call under torch.no_grad()")
-            return run_step(module, state, program, code, served)
         if record is not None:
-            code = replace(code, bound=record(program, code.module))
+            code = record(program, code)
+        if program.backward is not None:
+            return run_step(module, state, program, code, served)
         return run(module, program, code, served)
 
 

@@ -640,11 +640,13 @@ def test_a_plan_of_a_step_is_data() -> None:
     assert again.peak_bytes == plan.peak_bytes
 
 
-@pytest.mark.parametrize("forbidden", ["recompute", "offload_activations"])
-def test_a_plan_of_a_step_is_carried_out_without_a_search(wide: int, forbidden: str, tmp_path: Path) -> None:
-    options = {"kwargs": wide_batch(), "train": True, "optimizer": ADAMW}
-    eager, own, file = stack(layers=2), stack(layers=2), tmp_path / "plan.json"
-    with graphplan.simulate({0: int(0.3 * wide), **CPU}) as machine, short_search():
+@pytest.mark.parametrize(("share", "forbidden"), [(0.4, "recompute"), (0.6, "offload_activations")])
+def test_a_plan_of_a_step_is_carried_out_without_a_search(
+    wide: int, share: float, forbidden: str, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"kwargs": wide_batch(), "train": True, "optimizer": ADAMW}
+    eager, own, file = stack(), stack(), tmp_path / "plan.json"
+    with graphplan.simulate({0: int(share * wide), **CPU}) as machine, short_search():
         plan = graphplan.plan(own, machine.max_memory, **options, **{forbidden: False})
         assert any(op.repeats or op.offloads for op in plan.graph.operations.values())
         file.write_text(plan.to_json())
@@ -656,12 +658,30 @@ def test_a_plan_of_a_step_is_carried_out_without_a_search(wide: int, forbidden: 
             step_of(model, wide_batch())
         assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
         assert machine.peak_bytes(0) <= plan.peak_bytes[0]
-        for other, said in (
-            ({"optimizer": None}, "optimizer"),
-            ({"train": False, "optimizer": None}, "train="),
-        ):
-            with pytest.raises(graphplan.PlanError, match=said):
-                graphplan.partition(own, plan=plan, **{**options, **other})
+        with pytest.raises(graphplan.PlanError, match="the optimizer"):
+            graphplan.partition(own, plan=plan, **{**options, "optimizer": None})
+        with pytest.raises(graphplan.PlanError, match=r"is of a training step.*see train="):
+            graphplan.partition(own, plan=plan, kwargs=wide_batch())
+
+
+def test_a_step_is_profiled(wide: int, tmp_path: Path) -> None:
+    eager = stack()
+    with graphplan.simulate({0: int(0.6 * wide), **CPU}) as machine, short_search():
+        placed = partitioned(machine, stack(), kwargs=wide_batch())
+        machine.reset_peaks()
+        step_of(placed, wide_batch())
+        peak = machine.peak_bytes(0)
+        placed.zero_grad()
+        torch.manual_seed(0)
+        profile = placed.profile(**wide_batch())
+        step_of(eager, wide_batch())
+        assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
+    plan, measured = profile.plan, {e.name for e in profile.timeline.events if e.kind == "run"}
+    assert {op.name for op in plan.graph.operations.values() if op.flops} <= measured
+    assert any(plan.graph.operations[name].backward for name in measured)
+    assert profile.peak_bytes[0] == peak <= plan.peak_bytes[0]
+    assert "one training step" in str(profile)
+    profile.save_html(tmp_path / "page.html")
 
 
 def test_nothing_is_left_on_the_devices() -> None:
