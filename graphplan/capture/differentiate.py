@@ -88,6 +88,7 @@ class _Tracing:
         self.trained: list[tuple[int, str]] = []
         self.fed: list[tuple[int, int]] = []
         self.differentiated: tuple[int, ...] = ()
+        self.others: dict[int, str] = {}
 
     def stand_in(self, position: int, node: fx.Node) -> Any:
         """A fake tensor for a placeholder, or the number that it stands for."""
@@ -118,17 +119,19 @@ class _Tracing:
         """Fakes of the gradients that backward starts from; finds out of which results."""
         with self._kernels():
             results = fx.Interpreter(self.capture.module).run(*_detached(values))
-        self.differentiated = self._chosen(results)
+        able = [i for i, r in enumerate(results) if isinstance(r, torch.Tensor) and r.requires_grad]
+        names = _names(self.capture.out_spec)
+        self.differentiated = self._chosen(able, names)
+        self.others = {position: names[position] for position in able if position not in self.differentiated}
         return [torch.empty_like(results[position]).detach() for position in self.differentiated]
 
-    def _chosen(self, results: Sequence[Any]) -> tuple[int, ...]:
-        able = [i for i, r in enumerate(results) if isinstance(r, torch.Tensor) and r.requires_grad]
+    def _chosen(self, able: Sequence[int], names: Sequence[str]) -> tuple[int, ...]:
+        """Positions of the results that backward starts from, of those that are able to have a gradient."""
         if not able:
             raise InputError(
                 "train=True: no result of the model has a gradient: does it compute under torch.no_grad(), "
                 "are all parameters frozen, or is the loss not among the results (labels= is missing)?"
             )
-        names = _names(self.capture.out_spec)
         wanted = self.how.outputs
         if wanted is None:
             loss = [position for position in able if names[position] == "loss"]
@@ -194,6 +197,7 @@ class _Tracing:
             tangents,
             {n.name: name for n, (_, name) in zip(of_weights, self.trained, strict=True) if n is not None},
             {n.name: leaf for n, (_, leaf) in zip(of_inputs, self.fed, strict=True) if n is not None},
+            self.others,
         )
         return replace(
             self.capture,

@@ -32,6 +32,10 @@ _CHANGED = (
     "{} has been changed by an in-place operation between the forward and the backward pass, which reads "
     "it: call backward() before {}"
 )
+_NOT_PLANNED = (
+    "a gradient has come to the result {!r}, and the step that is planned starts from {} alone: give "
+    "partition train_outputs= with all results that the loss is made of, or detach this one"
+)
 
 
 @dataclass(slots=True)
@@ -97,22 +101,32 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _StepCall, _anchor: torch.Tensor, *_inputs: torch.Tensor) -> Any:
-        """The results that are tensors; those that backward does not start from have no gradient."""
-        results = call.forward()
-        assert call.program.backward is not None
+        """The results that are tensors; those that have no gradient in eager mode have none."""
+        results, how = call.forward(), call.program.backward
+        assert how is not None
         ctx.call = call
+        ctx.set_materialize_grads(False)
         tensors = tuple(result for result in results if isinstance(result, torch.Tensor))
-        ends = {id(results[position]) for position in call.program.backward.differentiated}
-        ctx.mark_non_differentiable(*(tensor for tensor in tensors if id(tensor) not in ends))
-        ctx.starts = [index for index, tensor in enumerate(tensors) if id(tensor) in ends]
+        ends = {id(results[position]) for position in how.differentiated}
+        others = {id(results[position]): name for position, name in how.others.items()}
+        passive = [tensor for tensor in tensors if id(tensor) not in ends and id(tensor) not in others]
+        ctx.mark_non_differentiable(*passive)
+        ctx.starts = [(index, t.shape, t.dtype) for index, t in enumerate(tensors) if id(t) in ends]
+        ctx.others = {index: others[id(t)] for index, t in enumerate(tensors) if id(t) in others}
         return tensors
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
         """The gradients of inputs; those of parameters are added up where they are."""
-        found = ctx.call.backward([tangents[index] for index in ctx.starts])
-        return None, None, *found
+        for index, name in ctx.others.items():
+            if tangents[index] is not None:
+                raise RuntimeError(_NOT_PLANNED.format(name, ctx.call.program.modes.step.outputs or "'loss'"))
+        given = [
+            torch.zeros(shape, dtype=dtype) if tangents[index] is None else tangents[index]
+            for index, shape, dtype in ctx.starts
+        ]
+        return None, None, *ctx.call.backward(given)
 
 
 def run_step(module: nn.Module, state: ModuleState, program: Program, code: Code, served: Served) -> Any:

@@ -189,11 +189,26 @@ def test_custom_loss_of_results_outside_of_the_model() -> None:
         assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
 
 
-def test_results_that_are_not_trained_have_no_gradient() -> None:
+def test_a_gradient_by_a_result_that_is_not_trained_is_an_error() -> None:
     with graphplan.simulate({0: ROOMY}) as machine, short_search():
-        result = partitioned(machine, stack())(**batch())
-        assert result["loss"].requires_grad
-        assert not result["logits"].requires_grad
+        placed = partitioned(machine, stack())
+        result = placed(**batch())
+        with pytest.raises(RuntimeError, match=r"'logits'.*'loss' alone.*train_outputs="):
+            (result["loss"] + result["logits"].pow(2).mean()).backward()
+        result = placed(**batch())
+        (result["loss"] + result["logits"].detach().mean()).backward()
+
+
+def test_one_of_two_results_in_the_loss() -> None:
+    eager, own = stack().eval(), stack().eval()
+    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+        placed = partitioned(machine, own, train_outputs=["loss", "logits"])
+        for model in (placed, eager):
+            result = model(**batch())
+            (result["loss"] + result["logits"].pow(2).mean()).backward()
+            model(**batch())["loss"].backward()
+            model(**batch())["logits"].mean().backward()
+        assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
 
 
 def test_forward_under_no_grad_saves_nothing_and_equals_eager() -> None:
