@@ -219,7 +219,6 @@ def partition(
             "calls": calls,
             "compile": compile,
             "check": check,
-            "plan": plan,
             "max_batch": max_batch,
             "max_length": max_length,
         },

@@ -73,15 +73,14 @@ def read_training(
             "or a function from parameters to one"
         )
     weights = model_copy.weights
-    trained = {
-        name: tensor
-        for name, tensor in weights.tensors.items()
-        if name in weights.parameters and tensor.requires_grad
-    }
+    parameters = {name: tensor for name, tensor in weights.tensors.items() if name in weights.parameters}
+    trained = tuple(name for name, tensor in parameters.items() if tensor.requires_grad)
     if not trained:
         raise InputError("train=True: no parameter of the model requires a gradient")
-    memory = optimizer_memory(trained, optimizer, optimizer_bytes_per_element)
-    training = Training(memory, outputs, recompute, offload_activations)
+    kinds = {parameters[name].dtype for name in trained}
+    later = {name: tensor for name, tensor in parameters.items() if tensor.dtype in kinds}
+    memory = optimizer_memory(later, optimizer, optimizer_bytes_per_element)
+    training = Training(memory, trained, outputs, recompute, offload_activations)
     model_copy.step = training.differentiation(device_types)
     return training
 

@@ -49,12 +49,14 @@ class TrainingStep:
         tangents: for each of these, the node name of the input that has the gradient of the loss by it.
         gradients: node name of each gradient -> the first name of its parameter.
         input_gradients: node name of each gradient -> the leaf of the call that it is of.
+        others: position -> name of each further result that has a gradient in the model's own code.
     """
 
     differentiated: tuple[int, ...]
     tangents: tuple[str, ...]
     gradients: Mapping[str, str]
     input_gradients: Mapping[str, int] = field(default_factory=dict)
+    others: Mapping[int, str] = field(default_factory=dict)
 
     def renamed(self, names: Mapping[str, str]) -> TrainingStep:
         """The same of a graph whose nodes have other names."""
@@ -63,6 +65,7 @@ class TrainingStep:
             tuple(names[node] for node in self.tangents),
             {names[node]: weight for node, weight in self.gradients.items()},
             {names[node]: leaf for node, leaf in self.input_gradients.items()},
+            self.others,
         )
 
 

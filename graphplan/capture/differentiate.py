@@ -88,6 +88,7 @@ class _Tracing:
         self.trained: list[tuple[int, str]] = []
         self.fed: list[tuple[int, int]] = []
         self.differentiated: tuple[int, ...] = ()
+        self.others: dict[int, str] = {}
 
     def stand_in(self, position: int, node: fx.Node) -> Any:
         """A fake tensor for a placeholder, or the number that it stands for."""
@@ -118,17 +119,19 @@ class _Tracing:
         """Fakes of the gradients that backward starts from; finds out of which results."""
         with self._kernels():
             results = fx.Interpreter(self.capture.module).run(*_detached(values))
-        self.differentiated = self._chosen(results)
+        able = [i for i, r in enumerate(results) if isinstance(r, torch.Tensor) and r.requires_grad]
+        names = _names(self.capture.out_spec)
+        self.differentiated = self._chosen(able, names)
+        self.others = {position: names[position] for position in able if position not in self.differentiated}
         return [torch.empty_like(results[position]).detach() for position in self.differentiated]
 
-    def _chosen(self, results: Sequence[Any]) -> tuple[int, ...]:
-        able = [i for i, r in enumerate(results) if isinstance(r, torch.Tensor) and r.requires_grad]
+    def _chosen(self, able: Sequence[int], names: Sequence[str]) -> tuple[int, ...]:
+        """Positions of the results that backward starts from, of those that are able to have a gradient."""
         if not able:
             raise InputError(
                 "train=True: no result of the model has a gradient: does it compute under torch.no_grad(), "
                 "are all parameters frozen, or is the loss not among the results (labels= is missing)?"
             )
-        names = _names(self.capture.out_spec)
         wanted = self.how.outputs
         if wanted is None:
             loss = [position for position in able if names[position] == "loss"]
@@ -182,6 +185,9 @@ class _Tracing:
         flat = list(graph.output_node().args[0])  # type: ignore[arg-type]  # a list of results
         count = len(flat) - len(self.trained) - len(self.fed)
         results, gradients = flat[:count], flat[count:]
+        for node, (_, name) in zip(gradients, self.trained, strict=False):
+            if node is not None and node.meta["val"].layout is not torch.strided:
+                raise NoGraphError(f"the gradient of {name!r} is sparse, which no plan counts")
         of_weights = _apart(graph, gradients[: len(self.trained)])
         of_inputs = _apart(graph, gradients[len(self.trained) :])
         found = [node for node in (*of_weights, *of_inputs) if node is not None]
@@ -191,6 +197,7 @@ class _Tracing:
             tangents,
             {n.name: name for n, (_, name) in zip(of_weights, self.trained, strict=True) if n is not None},
             {n.name: leaf for n, (_, leaf) in zip(of_inputs, self.fed, strict=True) if n is not None},
+            self.others,
         )
         return replace(
             self.capture,
@@ -281,9 +288,9 @@ def _apart(graph: fx.Graph, gradients: Sequence[Any]) -> list[fx.Node | None]:
 
 
 def _sized(leaves: Sequence[Any], call: BoundCall) -> tuple[Any, ...]:
-    """What a signature asks of each leaf, with the sizes of the call."""
+    """What a signature asks of each leaf, with the sizes of the call, and which have a gradient."""
     return tuple(
-        replace(leaf, shape=tuple(given.shape), ranges=())
+        replace(leaf, shape=tuple(given.shape), ranges=(), gradient=given.requires_grad)
         if isinstance(leaf, TensorLeaf) and isinstance(given, torch.Tensor)
         else given
         if not isinstance(given, torch.Tensor)

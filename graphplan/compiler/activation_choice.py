@@ -1,8 +1,9 @@
 """Keep what a training step saves, compute it again, or move it to CPU memory: the fastest that fits.
 
 Segments are treated whole (:mod:`graphplan.passes.training.segments`), the cheapest of them first
-(:mod:`graphplan.passes.training.knapsack`); how many is a bisection, in which a quick search places each
-step. Where the accelerators hold the step as it is, nothing else is tried.
+(:mod:`graphplan.passes.training.knapsack`). As many are tried as free the bytes that are lacking, corrected
+by the bytes that are lacking then (secant method); and, by a bisection of estimated seconds, between what was
+tried. A quick search places each step. Where the accelerators hold the step as it is, nothing else is tried.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from graphplan.compiler.slicing_choice import place_whole_or_sliced
 from graphplan.errors import InfeasibleError
 from graphplan.passes.frontend.slicing import copied
 from graphplan.passes.placement.driver import probe
-from graphplan.passes.placement.evaluate import Evaluation
+from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.problem import Problem, cpu_key
+from graphplan.passes.placement.residence import reside
 from graphplan.passes.training.knapsack import Item, Savings, cheapest, items_of
 from graphplan.passes.training.offload import offload
 from graphplan.passes.training.recompute import recompute
 from graphplan.passes.training.segments import segments_of
 
-_STEPS = 3  # of the bisection
+_STEPS = 3  # shares that are tried
 _EACH_ALONE = "each operation where it takes least, whatever is saved"
 
 
@@ -74,7 +76,7 @@ class _Choice:
             return [self.member]
         items = self._items()
         if items:
-            self._bisect(items)
+            self._search(items)
         found = sorted((one for one in self.found.values() if math.isfinite(one[0])), key=lambda one: one[0])
         if found:
             return [member for _, member in found]
@@ -123,22 +125,43 @@ class _Choice:
         cpu = cpu_key(self.problem.topology)
         return not any(run.device == cpu for run in best.schedule.runs())
 
-    def _bisect(self, items: Sequence[Item]) -> None:
-        """Try all, and then the middle between the best share and the better one beside it."""
-        self._try(items, 1.0)
-        for _ in range(_STEPS - 1):
-            shares = sorted(self.found)
-            best = min(shares, key=lambda share: self.found[share][0])
-            at = shares.index(best)
-            beside = min(
-                shares[max(0, at - 1) : at] + shares[at + 1 : at + 2], key=lambda one: self.found[one][0]
-            )
-            self._try(items, (best + beside) / 2)
+    def _search(self, items: Sequence[Item]) -> None:
+        """Try what should be enough, then what it lacks or has too much of, then beside the fastest."""
+        whole = sum(item.nbytes for item in items)
+        share = self._lacking(self.problem) / whole
+        for _ in range(_STEPS):
+            share = min(share, 1.0)
+            if share <= 0 or share in self.found:
+                share = self._between()
+            share += self._try(items, share) / whole
+        if not any(math.isfinite(seconds) for seconds, _ in self.found.values()):
+            self._try(items, 1.0)
 
-    def _try(self, items: Sequence[Item], share: float) -> None:
+    def _between(self) -> float:
+        """The middle between the best share and the better one beside it."""
+        shares = sorted({*self.found, 1.0})
+        seconds = {share: self.found[share][0] if share in self.found else math.inf for share in shares}
+        best = min(shares, key=seconds.__getitem__)
+        at = shares.index(best)
+        beside = shares[max(0, at - 1) : at] + shares[at + 1 : at + 2]
+        return (best + min(beside, key=seconds.__getitem__)) / 2
+
+    def _try(self, items: Sequence[Item], share: float) -> int:
+        """Find a placement for this share; the bytes that are lacking then, below 0 where some are left."""
         member = member_with(self.member, cheapest(items, share))
-        best = self._probe(self._posed(member))
+        problem = self._posed(member)
+        best = self._probe(problem)
         self.found[share] = (math.inf if best is None else best.seconds), member
+        return self._lacking(problem)
+
+    def _lacking(self, problem: Problem) -> int:
+        """Bytes that all accelerators together lack, were the step on one of them."""
+        computing = [spec for spec in problem.topology.devices if spec.computes]
+        devices = [spec for spec in computing if spec.is_accelerator] or computing
+        roomiest = max(devices, key=lambda spec: spec.room)
+        everything = reside(problem, dict.fromkeys(problem.graph.operations, roomiest.key))
+        peak = evaluate(problem, everything).memory.peaks[roomiest.key]
+        return peak.nbytes - sum(spec.room for spec in devices)
 
     def _probe(self, problem: Problem) -> Evaluation | None:
         return probe(problem, deadline=self.state.limits.deadline)

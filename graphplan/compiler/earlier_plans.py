@@ -52,12 +52,14 @@ class Commitments:
         known: the assignment that has put the weights there, where that was another process.
         constants: those that are placed.
         plans: made so far.
+        trained: parameters beside which one of these has a gradient, which may stay.
     """
 
     def __init__(self, homes: dict[str, DeviceKey] | None = None, known: Assignment | None = None) -> None:
         self.homes, self.known = homes, known
         self.constants = PlacedConstants()
         self.plans: list[Plan] = []
+        self.trained: set[str] = set()
 
     def known_for(self, graph: Graph) -> Assignment | None:
         """The known assignment, if it is of this graph."""
@@ -73,6 +75,7 @@ class Commitments:
         self.homes = own | (self.homes or {})
         self.constants.settle(constants, homes)
         self.plans.append(plan)
+        self.trained.update(weight.name for weight in plan.graph.weights.values() if weight.beside)
 
     @property
     def parts(self) -> dict[Part, DeviceKey]:

@@ -89,7 +89,7 @@ class Formulation:
         kinds = {spec.key: spec.type for spec in self.topology.devices}
         graph = annotator.graph(schedule, kinds)
         if self.options.training is not None:
-            graph = self.options.training.held(graph, annotator.capture)
+            graph = self.options.training.held(graph, annotator.capture, self.committed.trained)
         beside = [*self._beside(annotator.capture, together), *self._kept_parts(annotator.capture, graph)]
         if not beside:
             return graph

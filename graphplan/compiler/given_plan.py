@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from graphplan.capture.captured_graph import Part
+from graphplan.compiler.activation_choice import member_with
 from graphplan.compiler.compile_state import Choice, CompileState, Member, in_parts
 from graphplan.devices.topology import Topology
 from graphplan.errors import PlanError, readable_bytes
@@ -15,6 +16,8 @@ from graphplan.ir.plan_data import PlanData
 from graphplan.passes.placement.certificate import Bound, certify
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.joint import Call
+from graphplan.passes.training.knapsack import Savings
+from graphplan.passes.training.segments import segments_of
 
 _KINDS = ("operations", "values", "weights", "inputs", "outputs", "together")
 
@@ -28,14 +31,30 @@ def place_as_planned(state: CompileState, plan: PlanData) -> CompileState:
     plans = plan.calls
     if len(plans) != len(state.members):
         raise PlanError(f"the plan is of {len(plans)} example calls, not of {len(state.members)}: see calls=")
-    members = [_sliced(member, one) for member, one in zip(state.members, plans, strict=True)]
+    members = [_as_planned(member, one) for member, one in zip(state.members, plans, strict=True)]
     state = replace(state, members=members)
     return replace(state, choices=[_chosen(state, *pair) for pair in zip(members, plans, strict=True)])
 
 
-def _sliced(member: Member, plan: PlanData) -> Member:
+def _as_planned(member: Member, plan: PlanData) -> Member:
+    """The call with what the plan computes again, keeps on the CPU, and has sliced."""
+    if plan.graph.trains and member.annotator.capture.step is not None:
+        member = member_with(member, _savings(member, plan))
     parts = [part for name in plan.graph.weights if (part := Part.named(name)) is not None]
     return in_parts(member, parts) if parts else member
+
+
+def _savings(member: Member, plan: PlanData) -> Savings:
+    """The segments of which the plan computes something again, or keeps something on the CPU."""
+    operations = plan.graph.operations.values()
+    again = {operation.repeats for operation in operations}
+    kept = {name for operation in operations if operation.offloads for name in operation.inputs}
+    segments = segments_of(member.annotator.capture)
+    named = [(segment.path, {node.name for node in segment.nodes}) for segment in segments]
+    return Savings(
+        tuple(path for path, names in named if names & again),
+        tuple(path for path, names in named if names & kept),
+    )
 
 
 def _chosen(state: CompileState, member: Member, plan: PlanData) -> Choice:
@@ -70,9 +89,15 @@ def _require_room(found: Evaluation, state: CompileState) -> None:
 
 
 def _refuse(planned: Graph, here: Graph) -> NoReturn:
+    if planned.trains != here.trains:
+        kinds = ("a forward pass", "a training step")
+        raise PlanError(
+            f"the plan is of {kinds[planned.trains]}, and {kinds[here.trains]} is asked for: see train="
+        )
     raise PlanError(
         f"the plan is of another graph: {next(_differences(planned, here))}. Give partition the model, the "
-        "example inputs and the versions of torch and transformers with which it was planned, or plan again"
+        "example inputs, the optimizer of a training step, and the versions of torch and transformers with "
+        "which it was planned, or plan again"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from graphplan.capture.captured_graph import Capture
@@ -17,28 +17,31 @@ class Training:
     """What the caller says of the training of a model.
 
     Attributes:
-        optimizer: name of each parameter that requires a gradient -> what the optimizer keeps of it.
+        optimizer: name of each parameter -> what the optimizer keeps of it once it is trained.
+        trained: names of those that require a gradient at first.
         outputs: names of the results that backward starts from; None for the loss, or all.
         recompute: whether parts of the forward pass may be computed again in the backward pass.
         offload_activations: whether saved activations may wait for the backward pass in CPU memory.
     """
 
     optimizer: Mapping[str, OptimizerMemory] = field(default_factory=dict)
+    trained: tuple[str, ...] = ()
     outputs: tuple[str, ...] | None = None
     recompute: bool = True
     offload_activations: bool = True
 
     def differentiation(self, device_types: Sequence[str]) -> Differentiation:
         """Of the step that is planned first, on these types of devices."""
-        return Differentiation(tuple(self.optimizer), self.outputs, needs_portable(device_types))
+        return Differentiation(self.trained, self.outputs, needs_portable(device_types))
 
-    def held(self, graph: Graph, capture: Capture) -> Graph:
+    def held(self, graph: Graph, capture: Capture, earlier: Set[str]) -> Graph:
         """The graph, with gradients and the optimizer's state beside the parameters.
 
         A step that is captured says itself which parameters have gradients; beside another call there are
-        all that may have one.
+        all that may have one. What ``earlier`` steps have left beside others stays.
         """
-        trained = set(self.optimizer) if capture.step is None else set(capture.step.gradients.values())
+        own = self.trained if capture.step is None else capture.step.gradients.values()
+        trained = {*own, *earlier}
         weights = [self._held(w) if w.name in trained else w for w in graph.weights.values()]
         parts = (graph.operations.values(), graph.values.values(), weights, graph.inputs, graph.outputs)
         return Graph(*parts, graph.together, shapes_known=graph.shapes_known)

@@ -40,8 +40,8 @@ _PARTS: dict[str, Any] = {
 class Graph:
     """Operations in trace order, with the values and weights between them.
 
-    ``digraph`` is the ``networkx.DiGraph``: a node per operation (attribute ``operation``), an edge
-    per producer and consumer (attribute ``values``: the names that pass, in order).
+    ``digraph`` is the ``networkx.DiGraph``, made when it is asked for: a node per operation (attribute
+    ``operation``), an edge per producer and consumer (attribute ``values``: the names that pass, in order).
 
     Args:
         operations: in the order in which the trace ran them.
@@ -77,7 +77,6 @@ class Graph:
             for name in operation.inputs:
                 users[name].append(operation.name)
         self.consumers = {name: tuple(found) for name, found in users.items()}
-        self.digraph = self._digraph()
 
     @cached_property
     def readers(self) -> dict[str, tuple[str, ...]]:
@@ -103,7 +102,9 @@ class Graph:
             shapes_known=self.shapes_known,
         )
 
-    def _digraph(self) -> nx.DiGraph[str]:
+    @cached_property
+    def digraph(self) -> nx.DiGraph[str]:
+        """A node for each operation, an edge for each producer and consumer."""
         digraph: nx.DiGraph[str] = nx.DiGraph()
         for operation in self.operations.values():
             digraph.add_node(operation.name, operation=operation)

@@ -84,14 +84,15 @@ def _nbytes(graph: Graph, nodes: Iterable[fx.Node]) -> int:
 
 
 def cheapest(items: Sequence[Item], share: float) -> Savings:
-    """The items that free this share of what all of them do, in the least time."""
-    left, taken = share * sum(item.nbytes for item in items), list[Item]()
+    """The items that free at least this share of what all of them do, in the least time."""
+    left, taken = round(share * sum(item.nbytes for item in items)), list[Item]()
     alike: dict[tuple[bool, int, float], list[Item]] = {}
     for item in items:
         alike.setdefault((item.again, item.nbytes, item.seconds), []).append(item)
     for group in sorted(alike.values(), key=lambda group: group[0].price):
-        nbytes = sum(item.nbytes for item in group)
-        taken += spread(group, min(1.0, max(0.0, left) / nbytes))
-        left -= nbytes
+        nbytes = group[0].nbytes
+        count = min(len(group), -(-max(0, left) // nbytes))
+        taken += spread(group, count)
+        left -= count * nbytes
     again = tuple(item.path for item in taken if item.again)
     return Savings(again, tuple(item.path for item in taken if not item.again))

@@ -62,10 +62,9 @@ def _repeatable(nodes: list[fx.Node], written: set[fx.Node]) -> Iterator[fx.Node
             yield node
 
 
-def spread(each: Sequence[_T], share: float) -> list[_T]:
-    """Every so many of these, evenly."""
+def spread(each: Sequence[_T], taken: int) -> list[_T]:
+    """So many of these, evenly."""
     count = len(each)
-    taken = round(share * count)
     return [one for i, one in enumerate(each) if (i + 1) * taken // count > i * taken // count]
 
 

@@ -77,7 +77,7 @@ class Code:
     module: fx.GraphModule
     bound: BoundCode | Recorder
     rebuild: Rebuild
-    backward: BoundCode | None = None
+    backward: BoundCode | Recorder | None = None
 
 
 @dataclass(frozen=True, slots=True)

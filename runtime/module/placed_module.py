@@ -16,11 +16,10 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any, Self
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from graphplan._compat.torch import in_grad_transform
 from graphplan.capture.model_methods import method_of
@@ -40,7 +39,7 @@ from graphplan.runtime.module.dispatch import (
     share_prefetch_buffers,
 )
 from graphplan.runtime.module.module_guard import ModuleGuard
-from graphplan.runtime.module.module_state import Compile, ModuleState, MoveWeights, Refused, Start
+from graphplan.runtime.module.module_state import Code, Compile, ModuleState, MoveWeights, Refused, Start
 from graphplan.runtime.module.placed_parts import link
 from graphplan.runtime.module.placed_view import PlacedView
 from graphplan.runtime.module.program import Program
@@ -48,7 +47,6 @@ from graphplan.runtime.module.program_run import run
 from graphplan.runtime.module.training_reader import TrainingReader
 from graphplan.runtime.module.training_step import run_step
 from graphplan.runtime.module.transformers_methods import answers
-from graphplan.runtime.profile.call_profile import Recorder
 from graphplan.runtime.weights.weight_changes import require_in_place
 from graphplan.warnings import warn
 
@@ -66,7 +64,7 @@ _NO_GRADIENTS = "the results of a model that was placed without gradients have n
 _WITH_GRADIENTS = "give partition grad=True, or train=True"
 logger = logging.getLogger("graphplan")
 
-Record = Callable[[Program, fx.GraphModule], Recorder]
+Record = Callable[[Program, Code], Code]
 
 
 def _kept_in_place(name: str) -> Callable[..., Any]:
@@ -125,7 +123,7 @@ class PlacedModule(ShortNames):
         state.streams.check_files()
         if not state.keep_grad:
             _refuse_gradients(state, args, kwargs)
-        step = _differentiated(self, state)
+        step = _differentiated(self, state, (args, kwargs))
         with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):
             try:
                 served = serve(self, state, entry, signature, args, kwargs, step)
@@ -169,12 +167,10 @@ def _run(
     program = state.programs[served.index]
     with state.turns if program.streams else nullcontext():
         code = code_of(module, state, served.index)
-        if program.backward is not None:
-            if record is not None:
-                raise PlanError("a training step is not profiled: profile a call under torch.no_grad()")
-            return run_step(module, state, program, code, served)
         if record is not None:
-            code = replace(code, bound=record(program, code.module))
+            code = record(program, code)
+        if program.backward is not None:
+            return run_step(module, state, program, code, served)
         return run(module, program, code, served)
 
 
@@ -193,13 +189,13 @@ def _refuse_gradients(state: ModuleState, args: tuple[Any, ...], kwargs: dict[st
         warn(f"{_NO_GRADIENTS}, and an input requires them: {_WITH_GRADIENTS}")
 
 
-def _differentiated(module: PlacedModule, state: ModuleState) -> Differentiation | None:
+def _differentiated(module: PlacedModule, state: ModuleState, inputs: Any) -> Differentiation | None:
     """What a call differentiates; None for a forward pass alone."""
     if state.training is None or not torch.is_grad_enabled():
         return None
     if not state.training.bound:  # of a copy
         state.training = state.training.of(module)
-    return state.training.read()
+    return state.training.read(inputs)
 
 
 @outside_inference_mode

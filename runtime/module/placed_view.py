@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
+from graphplan.capture.structure import leaves_of
 from graphplan.errors import PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.module.code_assembly import code_of
-from graphplan.runtime.module.module_state import ModuleState
+from graphplan.runtime.module.module_state import Code, ModuleState
 from graphplan.runtime.module.program import Program
+from graphplan.runtime.module.weight_binding import BoundCode
 from graphplan.runtime.profile.call_profile import Profile, Recorder
 
 
@@ -65,16 +69,24 @@ class PlacedView:
         """Run one call and measure it: its timeline and peaks, beside the modelled ones.
 
         Call the module before, so that what only the first call does is not measured. On a simulated
-        machine peaks are measured from now on.
+        machine peaks are measured from now on. A training step runs backward too, from the sum of what it is
+        trained on, and adds to ``grad``; the optimizer's step is not measured.
         """
         recorders: list[Recorder] = []
 
-        def record(program: Program, code: fx.GraphModule) -> Recorder:
-            recorders.append(Recorder(code, program.plan))
-            return recorders[0]
+        def record(program: Program, code: Code) -> Code:
+            recorders.append(Recorder(code.module, program.plan))
+            if not isinstance(code.backward, BoundCode):
+                return replace(code, bound=recorders[0])
+            recorders.append(Recorder(code.backward.code, program.plan, recorders[0]))
+            return replace(code, bound=recorders[0], backward=recorders[1])
 
-        self._module._graphplan_enter("", self._state.signature, args, kwargs, record)
-        measured = recorders[0].measured
+        result = self._module._graphplan_enter("", self._state.signature, args, kwargs, record)
+        if len(recorders) > 1:
+            leaves = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
+            ends = [leaf for leaf in leaves if leaf.requires_grad]
+            torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+        measured = recorders[-1].measured
         assert measured is not None
         return Profile(recorders[0].plan, measured)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,12 +42,15 @@ class Backward:
         differentiated: positions of the results that it starts from.
         inputs: indices of the leaves whose gradients it returns.
         weights: names of the parameters and buffers that it reads, which must not change before.
+        others: position -> name of each further result to which no gradient may come, though the model's own
+            code has one.
     """
 
     graph: fx.Graph
     differentiated: tuple[int, ...]
     inputs: tuple[int, ...]
     weights: tuple[str, ...]
+    others: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from graphplan.capture.modes import Differentiation, needs_portable
+from graphplan.capture.structure import leaves_of
 
 
 class TrainingReader:
@@ -35,18 +37,22 @@ class TrainingReader:
         """Whether it is a module's."""
         return self._entries is not None
 
-    def read(self) -> Differentiation | None:
-        """What is differentiated now; None where no parameter requires a gradient."""
+    def read(self, inputs: Any) -> Differentiation | None:
+        """What is differentiated in a call of these inputs; None where nothing requires a gradient."""
         assert self._entries is not None
         flags = tuple(table[name].requires_grad for table, name, _ in self._entries)
         if self._last is not None and self._last[0] == flags:
             return self._last[1]
         trained = tuple(first for (_, _, first), trains in zip(self._entries, flags, strict=True) if trains)
-        if not trained:
-            return None
         found = Differentiation(trained, self.outputs, needs_portable(self.device_types))
-        self._last = flags, found
-        return found
+        if trained:
+            self._last = flags, found
+            return found
+        return found if any(map(_requires_gradient, leaves_of(inputs))) else None
+
+
+def _requires_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
 
 
 def _entries(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, str]]:

@@ -29,8 +29,12 @@ _TWICE = (
     "Call the model again (retain_graph=True does not keep what a plan frees)"
 )
 _CHANGED = (
-    "{!r} has been changed by an in-place operation between the forward and the backward pass, which reads "
-    "it: call backward() before the optimizer steps"
+    "{} has been changed by an in-place operation between the forward and the backward pass, which reads "
+    "it: call backward() before {}"
+)
+_NOT_PLANNED = (
+    "a gradient has come to the result {!r}, and the step that is planned starts from {} alone: give "
+    "partition train_outputs= with all results that the loss is made of, or detach this one"
 )
 
 
@@ -47,6 +51,7 @@ class _StepCall:
     results: Sequence[Any] = ()
     saved: list[Any] | None = None
     versions: list[tuple[str, torch.Tensor, int]] = field(default_factory=list)
+    saved_versions: list[int] = field(default_factory=list)
 
     def forward(self) -> Sequence[Any]:
         """The flat results."""
@@ -65,6 +70,7 @@ class _StepCall:
         self.versions = [
             (n, named[n], named[n]._version) for n in self.program.backward.weights if n in named
         ]
+        self.saved_versions = [_version(value) for value in self.saved]
         return self.results
 
     def backward(self, tangents: Sequence[torch.Tensor]) -> Sequence[Any]:
@@ -74,7 +80,9 @@ class _StepCall:
             raise RuntimeError(_TWICE)
         for name, tensor, version in self.versions:
             if tensor._version != version:
-                raise RuntimeError(_CHANGED.format(name))
+                raise RuntimeError(_CHANGED.format(repr(name), "the optimizer steps"))
+        if [_version(value) for value in saved] != self.saved_versions:
+            raise RuntimeError(_CHANGED.format("An input or a result", "you write to it, or pass a copy"))
         assert self.code.backward is not None
         host = self.program.host
         given = [t if t.device == host else t.to(host) for t in tangents]
@@ -83,27 +91,42 @@ class _StepCall:
         return [gradient.to(host) for gradient in found]
 
 
+def _version(value: Any) -> int:
+    """How often a tensor was written to; those of inference mode do not count that."""
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+
+
 class _Step(torch.autograd.Function):
     """Forward and backward of a call, for autograd."""
 
     @staticmethod
     def forward(ctx: Any, call: _StepCall, _anchor: torch.Tensor, *_inputs: torch.Tensor) -> Any:
-        """The results that are tensors; those that backward does not start from have no gradient."""
-        results = call.forward()
-        assert call.program.backward is not None
+        """The results that are tensors; those that have no gradient in eager mode have none."""
+        results, how = call.forward(), call.program.backward
+        assert how is not None
         ctx.call = call
+        ctx.set_materialize_grads(False)
         tensors = tuple(result for result in results if isinstance(result, torch.Tensor))
-        ends = {id(results[position]) for position in call.program.backward.differentiated}
-        ctx.mark_non_differentiable(*(tensor for tensor in tensors if id(tensor) not in ends))
-        ctx.starts = [index for index, tensor in enumerate(tensors) if id(tensor) in ends]
+        ends = {id(results[position]) for position in how.differentiated}
+        others = {id(results[position]): name for position, name in how.others.items()}
+        passive = [tensor for tensor in tensors if id(tensor) not in ends and id(tensor) not in others]
+        ctx.mark_non_differentiable(*passive)
+        ctx.starts = [(index, t.shape, t.dtype) for index, t in enumerate(tensors) if id(t) in ends]
+        ctx.others = {index: others[id(t)] for index, t in enumerate(tensors) if id(t) in others}
         return tensors
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
         """The gradients of inputs; those of parameters are added up where they are."""
-        found = ctx.call.backward([tangents[index] for index in ctx.starts])
-        return None, None, *found
+        for index, name in ctx.others.items():
+            if tangents[index] is not None:
+                raise RuntimeError(_NOT_PLANNED.format(name, ctx.call.program.modes.step.outputs or "'loss'"))
+        given = [
+            torch.zeros(shape, dtype=dtype) if tangents[index] is None else tangents[index]
+            for index, shape, dtype in ctx.starts
+        ]
+        return None, None, *ctx.call.backward(given)
 
 
 def run_step(module: nn.Module, state: ModuleState, program: Program, code: Code, served: Served) -> Any:

@@ -1,4 +1,4 @@
-"""One forward pass, measured: when each operation and each copy ran, and the most bytes on each device.
+"""One forward pass or training step, measured: when each operation and copy ran, and the most bytes there.
 
 The generated code runs node by node with a mark before and after each. On CUDA a mark is an event on the
 stream that the node's work is enqueued on, so that nothing waits while it runs; a copy of streamed
@@ -39,10 +39,10 @@ _NO_WAIT = 5e-6  # seconds that passing a copy which is there already may take
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A measured forward pass beside the estimated one. Sizes are bytes, times seconds.
+    """A measured forward pass, or training step, beside the estimated one. Sizes are bytes, times seconds.
 
     Attributes:
-        plan: of the forward pass.
+        plan: of the forward pass, or of forward and backward.
         measured: its measured timeline and peaks.
     """
 
@@ -51,7 +51,7 @@ class Profile:
 
     @property
     def seconds(self) -> float:
-        """Measured time of the forward pass, marks included."""
+        """Measured time of the forward pass, and the backward pass of a training step, marks included."""
         return self.measured.timeline.seconds
 
     @property
@@ -97,9 +97,8 @@ class Profile:
             sizes = [size_text(self.plan.peak_bytes[key]), "-" if peak is None else size_text(peak)]
             rows.append([str(key), *times, *sizes])
         header = ["key", "compute", "measured", "peak", "measured"]
-        whole = (
-            f"one forward pass: {time_text(self.plan.makespan)} estimated, {time_text(self.seconds)} measured"
-        )
+        what = "training step" if self.plan.graph.trains else "forward pass"
+        whole = f"one {what}: {time_text(self.plan.makespan)} estimated, {time_text(self.seconds)} measured"
         return "\n".join([whole, "", *table_lines(header, rows)])
 
     def __str__(self) -> str:
@@ -142,19 +141,38 @@ class Recorder(fx.Interpreter):
     Args:
         module: the generated code, over the weights of its module.
         plan: that it carries out.
+        before: what ran the forward pass, where this runs the backward pass of the same step.
     """
 
-    def __init__(self, module: fx.GraphModule, plan: PlanData) -> None:
+    def __init__(self, module: fx.GraphModule, plan: PlanData, before: Recorder | None = None) -> None:
         super().__init__(module)
-        self.plan = plan
+        self.plan, self.before = plan, before
         self.spans: list[_Measured] = []
         self.bases: dict[torch.device, torch.cuda.Event] = {}
+        self.idle: dict[DeviceKey, list[tuple[Mark, Mark]]] = {}
+        self.began = 0.0
         self.measured: Measured | None = None
 
     def __call__(self, tensors: Sequence[Any]) -> Sequence[Any]:
-        """The flat results for the flat inputs; :attr:`measured` has what they took."""
-        devices = [device for device in self.plan.devices.values() if device.type == "cuda"]
+        """The flat results for the flat inputs; :attr:`measured` has what they took, from the first mark."""
         machine = current_machine.get()
+        if self.before is None:
+            self._begin(machine)
+        else:
+            first = self.before
+            self.spans, self.bases, self.idle, self.began = first.spans, first.bases, first.idle, first.began
+        results: Sequence[Any] = self.run(*tensors)
+        self.env = {}  # which holds on to the results, and so to what a training step saves
+        for device in self.bases:
+            torch.cuda.synchronize(device)
+        ended = time.perf_counter()
+        marks = {key: min(end() - start() for start, end in pairs) for key, pairs in self.idle.items()}
+        self.measured = Measured(self._timeline(ended), self._peaks(machine), marks)
+        return results
+
+    def _begin(self, machine: object) -> None:
+        """Forget peaks, and set the clocks."""
+        devices = [device for device in self.plan.devices.values() if device.type == "cuda"]
         for device in devices:
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
@@ -163,15 +181,8 @@ class Recorder(fx.Interpreter):
         if isinstance(machine, SimulatedMachine):
             machine.reset_peaks()
         self.began = time.perf_counter()
-        idle = {key: self._idle(device) for key, device in self.plan.devices.items()}
+        self.idle = {key: self._idle(device) for key, device in self.plan.devices.items()}
         self.began = time.perf_counter()
-        results: Sequence[Any] = self.run(*tensors)
-        for device in devices:
-            torch.cuda.synchronize(device)
-        ended = time.perf_counter()
-        marks = {key: min(end() - start() for start, end in pairs) for key, pairs in idle.items()}
-        self.measured = Measured(self._timeline(ended), self._peaks(machine), marks)
-        return results
 
     def _idle(self, device: torch.device) -> list[tuple[Mark, Mark]]:
         """Marks around a node that does nothing."""

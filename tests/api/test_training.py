@@ -8,14 +8,16 @@ import gc
 import pickle
 import re
 import warnings
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from builders import bytes_of
 from shortcuts import short_search
 from torch import nn
-from training_steps import ROOMY, check_training, gap, gradients_of, needed, step_of
+from training_steps import ROOMY, check_training, gap, gradients_of, needed, step_of, weights_of
 
 import graphplan
 
@@ -187,11 +189,26 @@ def test_custom_loss_of_results_outside_of_the_model() -> None:
         assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
 
 
-def test_results_that_are_not_trained_have_no_gradient() -> None:
+def test_a_gradient_by_a_result_that_is_not_trained_is_an_error() -> None:
     with graphplan.simulate({0: ROOMY}) as machine, short_search():
-        result = partitioned(machine, stack())(**batch())
-        assert result["loss"].requires_grad
-        assert not result["logits"].requires_grad
+        placed = partitioned(machine, stack())
+        result = placed(**batch())
+        with pytest.raises(RuntimeError, match=r"'logits'.*'loss' alone.*train_outputs="):
+            (result["loss"] + result["logits"].pow(2).mean()).backward()
+        result = placed(**batch())
+        (result["loss"] + result["logits"].detach().mean()).backward()
+
+
+def test_one_of_two_results_in_the_loss() -> None:
+    eager, own = stack().eval(), stack().eval()
+    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+        placed = partitioned(machine, own, train_outputs=["loss", "logits"])
+        for model in (placed, eager):
+            result = model(**batch())
+            (result["loss"] + result["logits"].pow(2).mean()).backward()
+            model(**batch())["loss"].backward()
+            model(**batch())["logits"].mean().backward()
+        assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
 
 
 def test_forward_under_no_grad_saves_nothing_and_equals_eager() -> None:
@@ -254,6 +271,36 @@ def test_requires_grad_switched_later_is_another_structure() -> None:
         assert placed.layers[0].up.weight.grad is None
         assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
         assert len(placed.plans) == 2
+
+
+def test_what_is_trained_later_has_its_state_in_the_plan_and_keeps_it() -> None:
+    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+        model = stack()
+        model.embed.requires_grad_(False)
+        placed = partitioned(machine, model)
+        placed.embed.requires_grad_(True)
+        placed.head.requires_grad_(False)
+        step_of(placed, batch())
+        first, second = ({w.name: len(w.beside) for w in p.graph.weights.values()} for p in placed.plans)
+    assert (first["embed.weight"], first["head.weight"]) == (0, 3)
+    assert (second["embed.weight"], second["head.weight"]) == (3, 3)
+
+
+@pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}])
+def test_steps_of_all_parameters_at_once_over_two_devices(how: dict[str, bool]) -> None:
+    eager, own = stack(layers=1), stack(layers=1)
+    made = functools.partial(ADAMW, lr=1e-3, **how)
+    with graphplan.simulate({0: ROOMY, 1: ROOMY}) as machine, short_search():
+        placed = partitioned(machine, own, optimizer=made, pin={"head": 1, "embed": 0})
+        for model in (placed, eager):
+            optimizer = made(model.parameters())
+            for seed in range(3):
+                step_of(model, batch(), seed)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=True)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert gap(weights_of(placed), weights_of(eager)) < 1e-5
+        assert all(machine.peak_bytes(key) <= placed.plan.peak_bytes[key] for key in (0, 1))
 
 
 def test_autocast_in_bfloat16() -> None:
@@ -381,6 +428,37 @@ def test_a_second_backward_and_weights_changed_before_it_are_errors() -> None:
             loss.backward()
 
 
+@pytest.mark.parametrize("what", ["result", "input"])
+def test_what_is_saved_and_changed_before_backward_is_an_error(what: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), torch.randn(3, 8)
+    with short_search():
+        placed = graphplan.partition(model, CPU, kwargs={"input": x}, train=True)
+    for each in (placed, model):
+        result = each(x)
+        loss = result.sum()
+        with torch.no_grad():
+            (result if what == "result" else x).mul_(2)
+        with pytest.raises(RuntimeError, match=r"in-?place operation"):
+            loss.backward()
+
+
+def test_inputs_that_require_gradients_later_get_them() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), torch.randn(3, 8)
+    eager, mine, theirs = copy.deepcopy(model), nn.Linear(8, 8), nn.Linear(8, 8)
+    theirs.load_state_dict(mine.state_dict())
+    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+        placed = partitioned(machine, model, kwargs={"input": x})
+        for each, before in ((placed, mine), (eager, theirs)):
+            each(x).pow(2).sum().backward()
+            each(before(x)).pow(2).sum().backward()
+            each.requires_grad_(False)  # as a discriminator is, while the generator trains
+            (each(before(x)).sum() + before.weight.sum()).backward()
+        assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
+        assert gap(gradients_of(mine), gradients_of(theirs)) < 1e-5
+
+
 def test_gradients_of_inputs() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), torch.randn(3, 8)
@@ -501,6 +579,17 @@ def test_what_cannot_be_traced_trains_through_autograd_with_a_warning() -> None:
             graphplan.partition(Branching(), machine.max_memory, kwargs=batch(), train=True, strict=True)
 
 
+def test_a_sparse_gradient_is_left_to_autograd() -> None:
+    torch.manual_seed(0)
+    model, ids = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 8)), batch()["ids"]
+    eager = copy.deepcopy(model)
+    with short_search(), pytest.warns(graphplan.GraphplanWarning, match="gradient of '0.weight' is sparse"):
+        placed = graphplan.partition(model, CPU, args=(ids,), train=True)
+    for each in (placed, eager):
+        each(ids).sum().backward()
+    assert torch.equal(placed[0].weight.grad.to_dense(), eager[0].weight.grad.to_dense())
+
+
 # -- arguments ------------------------------------------------------------------------------------------
 
 
@@ -564,6 +653,50 @@ def test_a_plan_of_a_step_is_data() -> None:
         again.verify()
     assert again.graph == plan.graph
     assert again.peak_bytes == plan.peak_bytes
+
+
+@pytest.mark.parametrize(("share", "forbidden"), [(0.4, "recompute"), (0.6, "offload_activations")])
+def test_a_plan_of_a_step_is_carried_out_without_a_search(
+    wide: int, share: float, forbidden: str, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"kwargs": wide_batch(), "train": True, "optimizer": ADAMW}
+    eager, own, file = stack(), stack(), tmp_path / "plan.json"
+    with graphplan.simulate({0: int(share * wide), **CPU}) as machine, short_search():
+        plan = graphplan.plan(own, machine.max_memory, **options, **{forbidden: False})
+        assert any(op.repeats or op.offloads for op in plan.graph.operations.values())
+        file.write_text(plan.to_json())
+        with patch("graphplan.compiler.activation_choice.probe", side_effect=AssertionError):
+            placed = graphplan.partition(own, plan=file, **options)
+        assert placed.plan.graph == plan.graph
+        assert placed.plan.schedule == plan.schedule
+        for model in (placed, eager):
+            step_of(model, wide_batch())
+        assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
+        assert machine.peak_bytes(0) <= plan.peak_bytes[0]
+        with pytest.raises(graphplan.PlanError, match="the optimizer"):
+            graphplan.partition(own, plan=plan, **{**options, "optimizer": None})
+        with pytest.raises(graphplan.PlanError, match=r"is of a training step.*see train="):
+            graphplan.partition(own, plan=plan, kwargs=wide_batch())
+
+
+def test_a_step_is_profiled(wide: int, tmp_path: Path) -> None:
+    eager = stack()
+    with graphplan.simulate({0: int(0.6 * wide), **CPU}) as machine, short_search():
+        placed = partitioned(machine, stack(), kwargs=wide_batch())
+        machine.reset_peaks()
+        step_of(placed, wide_batch())
+        peak = machine.peak_bytes(0)
+        placed.zero_grad()
+        torch.manual_seed(0)
+        profile = placed.profile(**wide_batch())
+        step_of(eager, wide_batch())
+        assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
+    plan, measured = profile.plan, {e.name for e in profile.timeline.events if e.kind == "run"}
+    assert {op.name for op in plan.graph.operations.values() if op.flops} <= measured
+    assert any(plan.graph.operations[name].backward for name in measured)
+    assert profile.peak_bytes[0] == peak <= plan.peak_bytes[0]
+    assert "one training step" in str(profile)
+    profile.save_html(tmp_path / "page.html")
 
 
 def test_nothing_is_left_on_the_devices() -> None:
