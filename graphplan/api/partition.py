@@ -25,7 +25,7 @@ from graphplan.api.arguments import (
 from graphplan.api.machines import Machines, partition_machines, refuse_with_machines
 from graphplan.api.placer import Placer, Recipe
 from graphplan.api.planning import Links
-from graphplan.api.training_arguments import read_training
+from graphplan.api.training_arguments import TrainingArguments
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.shared_attributes import copy_to_run, of_class
 from graphplan.capture.size_limits import SizeLimits
@@ -159,6 +159,9 @@ def partition(
             InputError for a meta model without a checkpoint.
         Exception: what the model itself raises for the example inputs, unchanged.
     """
+    trains = TrainingArguments(
+        train, optimizer, optimizer_bytes_per_element, train_outputs, recompute, offload_activations
+    )
     if machines is not None:
         refuse_with_machines(
             max_memory=max_memory,
@@ -170,8 +173,6 @@ def partition(
             compile=compile,
             check=check,
             warm=warm,
-            train=train,
-            optimizer=optimizer,
             train_outputs=train_outputs,
         )
         asked = Machines(machines, microbatches, schedule, objective, network, devices, links, reserve)
@@ -183,6 +184,7 @@ def partition(
             args,
             kwargs,
             Options(dynamic_shapes, grad, True, rules, sizes, time_limit=time_limit),
+            trains,
             checkpoint=checkpoint,
             strict=strict is not False,
             everywhere=return_outputs == "all",
@@ -204,16 +206,9 @@ def partition(
     model = read_model(model)
     model_copy = ModelCopy(model)
     constraints = pin_sparse(constraints, model_copy.weights, topology)
-    training = read_training(
+    training = trains.read(
         model_copy,
-        train,
-        optimizer,
-        optimizer_bytes_per_element,
-        train_outputs,
-        recompute=recompute,
-        offload_activations=offload_activations,
-        device_types=[spec.type for spec in topology.devices if spec.computes],
-        unsupported={
+        {
             "grad": grad,
             "dynamic_shapes": dynamic_shapes,
             "calls": calls,
@@ -224,6 +219,8 @@ def partition(
             "max_length": max_length,
         },
     )
+    if training is not None:
+        model_copy.step = training.differentiation([s.type for s in topology.devices if s.computes])
     options = Options(
         dynamic_shapes, grad, bool(return_outputs), constraints, size_limits, compiled, time_limit, training
     )

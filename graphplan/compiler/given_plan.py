@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from graphplan.capture.captured_graph import Part
+from graphplan.compiler.activation_choice import member_with
 from graphplan.compiler.compile_state import Choice, CompileState, Member, in_parts
 from graphplan.devices.topology import Topology
 from graphplan.errors import PlanError, readable_bytes
@@ -15,6 +16,7 @@ from graphplan.ir.plan_data import PlanData
 from graphplan.passes.placement.certificate import Bound, certify
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.joint import Call
+from graphplan.passes.training.knapsack import Savings, savings_of
 
 _KINDS = ("operations", "values", "weights", "inputs", "outputs", "together")
 
@@ -28,14 +30,18 @@ def place_as_planned(state: CompileState, plan: PlanData) -> CompileState:
     plans = plan.calls
     if len(plans) != len(state.members):
         raise PlanError(f"the plan is of {len(plans)} example calls, not of {len(state.members)}: see calls=")
-    members = [_sliced(member, one) for member, one in zip(state.members, plans, strict=True)]
+    members = [_as_planned(member, one) for member, one in zip(state.members, plans, strict=True)]
     state = replace(state, members=members)
     return replace(state, choices=[_chosen(state, *pair) for pair in zip(members, plans, strict=True)])
 
 
-def _sliced(member: Member, plan: PlanData) -> Member:
+def _as_planned(member: Member, plan: PlanData) -> Member:
+    """The call with the weights in parts that the plan has in parts, and what it saves less of saved less."""
     parts = [part for name in plan.graph.weights if (part := Part.named(name)) is not None]
-    return in_parts(member, parts) if parts else member
+    if parts:
+        member = in_parts(member, parts)
+    savings = savings_of(plan.graph)
+    return member if savings == Savings() else member_with(member, savings)
 
 
 def _chosen(state: CompileState, member: Member, plan: PlanData) -> Choice:

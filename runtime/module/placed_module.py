@@ -122,7 +122,7 @@ class PlacedModule(ShortNames):
         signature = signature or state.signature
         assert signature is not None
         state.streams.check_files()
-        step = _differentiated(self, state)
+        step = differentiated(self, state)
         with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):
             try:
                 served = serve(self, state, entry, signature, args, kwargs, step)
@@ -179,7 +179,7 @@ def _run(
         return run(module, program, code, served)
 
 
-def _differentiated(module: PlacedModule, state: ModuleState) -> Differentiation | None:
+def differentiated(module: PlacedModule, state: ModuleState) -> Differentiation | None:
     """What a call differentiates; None for a forward pass alone."""
     if state.training is None or not torch.is_grad_enabled():
         return None

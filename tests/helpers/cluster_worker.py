@@ -298,6 +298,45 @@ def training() -> None:
     say(f"{len(own)} parameters, {len(placed.plan.stages)} stages, gradients differ by {worst:.1e}")
 
 
+class Block(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def planned_training(schedule: str, budget: str) -> None:
+    """Two steps of AdamW within budgets of simulated devices, on rows of two sizes; and eager's weights."""
+    model = torch.nn.Sequential(*(Block(64) for _ in range(6))).train()
+    eager, x, target = copy.deepcopy(model), torch.randn(512, 64), torch.randn(512, 64)
+    with graphplan.simulate({0: budget, "cpu": "1GiB"}) as machine:
+        placed = graphplan.partition(
+            model, machines=[machine.max_memory] * dist.get_world_size(), args=(x,), microbatches=4,
+            schedule=schedule, objective="throughput", network=QUICK,
+            train=True, optimizer=torch.optim.AdamW,
+        )  # fmt: skip
+        optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (eager, placed.stage)]
+        for rows in (512, 256):
+            torch.nn.functional.mse_loss(eager(x[:rows]), target[:rows]).backward()
+            placed.train_step(torch.nn.functional.mse_loss, target[:rows], x[:rows])
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        peak, stage = machine.peak_bytes(0), placed.plan.stage_of(dist.get_rank())
+        own = dict(placed.stage.named_parameters())
+        worst = difference([p.cpu() for p in own.values()], [eager.get_parameter(name) for name in own])
+        with torch.no_grad():
+            found, expected = placed(x), eager(x)
+    if found is not None:
+        worst = max(worst, difference(found, expected))
+    again = len(stage.plan.recomputed)
+    say(f"{len(placed.plan.stages)} stages, recomputed {again}, kept {stage.kept_bytes.get(0, 0)}")
+    say(f"peak {peak} of {placed.plan.peak_bytes[dist.get_rank()][0]}, budget {machine.max_memory[0]}")
+    say(f"differ by {worst:.1e}")
+
+
 def tied() -> None:
     """GPT-2, whose embedding is its head, and eager: gradients of two steps, clipped; then AdamW; twice."""
     import transformers
@@ -307,7 +346,7 @@ def tied() -> None:
     eager = copy.deepcopy(model)
     ids, target = torch.randint(0, 64, (4, 5)), torch.randint(0, 64, (4, 5))
     batch = {"input_ids": ids, "use_cache": False}
-    placed = divided(model, batch, 2, grad=True, schedule="1f1b")
+    placed = divided(model, batch, 2, train=True, optimizer=torch.optim.AdamW, schedule="1f1b")
     own = dict(placed.stage.named_parameters())
     optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (eager, placed.stage)]
     gradients = []
@@ -412,6 +451,7 @@ CASES: dict[str, Callable[..., None]] = {
     "generation": generation,
     "memory": memory,
     "plain": plain,
+    "planned": planned_training,
     "profile": profile,
     "steps": steps,
     "tied": tied,

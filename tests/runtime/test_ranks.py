@@ -76,7 +76,7 @@ def two(checkpoint: Path, three: object) -> list[dict[str, str]]:
 def three(checkpoint: Path, traces: Path) -> list[dict[str, str]]:
     """Likewise of three ranks."""
     cases = ["plain", "--", "differs", "--", "training", "--", "steps", str(checkpoint), "2", "--"]
-    cases += ["profile", str(traces)]
+    cases += ["profile", str(traces), "--", "planned", "gpipe", "1600KiB"]
     return [said_by_case(output) for output in outputs_of(3, *cases)]
 
 
@@ -167,6 +167,31 @@ def test_a_training_step_has_the_gradients_of_eager(three: list[dict[str, str]])
     for cases in three:
         (line,) = said(cases["training"])
         assert float(line.rpartition(" ")[2]) < 1e-5, line
+
+
+def check_planned(outputs: Sequence[str]) -> None:
+    """Weights are eager's after two steps, and no device holds more than the plan says."""
+    for output in outputs:
+        _, memory, difference = said(output)
+        peak, planned, budget = map(int, re.findall(r"\d+", memory))
+        assert 0 < peak <= planned <= budget
+        assert float(difference.rpartition(" ")[2]) < 1e-4, difference
+
+
+def test_planned_training_keeps_the_budgets(three: list[dict[str, str]]) -> None:
+    outputs = [cases["planned"] for cases in three]
+    check_planned(outputs)
+    stages = [said(output)[0] for output in outputs]
+    assert any("recomputed 0" not in stage for stage in stages), stages
+    assert all(int(stage.rpartition(" ")[2]) > 0 for stage in stages)
+
+
+@pytest.mark.slow
+def test_planned_training_by_1f1b_keeps_the_budgets() -> None:
+    outputs = outputs_of(3, "planned", "1f1b", "2MiB")
+    check_planned(outputs)
+    first, middle, last = (int(said(output)[0].rpartition(" ")[2]) for output in outputs)
+    assert first > middle > last == 0
 
 
 def test_a_weight_of_two_stages_has_the_gradients_of_both(two: list[dict[str, str]]) -> None:
