@@ -296,4 +296,6 @@ def _read_given(plan: object, cluster: Cluster) -> ClusterPlan | None:
     ):
         if planned != now:
             raise PlanError(f"the plan is for {planned} {what}, not for {now}")
+    if cluster.flight.train and plan.schedule != cluster.flight.schedule:
+        raise PlanError(f"the plan is for schedule={plan.schedule!r}, not for {cluster.flight.schedule!r}")
     return plan

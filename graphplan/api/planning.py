@@ -58,6 +58,11 @@ def plan(
     schedule: PipelineSchedule = "gpipe",
     objective: Objective = "latency",
     network: Link | None = None,
+    train: bool = False,
+    optimizer: Optimizer | None = None,
+    optimizer_bytes_per_element: float | None = None,
+    recompute: bool = True,
+    offload_activations: bool = True,
 ) -> ClusterPlan: ...
 @overload
 def plan(

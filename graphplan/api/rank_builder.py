@@ -263,7 +263,8 @@ class RankBuilder:
             return compiler.plan(cut.example(values=values)).plan
 
         shared = {name for name, ranks in self._shared_parameters().items() if rank in ranks}
-        plan_step(plan_beside, flight.kept(after) - 1, shared)
+        found = plan_step(plan_beside, flight.kept(after) - 1, shared)
+        compiler.topology = withholding(machine, found.withheld)
 
     def _positions(self, boundaries: Boundaries) -> list[int]:
         if tuple(boundaries.graph.operations) == self.order:

@@ -225,7 +225,8 @@ class _Search:
         def plan_beside(others: Kept) -> Plan:
             return source.compiler(withholding(topology, others), self.options).plan(source.example()).plan
 
-        return _Placed(*plan_step(plan_beside, kept - 1, self._shared(start, end)))
+        found = plan_step(plan_beside, kept - 1, self._shared(start, end))
+        return _Placed(found.plan, found.kept_bytes)
 
     def _own_plan(self, c: int, start: int, end: int, kept: int) -> _Placed:
         """The plan of a stretch, in its own names, that was placed as an equal one was."""
@@ -268,8 +269,8 @@ class _Search:
     def _last_trained(self) -> int:
         """Position of the last operation that reads a parameter which is trained: no stage begins after it."""
         graph, wanted = self.boundaries.graph, trainable(self.model_copy.weights)
-        own = [any(graph.root(n) in wanted for n in op.inputs) for op in graph.operations.values()]
-        return len(own) - 1 - own[::-1].index(True)
+        every = enumerate(graph.operations.values())
+        return max(at for at, op in every if any(graph.root(name) in wanted for name in op.inputs))
 
     def _source(self, c: int, start: int, end: int) -> StageSource:
         """A stretch, as a class of machines runs it: devices decide of which kernels a training step is."""

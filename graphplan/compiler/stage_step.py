@@ -2,13 +2,14 @@
 
 While one microbatch runs, others have run forward and not yet backward. What a plan withholds for what they
 have saved decides how much is computed again in the backward pass, and that decides what they save: what is
-withheld is raised to what a plan's microbatches save, and bisected where nothing fits beside it.
+withheld is raised to what a plan's microbatches save, and bisected where nothing fits beside it, or nothing quick.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from graphplan.analysis.plan import Plan
@@ -23,6 +24,7 @@ from graphplan.passes.training.weight_views import read_weights_anew
 from graphplan.runtime.module.training_reader import TrainingReader
 
 _TRIES = 6  # plans of one stage
+_NEAR = 1.05  # times the seconds of a step alone, that are near enough
 Kept = Mapping[DeviceKey, int]
 
 
@@ -52,8 +54,23 @@ def with_step(source: StageSource, device_types: Sequence[str], values: Sequence
     return replace(source, how=how, step=source.annotator.of(step, source.model_copy.weights))
 
 
-def plan_step(plan_beside: Callable[[Kept], Plan], others: int, shared: Set[str]) -> tuple[Plan, Kept]:
-    """The plan of a stage, and what it withholds on each device, as :func:`kept_bytes`.
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A stage of a training step, planned.
+
+    Attributes:
+        plan: of one microbatch.
+        withheld: bytes of each device that were withheld from it.
+        kept_bytes: those that are needed, at most as many.
+    """
+
+    plan: Plan
+    withheld: Kept
+    kept_bytes: Kept
+
+
+def plan_step(plan_beside: Callable[[Kept], Plan], others: int, shared: Set[str]) -> StepPlan:
+    """The quickest plan of a stage that is found for which enough was withheld.
 
     Args:
         plan_beside: plans one microbatch's step while so many bytes of devices are withheld.
@@ -66,6 +83,8 @@ def plan_step(plan_beside: Callable[[Kept], Plan], others: int, shared: Set[str]
     low: Kept = {}
     high: Kept | None = None
     tried: Kept = {}
+    best: StepPlan | None = None
+    alone = math.inf  # seconds of a step that has the machine for itself
     for _ in range(_TRIES):
         try:
             plan = plan_beside(tried)
@@ -74,18 +93,25 @@ def plan_step(plan_beside: Callable[[Kept], Plan], others: int, shared: Set[str]
                 raise
             high = tried
         else:
+            alone = min(alone, plan.makespan)
             kept = kept_bytes(plan, others, shared)
             if all(nbytes <= tried.get(key, 0) for key, nbytes in kept.items()):
-                return plan, tried
-            low = tried
-            if high is None:
-                tried = {key: max(kept.get(key, 0), tried.get(key, 0)) for key in {*kept, *tried}}
-                continue
-        tried = {key: (low.get(key, 0) + nbytes + 1) // 2 for key, nbytes in high.items()}
-    raise InfeasibleError(
-        f"there is no room beside a training step for {others} other microbatches in flight, which save "
-        f"{readable_bytes(sum(tried.values()))} or more: use schedule='1f1b', or smaller microbatches"
-    )
+                found, high = StepPlan(plan, tried, kept), tried
+                best = min(best or found, found, key=lambda one: one.plan.makespan)
+                if plan.makespan <= _NEAR * alone:
+                    break
+            else:
+                low = tried
+        if high is None:
+            tried = {key: max(kept.get(key, 0), tried.get(key, 0)) for key in {*kept, *tried}}
+        else:
+            tried = {key: (low.get(key, 0) + nbytes + 1) // 2 for key, nbytes in high.items()}
+    if best is None:
+        raise InfeasibleError(
+            f"there is no room beside a training step for {others} other microbatches in flight, which save "
+            f"{readable_bytes(sum(tried.values()))} or more: use schedule='1f1b', or smaller microbatches"
+        )
+    return best
 
 
 def kept_bytes(plan: Plan, others: int, shared: Set[str]) -> dict[DeviceKey, int]:
