@@ -146,8 +146,8 @@ def partition(
         network: as in :func:`graphplan.plan`.
         train: as in :func:`graphplan.plan`. The loop stays PyTorch's: ``loss = placed(**batch).loss``,
             ``loss.backward()``, ``optimizer.step()``; gradients and the optimizer's state reside where their
-            parameters do. Calls under ``torch.no_grad()`` run the forward pass alone. With ``machines``, steps
-            are ``placed.train_step(loss, target, **batch)``.
+            parameters do. Calls under ``torch.no_grad()`` run the forward pass alone. With ``machines``, a
+            step is ``placed.train_step(loss, target, **batch)``.
         optimizer: as in :func:`graphplan.plan`.
         optimizer_bytes_per_element: as in :func:`graphplan.plan`.
         train_outputs: as in :func:`graphplan.plan`.

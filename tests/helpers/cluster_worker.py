@@ -10,11 +10,15 @@ import datetime
 import inspect
 import itertools
 import os
+import pickle
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path[:0] = [os.path.join(os.path.dirname(__file__), "..", ".."), os.path.dirname(__file__)]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -170,6 +174,8 @@ def fault(kind: str, rank: str) -> None:
             os._exit(9)
         if here and kind == "stops":
             os.kill(os.getpid(), signal.SIGSTOP)
+        if here and kind == "unreachable":
+            lose_network()
         if kind == "forms":  # both sizes are known to both ranks
             placed(x[:2])
             x = x[:2] if here else x
@@ -179,6 +185,56 @@ def fault(kind: str, rank: str) -> None:
     except graphplan.GraphplanError as error:
         say(f"{type(error).__name__}: {error}")
     os._exit(0)
+
+
+def lose_network() -> None:
+    """Let what this process sends vanish, and nothing arrive, while its connections stay open."""
+    for number in sockets_of(connected=True):
+        os.dup(number)
+        dead, _ = (one.detach() for one in socket.socketpair())
+        os.dup2(dead, number)
+
+
+def sockets_of(*, connected: bool) -> list[int]:
+    """The descriptors of this process's TCP sockets: those with a peer, or those that listen."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as one:
+                internet = one.family in (socket.AF_INET, socket.AF_INET6)
+                listens = bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        except OSError:  # no socket, or the folder's own
+            continue
+        if internet and listens != connected:
+            found.append(int(name))
+    return found
+
+
+def listening() -> set[tuple[object, ...]]:
+    """The addresses at which this process can be reached."""
+    found = set()
+    for number in sockets_of(connected=False):
+        with socket.socket(fileno=os.dup(number)) as one:
+            found.add(one.getsockname())
+    return found
+
+
+def closed() -> None:
+    """Placing, forward passes, a training step and a profile open no port, and unpickle nothing."""
+    before, x = listening(), torch.randn(4, 8)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("something is unpickled")
+
+    with ExitStack() as stack:
+        objects = dist.distributed_c10d  # its collectives of objects
+        for module, name in ((pickle, "load"), (pickle, "loads"), (torch, "load"), (objects, "_unpickler")):
+            stack.enter_context(patch.object(module, name, refuse))
+        placed = divided(chain(), {"input": x}, 2, train=True, schedule="1f1b")
+        placed(x)
+        placed.profile(x)
+        placed.train_step(torch.nn.functional.mse_loss, torch.zeros(4, 8), x)
+    say(f"{len(placed.plan.stages)} stages, {len(before)} ports, {len(listening() - before)} opened")
 
 
 def differs() -> None:
@@ -446,6 +502,7 @@ def grads_of(model: torch.nn.Module, names: Iterable[str]) -> list[torch.Tensor 
 
 CASES: dict[str, Callable[..., None]] = {
     "architectures": architectures,
+    "closed": closed,
     "differs": differs,
     "fault": fault,
     "generation": generation,

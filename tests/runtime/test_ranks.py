@@ -61,6 +61,8 @@ def two(checkpoint: Path, three: object) -> list[dict[str, str]]:
         "--",
         "tied",
         "--",
+        "closed",
+        "--",
         "steps",
         str(checkpoint),
         "3",
@@ -142,6 +144,20 @@ def test_a_rank_that_does_not_answer_is_named(kind: str) -> None:
         first, last = (said(output)[-1] for output in group.outputs([0, 2]))
     assert re.match(r"ClusterError: rank 0 \(stage 0 of 3\) waited for rank 1 to take 'linear_\d'", first)
     assert re.match(r"ClusterError: rank 2 \(stage 2 of 3\) waited for rank 1 to send 'linear_\d'", last)
+
+
+def test_a_rank_that_cannot_be_reached_ends_all_ranks() -> None:
+    with Ranks(3, "fault", "unreachable", "1") as group:
+        first, middle, last = (said(output)[-1] for output in group.outputs())
+    assert re.match(r"ClusterError: rank 0 \(stage 0 of 3\) waited for rank 1 to take 'linear_\d'", first)
+    assert re.match(r"ClusterError: rank 1 \(stage 1 of 3\) waited for rank \d to \w+ 'linear_\d'", middle)
+    assert re.match(r"ClusterError: rank 2 \(stage 2 of 3\) waited for rank 1 to send 'linear_\d'", last)
+
+
+def test_no_port_is_opened_and_nothing_unpickled(two: list[dict[str, str]]) -> None:
+    for cases in two:
+        (line,) = said(cases["closed"])
+        assert re.match(r"2 stages, [1-9]\d* ports, 0 opened$", line), line
 
 
 def test_what_differs_between_ranks_is_found_at_the_start(three: list[dict[str, str]]) -> None:
