@@ -267,7 +267,7 @@ class _Search:
 
     @property
     def _last_trained(self) -> int:
-        """Position of the last operation that reads a parameter which is trained: no stage begins after it."""
+        """Position of the last operation that reads a parameter which is trained: no cut is after it."""
         graph, wanted = self.boundaries.graph, trainable(self.model_copy.weights)
         every = enumerate(graph.operations.values())
         return max(at for at, op in every if any(graph.root(name) in wanted for name in op.inputs))

@@ -2,7 +2,8 @@
 
 While one microbatch runs, others have run forward and not yet backward. What a plan withholds for what they
 have saved decides how much is computed again in the backward pass, and that decides what they save: what is
-withheld is raised to what a plan's microbatches save, and bisected where nothing fits beside it, or nothing quick.
+withheld is raised to what a plan's microbatches save, and bisected where nothing fits beside it, or nothing
+quick.
 """
 
 from __future__ import annotations

@@ -179,10 +179,16 @@ class ClusterModule(nn.Module):
             the loss of each microbatch, on the rank of the last stage; None elsewhere.
 
         Raises:
-            InputError: the model was placed without ``train=True`` or ``grad=True``.
+            InputError: the model was placed without ``train=True`` or ``grad=True``, or the batch or the
+                target does not divide into the microbatches.
         """
         call = bind_call(self._signature, args, kwargs)
         parts = microbatches_of(call, self.plan.microbatches)
+        if target.dim() == 0 or target.shape[0] % len(parts):
+            raise InputError(
+                f"a target of the sizes {list(target.shape)} does not divide into {len(parts)} microbatches "
+                "along its first dimension: give as many rows as the batch has"
+            )
         form = Form(_described(parts[0]), trains=True)
         known = self._known(parts[0], form)
         if (form, loss) not in self._trainers:

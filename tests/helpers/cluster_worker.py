@@ -168,7 +168,9 @@ def fault(kind: str, rank: str) -> None:
     """One rank dies, stops or is called otherwise; the others say what they waited for."""
     here, x = dist.get_rank() == int(rank), torch.randn(4, 8)
     try:
-        placed = divided(chain(), {"input": x}, 2, return_outputs=True)
+        placed = divided(chain(), {"input": x}, 2, return_outputs=True, grad=kind == "backward")
+        if kind == "backward":
+            placed.train_step(loss_that_fails, torch.zeros(4, 8), x)
         placed(x)
         if here and kind == "dies":
             os._exit(9)
@@ -182,9 +184,15 @@ def fault(kind: str, rank: str) -> None:
         placed(x)
         placed(x)
         say("no error")
-    except graphplan.GraphplanError as error:
+    except (graphplan.GraphplanError, ZeroDivisionError) as error:
         say(f"{type(error).__name__}: {error}")
     os._exit(0)
+
+
+def loss_that_fails(result: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Its backward pass divides by zero."""
+    result.register_hook(lambda gradient: gradient * (1 // 0))
+    return torch.nn.functional.mse_loss(result, wanted)
 
 
 def lose_network() -> None:

@@ -154,6 +154,13 @@ def test_a_rank_that_cannot_be_reached_ends_all_ranks() -> None:
     assert re.match(r"ClusterError: rank 2 \(stage 2 of 3\) waited for rank 1 to send 'linear_\d'", last)
 
 
+def test_an_error_of_the_backward_pass_is_the_ranks_own() -> None:
+    with Ranks(2, "fault", "backward", "1") as group:
+        first, last = (said(output)[-1] for output in group.outputs())
+    assert last.startswith("ZeroDivisionError: ")
+    assert re.match(r"ClusterError: rank 0 \(stage 0 of 2\) waited for rank 1", first)
+
+
 def test_no_port_is_opened_and_nothing_unpickled(two: list[dict[str, str]]) -> None:
     for cases in two:
         (line,) = said(cases["closed"])
