@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
@@ -15,6 +15,7 @@ from torch import fx, nn
 from graphplan.analysis.cluster_plan import ClusterPlan
 from graphplan.api.arguments import read_example, read_model
 from graphplan.api.rank_builder import RankBuilder
+from graphplan.api.training_arguments import TrainingArguments
 from graphplan.capture.microbatches import batch_of, microbatches_of
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.signature import BoundCall
@@ -68,7 +69,7 @@ class Machines:
     links: Mapping[tuple[DeviceKey, DeviceKey], Link] | None = None
     reserve: Reserve = 0
 
-    def cluster(self, *, grad: bool = False) -> Cluster:
+    def cluster(self, *, grad: bool = False, train: bool = False) -> Cluster:
         """The machines as the planner knows them.
 
         Raises:
@@ -93,7 +94,7 @@ class Machines:
             with_speeds(read_max_memory(one, self.links, self.reserve), self.devices)
             for one in self.max_memory
         )
-        flight = Flight(count, self.schedule, grad)
+        flight = Flight(count, self.schedule, grad or train, train)
         return Cluster(machines, self.network or NETWORK, flight, self.objective)
 
 
@@ -105,20 +106,26 @@ def refuse_with_machines(**given: object) -> None:
 
 
 def plan_machines(
-    model: Any, machines: Machines, args: Sequence[Any], kwargs: Mapping[str, Any] | None, options: Options
+    model: Any,
+    machines: Machines,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    options: Options,
+    trains: TrainingArguments,
 ) -> ClusterPlan:
     """As :func:`graphplan.plan` with ``machines=``."""
-    cluster = machines.cluster(grad=options.grad)
-    asked = _asked(model, cluster, args, kwargs, options)
-    return plan_cluster(asked.model_copy, asked.traced(), asked.batch, cluster, options)
+    cluster = machines.cluster(grad=options.grad, train=trains.train)
+    asked = _asked(model, cluster, args, kwargs, options, trains)
+    return plan_cluster(asked.model_copy, asked.traced(), asked.batch, cluster, asked.options)
 
 
 @dataclass(slots=True)
 class _Asked:
-    """A model and an example of its calls."""
+    """A model and an example of its calls; ``options`` are the caller's."""
 
     model: nn.Module
     model_copy: ModelCopy
+    options: Options
     compiler: Compiler
     call: BoundCall
     microbatches: int
@@ -157,16 +164,24 @@ class _Asked:
 
 
 def _asked(
-    model: Any, cluster: Cluster, args: Sequence[Any], kwargs: Mapping[str, Any] | None, options: Options
+    model: Any,
+    cluster: Cluster,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    options: Options,
+    trains: TrainingArguments,
 ) -> _Asked:
     model = read_model(model)
     model_copy = ModelCopy(model)
+    sizes = options.size_limits
+    unsupported = {"grad": options.grad, "max_batch": sizes.max_batch, "max_length": sizes.max_length}
+    options = replace(options, training=trains.read(model_copy, unsupported))
     call = read_example(model, model_copy, args, kwargs)
     if call is None:
         raise InputError("machines= needs example inputs: give args= or kwargs=")
     microbatches_of(call, cluster.flight.microbatches)  # raises where it cannot be divided
     compiler = whole_compiler(model_copy, cluster, options)
-    return _Asked(model, model_copy, compiler, call, cluster.flight.microbatches)
+    return _Asked(model, model_copy, options, compiler, call, cluster.flight.microbatches)
 
 
 def _require_part(whole: Wire, part: Wire, count: int) -> None:
@@ -188,6 +203,7 @@ def partition_machines(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
     options: Options,
+    trains: TrainingArguments,
     *,
     checkpoint: str | Path | Checkpoint | None,
     strict: bool,
@@ -202,14 +218,16 @@ def partition_machines(
         args: example inputs by position.
         kwargs: example inputs by name.
         options: of the caller.
+        trains: what is to be trained, and how.
         checkpoint: from which each rank reads its own weights.
         strict: whether names that the checkpoint lacks, or the model does not know, are errors.
         everywhere: whether all ranks get results, or the last only.
         plan: to carry out, in place of a search; or the file of one.
     """
     require_group(len(machines.max_memory))
-    cluster = on_all("reading machines=", lambda: machines.cluster(grad=options.grad))
-    asked = on_all("reading the model", lambda: _asked(model, cluster, args, kwargs, options))
+    cluster = on_all("reading machines=", lambda: machines.cluster(grad=options.grad, train=trains.train))
+    asked = on_all("reading the model", lambda: _asked(model, cluster, args, kwargs, options, trains))
+    options = asked.options
     require_same(_facts(asked, machines, options))
     annotator = on_all("tracing the model", asked.traced)
     require_same({_GRAPH: str(annotator.graph())})
@@ -278,4 +296,6 @@ def _read_given(plan: object, cluster: Cluster) -> ClusterPlan | None:
     ):
         if planned != now:
             raise PlanError(f"the plan is for {planned} {what}, not for {now}")
+    if cluster.flight.train and plan.schedule != cluster.flight.schedule:
+        raise PlanError(f"the plan is for schedule={plan.schedule!r}, not for {cluster.flight.schedule!r}")
     return plan

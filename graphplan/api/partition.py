@@ -25,7 +25,7 @@ from graphplan.api.arguments import (
 from graphplan.api.machines import Machines, partition_machines, refuse_with_machines
 from graphplan.api.placer import Placer, Recipe
 from graphplan.api.planning import Links
-from graphplan.api.training_arguments import read_training
+from graphplan.api.training_arguments import TrainingArguments
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.shared_attributes import copy_to_run, of_class
 from graphplan.capture.size_limits import SizeLimits
@@ -146,7 +146,8 @@ def partition(
         network: as in :func:`graphplan.plan`.
         train: as in :func:`graphplan.plan`. The loop stays PyTorch's: ``loss = placed(**batch).loss``,
             ``loss.backward()``, ``optimizer.step()``; gradients and the optimizer's state reside where their
-            parameters do. Calls under ``torch.no_grad()`` run the forward pass alone.
+            parameters do. Calls under ``torch.no_grad()`` run the forward pass alone. With ``machines``, a
+            step is ``placed.train_step(loss, target, **batch)``.
         optimizer: as in :func:`graphplan.plan`.
         optimizer_bytes_per_element: as in :func:`graphplan.plan`.
         train_outputs: as in :func:`graphplan.plan`.
@@ -159,6 +160,9 @@ def partition(
             InputError for a meta model without a checkpoint.
         Exception: what the model itself raises for the example inputs, unchanged.
     """
+    trains = TrainingArguments(
+        train, optimizer, optimizer_bytes_per_element, train_outputs, recompute, offload_activations
+    )
     if machines is not None:
         refuse_with_machines(
             max_memory=max_memory,
@@ -170,8 +174,6 @@ def partition(
             compile=compile,
             check=check,
             warm=warm,
-            train=train,
-            optimizer=optimizer,
             train_outputs=train_outputs,
         )
         asked = Machines(machines, microbatches, schedule, objective, network, devices, links, reserve)
@@ -183,6 +185,7 @@ def partition(
             args,
             kwargs,
             Options(dynamic_shapes, grad, True, rules, sizes, time_limit=time_limit),
+            trains,
             checkpoint=checkpoint,
             strict=strict is not False,
             everywhere=return_outputs == "all",
@@ -204,16 +207,9 @@ def partition(
     model = read_model(model)
     model_copy = ModelCopy(model)
     constraints = pin_sparse(constraints, model_copy.weights, topology)
-    training = read_training(
+    training = trains.read(
         model_copy,
-        train,
-        optimizer,
-        optimizer_bytes_per_element,
-        train_outputs,
-        recompute=recompute,
-        offload_activations=offload_activations,
-        device_types=[spec.type for spec in topology.devices if spec.computes],
-        unsupported={
+        {
             "grad": grad,
             "dynamic_shapes": dynamic_shapes,
             "calls": calls,
@@ -223,6 +219,8 @@ def partition(
             "max_length": max_length,
         },
     )
+    if training is not None:
+        model_copy.step = training.differentiation([s.type for s in topology.devices if s.computes])
     options = Options(
         dynamic_shapes, grad, bool(return_outputs), constraints, size_limits, compiled, time_limit, training
     )

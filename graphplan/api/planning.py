@@ -19,7 +19,7 @@ from graphplan.api.arguments import (
     read_model,
 )
 from graphplan.api.machines import Machines, plan_machines, refuse_with_machines
-from graphplan.api.training_arguments import read_training
+from graphplan.api.training_arguments import TrainingArguments
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.size_limits import SizeLimits
 from graphplan.capture.thread_patches import outside_inference_mode
@@ -58,6 +58,11 @@ def plan(
     schedule: PipelineSchedule = "gpipe",
     objective: Objective = "latency",
     network: Link | None = None,
+    train: bool = False,
+    optimizer: Optimizer | None = None,
+    optimizer_bytes_per_element: float | None = None,
+    recompute: bool = True,
+    offload_activations: bool = True,
 ) -> ClusterPlan: ...
 @overload
 def plan(
@@ -198,6 +203,9 @@ def plan(
         Exception: what the model itself raises for the example inputs, unchanged.
     """
     size_limits = SizeLimits(max_batch, max_length)
+    trains = TrainingArguments(
+        train, optimizer, optimizer_bytes_per_element, train_outputs, recompute, offload_activations
+    )
     if machines is not None:
         refuse_with_machines(
             max_memory=max_memory,
@@ -206,36 +214,29 @@ def plan(
             balance=balance,
             calls=calls,
             weights=weights,
-            train=train,
-            optimizer=optimizer,
             train_outputs=train_outputs,
         )
         asked = Machines(machines, microbatches, schedule, objective, network, devices, links, reserve)
         rules = Constraints(offload=offload, cpu_compute=cpu_compute)
         options = Options(dynamic_shapes, False, True, rules, size_limits, time_limit=time_limit)
-        return plan_machines(model, asked, args, kwargs, options)
+        return plan_machines(model, asked, args, kwargs, options, trains)
     topology = with_speeds(read_max_memory(max_memory, links, reserve), devices)
     constraints = read_constraints(
         pin, together, topology, offload=offload, cpu_compute=cpu_compute, balance=balance
     )
     model = read_model(model)
     model_copy = ModelCopy(model)
-    training = read_training(
+    training = trains.read(
         model_copy,
-        train,
-        optimizer,
-        optimizer_bytes_per_element,
-        train_outputs,
-        recompute=recompute,
-        offload_activations=offload_activations,
-        device_types=[spec.type for spec in topology.devices if spec.computes],
-        unsupported={
+        {
             "dynamic_shapes": dynamic_shapes,
             "calls": calls,
             "max_batch": max_batch,
             "max_length": max_length,
         },
     )
+    if training is not None:
+        model_copy.step = training.differentiation([s.type for s in topology.devices if s.computes])
     options = Options(
         dynamic_shapes,
         False,

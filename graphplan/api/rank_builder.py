@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,15 @@ from graphplan.compiler.cluster_call import Wires, rebuild_result, traced_inputs
 from graphplan.compiler.cluster_planning import Cluster
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import AHEAD, Compiler
-from graphplan.compiler.stage_compiler import StageSource, stage_source, with_buffers
+from graphplan.compiler.stage_compiler import (
+    StageSource,
+    buffer_bytes,
+    stage_source,
+    with_buffers,
+    withholding,
+)
+from graphplan.compiler.stage_step import Kept, plan_step, with_step
+from graphplan.compiler.training import trainable, trained_values
 from graphplan.devices.max_memory import require_present
 from graphplan.devices.topology import Topology
 from graphplan.errors import InfeasibleError, InputError
@@ -59,7 +67,7 @@ class RankBuilder:
         compiler: of this rank's stage.
         placed: this rank's stage.
         order: the operations of the plan's call.
-        cuts: by the trace of a call, and whether caches stay.
+        cuts: by the trace of a call, and what :meth:`_key` adds.
         runners: by that and by the sizes of what crosses the network.
         traffic: bytes that this rank has sent, by name of the value.
         group: of the ranks that have stages; None for all.
@@ -76,7 +84,7 @@ class RankBuilder:
     compiler: Compiler | None = None
     placed: nn.Module | None = None
     order: tuple[str, ...] = ()
-    cuts: dict[tuple[int, bool], _RankCut] = field(default_factory=dict)
+    cuts: dict[Hashable, _RankCut] = field(default_factory=dict)
     runners: dict[Any, StageRunner] = field(default_factory=dict)
     traffic: Counter[str] = field(default_factory=Counter)
     group: dist.ProcessGroup | None = None
@@ -89,10 +97,12 @@ class RankBuilder:
         self.order = tuple(boundaries.graph.operations)
         weights, cut = self.model_copy.weights, None
         if stage is not None:
-            cut = stage_source(annotator, boundaries, weights, stage.start, stage.end)
+            trained = self._trained(annotator) if self.cluster.flight.train else frozenset[str]()
+            cut = stage_source(annotator, boundaries, weights, stage.start, stage.end, trained)
         self._fetch_weights(cut)
         if stage is not None and cut is not None:
             topology = with_buffers(self.cluster.machines[rank], stage.buffer_bytes)
+            topology = withholding(topology, stage.kept_bytes)
             self.placed = on_all("placing the stages", lambda: self._place(stage, cut, topology))
         else:
             tell_all("placing the stages", None)
@@ -105,7 +115,7 @@ class RankBuilder:
             training=self.model.training,
             everywhere=self.everywhere,
             traffic=self.traffic,
-            shared=SharedGradients(self._shared_parameters() if self.options.grad else {}),
+            shared=SharedGradients(self._shared_parameters() if self.options.differentiates else {}),
         )
         made.generate_with(generator_of(self.model, made.forward_in_place, self._ranks[-1], self.traffic))
         return made
@@ -143,6 +153,8 @@ class RankBuilder:
         cut = replace(
             cut, model_copy=model_copy, annotator=cut.annotator.of(cut.cut.capture, model_copy.weights)
         )
+        if self.cluster.flight.train:
+            cut = with_step(cut, _types(topology))
         self.compiler = cut.compiler(topology, self.options, stage.plan)
         placer = Placer(Recipe(topology, self.options, strict=True), self.source, compiler=self.compiler)
         return placer.place(cut.module, model_copy, cut.example("cpu"))
@@ -165,16 +177,13 @@ class RankBuilder:
     def _prepared(self, micro: BoundCall, form: Form, ahead: float) -> ClusterCall:
         stay = form.caches_stay
         annotator = self._annotated(micro, form, ahead)
-        capture = annotator.capture
+        capture, key = annotator.capture, self._key(annotator, form)
         if capture.caches and not stay:
             raise InputError(f"{', '.join(capture.caches)}: over several machines, generate() keeps caches")
-        wires = Wires(
-            capture, micro, self.model_copy.weights.parameters if self.options.grad else frozenset()
-        )
-        key = id(annotator), stay
+        wires = Wires(capture, micro, self._trained(annotator))
         if key not in self.cuts:
             self.cuts[key] = on_all(
-                "placing a call of other sizes", lambda: self._cut(annotator, wires, stay)
+                "placing a call of other sizes", lambda: self._cut(annotator, wires, form)
             )
         return ClusterCall(
             self._runner(key, wires, 1 if stay else self.plan.microbatches),
@@ -194,15 +203,26 @@ class RankBuilder:
         except Exception as error:  # whatever it is, all ranks are to hear of it
             tell_all("tracing the model", error)
             raise
-        if (id(found), form.caches_stay) not in self.cuts:
+        if self._key(found, form) not in self.cuts:
             tell_all("tracing the model", None)
             require_same({"the inputs of this call": repr(form)})
         return found
 
-    def _cut(self, annotator: Annotator, wires: Wires, stay: bool) -> _RankCut:
+    def _key(self, annotator: Annotator, form: Form) -> Hashable:
+        """What a call is cut by: a training step has sizes of its own, a forward pass serves several."""
+        planned = form.trains and self.cluster.flight.train
+        return id(annotator), form.caches_stay, form.call if planned else None
+
+    def _trained(self, annotator: Annotator) -> frozenset[str]:
+        """Values of which gradients are sent back in a training step."""
+        if not self.options.differentiates:
+            return frozenset()
+        return trained_values(annotator.capture, trainable(self.model_copy.weights))
+
+    def _cut(self, annotator: Annotator, wires: Wires, form: Form) -> _RankCut:
         """The stages of a call, this rank's placed."""
-        rank = dist.get_rank()
-        boundaries = Boundaries(annotator.graph(), stay)
+        rank, trains = dist.get_rank(), form.trains and self.cluster.flight.train
+        boundaries = Boundaries(annotator.graph(), form.caches_stay)
         positions = self._positions(boundaries)
         crossing = tuple(name for position in positions[1:-1] for name in boundaries.crossing(position))
         if rank not in self._ranks:
@@ -210,23 +230,48 @@ class RankBuilder:
         assert self.compiler is not None
         assert self.placed is not None
         index, weights = self._ranks.index(rank), self.model_copy.weights
-        cut = stage_source(annotator, boundaries, weights, positions[index], positions[index + 1])
+        trained = wires.trained if trains else frozenset[str]()
+        cut = stage_source(annotator, boundaries, weights, positions[index], positions[index + 1], trained)
         if not cut.cut.outputs:  # it has nothing to compute in such calls, as encoders in a decode step
             return _RankCut(cut, crossing)
-        self.compiler.adopt(cut.annotator)
+        values, usual = [wires.example(name) for name in cut.cut.inputs], self.compiler.topology
+        if trains:
+            cut = with_step(cut, _types(usual), values)
+        cut.adopt_in(self.compiler)
         try:
-            make_ready(self.placed, [wires.example(name) for name in cut.cut.inputs])
+            if cut.step is not None:
+                self._withhold(cut, wires, values)
+            make_ready(self.placed, values, trains=trains)
         except InfeasibleError:
-            self.compiler.drop(cut.annotator)
+            cut.drop_from(self.compiler)
             raise
+        finally:
+            self.compiler.topology = usual
         return _RankCut(cut, crossing)
+
+    def _withhold(self, cut: StageSource, wires: Wires, values: Sequence[Any]) -> None:
+        """Let the compiler leave room for the microbatches in flight of a training step of these sizes."""
+        flight, rank, compiler = self.cluster.flight, dist.get_rank(), self.compiler
+        assert compiler is not None
+        after = len(self._ranks) - 1 - self._ranks.index(rank)
+        received, sent = (sum(map(wires.nbytes, names)) for names in (cut.cut.received, cut.cut.sent))
+        buffers = buffer_bytes(received, sent, flight, last=not after)
+        machine = with_buffers(self.cluster.machines[rank], buffers)
+
+        def plan_beside(others: Kept) -> Plan:
+            compiler.topology = withholding(machine, others)
+            return compiler.plan(cut.example(values=values)).plan
+
+        shared = {name for name, ranks in self._shared_parameters().items() if rank in ranks}
+        found = plan_step(plan_beside, flight.kept(after) - 1, shared)
+        compiler.topology = withholding(machine, found.withheld)
 
     def _positions(self, boundaries: Boundaries) -> list[int]:
         if tuple(boundaries.graph.operations) == self.order:
             return [0, *(stage.end for stage in self.plan.stages)]
         return stage_positions(boundaries, [set(stage.plan.graph.weights) for stage in self.plan.stages])
 
-    def _runner(self, key: tuple[int, bool], wires: Wires, microbatches: int) -> StageRunner | None:
+    def _runner(self, key: Hashable, wires: Wires, microbatches: int) -> StageRunner | None:
         """What runs this rank's stage, if it has one: another on all ranks where any size is new."""
         known = self.cuts[key]
         if known.source is None or self.placed is None:
@@ -244,11 +289,11 @@ class RankBuilder:
         return StageProgram(self.placed, cut.inputs, cut.outputs, received, sent, self._ranks)
 
     def _trainer(
-        self, key: tuple[int, bool], wires: Wires, rebuild: Callable[[Mapping[str, Any]], Any], loss: Loss
+        self, key: Hashable, wires: Wires, rebuild: Callable[[Mapping[str, Any]], Any], loss: Loss
     ) -> StageRunner | None:
         """What runs this rank's stage forward and backward, if it has one."""
         known, schedule = self.cuts[key], self.plan.schedule
-        if known.source is None or not self.options.grad:
+        if known.source is None or not self.options.differentiates:
             return None
         program = self._program(known.source, wires)
         names = [wire.name for wire in program.sent]
@@ -272,6 +317,11 @@ class _RankCut:
 
     source: StageSource | None
     crossing: tuple[str, ...]
+
+
+def _types(topology: Topology) -> list[str]:
+    """Of the devices that compute."""
+    return [spec.type for spec in topology.devices if spec.computes]
 
 
 def _fill(module: StageModule, got: Mapping[str, torch.Tensor]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,24 +18,20 @@ from graphplan.runtime.module.result_structure import given_layouts, rebuilder
 
 
 class Wires:
-    """Tensors on the network in a call: their sizes are its own, not those that the plan is for."""
+    """Tensors on the network in a call: their sizes are its own, not those that the plan is for.
 
-    def __init__(self, capture: Capture, micro: BoundCall, parameters: Set[str] = frozenset()) -> None:
-        self.parameters = parameters
+    Args:
+        capture: of the call.
+        micro: one microbatch of it.
+        trained: values of which gradients are sent back.
+    """
+
+    def __init__(self, capture: Capture, micro: BoundCall, trained: Set[str] = frozenset()) -> None:
+        self.trained = trained
         self.capture, self.inputs = capture, traced_inputs(capture, micro)
         here = sizes_of_call(capture.graph, capture.inputs, list(self.inputs.values()))
         self.sizes = {**capture.sizes, **here}
         self.nodes = {node.name: node for node in capture.graph.nodes}
-
-    @cached_property
-    def trained(self) -> frozenset[str]:
-        """Values that depend on a parameter."""
-        found: set[fx.Node] = set()
-        for node in self.capture.graph.nodes:
-            own = self.capture.weights.get(node.name)
-            if own in self.parameters or not found.isdisjoint(node.all_input_nodes):
-                found.add(node)
-        return frozenset(node.name for node in found)
 
     def of(self, name: str) -> Wire:
         """A value of the graph.
@@ -50,8 +45,12 @@ class Wires:
                 f"a result is {described!r}, no tensor, which no machine can send: leave it out of what the "
                 "model returns (for a transformers model, use_cache=False)"
             )
-        trained = name in self.trained and described.dtype.is_floating_point
-        return Wire(name, described.shape, described.dtype, trained)
+        return Wire(name, described.shape, described.dtype, name in self.trained)
+
+    def nbytes(self, name: str) -> int:
+        """Bytes of a value of the graph that is sent."""
+        described = describe(self.nodes[name].meta.get("val"), self.sizes)
+        return described.copy_bytes if isinstance(described, TensorMeta) else 0
 
     def given(self, name: str, call: BoundCall) -> Any:
         """An input of a call that is a result too."""

@@ -45,6 +45,11 @@ class Options:
         if limit is not None and not (number and limit > 0):
             raise InputError(f"time_limit must be a positive number of seconds or None, not {limit!r}")
 
+    @property
+    def differentiates(self) -> bool:
+        """Whether a backward pass may follow: by autograd, or as planned."""
+        return self.grad or self.training is not None
+
 
 @dataclass(frozen=True, slots=True)
 class Formulation:

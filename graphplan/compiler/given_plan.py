@@ -16,8 +16,7 @@ from graphplan.ir.plan_data import PlanData
 from graphplan.passes.placement.certificate import Bound, certify
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.joint import Call
-from graphplan.passes.training.knapsack import Savings
-from graphplan.passes.training.segments import segments_of
+from graphplan.passes.training.knapsack import Savings, savings_of
 
 _KINDS = ("operations", "values", "weights", "inputs", "outputs", "together")
 
@@ -37,24 +36,12 @@ def place_as_planned(state: CompileState, plan: PlanData) -> CompileState:
 
 
 def _as_planned(member: Member, plan: PlanData) -> Member:
-    """The call with what the plan computes again, keeps on the CPU, and has sliced."""
-    if plan.graph.trains and member.annotator.capture.step is not None:
-        member = member_with(member, _savings(member, plan))
+    """The call with the weights in parts that the plan has in parts, and what it saves less of saved less."""
     parts = [part for name in plan.graph.weights if (part := Part.named(name)) is not None]
-    return in_parts(member, parts) if parts else member
-
-
-def _savings(member: Member, plan: PlanData) -> Savings:
-    """The segments of which the plan computes something again, or keeps something on the CPU."""
-    operations = plan.graph.operations.values()
-    again = {operation.repeats for operation in operations}
-    kept = {name for operation in operations if operation.offloads for name in operation.inputs}
-    segments = segments_of(member.annotator.capture)
-    named = [(segment.path, {node.name for node in segment.nodes}) for segment in segments]
-    return Savings(
-        tuple(path for path, names in named if names & again),
-        tuple(path for path, names in named if names & kept),
-    )
+    if parts:
+        member = in_parts(member, parts)
+    savings = savings_of(plan.graph)
+    return member if savings == Savings() else member_with(member, savings)
 
 
 def _chosen(state: CompileState, member: Member, plan: PlanData) -> Choice:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,19 +11,21 @@ import torch
 from graphplan.analysis.plan import Plan
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.model_weights import ModelWeights
+from graphplan.capture.modes import Differentiation
 from graphplan.capture.partial_model import StageModule, partial_model
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.compile_state import Choice, CompileState, Member
 from graphplan.compiler.earlier_plans import Commitments
 from graphplan.compiler.formulation import Formulation, Options
 from graphplan.compiler.pipeline import Compiler, check_budgets, plan_of
-from graphplan.devices.topology import CPU, Topology
+from graphplan.devices.topology import CPU, DeviceKey, Topology
 from graphplan.ir.cluster_plan_data import Crossing
 from graphplan.ir.schedule import Assignment, Schedule
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.frontend.tensor_meta import dtype_name
 from graphplan.passes.pipeline.boundaries import Boundaries
 from graphplan.passes.pipeline.cut_capture import StageCapture, cut_capture
+from graphplan.passes.pipeline.estimates import Flight
 from graphplan.passes.placement.certificate import Bound, certify
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.joint import Call
@@ -38,12 +40,23 @@ class StageSource:
         module: holds the weights that it reads.
         model_copy: of ``module``.
         annotator: of the capture.
+        trained: values that it takes or computes and that depend on a parameter which requires a gradient.
+        how: what its training step differentiates; None for a forward pass alone.
+        step: of the training step, likewise.
     """
 
     cut: StageCapture
     module: StageModule
     model_copy: ModelCopy
     annotator: Annotator
+    trained: frozenset[str] = frozenset()
+    how: Differentiation | None = None
+    step: Annotator | None = None
+
+    @property
+    def planned(self) -> Annotator:
+        """Of what is placed: the training step if there is one."""
+        return self.step or self.annotator
 
     @property
     def receives(self) -> tuple[Crossing, ...]:
@@ -62,33 +75,70 @@ class StageSource:
             for name in names
         )
 
-    def example(self, device: str = "meta") -> BoundCall:
-        """A call of the stage, of the sizes that the plan is for."""
+    def example(self, device: str = "meta", values: Sequence[Any] = ()) -> BoundCall:
+        """A call of the stage, of the sizes that the plan is for, or with these values."""
         sizes, numbers = self.cut.sizes, self.cut.numbers
-        values: list[Any] = [
+        given = list(values) or [
             numbers[name]
             if name in numbers
             else torch.empty(sizes[name].shape, dtype=sizes[name].dtype, device=device)
             for name in self.cut.inputs
         ]
-        return self.model_copy.bind(values, {})
+        for name, value in zip(self.cut.inputs, given, strict=True):
+            if name in self.trained and isinstance(value, torch.Tensor):
+                value.requires_grad_()
+        return self.model_copy.bind(given, {})
 
     def compiler(self, topology: Topology, options: Options, given: Plan | None = None) -> Compiler:
         """Plans and lowers calls of the stage on one machine."""
         made = Compiler(self.model_copy, topology, options, given=given)
-        made.adopt(self.annotator)
+        self.adopt_in(made)
         return made
+
+    def adopt_in(self, compiler: Compiler) -> None:
+        """Let a compiler serve calls of the stage; it plans the training step first if there is one."""
+        compiler.model_copy.step = None
+        compiler.adopt(self.annotator)
+        if self.step is not None:
+            compiler.model_copy.step = self.how
+            compiler.adopt(self.step)
+
+    def drop_from(self, compiler: Compiler) -> None:
+        """Undo :meth:`adopt_in`, where there was no room."""
+        for annotator in (self.annotator, self.step):
+            if annotator is not None:
+                compiler.drop(annotator)
 
 
 def stage_source(
-    annotator: Annotator, boundaries: Boundaries, weights: ModelWeights, start: int, end: int
+    annotator: Annotator,
+    boundaries: Boundaries,
+    weights: ModelWeights,
+    start: int,
+    end: int,
+    trained: Set[str] = frozenset(),
 ) -> StageSource:
-    """The stage of the operations from ``start`` to ``end`` of an annotated call."""
+    """The stage of the operations from ``start`` to ``end`` of an annotated call, of whose values some are
+    ``trained``, as :func:`graphplan.compiler.training.trained_values` has found.
+    """
     cut = cut_capture(annotator.capture, boundaries, start, end)
     read = dict.fromkeys(cut.capture.weights.values())
     module = partial_model(weights, [name for name in read if name not in cut.capture.constants])
     model_copy = ModelCopy(module)
-    return StageSource(cut, module, model_copy, annotator.of(cut.capture, model_copy.weights))
+    own = annotator.of(cut.capture, model_copy.weights)
+    return StageSource(cut, module, model_copy, own, frozenset(trained & {*cut.inputs, *cut.outputs}))
+
+
+def buffer_bytes(received: int, sent: int, flight: Flight, *, last: bool) -> int:
+    """Bytes of network buffers of a stage: both directions, all microbatches.
+
+    Args:
+        received: bytes of what a microbatch brings.
+        sent: likewise of what it leaves with; of results, for the last stage.
+        flight: what is on its way.
+        last: whether nothing comes back for what is sent.
+    """
+    return flight.microbatches * (flight.crossings * received + (1 if last else flight.crossings) * sent)
 
 
 def with_buffers(topology: Topology, nbytes: int) -> Topology:
@@ -96,6 +146,12 @@ def with_buffers(topology: Topology, nbytes: int) -> Topology:
     devices = (
         replace(spec, taken=spec.taken + nbytes) if spec.device == CPU else spec for spec in topology.devices
     )
+    return replace(topology, devices=tuple(devices))
+
+
+def withholding(topology: Topology, nbytes: Mapping[DeviceKey, int]) -> Topology:
+    """The devices of a machine, less these bytes of their budgets."""
+    devices = (replace(spec, taken=spec.taken + nbytes.get(spec.key, 0)) for spec in topology.devices)
     return replace(topology, devices=tuple(devices))
 
 
@@ -113,13 +169,13 @@ def plan_like(
     """
     formulation = Formulation(topology, options, Commitments())
     call = source.example()
-    plain = formulation.plain(source.annotator, call)
+    plain = formulation.plain(source.planned, call)
     schedule = Schedule((), assignment, plain.host, plain.returns_to_host)
-    problem = replace(plain, graph=formulation.graph(source.annotator, schedule))
+    problem = replace(plain, graph=formulation.graph(source.planned, schedule))
     found = evaluate(problem, assignment)
     if not found.feasible:
         return None
     asked = Call(problem, options.constraints.within(problem.graph), 1.0)
-    choice = Choice(source.annotator, asked, asked.with_homes({}), certify(found, bound))
-    check_budgets(CompileState(formulation, [Member(source.annotator, 1.0, call)], choices=[choice]))
+    choice = Choice(source.planned, asked, asked.with_homes({}), certify(found, bound))
+    check_budgets(CompileState(formulation, [Member(source.planned, 1.0, call)], choices=[choice]))
     return plan_of(choice)

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
+import torch
+from torch import fx
+
 from graphplan.capture.captured_graph import Capture
+from graphplan.capture.model_weights import ModelWeights
 from graphplan.capture.modes import Differentiation, needs_portable
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Weight
@@ -54,3 +58,23 @@ class Training:
             step_bytes=memory.step,
             together_bytes=memory.together,
         )
+
+
+def trainable(weights: ModelWeights) -> frozenset[str]:
+    """The parameters that require a gradient."""
+    return frozenset(
+        n for n, tensor in weights.tensors.items() if n in weights.parameters and tensor.requires_grad
+    )
+
+
+def trained_values(capture: Capture, parameters: Set[str]) -> frozenset[str]:
+    """The floating-point values of a graph that depend on one of these parameters."""
+    found: set[fx.Node] = set()
+    for node in capture.graph.nodes:
+        if capture.weights.get(node.name) in parameters or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return frozenset(node.name for node in found if _is_floating(node.meta.get("val")))
+
+
+def _is_floating(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point

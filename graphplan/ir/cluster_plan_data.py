@@ -1,19 +1,21 @@
 """The plan of several machines as data: a plan for each, and what crosses the network between them.
 
 One microbatch passes the stages in order. With ``m`` of them a batch takes ``sum of stages + (m - 1) *
-slowest stage``, where the slowest counts what it receives and sends.
+slowest stage``, where the slowest counts what it receives and sends. In a training step a stage counts
+forward and backward, and gradients cross the network too.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Generic, Literal, Self, TypeVar
 
 from graphplan.devices.topology import CPU, DeviceKey, Link
 from graphplan.errors import GraphplanError, PlanError, VerificationError
+from graphplan.ir.liveness import saved_bytes
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.plan_json import read_plan, write_plan
 from graphplan.versioned_json import Format, decode
@@ -21,9 +23,19 @@ from graphplan.versioned_json import Format, decode
 PipelineSchedule = Literal["gpipe", "1f1b"]
 Objective = Literal["latency", "throughput"]
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)
+Bytes = Mapping[DeviceKey, int]
 
 _FORMAT = Format("graphplan.cluster_plan", 1, "plan of several machines")
 _FIGURES = ("batch", "microbatches", "schedule", "objective", "lower_bound", "proof")
+
+
+def in_flight(schedule: PipelineSchedule, microbatches: int, after: int) -> int:
+    """The most microbatches that a stage has run forward, and not yet backward, if so many stages follow it.
+
+    ``"gpipe"``: all go forward before one goes back; ``"1f1b"``: as many as there are stages from it to the
+    last.
+    """
+    return min(microbatches, after + 1) if schedule == "1f1b" else microbatches
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +68,9 @@ class MachineStage(Generic[AnyPlan]):
         buffer_bytes: of what is received and returned, of all microbatches: in host memory, where the plan
             withholds them if the CPU has a budget.
         plan: of one microbatch on this machine, in the keys of its own ``max_memory``.
+        kept_bytes: of a training step, device -> what the other microbatches in flight have saved there for
+            their backward passes, which the plan withholds; and earlier gradients of weights that other
+            stages read, which are set aside while those of a batch are summed.
     """
 
     machine: int
@@ -65,6 +80,12 @@ class MachineStage(Generic[AnyPlan]):
     sends: tuple[Crossing, ...]
     buffer_bytes: int
     plan: AnyPlan
+    kept_bytes: Bytes = field(default_factory=dict)
+
+    @property
+    def trains(self) -> bool:
+        """Whether it runs a backward pass."""
+        return any(operation.backward for operation in self.plan.graph.operations.values())
 
 
 @dataclass(frozen=True)
@@ -94,9 +115,17 @@ class ClusterPlanData(Generic[AnyPlan]):
     proof: str
 
     @cached_property
+    def trains(self) -> bool:
+        """Whether a batch goes forward and backward."""
+        return any(stage.trains for stage in self.stages)
+
+    @cached_property
     def transfer_seconds(self) -> tuple[float, ...]:
-        """Seconds of the network after each stage, per microbatch; 0 after the last."""
-        return tuple(sum(self.network.seconds(one.nbytes) for one in stage.sends) for stage in self.stages)
+        """Seconds of the network after each stage, per microbatch, gradients included; 0 after the last."""
+        times = 2 if self.trains else 1
+        return tuple(
+            times * sum(self.network.seconds(one.nbytes) for one in stage.sends) for stage in self.stages
+        )
 
     @cached_property
     def loads(self) -> tuple[float, ...]:
@@ -144,11 +173,14 @@ class ClusterPlanData(Generic[AnyPlan]):
 
     @property
     def peak_bytes(self) -> dict[int, dict[DeviceKey, int]]:
-        """Machine -> device -> the most bytes that it holds, buffers of the network included."""
+        """Machine -> device -> the most bytes that it holds: buffers of the network included, and in a
+        training step what all microbatches in flight have saved.
+        """
         found = {}
         for stage in self.stages:
             peaks = dict(stage.plan.peak_bytes)
             for spec in stage.plan.topology.devices:
+                peaks[spec.key] += stage.kept_bytes.get(spec.key, 0)
                 if spec.device == CPU:
                     peaks[spec.key] += stage.buffer_bytes
             found[stage.machine] = peaks
@@ -170,9 +202,10 @@ class ClusterPlanData(Generic[AnyPlan]):
                 )
         if self.stages[0].start or self.stages[0].receives or self.stages[-1].sends:
             raise VerificationError("the first stage receives something, or the last one sends something")
-        for stage in self.stages:
+        for index, stage in enumerate(self.stages):
             stage.plan.verify()
             self._verify_buffers(stage)
+            self._verify_kept(stage, after=len(self.stages) - 1 - index)
         if self.lower_bound > self.makespan * (1 + 1e-9):
             raise VerificationError(
                 f"the lower bound, {self.lower_bound} s, is above the makespan, {self.makespan} s"
@@ -189,6 +222,24 @@ class ClusterPlanData(Generic[AnyPlan]):
             if spec.device == CPU and spec.taken < stage.buffer_bytes:
                 raise VerificationError(f"machine {stage.machine} leaves no room for its network buffers")
 
+    def _verify_kept(self, stage: MachineStage[AnyPlan], after: int) -> None:
+        if not stage.trains:
+            return
+        others = in_flight(self.schedule, self.microbatches, after) - 1
+        plan = stage.plan
+        for key, nbytes in saved_bytes(plan.graph, plan.topology, plan.schedule).items():
+            kept = stage.kept_bytes.get(key, 0)
+            if kept < others * nbytes:
+                raise VerificationError(
+                    f"machine {stage.machine} keeps {kept} bytes on device {key!r} for {others} other "
+                    f"microbatches in flight, which save {others * nbytes}"
+                )
+        for spec in plan.topology.devices:
+            if spec.taken < stage.kept_bytes.get(spec.key, 0):
+                raise VerificationError(
+                    f"machine {stage.machine} leaves no room for other microbatches on device {spec.key!r}"
+                )
+
     def to_json(self) -> str:
         """The plan as JSON text; :meth:`from_json` reads it back."""
         data = {
@@ -204,6 +255,7 @@ class ClusterPlanData(Generic[AnyPlan]):
                     "receives": [asdict(one) for one in stage.receives],
                     "sends": [asdict(one) for one in stage.sends],
                     "buffer_bytes": stage.buffer_bytes,
+                    "kept_bytes": list(stage.kept_bytes.items()),
                     "plan": json.loads(write_plan(stage.plan)),
                 }
                 for stage in self.stages
@@ -246,4 +298,5 @@ def _read_stage(kind: type[AnyPlan], data: Mapping[str, Any]) -> MachineStage[An
         decode(tuple[Crossing, ...], data["sends"]),
         decode(int, data["buffer_bytes"]),
         read_plan(kind, json.dumps(data["plan"])),
+        decode(Bytes, data.get("kept_bytes", [])),
     )

@@ -74,6 +74,14 @@ def measure_memory(
     return _Sweep(graph, topology, schedule).run(with_profile)
 
 
+def saved_bytes(graph: Graph, topology: Topology, schedule: Schedule) -> dict[DeviceKey, int]:
+    """Bytes on each device that the forward pass of a training step leaves for its backward pass.
+
+    Weights, the caller's inputs and results that wait for the caller are not among them.
+    """
+    return _Sweep(graph, topology, schedule).saved()
+
+
 class _Sweep:
     def __init__(self, graph: Graph, topology: Topology, schedule: Schedule) -> None:
         self.graph, self.schedule = graph, schedule
@@ -94,6 +102,29 @@ class _Sweep:
     def run(self, with_profile: bool) -> Memory:
         resident = self._place_weights()
         caller = self._place_inputs()
+        self._follow()
+        return self._sweep(resident, caller, with_profile)
+
+    def saved(self) -> dict[DeviceKey, int]:
+        """What is made in the forward pass, and read after it."""
+        self._place_weights()
+        self._place_inputs()
+        self._follow()
+        operations, host = self.graph.operations, self.schedule.host
+        forward = [
+            index
+            for index, step in enumerate(self.schedule.steps)
+            if isinstance(step, Run) and not operations[step.operation].backward
+        ]
+        last = max(forward, default=-1)
+        returned = {self.storage.get((name, host)) for name in self.graph.outputs}
+        found: dict[DeviceKey, int] = defaultdict(int)
+        for number, device in enumerate(self.device):
+            if self.born[number] <= last < self.last_use[number] and number not in returned:
+                found[device] += self.nbytes[number]
+        return dict(found)
+
+    def _follow(self) -> None:
         for index, step in enumerate(self.schedule.steps):
             if isinstance(step, Move):
                 self._move(index, step)
@@ -102,7 +133,6 @@ class _Sweep:
             elif isinstance(step, Wait):
                 self._arrive(step)
         self._hold_outputs()
-        return self._sweep(resident, caller, with_profile)
 
     def _place_weights(self) -> dict[DeviceKey, int]:
         sizes: dict[DeviceKey, list[int]] = defaultdict(list)

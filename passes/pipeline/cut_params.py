@@ -17,6 +17,7 @@ class PipelineParams:
         limits: limits on the slowest stage that are tried.
         tolerance: relative; pipelines whose estimates differ by less are not told apart.
         rounds: times that cuts are searched with what placements have shown.
+        refusals: likewise of a training step, as long as no stages were found that fit.
         growth: by which budgets grow in turn, for the error that names some that would do.
         growths: times that they grow, at most.
         bisections: of the bound on the slowest stage.
@@ -28,6 +29,7 @@ class PipelineParams:
     limits: int = 24
     tolerance: float = 1e-4
     rounds: int = 5
+    refusals: int = 20
     growth: float = 1.2
     growths: int = 40
     bisections: int = 40

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from graphplan.devices.speeds import Speed
 from graphplan.devices.topology import CPU, DeviceSpec, Link, Topology
-from graphplan.ir.cluster_plan_data import PipelineSchedule
+from graphplan.ir.cluster_plan_data import PipelineSchedule, in_flight
 from graphplan.ir.cost_model import all_seconds
 from graphplan.ir.graph import Graph
 from graphplan.passes.pipeline.boundaries import Boundaries
@@ -33,17 +33,22 @@ class Flight:
         schedule: ``"gpipe"``: all go forward before one goes back; ``"1f1b"``: a stage has as many on their
             way as there are stages from it to the last.
         grad: whether activations are kept for a backward pass.
+        train: whether that is planned too.
     """
 
     microbatches: int = 1
     schedule: PipelineSchedule = "gpipe"
     grad: bool = False
+    train: bool = False
 
     def kept(self, after: int) -> int:
         """Microbatches whose activations a stage keeps at once, if so many stages follow it."""
-        if not self.grad:
-            return 0
-        return min(self.microbatches, after + 1) if self.schedule == "1f1b" else self.microbatches
+        return in_flight(self.schedule, self.microbatches, after) if self.grad else 0
+
+    @property
+    def crossings(self) -> int:
+        """Times that something crosses a cut: activations forward, their gradients back."""
+        return 2 if self.train else 1
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ class Estimates:
         exact: (class, start, end) -> seconds of the placement of a stretch that was placed; infinite where
             nothing fits.
         scale: class -> factor by which estimates are low, as far as placements have shown.
+        refused: (class, start, end, microbatches kept) of stages of a training step that do not fit.
     """
 
     boundaries: Boundaries
@@ -68,6 +74,7 @@ class Estimates:
     flight: Flight = field(default_factory=Flight)
     exact: dict[tuple[int, int, int], float] = field(default_factory=dict)
     scale: dict[int, float] = field(default_factory=dict)
+    refused: set[tuple[int, int, int, int]] = field(default_factory=set)
 
     @property
     def graph(self) -> Graph:
@@ -102,7 +109,7 @@ class Estimates:
         nbytes, count = self.boundaries.crossing_bytes[self.cuts], self.boundaries.crossing_count[self.cuts]
         found = np.asarray(count * self.network.latency + nbytes / self.network.bandwidth)
         found[[0, -1]] = 0.0
-        return found
+        return self.flight.crossings * found
 
     @cached_property
     def buffers(self) -> Floats:
@@ -113,11 +120,22 @@ class Estimates:
         nbytes = self.boundaries.crossing_bytes[self.cuts]
         arriving = nbytes.copy()
         arriving[0] = 0.0
-        return np.asarray(self.flight.microbatches * (arriving[:, None] + nbytes[None, :]))
+        times = self.flight.microbatches * self.flight.crossings
+        return np.asarray(times * (arriving[:, None] + nbytes[None, :]))
 
     def fits(self, c: int, after: int) -> NDArray[np.bool_]:
-        """Whether activations that are kept for the backward pass have room, if so many stages follow."""
+        """Whether activations that are kept for the backward pass have room, if so many stages follow.
+
+        How much less a training step may save is not estimated: a stage is out where it, or a part of it, did
+        not fit with as few microbatches.
+        """
         kept = self.flight.kept(after)
+        if self.flight.train:
+            found = np.ones((len(self.cuts), len(self.cuts)), dtype=bool)
+            for of, start, end, with_kept in self.refused:
+                if of == c and with_kept <= kept:
+                    found[: start + 1, end:] = False
+            return found
         devices = [spec for spec in self.machines[c].devices if spec.computes]
         return np.asarray(self.weights + kept * self._saved + self._live <= sum(s.room for s in devices))
 
@@ -132,18 +150,18 @@ class Estimates:
         """(cuts, cuts) bytes of the distinct weights that a stretch reads."""
         graph, cuts = self.graph, self.cuts
         at = {name: position for position, name in enumerate(graph.operations)}
-        alone = np.zeros(len(at) + 1)
+        alone = np.zeros(len(at) + 1)  # with what training keeps beside them
         found = np.zeros((len(cuts), len(cuts)))
         for weight in graph.weights.values():
             readers = sorted({at[name] for name in graph.readers.get(weight.name, ())})
             if len(readers) == 1:
-                alone[readers[0]] += weight.nbytes
+                alone[readers[0]] += weight.held_bytes
             elif readers:
                 starts, ends = cuts[:, None], cuts[None, :]
                 read = np.zeros(found.shape, dtype=bool)
                 for reader in readers:
                     read |= (starts <= reader) & (reader < ends)
-                found += weight.nbytes * read
+                found += weight.held_bytes * read
         before = np.concatenate([[0.0], alone.cumsum()])[cuts]
         return np.asarray(found + np.maximum(before[None, :] - before[:, None], 0.0))
 

@@ -29,6 +29,7 @@ from graphplan.passes.pipeline.estimates import operation_seconds
 from graphplan.passes.pipeline.stage_dp import Floats
 
 PROOF = "contiguous stages, operations at their fastest"
+FORWARD = "the forward pass alone, in contiguous stages, operations at their fastest"
 _FREE_WHERE_DENSE = ("reshape", "contiguous", "flatten", "clone", "to.")
 
 

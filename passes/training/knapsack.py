@@ -16,7 +16,7 @@ from torch import fx
 from graphplan.ir.graph import Graph
 from graphplan.passes.training.offload import offloadable
 from graphplan.passes.training.recompute import repeated
-from graphplan.passes.training.segments import ModuleSegment, spread
+from graphplan.passes.training.segments import ModuleSegment, segment_path, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,14 @@ class Savings:
 
     again: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
+
+
+def savings_of(graph: Graph) -> Savings:
+    """What a planned step does to save less."""
+    operations = graph.operations.values()
+    again = dict.fromkeys(segment_path(op.module_path) for op in operations if op.repeats)
+    offloaded = dict.fromkeys(segment_path(op.module_path) for op in operations if op.offloads)
+    return Savings(tuple(again), tuple(offloaded))
 
 
 @dataclass(frozen=True, slots=True)

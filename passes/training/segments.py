@@ -45,7 +45,7 @@ def segments_of(capture: Capture) -> list[ModuleSegment]:
     written = written_nodes(forward)
     found: dict[str, list[fx.Node]] = {}
     for node in forward:
-        path = _segment_path(module_path(node))
+        path = segment_path(module_path(node))
         if path:
             found.setdefault(path, []).append(node)
     return [
@@ -97,7 +97,7 @@ def _draws(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in target.tags
 
 
-def _segment_path(path: str) -> str:
+def segment_path(path: str) -> str:
     """``model.layers.3.mlp -> model.layers.3``; the first part where no layer is numbered."""
     parts = path.split(".")
     for index, part in enumerate(parts):

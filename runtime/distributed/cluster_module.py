@@ -57,10 +57,12 @@ class Form:
     Attributes:
         call: names, sizes, and what is no tensor.
         caches_stay: whether each rank keeps the caches of its own layers, as while text is generated.
+        trains: whether a backward pass follows.
     """
 
     call: tuple[Any, ...]
-    caches_stay: bool
+    caches_stay: bool = False
+    trains: bool = False
 
     @property
     def number(self) -> int:
@@ -177,21 +179,25 @@ class ClusterModule(nn.Module):
             the loss of each microbatch, on the rank of the last stage; None elsewhere.
 
         Raises:
-            InputError: the model was placed without ``grad=True``.
+            InputError: the model was placed without ``train=True`` or ``grad=True``, or the batch or the
+                target does not divide into the microbatches.
         """
         call = bind_call(self._signature, args, kwargs)
         parts = microbatches_of(call, self.plan.microbatches)
-        form = Form(_described(parts[0]), False)
-        if form not in self._calls:
-            self._calls[form] = self._prepare(parts[0], form)
-        known = self._calls[form]
+        if target.dim() == 0 or target.shape[0] % len(parts):
+            raise InputError(
+                f"a target of the sizes {list(target.shape)} does not divide into {len(parts)} microbatches "
+                "along its first dimension: give as many rows as the batch has"
+            )
+        form = Form(_described(parts[0]), trains=True)
+        known = self._known(parts[0], form)
         if (form, loss) not in self._trainers:
             self._trainers = {(form, loss): known.trainer(loss)}  # one: each has buffers of its own
         trainer = self._trainers[form, loss]
         if self.stage is None:
             return None
         if trainer is None:
-            raise InputError("a training step needs a model that was placed with grad=True")
+            raise InputError("a training step needs a model that was placed with train=True or grad=True")
         with self._shared.summed(self.stage):
             losses = trainer.train([known.own(part) for part in parts], form.number, target)
         return losses if dist.get_rank() == known.last else None
@@ -225,15 +231,19 @@ class ClusterModule(nn.Module):
 
     def _run(self, parts: Sequence[BoundCall], *, caches_stay: bool) -> tuple[ClusterCall, list[Results]]:
         form = Form(_described(parts[0]), caches_stay)
-        if form not in self._calls:
-            if len(self._calls) >= _MOST:
-                self._calls.clear()
-            self._calls[form] = self._prepare(parts[0], form)
-        known = self._calls[form]
+        known = self._known(parts[0], form)
         if known.runner is None:
             return known, []
         chunks: list[Results] = [*known.runner.run([known.own(part) for part in parts], form.number)]
         return known, chunks
+
+    def _known(self, part: BoundCall, form: Form) -> ClusterCall:
+        """How calls of a form are run."""
+        if form not in self._calls:
+            if len(self._calls) >= _MOST:
+                self._calls.clear()
+            self._calls[form] = self._prepare(part, form)
+        return self._calls[form]
 
 
 def _named(known: ClusterCall, found: Results) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ from torch import nn
 from graphplan.errors import ClusterError, first_line
 from graphplan.ir.cluster_plan_data import PipelineSchedule
 from graphplan.runtime.module.dispatch import serve
+from graphplan.runtime.module.placed_module import differentiated
 
 _HOST = torch.device("cpu")  # where tensors of the network are
 
@@ -60,10 +61,18 @@ class StageProgram:
     ranks: Sequence[int]
 
 
-def make_ready(stage: nn.Module, values: Sequence[Any]) -> None:
-    """Have a placed stage plan calls of values like these now, while all ranks can still hear of an error."""
-    state: Any = stage._graphplan
-    serve(stage, state, "", state.signature, tuple(values), {})
+def make_ready(stage: Any, values: Sequence[Any], *, trains: bool) -> None:
+    """Have a placed stage plan calls of values like these now, while all ranks can still hear of an error.
+
+    Args:
+        stage: that is placed.
+        values: that it takes.
+        trains: whether a backward pass follows, if the stage was planned for one.
+    """
+    state = stage._graphplan
+    with torch.set_grad_enabled(trains):
+        step = differentiated(stage, state, ())
+    serve(stage, state, "", state.signature, tuple(values), {}, step)
 
 
 class _RunningStep(nn.Module):
@@ -220,6 +229,8 @@ class StageRunner:
         except RuntimeError as error:
             if step.failed is not None:
                 raise step.failed from None
+            if error.__cause__ is not None:  # the schedule wraps what this rank's backward pass raised
+                raise error.__cause__ from None
             raise self._no_answer(error) from error
         finally:
             step.own, step.made = (), []

@@ -123,7 +123,7 @@ class PlacedModule(ShortNames):
         state.streams.check_files()
         if not state.keep_grad:
             _refuse_gradients(state, args, kwargs)
-        step = _differentiated(self, state, (args, kwargs))
+        step = differentiated(self, state, (args, kwargs))
         with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):
             try:
                 served = serve(self, state, entry, signature, args, kwargs, step)
@@ -189,7 +189,7 @@ def _refuse_gradients(state: ModuleState, args: tuple[Any, ...], kwargs: dict[st
         warn(f"{_NO_GRADIENTS}, and an input requires them: {_WITH_GRADIENTS}")
 
 
-def _differentiated(module: PlacedModule, state: ModuleState, inputs: Any) -> Differentiation | None:
+def differentiated(module: PlacedModule, state: ModuleState, inputs: Any) -> Differentiation | None:
     """What a call differentiates; None for a forward pass alone."""
     if state.training is None or not torch.is_grad_enabled():
         return None

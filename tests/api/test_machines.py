@@ -16,6 +16,7 @@ from torch import nn
 import graphplan
 from graphplan import ClusterPlan, ClusterProfile, Link
 from graphplan.api.machines import Machines, plan_machines
+from graphplan.api.training_arguments import TrainingArguments
 from graphplan.compiler.formulation import Options
 from graphplan.report.cluster_perfetto import Slot, batch_slots
 from graphplan.report.cluster_text import HEADER, machine_rows
@@ -179,8 +180,79 @@ def test_kept_activations_ask_for_more_machines_in_a_training_step() -> None:
 
 def test_1f1b_needs_a_microbatch_for_each_stage() -> None:
     machines = Machines([{"cpu": WEIGHTS // 2}] * 4, 2, "1f1b", network=NEAR)
+    untrained = TrainingArguments(False, None, None, None, True, True)
     with pytest.raises(graphplan.InputError, match=r"2 for 3 stages: give microbatches=3 or more"):
-        plan_machines(Stack(), machines, (X,), None, Options(grad=True))
+        plan_machines(Stack(), machines, (X,), None, Options(grad=True), untrained)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def planned_training(memory: str, schedule: str, **options: Any) -> ClusterPlan:
+    given: dict[str, Any] = {"train": True, "optimizer": torch.optim.AdamW, **options}
+    return planned(
+        [{"cpu": memory}] * 3,
+        model=nn.Sequential(*(Block(64) for _ in range(6))),
+        x=torch.empty(2048, 64, device="meta"),
+        microbatches=8,
+        objective="throughput",
+        schedule=schedule,
+        **given,
+    )
+
+
+def test_training_counts_what_microbatches_in_flight_save() -> None:
+    gpipe, one_forward = (planned_training("1GiB", schedule) for schedule in ("gpipe", "1f1b"))
+    saved = one_forward.stages[1].kept_bytes["cpu"]
+    assert [stage.kept_bytes.get("cpu", 0) for stage in one_forward.stages] == [2 * saved, saved, 0]
+    assert [stage.kept_bytes["cpu"] for stage in gpipe.stages] == [7 * saved] * 3
+    assert saved >= 2 * 256 * 4 * 64 * 4  # each block saves what relu returns, of 256 rows
+    for plan in (gpipe, one_forward):
+        assert ClusterPlan.from_json(plan.to_json()) == plan
+        assert plan.lower_bound <= plan.makespan
+        for stage in plan.stages:
+            held = stage.plan.graph.held_bytes
+            assert held == 4 * stage.plan.graph.weight_bytes  # gradients, and two moments
+            kept, peaks = stage.kept_bytes.get("cpu", 0), plan.peak_bytes[stage.machine]
+            assert peaks["cpu"] == stage.plan.peak_bytes["cpu"] + stage.buffer_bytes + kept
+            # activations and their gradients, of all microbatches; nothing comes back for results
+            received, sent = (sum(one.nbytes for one in side) for side in (stage.receives, stage.sends))
+            assert stage.buffer_bytes >= 8 * 2 * (received + sent)
+    forward = planned_training("1GiB", "gpipe", train=False, optimizer=None)
+    assert one_forward.makespan > 2 * forward.makespan
+    assert one_forward.transfer_seconds[0] == pytest.approx(2 * forward.transfer_seconds[0])
+
+
+def test_training_in_little_memory_computes_again_what_microbatches_in_flight_would_save() -> None:
+    plan = planned_training("8MiB", "gpipe")
+    assert any(stage.plan.recomputed for stage in plan.stages)
+    assert all(peaks["cpu"] <= 8 << 20 for peaks in plan.peak_bytes.values())
+    stage = next(stage for stage in plan.stages if stage.kept_bytes)
+    less = replace(stage, kept_bytes={})
+    stages = tuple(less if one is stage else one for one in plan.stages)
+    with pytest.raises(graphplan.VerificationError, match="other microbatches in flight"):
+        replace(plan, stages=stages).verify()
+    with pytest.raises(graphplan.InfeasibleError, match="gradients and optimizer state"):
+        planned_training("4MiB", "gpipe", recompute=False)
+
+
+def test_frozen_stages_come_first() -> None:
+    def planned_with(trained: int) -> ClusterPlan:
+        model = nn.Sequential(*(Block(64) for _ in range(4)))
+        model.requires_grad_(False)[trained].requires_grad_(True)
+        machines = [{"cpu": "1GiB"}] * 2
+        options: dict[str, Any] = {"microbatches": 2, "objective": "throughput", "train": True}
+        return planned(machines, model=model, x=torch.empty(512, 64, device="meta"), **options)
+
+    plan = planned_with(3)
+    assert [stage.trains for stage in plan.stages] == [False, True]
+    assert planned_with(0).stages[-1].end == plan.stages[-1].end
 
 
 def test_an_error_names_budgets_that_do() -> None:
@@ -220,6 +292,9 @@ def test_results_that_mix_rows_are_not_divided() -> None:
         ({"max_memory": {0: "1GiB"}}, "does not go with max_memory="),
         ({"pin": {"layers.0": 0}}, "does not go with pin="),
         ({"args": ()}, "example inputs"),
+        ({"train": True, "max_batch": 8}, "does not take max_batch"),
+        ({"train": True, "train_outputs": "loss"}, "does not go with train_outputs="),
+        ({"optimizer": torch.optim.SGD}, "give train=True"),
     ],
 )
 def test_bad_arguments_are_named(options: dict[str, Any], match: str) -> None:

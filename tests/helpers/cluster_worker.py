@@ -10,11 +10,15 @@ import datetime
 import inspect
 import itertools
 import os
+import pickle
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path[:0] = [os.path.join(os.path.dirname(__file__), "..", ".."), os.path.dirname(__file__)]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -164,21 +168,81 @@ def fault(kind: str, rank: str) -> None:
     """One rank dies, stops or is called otherwise; the others say what they waited for."""
     here, x = dist.get_rank() == int(rank), torch.randn(4, 8)
     try:
-        placed = divided(chain(), {"input": x}, 2, return_outputs=True)
+        placed = divided(chain(), {"input": x}, 2, return_outputs=True, grad=kind == "backward")
+        if kind == "backward":
+            placed.train_step(loss_that_fails, torch.zeros(4, 8), x)
         placed(x)
         if here and kind == "dies":
             os._exit(9)
         if here and kind == "stops":
             os.kill(os.getpid(), signal.SIGSTOP)
+        if here and kind == "unreachable":
+            lose_network()
         if kind == "forms":  # both sizes are known to both ranks
             placed(x[:2])
             x = x[:2] if here else x
         placed(x)
         placed(x)
         say("no error")
-    except graphplan.GraphplanError as error:
+    except (graphplan.GraphplanError, ZeroDivisionError) as error:
         say(f"{type(error).__name__}: {error}")
     os._exit(0)
+
+
+def loss_that_fails(result: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Its backward pass divides by zero."""
+    result.register_hook(lambda gradient: gradient * (1 // 0))
+    return torch.nn.functional.mse_loss(result, wanted)
+
+
+def lose_network() -> None:
+    """Let what this process sends vanish, and nothing arrive, while its connections stay open."""
+    for number in sockets_of(connected=True):
+        os.dup(number)
+        dead, _ = (one.detach() for one in socket.socketpair())
+        os.dup2(dead, number)
+
+
+def sockets_of(*, connected: bool) -> list[int]:
+    """The descriptors of this process's TCP sockets: those with a peer, or those that listen."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as one:
+                internet = one.family in (socket.AF_INET, socket.AF_INET6)
+                listens = bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        except OSError:  # no socket, or the folder's own
+            continue
+        if internet and listens != connected:
+            found.append(int(name))
+    return found
+
+
+def listening() -> set[tuple[object, ...]]:
+    """The addresses at which this process can be reached."""
+    found = set()
+    for number in sockets_of(connected=False):
+        with socket.socket(fileno=os.dup(number)) as one:
+            found.add(one.getsockname())
+    return found
+
+
+def closed() -> None:
+    """Placing, forward passes, a training step and a profile open no port, and unpickle nothing."""
+    before, x = listening(), torch.randn(4, 8)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("something is unpickled")
+
+    with ExitStack() as stack:
+        objects = dist.distributed_c10d  # its collectives of objects
+        for module, name in ((pickle, "load"), (pickle, "loads"), (torch, "load"), (objects, "_unpickler")):
+            stack.enter_context(patch.object(module, name, refuse))
+        placed = divided(chain(), {"input": x}, 2, train=True, schedule="1f1b")
+        placed(x)
+        placed.profile(x)
+        placed.train_step(torch.nn.functional.mse_loss, torch.zeros(4, 8), x)
+    say(f"{len(placed.plan.stages)} stages, {len(before)} ports, {len(listening() - before)} opened")
 
 
 def differs() -> None:
@@ -298,6 +362,45 @@ def training() -> None:
     say(f"{len(own)} parameters, {len(placed.plan.stages)} stages, gradients differ by {worst:.1e}")
 
 
+class Block(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def planned_training(schedule: str, budget: str) -> None:
+    """Two steps of AdamW within budgets of simulated devices, on rows of two sizes; and eager's weights."""
+    model = torch.nn.Sequential(*(Block(64) for _ in range(6))).train()
+    eager, x, target = copy.deepcopy(model), torch.randn(512, 64), torch.randn(512, 64)
+    with graphplan.simulate({0: budget, "cpu": "1GiB"}) as machine:
+        placed = graphplan.partition(
+            model, machines=[machine.max_memory] * dist.get_world_size(), args=(x,), microbatches=4,
+            schedule=schedule, objective="throughput", network=QUICK,
+            train=True, optimizer=torch.optim.AdamW,
+        )  # fmt: skip
+        optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (eager, placed.stage)]
+        for rows in (512, 256):
+            torch.nn.functional.mse_loss(eager(x[:rows]), target[:rows]).backward()
+            placed.train_step(torch.nn.functional.mse_loss, target[:rows], x[:rows])
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        peak, stage = machine.peak_bytes(0), placed.plan.stage_of(dist.get_rank())
+        own = dict(placed.stage.named_parameters())
+        worst = difference([p.cpu() for p in own.values()], [eager.get_parameter(name) for name in own])
+        with torch.no_grad():
+            found, expected = placed(x), eager(x)
+    if found is not None:
+        worst = max(worst, difference(found, expected))
+    again = len(stage.plan.recomputed)
+    say(f"{len(placed.plan.stages)} stages, recomputed {again}, kept {stage.kept_bytes.get(0, 0)}")
+    say(f"peak {peak} of {placed.plan.peak_bytes[dist.get_rank()][0]}, budget {machine.max_memory[0]}")
+    say(f"differ by {worst:.1e}")
+
+
 def tied() -> None:
     """GPT-2, whose embedding is its head, and eager: gradients of two steps, clipped; then AdamW; twice."""
     import transformers
@@ -307,7 +410,7 @@ def tied() -> None:
     eager = copy.deepcopy(model)
     ids, target = torch.randint(0, 64, (4, 5)), torch.randint(0, 64, (4, 5))
     batch = {"input_ids": ids, "use_cache": False}
-    placed = divided(model, batch, 2, grad=True, schedule="1f1b")
+    placed = divided(model, batch, 2, train=True, optimizer=torch.optim.AdamW, schedule="1f1b")
     own = dict(placed.stage.named_parameters())
     optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (eager, placed.stage)]
     gradients = []
@@ -407,11 +510,13 @@ def grads_of(model: torch.nn.Module, names: Iterable[str]) -> list[torch.Tensor 
 
 CASES: dict[str, Callable[..., None]] = {
     "architectures": architectures,
+    "closed": closed,
     "differs": differs,
     "fault": fault,
     "generation": generation,
     "memory": memory,
     "plain": plain,
+    "planned": planned_training,
     "profile": profile,
     "steps": steps,
     "tied": tied,

@@ -61,6 +61,8 @@ def two(checkpoint: Path, three: object) -> list[dict[str, str]]:
         "--",
         "tied",
         "--",
+        "closed",
+        "--",
         "steps",
         str(checkpoint),
         "3",
@@ -76,7 +78,7 @@ def two(checkpoint: Path, three: object) -> list[dict[str, str]]:
 def three(checkpoint: Path, traces: Path) -> list[dict[str, str]]:
     """Likewise of three ranks."""
     cases = ["plain", "--", "differs", "--", "training", "--", "steps", str(checkpoint), "2", "--"]
-    cases += ["profile", str(traces)]
+    cases += ["profile", str(traces), "--", "planned", "gpipe", "1600KiB"]
     return [said_by_case(output) for output in outputs_of(3, *cases)]
 
 
@@ -144,6 +146,27 @@ def test_a_rank_that_does_not_answer_is_named(kind: str) -> None:
     assert re.match(r"ClusterError: rank 2 \(stage 2 of 3\) waited for rank 1 to send 'linear_\d'", last)
 
 
+def test_a_rank_that_cannot_be_reached_ends_all_ranks() -> None:
+    with Ranks(3, "fault", "unreachable", "1") as group:
+        first, middle, last = (said(output)[-1] for output in group.outputs())
+    assert re.match(r"ClusterError: rank 0 \(stage 0 of 3\) waited for rank 1 to take 'linear_\d'", first)
+    assert re.match(r"ClusterError: rank 1 \(stage 1 of 3\) waited for rank \d to \w+ 'linear_\d'", middle)
+    assert re.match(r"ClusterError: rank 2 \(stage 2 of 3\) waited for rank 1 to send 'linear_\d'", last)
+
+
+def test_an_error_of_the_backward_pass_is_the_ranks_own() -> None:
+    with Ranks(2, "fault", "backward", "1") as group:
+        first, last = (said(output)[-1] for output in group.outputs())
+    assert last.startswith("ZeroDivisionError: ")
+    assert re.match(r"ClusterError: rank 0 \(stage 0 of 2\) waited for rank 1", first)
+
+
+def test_no_port_is_opened_and_nothing_unpickled(two: list[dict[str, str]]) -> None:
+    for cases in two:
+        (line,) = said(cases["closed"])
+        assert re.match(r"2 stages, [1-9]\d* ports, 0 opened$", line), line
+
+
 def test_what_differs_between_ranks_is_found_at_the_start(three: list[dict[str, str]]) -> None:
     for cases in three:
         budgets, weights, code = said(cases["differs"])
@@ -167,6 +190,31 @@ def test_a_training_step_has_the_gradients_of_eager(three: list[dict[str, str]])
     for cases in three:
         (line,) = said(cases["training"])
         assert float(line.rpartition(" ")[2]) < 1e-5, line
+
+
+def check_planned(outputs: Sequence[str]) -> None:
+    """Weights are eager's after two steps, and no device holds more than the plan says."""
+    for output in outputs:
+        _, memory, difference = said(output)
+        peak, planned, budget = map(int, re.findall(r"\d+", memory))
+        assert 0 < peak <= planned <= budget
+        assert float(difference.rpartition(" ")[2]) < 1e-4, difference
+
+
+def test_planned_training_keeps_the_budgets(three: list[dict[str, str]]) -> None:
+    outputs = [cases["planned"] for cases in three]
+    check_planned(outputs)
+    stages = [said(output)[0] for output in outputs]
+    assert any("recomputed 0" not in stage for stage in stages), stages
+    assert all(int(stage.rpartition(" ")[2]) > 0 for stage in stages)
+
+
+@pytest.mark.slow
+def test_planned_training_by_1f1b_keeps_the_budgets() -> None:
+    outputs = outputs_of(3, "planned", "1f1b", "2MiB")
+    check_planned(outputs)
+    first, middle, last = (int(said(output)[0].rpartition(" ")[2]) for output in outputs)
+    assert first > middle > last == 0
 
 
 def test_a_weight_of_two_stages_has_the_gradients_of_both(two: list[dict[str, str]]) -> None:
