@@ -1,6 +1,7 @@
 """A capture as JSON and tensors, and back.
 
-The structure and the constants of the call are not written: the call that a capture is looked up for has the same.
+The structure and the constants of the call are not written: the call that a capture is looked up for has the
+same.
 """
 
 from __future__ import annotations
@@ -60,9 +61,7 @@ def made_capture(plain: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], 
         NotSavedError: this process lacks an operator or a class of it.
     """
     maker = GraphMaker(plain["tables"])
-    leaves = tuple(
-        _made_leaf(one, here) for one, here in zip(plain["leaves"], call.leaves, strict=True)
-    )
+    leaves = tuple(_made_leaf(one, here) for one, here in zip(plain["leaves"], call.leaves, strict=True))
     guards = tuple(_made_guard(*one) for one in plain["guards"])
     simple = {name: from_plain(plain[name], {}) for name in _SIMPLE}
     step = plain["step"]
@@ -73,7 +72,7 @@ def made_capture(plain: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], 
         signature=InputSignature(call.spec, leaves, tuple(plain["names"]), guards=guards),
         sizes={maker.sizes.symbols[name]: size for name, size in plain["sizes"]},
         prepare=None if plain["without"] is None else Without(tuple(plain["without"])),
-        roles=tuple({axis: role for axis, role in roles} for roles in plain["roles"]),
+        roles=tuple(dict(roles) for roles in plain["roles"]),
         kept=frozenset(plain["kept"]),
         step=None if step is None else TrainingStep(*(from_plain(field, {}) for field in step)),
         **simple,

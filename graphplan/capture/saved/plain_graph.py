@@ -66,11 +66,15 @@ class GraphWriter:
             return ["list" if isinstance(value, list) else "tuple", *map(self._value, value)]
         if isinstance(value, torch.Tensor):
             return ["value", self._number("values", self._tensor(value))]
-        return self._size(value) if isinstance(value, tuple(_NUMBERS.values())) else ["plain", to_plain(value)]
+        return (
+            self._size(value) if isinstance(value, tuple(_NUMBERS.values())) else ["plain", to_plain(value)]
+        )
 
     def _tensor(self, value: torch.Tensor) -> list[Any]:
         if not isinstance(value, FakeTensor) or value.layout is not torch.strided:
-            raise NotSavedError(f"a graph with tensors of {type(value).__name__}, {value.layout} is not saved")
+            raise NotSavedError(
+                f"a graph with tensors of {type(value).__name__}, {value.layout} is not saved"
+            )
         sizes = [list(map(self._size, of)) for of in (value.shape, value.stride())]
         return [*sizes, to_plain(value.dtype)[1], str(value.device), value.requires_grad]
 
@@ -158,8 +162,8 @@ class GraphMaker:
         return list(found) if kind == "list" else tuple(found)
 
     def _tensor(self, shape: Any, stride: Any, dtype: str, device: str, requires_grad: bool) -> torch.Tensor:
-        sizes = ([self._size(size) for size in of] for of in (shape, stride))
-        return self.sizes.tensor(*sizes, getattr(torch, dtype), device, requires_grad=requires_grad)
+        sizes, strides = (list(map(self._size, of)) for of in (shape, stride))
+        return self.sizes.tensor(sizes, strides, getattr(torch, dtype), device, requires_grad=requires_grad)
 
     def _size(self, plain: Any) -> Any:
         return self._sizes[plain[1]] if isinstance(plain, list) else plain
