@@ -35,6 +35,7 @@ from graphplan.capture.saved.plain_values import NotSavedError
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, PurePath, np.generic)
+_CONTAINERS = (list, tuple, deque, set, frozenset, Mapping)
 _PARTS = ("_parameters", "_buffers", "_modules")
 _OF_PROCESS = ("_original_object_hash",)  # of transformers' GenerationConfig: Python's hash of text
 _OF_STATE = re.compile(r"_(load_)?state_dict_\w*hooks$")  # they run when weights are saved or loaded
@@ -57,6 +58,7 @@ class Description:
         self._hash = hashlib.sha256()
         self._weights = weights
         self._seen: dict[Any, int] = {}  # by id, or id and what is looked at
+        self._around: set[int] = set()  # ids of the containers that one is in
         self._kept: list[Any] = []  # so that no other value gets the id of one that was seen
         self.tensors: set[Any] = set()
 
@@ -80,6 +82,12 @@ class Description:
             self.note(type(value).__name__, repr(value))
         elif isinstance(value, enum.Enum):
             self.note(_name(type(value)), value.name)
+        elif id(value) in self._around:
+            self.note("around")
+        elif isinstance(value, _CONTAINERS):  # whether two are one says nothing: their values do
+            self._around.add(id(value))
+            self._container(value, where)
+            self._around.remove(id(value))
         elif id(value) in self._seen:
             self.note("again", self._seen[id(value)])
         else:
@@ -96,21 +104,19 @@ class Description:
             self.add_class(value)
         elif callable(value) and self._callable(value, where):
             pass
-        elif isinstance(value, list | tuple | deque):
-            self.note(_name(type(value)), len(value))
-            for index, one in enumerate(value):
-                self.add(one, f"{where}[{index}]")
-        elif isinstance(value, set | frozenset):
-            self.note(_name(type(value)), len(value))
-            for one in sorted(value, key=repr):
-                self.add(one, f"{where}{{...}}")
-        elif isinstance(value, Mapping):
-            self.note(_name(type(value)), len(value))
+        else:
+            self._object(value, where)
+
+    def _container(self, value: Any, where: str) -> None:
+        self.note(_name(type(value)), len(value))
+        if isinstance(value, Mapping):
             for key, one in value.items():
                 self.add(key, f"a key of {where}")
                 self.add(one, f"{where}[{key!r}]")
         else:
-            self._object(value, where)
+            items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+            for index, one in enumerate(items):
+                self.add(one, f"{where}[{index}]")
 
     def _object(self, value: Any, where: str) -> None:
         if isinstance(value, types.ModuleType | logging.Logger):
@@ -179,12 +185,12 @@ class Description:
             self._file(file)
             for name, value in vars(one).items():
                 function = _function_of(value)
-                self.note(name)
+                plain = not name.startswith("__") and isinstance(value, (*_PLAIN, *_CONTAINERS, torch.Tensor))
                 if function is not None:
+                    self.note(name)
                     self._function(function, f"{_name(one)}.{name}", follow=follow)
-                elif not _is_installed(file) and isinstance(
-                    value, (*_PLAIN, list, tuple, dict, torch.Tensor)
-                ):
+                elif plain and not _is_installed(file):
+                    self.note(name)
                     self.add(value, f"{_name(one)}.{name}")
 
     def _replaced(self, owner: Any) -> None:
