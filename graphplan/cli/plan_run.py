@@ -22,9 +22,8 @@ from graphplan.capture.signature import leaf_on_cpu
 from graphplan.capture.structure import map_leaves
 from graphplan.cli.model_argument import Ask, NamedModel, load_named, of_model
 from graphplan.devices.max_memory import require_present
-from graphplan.devices.topology import SIMULATED, DeviceKey
+from graphplan.devices.topology import SIMULATED, DeviceKey, DeviceSpec
 from graphplan.errors import GraphplanError, InputError
-from graphplan.ir.graph import Graph
 from graphplan.runtime.profile.call_profile import Profile
 from graphplan.runtime.simulate.simulation import simulate
 
@@ -98,34 +97,24 @@ def on_simulated_devices(plan: Plan) -> Plan:
     accelerators = [spec for spec in plan.topology.devices if spec.is_accelerator]
     if not accelerators:
         raise InputError("the plan is for no accelerator: there is nothing to simulate")
-    kinds = {spec.type for spec in accelerators}
     devices = tuple(
-        replace(spec, device=f"{SIMULATED}:{spec.torch_device.index or 0}") if spec.is_accelerator else spec
+        replace(spec, device=f"{SIMULATED}:{_index(spec)}") if spec.is_accelerator else spec
         for spec in plan.topology.devices
     )
-    topology = replace(plan.topology, devices=devices)
-    return replace(plan, topology=topology, graph=_renamed(plan.graph, kinds))
-
-
-def _renamed(graph: Graph, kinds: set[str]) -> Graph:
-    """The graph, in which workspaces of these types of devices are those of simulated ones."""
-    operations = [
-        replace(
-            operation,
-            workspace={SIMULATED if kind in kinds else kind: n for kind, n in operation.workspace.items()},
-        )
-        for operation in graph.operations.values()
-    ]
-    parts = (operations, graph.values.values(), graph.weights.values(), graph.inputs, graph.outputs)
-    return Graph(*parts, graph.together, shapes_known=graph.shapes_known)
+    return replace(plan, topology=replace(plan.topology, devices=devices))
 
 
 @contextmanager
 def _devices(plan: Plan, *, simulated: bool) -> Iterator[None]:
     accelerators = [spec for spec in plan.topology.devices if spec.is_accelerator]
-    sizes: dict[DeviceKey, Any] = {spec.torch_device.index or 0: spec.memory for spec in accelerators}
+    sizes: dict[DeviceKey, Any] = {_index(spec): spec.memory for spec in accelerators}
     with simulate(sizes) if simulated else nullcontext():
         yield
+
+
+def _index(spec: DeviceSpec) -> int:
+    """Of an accelerator, of a kind that torch need not know here."""
+    return int(spec.device.partition(":")[2] or 0)
 
 
 def _has_weights(path: Path) -> bool:

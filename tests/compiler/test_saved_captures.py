@@ -245,8 +245,13 @@ def test_settings_of_the_trace_are_told_apart(sources: Sources, exports: Counter
     assert [exports.during(lambda w=way: planned(model, sources.folder, **w))[0] for way in ways] == [1, 1]
     model.eval()
     assert exports.during(lambda: planned(model, sources.folder))[0] == 1
+
+    def on_cpu() -> None:
+        graphplan.plan(model, {"cpu": "1MiB"}, (X,), capture_cache=sources.folder / "captures")
+
+    on_cpu()
     with torch.autocast("cpu", torch.bfloat16):
-        assert exports.during(lambda: planned(model, sources.folder))[0] == 1
+        assert exports.during(on_cpu)[0] == 1
 
 
 def _only(folder: Path) -> Path:
