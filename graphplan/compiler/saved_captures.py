@@ -43,7 +43,7 @@ from graphplan.warnings import warn
 _FORMAT = Format("graphplan-capture", 1, "captured graph")
 _JSON, _TENSORS = "capture.json", "constants.safetensors"
 _TRACERS = (capture, _compat, frontend, training)
-_DAMAGED = (zipfile.BadZipFile, zlib.error, KeyError, EOFError, PlanError, SafetensorError)
+_DAMAGED = (OSError, zipfile.BadZipFile, zlib.error, KeyError, EOFError, PlanError, SafetensorError)
 
 
 @dataclass(frozen=True, slots=True)

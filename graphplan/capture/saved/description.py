@@ -9,19 +9,15 @@ noticed. Torch and Python are described by their versions, and by what is replac
 
 from __future__ import annotations
 
-import dis
 import enum
 import functools
 import hashlib
 import logging
 import re
-import sys
-import sysconfig
 import types
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -31,19 +27,24 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphplan.capture.model_weights import identity, is_dense
+from graphplan.capture.saved.code_objects import (
+    code_parts,
+    file_of,
+    function_of,
+    globals_of,
+    is_installed,
+    is_of_versions,
+)
 from graphplan.capture.saved.plain_values import NotSavedError
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...))
+_PLAIN: tuple[Any, ...] = (bool, int, float, complex, str, bytes, type(None), type(...))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, PurePath, np.generic)
 _CONTAINERS = (list, tuple, deque, set, frozenset, Mapping)
 _PARTS = ("_parameters", "_buffers", "_modules")
-_OF_PROCESS = ("_original_object_hash",)  # of transformers' GenerationConfig: Python's hash of text
+_OF_PROCESS = ("_original_object_hash", "_abc_impl")  # hashes of transformers' GenerationConfig; caches
 _OF_STATE = re.compile(r"_(load_)?state_dict_\w*hooks$")  # they run when weights are saved or loaded
 _OWN = (torch, torch.nn.functional, torch.Tensor, nn.Module)
-_TORCH = f"{Path(torch.__file__).parent}/"
-_GRAPHPLAN = f"{Path(__file__).parents[2]}/"
-_STANDARD = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
-_INSTALLED = ("/site-packages/", "/dist-packages/")
+_HEAP_TYPE = 1 << 9  # CPython's flag of classes that are defined in Python
 
 
 class Description:
@@ -78,10 +79,13 @@ class Description:
         Raises:
             NotSavedError: it is of a kind of which it cannot be said when two are equal.
         """
-        if type(value) in _PLAIN or isinstance(value, _NAMED):
-            self.note(type(value).__name__, repr(value))
-        elif isinstance(value, enum.Enum):
+        plain = next((kind for kind in _PLAIN if isinstance(value, kind)), None)
+        if isinstance(value, enum.Enum):
             self.note(_name(type(value)), value.name)
+        elif plain is not None:
+            self.note(_name(type(value)), plain.__repr__(value))
+        elif isinstance(value, _NAMED):
+            self.note(type(value).__name__, repr(value))
         elif id(value) in self._around:
             self.note("around")
         elif isinstance(value, _CONTAINERS):  # whether two are one says nothing: their values do
@@ -117,6 +121,9 @@ class Description:
             items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
             for index, one in enumerate(items):
                 self.add(one, f"{where}[{index}]")
+        for name, one in getattr(value, "__dict__", {}).items():
+            self.note(name)
+            self.add(one, f"{where}.{name}")
 
     def _object(self, value: Any, where: str) -> None:
         if isinstance(value, types.ModuleType | logging.Logger):
@@ -133,16 +140,11 @@ class Description:
             self.note(repr(value))
         elif isinstance(value, pytree.TreeSpec):
             self.add((value.type, value.context, value.children()), where)
-        elif is_dataclass(value):
+        elif _is_of_python(type(value)):
             self.add_class(type(value))
-            for field in fields(value):
-                self.add(getattr(value, field.name), f"{where}.{field.name}")
-        elif hasattr(value, "__dict__"):
-            self.add_class(type(value))
-            for name, one in vars(value).items():
-                if name not in _OF_PROCESS:
-                    self.note(name)
-                    self.add(one, f"{where}.{name}")
+            for name, one in _attributes(value):
+                self.note(name)
+                self.add(one, f"{where}.{name}")
         else:
             raise NotSavedError(f"{where} is {_article(type(value))}, which says nothing of its value")
 
@@ -178,26 +180,25 @@ class Description:
             self._seen[id(one), follow] = len(self._seen)
             self._kept.append(one)
             self.note("class", _name(one))
-            file = _file_of(one)
-            if _is_described_by_version(file):
+            file = file_of(one)
+            if is_of_versions(file):
                 self._replaced(one)
                 continue
             self._file(file)
             for name, value in vars(one).items():
-                function = _function_of(value)
-                plain = not name.startswith("__") and isinstance(value, (*_PLAIN, *_CONTAINERS, torch.Tensor))
+                function = function_of(value)
                 if function is not None:
                     self.note(name)
                     self._function(function, f"{_name(one)}.{name}", follow=follow)
-                elif plain and not _is_installed(file):
+                elif not (is_installed(file) or name.startswith("__") or name in _OF_PROCESS):
                     self.note(name)
                     self.add(value, f"{_name(one)}.{name}")
 
     def _replaced(self, owner: Any) -> None:
         """Hash what others have put into a class or module of torch or Python."""
         for name, value in list(vars(owner).items()):
-            function = _function_of(value)
-            if function is not None and not _is_described_by_version(function.__code__.co_filename):
+            function = function_of(value)
+            if function is not None and not is_of_versions(function.__code__.co_filename):
                 self.note("replaced", name)
                 self._function(function, f"{getattr(owner, '__name__', owner)}.{name}")
 
@@ -214,12 +215,15 @@ class Description:
         elif isinstance(value, functools.partial):
             for one in (value.func, value.args, value.keywords):
                 self.add(one, where)
-        elif (function := _function_of(value)) is not None:
+        elif (function := function_of(value)) is not None:
             self._function(function, where)
         elif isinstance(
             value, types.BuiltinFunctionType | torch._ops.OpOverload | torch._ops.OpOverloadPacket
         ):
             self.note("builtin", getattr(value, "__module__", ""), str(value).partition(" at 0x")[0])
+            owner = getattr(value, "__self__", None)
+            if owner is not None and not isinstance(owner, types.ModuleType):
+                self.add(owner, where)
         else:
             return False
         return True
@@ -235,17 +239,17 @@ class Description:
         self.note("function", function.__module__, function.__qualname__)
         for cell in function.__closure__ or ():
             self._cell(cell, where, code)
-        if _is_described_by_version(code.co_filename):
+        if is_of_versions(code.co_filename):
             return
-        self.note(*_code(code))
+        self.note(*code_parts(code))
         self._file(code.co_filename)
-        if not _is_installed(code.co_filename):
+        if not is_installed(code.co_filename):
             self.add((function.__defaults__, function.__kwdefaults__), f"the defaults of {where}")
-            for name, value in _globals_of(function):
+            for name, value in globals_of(function):
                 self.note(name)
                 self.add(value, f"{name}, which {where} refers to,")
         elif follow:
-            for name, value in _globals_of(function):
+            for name, value in globals_of(function):
                 self.note(name)
                 self._briefly(value)
 
@@ -254,12 +258,12 @@ class Description:
             value = cell.cell_contents
         except ValueError:  # not yet filled
             return
-        function = _function_of(value) if callable(value) and not isinstance(value, type) else None
+        function = function_of(value) if callable(value) and not isinstance(value, type) else None
         if function is not None:
             self._function(function, where)
-        elif isinstance(value, type) or _is_described_by_version(code.co_filename):
+        elif isinstance(value, type) or is_of_versions(code.co_filename):
             self.note("cell", _name(value) if isinstance(value, type) else _name(type(value)))
-        elif _is_installed(code.co_filename):
+        elif is_installed(code.co_filename):
             self._briefly(value)
         else:
             self.add(value, f"a variable around {where}")
@@ -270,16 +274,16 @@ class Description:
             self.note(repr(value))
         elif isinstance(value, type):
             self.note(_name(value))
-            for function in map(_function_of, vars(value).values()):
+            for function in map(function_of, vars(value).values()):
                 if function is not None:
-                    self.note(*_code(function.__code__))
-        elif (function := _function_of(value)) is not None:
+                    self.note(*code_parts(function.__code__))
+        elif (function := function_of(value)) is not None:
             self._function(function, function.__qualname__)
         elif isinstance(value, Mapping):
             for key, one in sorted(value.items(), key=str) if _finite(value) else ():
                 self.note(key)
-                if (function := _function_of(one)) is not None:
-                    self.note(*_code(function.__code__))
+                if (function := function_of(one)) is not None:
+                    self.note(*code_parts(function.__code__))
         else:
             self.note(_name(type(value)))
 
@@ -288,6 +292,22 @@ class Description:
             self._seen["file", file] = 0
             path = Path(file)
             self.note("file", path.read_bytes() if path.is_file() else "")
+
+
+def _is_of_python(cls: type) -> bool:
+    """Whether all that its objects hold is in attributes that can be listed."""
+    return all(one is object or one.__flags__ & _HEAP_TYPE for one in cls.__mro__)
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    for name, one in getattr(value, "__dict__", {}).items():
+        if name not in _OF_PROCESS:
+            yield name, one
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield name, getattr(value, name)
 
 
 def _finite(value: Any) -> bool:
@@ -300,72 +320,3 @@ def _name(cls: type) -> str:
 
 def _article(cls: type) -> str:
     return f"an object of {_name(cls)}"
-
-
-def _function_of(value: Any) -> types.FunctionType | None:
-    """The Python function that a value is, or wraps; None where there is none."""
-    if isinstance(value, staticmethod | classmethod):
-        value = value.__func__
-    elif isinstance(value, property):
-        value = value.fget
-    elif isinstance(value, functools.cached_property):
-        value = value.func
-    elif type(value).__name__ == "_lru_cache_wrapper":
-        value = value.__wrapped__
-    return value if isinstance(value, types.FunctionType) else None
-
-
-def _file_of(cls: type) -> str:
-    module = sys.modules.get(cls.__module__)
-    if cls.__module__ == "builtins":
-        return _STANDARD[0]
-    return getattr(module, "__file__", None) or ""
-
-
-def _is_described_by_version(file: str) -> bool:
-    """Whether code is of torch, Python or graphplan: not of this process's user, nor of another package."""
-    if file.startswith(("<frozen ", _TORCH, _GRAPHPLAN)):
-        return True
-    return file.startswith(_STANDARD) and not _is_installed(file)
-
-
-def _is_installed(file: str) -> bool:
-    return any(folder in file for folder in _INSTALLED)
-
-
-def _code(code: types.CodeType) -> Iterator[object]:
-    """What a code object computes, the same in every process that has compiled the same text."""
-    yield from (code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_flags)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _code(constant)
-        elif isinstance(constant, frozenset):
-            yield sorted(map(repr, constant))
-        else:
-            yield repr(constant)
-
-
-def _globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The global names that a function reads, with those that it reads of its user's modules."""
-    names, attributes = dict[str, None](), dict[str, None]()
-    for code in _codes(function.__code__):
-        for instruction in dis.get_instructions(code):
-            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                names[str(instruction.argval)] = None
-            elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                attributes[str(instruction.argval)] = None
-    for name in names:
-        if name in function.__globals__:
-            value = function.__globals__[name]
-            yield name, value
-            file = getattr(value, "__file__", None) if isinstance(value, types.ModuleType) else None
-            if file and not _is_described_by_version(file):
-                known = vars(value)
-                yield from ((f"{name}.{one}", known[one]) for one in attributes if one in known)
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
