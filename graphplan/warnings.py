@@ -16,8 +16,14 @@ from graphplan.errors import GraphplanWarning
 _BETWEEN = ("graphplan", "torch", "transformers", "accelerate", "peft", "diffusers")
 
 
+_listeners: list[tuple[int, list[str]]] = []
+
+
 def warn(message: str) -> None:
     """Warn the first caller that is neither graphplan nor what calls a model for its user."""
+    for thread, heard in _listeners:
+        if thread == threading.get_ident():
+            heard.append(message)
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and _package(frame.f_globals) in _BETWEEN:
         level, frame = level + 1, frame.f_back
@@ -26,6 +32,17 @@ def warn(message: str) -> None:
 
 def _package(namespace: dict[str, object]) -> str:
     return str(namespace.get("__name__", "")).partition(".")[0]
+
+
+@contextmanager
+def overheard() -> Iterator[list[str]]:
+    """A block, and what graphplan warns of in this thread meanwhile."""
+    entry = threading.get_ident(), list[str]()
+    _listeners.append(entry)
+    try:
+        yield entry[1]
+    finally:
+        _listeners[:] = [one for one in _listeners if one is not entry]
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from graphplan.capture.size_limits import SizeLimits
 from graphplan.capture.thread_patches import outside_inference_mode
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.progress import with_progress
+from graphplan.compiler.saved_captures import SavedCaptures
 from graphplan.devices.max_memory import MaxMemory, Reserve, read_max_memory, require_present
 from graphplan.devices.speeds import Measurements, Speed, with_speeds
 from graphplan.devices.topology import DeviceKey, Link
@@ -76,6 +77,7 @@ def partition(
     max_batch: int | None = None,
     max_length: int | None = None,
     time_limit: float | None = None,
+    capture_cache: str | Path | None = None,
     warm: bool = False,
     plan: PlanData | ClusterPlan | str | Path | None = None,
     machines: Sequence[MaxMemory] | None = None,
@@ -132,6 +134,7 @@ def partition(
             it, larger calls are planned when they come, as far as the budgets have room.
         max_length: likewise.
         time_limit: as in :func:`graphplan.plan`, for each structure of calls.
+        capture_cache: as in :func:`graphplan.plan`; later calls of other structures use it too.
         plan: a plan, or the JSON file of one, to carry out without a search. The graph must be the same and
             each budget at least what it takes; ``max_memory`` may be left out: then it is the plan's.
         warm: let each accelerator's allocator reserve the planned bytes of activations now, instead of
@@ -163,6 +166,7 @@ def partition(
     trains = TrainingArguments(
         train, optimizer, optimizer_bytes_per_element, train_outputs, recompute, offload_activations
     )
+    saved = None if capture_cache is None else SavedCaptures(capture_cache)
     if machines is not None:
         refuse_with_machines(
             max_memory=max_memory,
@@ -184,7 +188,7 @@ def partition(
             asked,
             args,
             kwargs,
-            Options(dynamic_shapes, grad, True, rules, sizes, time_limit=time_limit),
+            Options(dynamic_shapes, grad, True, rules, sizes, time_limit=time_limit, saved_captures=saved),
             trains,
             checkpoint=checkpoint,
             strict=strict is not False,
@@ -222,7 +226,15 @@ def partition(
     if training is not None:
         model_copy.step = training.differentiation([s.type for s in topology.devices if s.computes])
     options = Options(
-        dynamic_shapes, grad, bool(return_outputs), constraints, size_limits, compiled, time_limit, training
+        dynamic_shapes,
+        grad,
+        bool(return_outputs),
+        constraints,
+        size_limits,
+        compiled,
+        time_limit,
+        training,
+        saved,
     )
     for name, value in model_copy.shared.items():
         warn(_SHARED.format(name, type(value).__name__))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, overload
 
 import torch
@@ -26,6 +27,7 @@ from graphplan.capture.thread_patches import outside_inference_mode
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler
 from graphplan.compiler.progress import with_progress
+from graphplan.compiler.saved_captures import SavedCaptures
 from graphplan.devices.max_memory import MaxMemory, Reserve, read_max_memory
 from graphplan.devices.speeds import Measurements, Speed, with_speeds
 from graphplan.devices.topology import DeviceKey, Link
@@ -54,6 +56,7 @@ def plan(
     max_batch: int | None = None,
     max_length: int | None = None,
     time_limit: float | None = None,
+    capture_cache: str | Path | None = None,
     microbatches: int = 1,
     schedule: PipelineSchedule = "gpipe",
     objective: Objective = "latency",
@@ -86,6 +89,7 @@ def plan(
     max_batch: int | None = None,
     max_length: int | None = None,
     time_limit: float | None = None,
+    capture_cache: str | Path | None = None,
     machines: None = None,
     train: bool = False,
     optimizer: Optimizer | None = None,
@@ -117,6 +121,7 @@ def plan(
     max_batch: int | None = None,
     max_length: int | None = None,
     time_limit: float | None = None,
+    capture_cache: str | Path | None = None,
     machines: Sequence[MaxMemory] | None = None,
     microbatches: int = 1,
     schedule: PipelineSchedule = "gpipe",
@@ -171,6 +176,11 @@ def plan(
             bound that was proven. None: some work, which is seconds where the accelerators hold the
             model and up to a minute where weights are streamed or memory is tight, and the same result
             whatever the clock says.
+        capture_cache: a folder in which traces are kept for later processes, which read what they would trace
+            alike: where the same code is given a model of the same attributes and weights' shapes, and inputs
+            of the same structure and sizes. None: every process traces. A trace that no file can hold is
+            made anew, with a warning. Nothing in the folder is unpickled or run; but who can write to it
+            can change what a model computes.
         machines: in place of ``max_memory``, one for each of several machines, of which each runs a
             contiguous stage of the model.
         microbatches: with ``machines``, into how many a batch is divided along its first dimension.
@@ -206,6 +216,7 @@ def plan(
     trains = TrainingArguments(
         train, optimizer, optimizer_bytes_per_element, train_outputs, recompute, offload_activations
     )
+    saved = None if capture_cache is None else SavedCaptures(capture_cache)
     if machines is not None:
         refuse_with_machines(
             max_memory=max_memory,
@@ -218,7 +229,9 @@ def plan(
         )
         asked = Machines(machines, microbatches, schedule, objective, network, devices, links, reserve)
         rules = Constraints(offload=offload, cpu_compute=cpu_compute)
-        options = Options(dynamic_shapes, False, True, rules, size_limits, time_limit=time_limit)
+        options = Options(
+            dynamic_shapes, False, True, rules, size_limits, time_limit=time_limit, saved_captures=saved
+        )
         return plan_machines(model, asked, args, kwargs, options, trains)
     topology = with_speeds(read_max_memory(max_memory, links, reserve), devices)
     constraints = read_constraints(
@@ -245,6 +258,7 @@ def plan(
         size_limits,
         time_limit=time_limit,
         training=training,
+        saved_captures=saved,
     )
     compiler = Compiler(model_copy, topology, options)
     if calls is not None or weights is not None:

@@ -85,6 +85,11 @@ def shapes_for(value: Any, roles: Iterator[Roles]) -> Any:
     return tuple(parts) if type(value) is tuple else parts
 
 
+def written_guard(text: str, code: str) -> Guard:
+    """A guard of the tracer's Python over ``v``, the leaves of a call."""
+    return Guard(text, eval(f"lambda v: {code}"), code)
+
+
 def conditions(
     program: torch.export.ExportedProgram, leaves: Sequence[Any], paths: Sequence[str]
 ) -> tuple[Guard, ...]:
@@ -103,7 +108,7 @@ def conditions(
             text = text.replace(path, place)
         written.append(text)
     code = " and ".join(f"({one})" for one in written)  # from the tracer: of sizes and numbers
-    guard = Guard("sizes do not fulfil " + " and ".join(texts), eval(f"lambda v: {code}"))
+    guard = written_guard("sizes do not fulfil " + " and ".join(texts), code)
     try:
         holds = guard.holds(leaves)
     except (NameError, TypeError, IndexError, AttributeError) as error:

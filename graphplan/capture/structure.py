@@ -58,6 +58,16 @@ def know_containers(tree: Any) -> None:
             know_containers([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
 
+def know_class(cls: type) -> bool:
+    """Whether the objects of a class are looked into; plain dataclasses and ``UserDict`` are from now on."""
+    if node_of(namedtuple if pytree.is_namedtuple_class(cls) else cls) is None:
+        if issubclass(cls, UserDict):
+            _know_mapping(cls)
+        elif dataclasses.is_dataclass(cls):
+            _know_dataclass(cls)
+    return node_of(namedtuple if pytree.is_namedtuple_class(cls) else cls) is not None
+
+
 def _know_mapping(cls: type[UserDict[Any, Any]]) -> None:
     """As a dict."""
 

@@ -82,6 +82,10 @@ TimeLimit = Annotated[
         help="Time for the search, after the trace. Default: a fixed amount of work.",
     ),
 ]
+CaptureCache = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Keep the trace in this folder, and use what is there."),
+]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code in the model's folder.")]
 Meta = Annotated[
     bool, typer.Option("--meta", help="Call the factory on torch's meta device: shapes without memory.")

@@ -26,7 +26,16 @@ from graphplan.cli.console import (
 from graphplan.cli.demo import run_demo
 from graphplan.cli.model_argument import Ask, NamedModel, load_named, of_model
 from graphplan.cli.option_parsing import read_budgets, read_pins, read_plan, read_topology
-from graphplan.cli.result_text import comparison_text, demo_text, device_digest, devices_text, plan_digest
+from graphplan.cli.plan_run import run_plan
+from graphplan.cli.result_text import (
+    comparison_text,
+    demo_text,
+    device_digest,
+    devices_text,
+    plan_digest,
+    run_digest,
+    run_text,
+)
 from graphplan.devices.max_memory import read_max_memory, require_present
 from graphplan.devices.speeds import Speed, with_speeds
 from graphplan.devices.topology import Topology
@@ -130,6 +139,7 @@ def plan(
     length: options.Length = None,
     dtype: options.Dtype = None,
     time_limit: options.TimeLimit = None,
+    capture_cache: options.CaptureCache = None,
     trust_remote_code: options.Trust = False,
     meta: options.Meta = False,
     out: Annotated[
@@ -143,7 +153,15 @@ def plan(
     topology, pins = read_topology(max_memory, device, link, measured, reserve), read_pins(pin or ())
     named = load_named(model, Ask(batch, length, dtype, trust_remote_code, meta))
     with working(f"tracing and planning {named.name}"):
-        found = _planned(named, topology, pin=pins, offload=offload, balance=balance, time_limit=time_limit)
+        found = _planned(
+            named,
+            topology,
+            pin=pins,
+            offload=offload,
+            balance=balance,
+            time_limit=time_limit,
+            capture_cache=capture_cache,
+        )
     _write_plan(found, out, html, named.name)
     if as_json:
         print_json({"model": named.name, "inputs": named.inputs, **plan_digest(found)})
@@ -153,6 +171,39 @@ def plan(
     for path in (out, html):
         if path is not None:
             print(f"\nwrote {path}")
+
+
+@app.command("run")
+def run_saved(
+    path: options.PlanFile,
+    model: options.Model,
+    simulate: Annotated[
+        bool,
+        typer.Option("--simulate", help="Simulate the plan's accelerators on the CPU: same peaks, slow."),
+    ] = False,
+    batch: options.Batch = None,
+    length: options.Length = None,
+    dtype: options.Dtype = None,
+    trust_remote_code: options.Trust = False,
+    capture_cache: options.CaptureCache = None,
+    as_json: options.Json = False,
+) -> None:
+    """Carry out a saved plan without a search, and measure a forward pass.
+
+    The model, its inputs and the devices must be those of the plan.
+    Weights are read from the folder's safetensors files, if it has any.
+    """
+    ask = Ask(batch, length, dtype, trust_remote_code)
+    found = read_plan(path)
+    with working(f"running {model}"):
+        result = run_plan(found, model, ask, simulated=simulate, capture_cache=capture_cache)
+    if as_json:
+        print_json(run_digest(result))
+    else:
+        print(f"{result.named.name}, inputs: {result.named.inputs}\n")
+        say(run_text(result))
+    if result.over:
+        raise GraphplanError(f"measured peaks pass the planned ones, by bytes: {result.over}")
 
 
 @app.command()

@@ -53,6 +53,7 @@ _AS_TYPED: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
     (re.compile(r"\breserve(?= = )"), "--reserve"),
     (re.compile(r"\bdevices(?= names\b)"), "--device"),
     (re.compile(r"\boffload=False\b"), "--no-offload"),
+    (re.compile(r"\bgraphplan\.simulate\b"), "`graphplan run --simulate`"),
 )
 _WRONG = (BudgetError, DeviceError, InputError, PlanError, OSError)
 

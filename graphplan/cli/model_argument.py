@@ -1,7 +1,7 @@
 """The model that a word on the command line names: a transformers configuration, or a factory.
 
 Of a folder only ``config.json`` is read. Weights are not, so that nothing is unpickled; code is not,
-unless the caller trusts it. The model has no data: it is built on the meta device.
+unless the caller trusts it. The model has no data, unless it is asked for: it is built on the meta device.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Ask:
         dtype: name of a floating dtype of torch, or None for the model's own.
         trust_remote_code: whether code from a model folder may run.
         meta: whether a factory runs with torch's default device set to meta.
+        data: whether a model of a configuration has data, newly initialised.
     """
 
     batch: int | None = None
@@ -46,6 +47,7 @@ class Ask:
     dtype: str | None = None
     trust_remote_code: bool = False
     meta: bool = False
+    data: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
@@ -132,7 +134,7 @@ def _of_config(path: Path, ask: Ask) -> NamedModel:
             local_files_only=True,
         )
         config._attn_implementation = None  # what the file asks for may be a kernel to download
-        model = _build(config, ask.trust_remote_code)
+        model = _build(config, ask)
     except GraphplanError:
         raise
     except Exception as error:  # transformers raises anything for a configuration that it cannot use
@@ -147,15 +149,16 @@ def _of_config(path: Path, ask: Ask) -> NamedModel:
     return NamedModel(type(model).__name__, model, (), inputs)
 
 
-def _build(config: Any, trusted: bool) -> nn.Module:
+def _build(config: Any, ask: Ask) -> nn.Module:
     """The class that the configuration names; code of its own where that is trusted."""
+    trusted = ask.trust_remote_code
     import transformers  # optional package
 
     own = getattr(config, "auto_map", None) or {}
     auto_class = next((n for n in own if n.startswith("AutoModelFor")), "AutoModel")
     named = (getattr(transformers, name, None) for name in config.architectures or ())
     found = next((cls for cls in named if isinstance(cls, type) and issubclass(cls, nn.Module)), None)
-    with torch.device("meta"):
+    with torch.device("cpu" if ask.data else "meta"):
         if trusted and auto_class in own:
             made: nn.Module = getattr(transformers, auto_class).from_config(config, trust_remote_code=True)
         elif found is not None:

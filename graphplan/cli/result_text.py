@@ -10,6 +10,7 @@ import torch
 
 from graphplan.analysis.plan import Plan
 from graphplan.cli.demo import DemoResult
+from graphplan.cli.plan_run import RunResult
 from graphplan.devices.topology import SIMULATED, Topology
 from graphplan.integrations.accelerate.comparison import Baseline
 from graphplan.report.text import size_text, table_lines, time_text
@@ -44,6 +45,35 @@ def plan_digest(plan: Plan) -> dict[str, Any]:
         "proof": plan.proof,
         "device_map": plan.device_map(),
     }
+
+
+def run_digest(result: RunResult) -> dict[str, Any]:
+    """The measured seconds and peaks beside the planned ones."""
+    profile = result.profile
+    return {
+        "model": result.named.name,
+        "inputs": result.named.inputs,
+        "simulated": result.simulated,
+        "seconds": result.seconds,
+        "makespan": profile.plan.makespan,
+        "devices": [
+            {
+                "key": spec.key,
+                "budget": spec.memory,
+                "planned_peak": profile.plan.peak_bytes[spec.key],
+                "measured_peak": profile.peak_bytes.get(spec.key),
+            }
+            for spec in profile.plan.topology.devices
+        ],
+    }
+
+
+def run_text(result: RunResult) -> str:
+    """The same for people."""
+    lines = [result.profile.summary(), "", f"without marks between operations: {time_text(result.seconds)}"]
+    if result.simulated:
+        lines.append("accelerators were simulated on the CPU: peaks are theirs, times are not")
+    return "\n".join(lines)
 
 
 def comparison_text(rows: Sequence[Baseline]) -> str:

@@ -13,6 +13,7 @@ from graphplan.capture.model_weights import tensor_bytes
 from graphplan.capture.signature import BoundCall
 from graphplan.capture.size_limits import SizeLimits
 from graphplan.compiler.earlier_plans import Commitments
+from graphplan.compiler.saved_captures import SavedCaptures
 from graphplan.compiler.training import Training
 from graphplan.devices.topology import CPU, DeviceKey, Topology
 from graphplan.errors import InputError
@@ -38,6 +39,9 @@ class Options:
     compile: Mapping[str, Any] | None = None
     time_limit: float | None = None
     training: Training | None = None
+    saved_captures: SavedCaptures | None = field(
+        default=None, repr=False
+    )  # ranks may have folders of their own
 
     def __post_init__(self) -> None:
         limit = self.time_limit

@@ -50,15 +50,36 @@ def _chosen(state: CompileState, member: Member, plan: PlanData) -> Choice:
     if plain.graph.operations.keys() != plan.graph.operations.keys():
         _refuse(plan.graph, plain.graph)
     graph = formulation.graph(member.annotator, plan.schedule, together)
-    if graph != plan.graph:
-        _refuse(plan.graph, graph)
+    planned = _measured_here(plan.graph, graph)
+    if graph != planned:
+        _refuse(planned, graph)
     problem = replace(plain, graph=graph, prefetch_bytes=plan.shared_prefetch_bytes)
     found = evaluate(problem, plan.schedule.assignment)
     _require_room(found, state)
     asked = Call(problem, plan.constraints, member.weight)
-    known = _no_roomier(problem.topology, plan.topology)
-    bound = Bound(plan.lower_bound, plan.proof) if known else Bound(0.0, "the plan was made for less memory")
+    known = planned is plan.graph and _no_roomier(problem.topology, plan.topology)
+    bound = Bound(plan.lower_bound, plan.proof) if known else Bound(0.0, "the plan was made for others")
     return Choice(member.annotator, asked, asked.with_homes({}), certify(found, bound))
+
+
+def _measured_here(planned: Graph, here: Graph) -> Graph:
+    """The planned graph; that of this model, where it was planned for other types of devices and is the same.
+
+    Their kernels differ in what they copy, and in the workspace that they take.
+    """
+    kinds = [
+        {kind for one in graph.operations.values() for kind in one.workspace} for graph in (planned, here)
+    ]
+    return here if kinds[0] != kinds[1] and _computed(planned) == _computed(here) else planned
+
+
+def _computed(graph: Graph) -> tuple[object, ...]:
+    """What a graph computes of what, whatever the devices."""
+    operations = [
+        (one.name, one.type, one.inputs, one.outputs, one.mutates) for one in graph.operations.values()
+    ]
+    sizes = {name: value.copy_bytes for name, value in graph.values.items()}
+    return operations, sizes, graph.weights, graph.inputs, graph.outputs
 
 
 def _no_roomier(now: Topology, planned: Topology) -> bool:

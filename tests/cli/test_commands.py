@@ -207,6 +207,48 @@ def test_show_and_explain_read_the_plan(made: Made, run: Run) -> None:
     assert version[1].strip() == graphplan.__version__
 
 
+def test_run_carries_out_the_plan_on_simulated_devices(made: Made, run: Run) -> None:
+    words = ["run", str(made.plan), made.model, "--length", "16", "--simulate"]
+    text = run(*words)
+    assert text.code == 0, text.err
+    assert "LlamaForCausalLM, inputs: input_ids (1, 16)" in text.out
+    assert "measured" in text.out
+    done = run(*words, "--json", "--capture-cache", str(made.folder / "captures"))
+    assert done.code == 0, done.err
+    said = json.loads(done.out)
+    peaks = {one["key"]: (one["measured_peak"], one["planned_peak"]) for one in said["devices"]}
+    assert all(0 < peaks[key][0] <= peaks[key][1] <= 360 << 10 for key in (0, 1))
+    assert said["seconds"] > 0
+    assert list((made.folder / "captures").iterdir())
+
+
+def test_run_reads_the_weights_of_a_folder(made: Made, run: Run, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(**CONFIG)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    done = run("run", str(made.plan), str(tmp_path), "--length", "16", "--simulate", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["simulated"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "this machine has"),
+        (("--simulate", "--length", "8"), "the plan is of another graph"),
+    ],
+)
+def test_run_refuses_what_is_not_the_plans(
+    words: tuple[str, ...], message: str, made: Made, run: Run
+) -> None:
+    if not words and torch.accelerator.is_available():
+        pytest.skip("the devices of the plan may be here")
+    done = run("run", str(made.plan), made.model, *(words or ("--length", "16")))
+    assert done.code == 2
+    assert message in done.err
+    assert done.err.count("\n") == 1
+
+
 def test_names_of_a_plan_cannot_steer_the_terminal(tmp_path: Path, run: Run) -> None:
     plan = hostile_plan()
     text = plan.to_json().replace(json.dumps("&lt;b&gt;"), json.dumps("\x1b]0;taken\x07"))
@@ -390,7 +432,7 @@ def test_words_complete(made: Made, run: Run) -> None:
 def test_help_names_the_commands() -> None:
     command = [sys.executable, "-m", "graphplan", "--help"]
     result = subprocess.run(command, capture_output=True, text=True, check=True, env=_environment())
-    for name in ("demo", "plan", "show", "compare", "devices", "explain"):
+    for name in ("demo", "plan", "run", "show", "compare", "devices", "explain"):
         assert name in result.stdout
 
 

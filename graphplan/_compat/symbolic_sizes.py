@@ -1,0 +1,135 @@
+"""Symbolic sizes as plain data, and back, with what a tracer knows of them. Tested with torch 2.13.
+
+``torch.export.load`` rebuilds sizes in the same way, by parsing the text of each; here a size is a list::
+
+    s0 * 2        ["Mul", 2, ["Symbol", "s0"]]
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]  # has no types
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from graphplan._compat import private
+
+_TESTED = "2.13"
+_ASSUMPTIONS = ("integer", "positive", "nonnegative", "real")
+
+
+def _functions() -> Any:
+    return importlib.import_module("torch.utils._sympy.functions")
+
+
+def _infinity() -> Any:
+    return private(importlib.import_module("torch.utils._sympy.numbers"), "int_oo", "torch", _TESTED)
+
+
+def plain_expression(expression: Any) -> Any:
+    """An expression as lists, numbers and text.
+
+    Raises:
+        KeyError: it has a function that is neither sympy's nor torch's.
+    """
+    infinity = _infinity()
+    if expression == infinity or expression == -infinity:
+        return ["infinity", 1 if expression == infinity else -1]
+    if isinstance(expression, bool | int | float):
+        return expression
+    if expression.is_Boolean and not expression.args:
+        return bool(expression)
+    if expression.is_Symbol:
+        return ["Symbol", expression.name]
+    if expression.is_Integer:
+        return int(expression)
+    if expression.is_Rational:
+        return ["Rational", int(expression.p), int(expression.q)]
+    if expression.is_Float:
+        return float(expression)
+    name = type(expression).__name__
+    _class_named(name)
+    return [name, *map(plain_expression, expression.args)]
+
+
+def _class_named(name: str) -> Any:
+    found = getattr(_functions(), name, None) or getattr(sympy, name, None)
+    if not (isinstance(found, type) and issubclass(found, sympy.Basic)):
+        raise KeyError(f"{name!r} is no function of sizes")
+    return found
+
+
+def made_expression(plain: Any, symbols: Mapping[str, Any]) -> Any:
+    """The expression of lists that :func:`plain_expression` has made."""
+    if not isinstance(plain, list):
+        return sympy.sympify(plain)
+    kind, *arguments = plain
+    if kind == "infinity":
+        return arguments[0] * _infinity()
+    if kind == "Symbol":
+        return symbols[arguments[0]]
+    if kind == "Rational":
+        return sympy.Rational(*arguments)
+    return _class_named(kind)(*(made_expression(one, symbols) for one in arguments))
+
+
+def plain_symbol(symbol: Any, env: ShapeEnv) -> list[Any]:
+    """Name, assumptions, value in the example (None where data decides it) and range of a symbol."""
+    known: Any = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
+    bounds = env.var_to_range.get(symbol)
+    value = known.get(symbol)
+    return [
+        symbol.name,
+        [name for name in _ASSUMPTIONS if getattr(symbol, f"is_{name}")],
+        None if value is None else plain_expression(value),
+        None if bounds is None else [plain_expression(bounds.lower), plain_expression(bounds.upper)],
+    ]
+
+
+class SizeMaker:
+    """Makes symbols, sizes and fake tensors of one trace anew.
+
+    Attributes:
+        symbols: by name.
+        mode: of the fake tensors.
+    """
+
+    def __init__(self) -> None:
+        self.env = ShapeEnv()
+        self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+        self.symbols: dict[str, Any] = {}
+
+    def symbol(self, plain: list[Any]) -> None:
+        """Know a symbol that :func:`plain_symbol` describes."""
+        name, assumptions, value, bounds = plain
+        symbol = sympy.Symbol(name, **dict.fromkeys(assumptions, True))
+        self.symbols[name] = symbol
+        if value is not None:
+            modern = hasattr(self.env, "add_backed_var_to_val")
+            add = self.env.add_backed_var_to_val if modern else self.env.add_var_to_val
+            add(symbol, made_expression(value, {}))
+        if bounds is not None:
+            low, high = (made_expression(bound, {}) for bound in bounds)
+            self.env.constrain_symbol_range(symbol, compiler_min=low, compiler_max=high)
+
+    def size(self, kind: str, plain: Any, hint: Any) -> Any:
+        """A symbolic number: ``kind`` is ``"int"``, ``"float"`` or ``"bool"``."""
+        expression = made_expression(plain, self.symbols)
+        if kind == "int":
+            return self.env.create_symintnode(expression, hint=hint)
+        if kind == "float":
+            return self.env.create_symfloatnode(expression, hint=hint)
+        return self.env.create_symboolnode(expression)
+
+    def tensor(
+        self, shape: Any, stride: Any, dtype: torch.dtype, device: str, *, requires_grad: bool
+    ) -> torch.Tensor:
+        """A tensor without data."""
+        with self.mode:
+            return torch.empty_strided(
+                tuple(shape), tuple(stride), dtype=dtype, device=device, requires_grad=requires_grad
+            )

@@ -1,0 +1,90 @@
+"""Python code: functions that values are or wrap, what these compute and refer to, and whose they are."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import sysconfig
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_TORCH = f"{Path(torch.__file__).parent}/"
+_GRAPHPLAN = f"{Path(__file__).parents[2]}/"
+_STANDARD = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+
+
+def function_of(value: Any) -> types.FunctionType | None:
+    """The Python function that a value is, or wraps; None where there is none."""
+    if isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    elif isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, functools.cached_property):
+        value = value.func
+    elif type(value).__name__ == "_lru_cache_wrapper":
+        value = value.__wrapped__
+    return value if isinstance(value, types.FunctionType) else None
+
+
+def file_of(cls: type) -> str:
+    """The file that defines a class; empty where there is none."""
+    module = sys.modules.get(cls.__module__)
+    if cls.__module__ == "builtins":
+        return _STANDARD[0]
+    return getattr(module, "__file__", None) or ""
+
+
+def is_of_versions(file: str) -> bool:
+    """Whether code is of torch, Python or graphplan: not of this process's user, nor of another package."""
+    if file.startswith(("<frozen ", _TORCH, _GRAPHPLAN)):
+        return True
+    return file.startswith(_STANDARD) and not is_installed(file)
+
+
+def is_installed(file: str) -> bool:
+    """Whether a file is of an installed package."""
+    return any(folder in file for folder in _INSTALLED)
+
+
+def code_parts(code: types.CodeType) -> Iterator[object]:
+    """What a code object computes, the same in every process that has compiled the same text."""
+    yield from (code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_flags)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from code_parts(constant)
+        elif isinstance(constant, frozenset):
+            yield sorted(map(repr, constant))
+        else:
+            yield repr(constant)
+
+
+def globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The global names that a function reads, with those that it reads of its user's modules."""
+    names, attributes = dict[str, None](), dict[str, None]()
+    for code in _codes(function.__code__):
+        for instruction in dis.get_instructions(code):
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                names[str(instruction.argval)] = None
+            elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                attributes[str(instruction.argval)] = None
+    for name in names:
+        if name in function.__globals__:
+            value = function.__globals__[name]
+            yield name, value
+            file = getattr(value, "__file__", None) if isinstance(value, types.ModuleType) else None
+            if file and not is_of_versions(file):
+                known = vars(value)
+                yield from ((f"{name}.{one}", known[one]) for one in attributes if one in known)
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)

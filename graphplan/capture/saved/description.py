@@ -1,0 +1,322 @@
+"""A hash of all that a trace comes from: attributes, weights' shapes, and the code that runs.
+
+Two processes in which it is the same trace the same graph. Attributes are described by value, all the way
+down. Code of the user is described by its bytecode, its file, and what it refers to, wherever that is
+defined. Code of installed packages is described by bytecode and file alone, but for the classes of the model
+itself: what their methods refer to is looked at too, so that a function that somebody has replaced is
+noticed. Torch and Python are described by their versions, and by what is replaced in torch.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import logging
+import re
+import types
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from graphplan.capture.model_weights import identity, is_dense
+from graphplan.capture.saved.code_objects import (
+    code_parts,
+    file_of,
+    function_of,
+    globals_of,
+    is_installed,
+    is_of_versions,
+)
+from graphplan.capture.saved.plain_values import NotSavedError
+
+_PLAIN: tuple[Any, ...] = (bool, int, float, complex, str, bytes, type(None), type(...))
+_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, PurePath, np.generic)
+_CONTAINERS = (list, tuple, deque, set, frozenset, Mapping)
+_PARTS = ("_parameters", "_buffers", "_modules")
+_OF_PROCESS = ("_original_object_hash", "_abc_impl")  # hashes of transformers' GenerationConfig; caches
+_OF_STATE = re.compile(r"_(load_)?state_dict_\w*hooks$")  # they run when weights are saved or loaded
+_OWN = (torch, torch.nn.functional, torch.Tensor, nn.Module)
+_HEAP_TYPE = 1 << 9  # CPython's flag of classes that are defined in Python
+
+
+class Description:
+    """Is told of values one by one, and hashes what they are.
+
+    Attributes:
+        tensors: of which the values are in the hash.
+    """
+
+    def __init__(self, weights: Mapping[int, str]) -> None:
+        """``weights``: id of a tensor of which the values do not matter -> what stands for it."""
+        self._hash = hashlib.sha256()
+        self._weights = weights
+        self._seen: dict[Any, int] = {}  # by id, or id and what is looked at
+        self._around: set[int] = set()  # ids of the containers that one is in
+        self._kept: list[Any] = []  # so that no other value gets the id of one that was seen
+        self.tensors: set[Any] = set()
+
+    def digest(self) -> str:
+        """Of all that it was told of."""
+        return self._hash.hexdigest()
+
+    def note(self, *texts: object) -> None:
+        """Hash texts, each apart from the next."""
+        for text in texts:
+            data = text if isinstance(text, bytes) else str(text).encode()
+            self._hash.update(b"%d:" % len(data) + data)
+
+    def add(self, value: Any, where: str) -> None:
+        """Hash a value; ``where`` names it for people.
+
+        Raises:
+            NotSavedError: it is of a kind of which it cannot be said when two are equal.
+        """
+        plain = next((kind for kind in _PLAIN if isinstance(value, kind)), None)
+        if isinstance(value, enum.Enum):
+            self.note(_name(type(value)), value.name)
+        elif plain is not None:
+            self.note(_name(type(value)), plain.__repr__(value))
+        elif isinstance(value, _NAMED):
+            self.note(type(value).__name__, repr(value))
+        elif id(value) in self._around:
+            self.note("around")
+        elif isinstance(value, _CONTAINERS):  # whether two are one says nothing: their values do
+            self._around.add(id(value))
+            self._container(value, where)
+            self._around.remove(id(value))
+        elif id(value) in self._seen:
+            self.note("again", self._seen[id(value)])
+        else:
+            self._seen[id(value)] = len(self._seen)
+            self._kept.append(value)
+            self._add_new(value, where)
+
+    def _add_new(self, value: Any, where: str) -> None:
+        if isinstance(value, torch.Tensor):
+            self._tensor(value, where)
+        elif isinstance(value, nn.Module):
+            self._module(value, where)
+        elif isinstance(value, type):
+            self.add_class(value)
+        elif callable(value) and self._callable(value, where):
+            pass
+        else:
+            self._object(value, where)
+
+    def _container(self, value: Any, where: str) -> None:
+        self.note(_name(type(value)), len(value))
+        if isinstance(value, Mapping):
+            for key, one in value.items():
+                self.add(key, f"a key of {where}")
+                self.add(one, f"{where}[{key!r}]")
+        else:
+            items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+            for index, one in enumerate(items):
+                self.add(one, f"{where}[{index}]")
+        for name, one in getattr(value, "__dict__", {}).items():
+            self.note(name)
+            self.add(one, f"{where}.{name}")
+
+    def _object(self, value: Any, where: str) -> None:
+        if isinstance(value, types.ModuleType | logging.Logger):
+            self.note(
+                type(value).__name__, value.name if isinstance(value, logging.Logger) else value.__name__
+            )
+        elif isinstance(value, weakref.ref):
+            self.add(value(), where)
+        elif isinstance(value, re.Pattern):
+            self.note("pattern", value.pattern, value.flags)
+        elif isinstance(value, np.ndarray) and value.dtype != object:
+            self.note("array", value.dtype, value.shape, value.tobytes())
+        elif isinstance(value, slice):
+            self.note(repr(value))
+        elif isinstance(value, pytree.TreeSpec):
+            self.add((value.type, value.context, value.children()), where)
+        elif _is_of_python(type(value)):
+            self.add_class(type(value))
+            for name, one in _attributes(value):
+                self.note(name)
+                self.add(one, f"{where}.{name}")
+        else:
+            raise NotSavedError(f"{where} is {_article(type(value))}, which says nothing of its value")
+
+    def _tensor(self, tensor: torch.Tensor, where: str) -> None:
+        if id(tensor) in self._weights:
+            self.note("weight", self._weights[id(tensor)])
+            return
+        if not is_dense(tensor) or tensor.device.type != "cpu":
+            raise NotSavedError(f"{where} is a tensor of {type(tensor).__name__} on {tensor.device}")
+        self.note("tensor", tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad)
+        self.note(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        self.tensors.add(identity(tensor))
+
+    def _module(self, module: nn.Module, where: str) -> None:
+        self.add_class(type(module), follow=True)
+        for name, value in vars(module).items():
+            if name not in _PARTS and not _OF_STATE.search(name):
+                self.note(name)
+                self.add(value, f"{where}.{name}")
+        for table in _PARTS:
+            for name, value in vars(module)[table].items():
+                self.note(table, name)
+                self.add(value, f"{where}.{name}")
+
+    # -- code --------------------------------------------------------------------------------------
+
+    def add_class(self, cls: type, *, follow: bool = False) -> None:
+        """Hash the code of a class; ``follow`` what methods refer to in packages too."""
+        for one in cls.__mro__:
+            if (id(one), follow) in self._seen:
+                self.note("again", _name(one))
+                continue
+            self._seen[id(one), follow] = len(self._seen)
+            self._kept.append(one)
+            self.note("class", _name(one))
+            file = file_of(one)
+            if is_of_versions(file):
+                self._replaced(one)
+                continue
+            self._file(file)
+            for name, value in vars(one).items():
+                function = function_of(value)
+                if function is not None:
+                    self.note(name)
+                    self._function(function, f"{_name(one)}.{name}", follow=follow)
+                elif not (is_installed(file) or name.startswith("__") or name in _OF_PROCESS):
+                    self.note(name)
+                    self.add(value, f"{_name(one)}.{name}")
+
+    def _replaced(self, owner: Any) -> None:
+        """Hash what others have put into a class or module of torch or Python."""
+        for name, value in list(vars(owner).items()):
+            function = function_of(value)
+            if function is not None and not is_of_versions(function.__code__.co_filename):
+                self.note("replaced", name)
+                self._function(function, f"{getattr(owner, '__name__', owner)}.{name}")
+
+    def add_torch(self) -> None:
+        """Hash what others have put into torch."""
+        for owner in _OWN:
+            self._replaced(owner)
+
+    def _callable(self, value: Any, where: str) -> bool:
+        """Hash a function of any kind; whether it is one."""
+        if isinstance(value, types.MethodType):
+            self.add(value.__func__, where)
+            self.add(value.__self__, where)
+        elif isinstance(value, functools.partial):
+            for one in (value.func, value.args, value.keywords):
+                self.add(one, where)
+        elif (function := function_of(value)) is not None:
+            self._function(function, where)
+        elif isinstance(
+            value, types.BuiltinFunctionType | torch._ops.OpOverload | torch._ops.OpOverloadPacket
+        ):
+            self.note("builtin", getattr(value, "__module__", ""), str(value).partition(" at 0x")[0])
+            owner = getattr(value, "__self__", None)
+            if owner is not None and not isinstance(owner, types.ModuleType):
+                self.add(owner, where)
+        else:
+            return False
+        return True
+
+    def _function(self, function: types.FunctionType, where: str, *, follow: bool = False) -> None:
+        code = function.__code__
+        key = id(function), follow
+        if key in self._seen:
+            self.note("again", function.__qualname__)
+            return
+        self._seen[key] = len(self._seen)
+        self._kept.append(function)
+        self.note("function", function.__module__, function.__qualname__)
+        for cell in function.__closure__ or ():
+            self._cell(cell, where, code)
+        if is_of_versions(code.co_filename):
+            return
+        self.note(*code_parts(code))
+        self._file(code.co_filename)
+        if not is_installed(code.co_filename):
+            self.add((function.__defaults__, function.__kwdefaults__), f"the defaults of {where}")
+            for name, value in globals_of(function):
+                self.note(name)
+                self.add(value, f"{name}, which {where} refers to,")
+        elif follow:
+            for name, value in globals_of(function):
+                self.note(name)
+                self._briefly(value)
+
+    def _cell(self, cell: Any, where: str, code: types.CodeType) -> None:
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not yet filled
+            return
+        function = function_of(value) if callable(value) and not isinstance(value, type) else None
+        if function is not None:
+            self._function(function, where)
+        elif isinstance(value, type) or is_of_versions(code.co_filename):
+            self.note("cell", _name(value) if isinstance(value, type) else _name(type(value)))
+        elif is_installed(code.co_filename):
+            self._briefly(value)
+        else:
+            self.add(value, f"a variable around {where}")
+
+    def _briefly(self, value: Any) -> None:
+        """Hash what can be said of a value of a package that changes only with its version."""
+        if type(value) in _PLAIN:
+            self.note(repr(value))
+        elif isinstance(value, type):
+            self.note(_name(value))
+            for function in map(function_of, vars(value).values()):
+                if function is not None:
+                    self.note(*code_parts(function.__code__))
+        elif (function := function_of(value)) is not None:
+            self._function(function, function.__qualname__)
+        elif isinstance(value, Mapping):
+            for key, one in sorted(value.items(), key=str) if _finite(value) else ():
+                self.note(key)
+                if (function := function_of(one)) is not None:
+                    self.note(*code_parts(function.__code__))
+        else:
+            self.note(_name(type(value)))
+
+    def _file(self, file: str) -> None:
+        if file and ("file", file) not in self._seen:
+            self._seen["file", file] = 0
+            path = Path(file)
+            self.note("file", path.read_bytes() if path.is_file() else "")
+
+
+def _is_of_python(cls: type) -> bool:
+    """Whether all that its objects hold is in attributes that can be listed."""
+    return all(one is object or one.__flags__ & _HEAP_TYPE for one in cls.__mro__)
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    for name, one in getattr(value, "__dict__", {}).items():
+        if name not in _OF_PROCESS:
+            yield name, one
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield name, getattr(value, name)
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, Mapping) and not isinstance(value, weakref.WeakValueDictionary)
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _article(cls: type) -> str:
+    return f"an object of {_name(cls)}"

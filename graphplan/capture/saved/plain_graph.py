@@ -1,0 +1,169 @@
+"""An fx graph as JSON, and back, with the traced value, the module and the line of each node.
+
+A file holds each distinct size, tensor and path of modules once; nodes have their numbers::
+
+    {"symbols": [["s0", ["integer", "positive"], 16, [2, ["infinity", 1]]]],
+     "sizes": [["int", ["Symbol", "s0"], 16]],
+     "values": [["tensor", [["size", 0], 64], [64, 1], "float32", "cpu", false]], ...}
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from graphplan._compat.symbolic_sizes import SizeMaker, plain_expression, plain_symbol
+from graphplan.capture.saved.plain_values import (
+    NotSavedError,
+    from_plain,
+    made_target,
+    plain_target,
+    to_plain,
+)
+
+_NUMBERS = {"int": torch.SymInt, "float": torch.SymFloat, "bool": torch.SymBool}
+_NOTES = ("stack_trace", "backward", "forward", "repeats", "seq_nr")
+
+
+class GraphWriter:
+    """Writes graphs of one trace down; what several nodes share is written once."""
+
+    def __init__(self) -> None:
+        self.tables: dict[str, list[Any]] = {"symbols": [], "sizes": [], "values": [], "paths": []}
+        self._places: dict[str, dict[str, int]] = {name: {} for name in self.tables}
+
+    def graph(self, module: fx.GraphModule) -> dict[str, Any]:
+        """A graph, with those of its control-flow operations.
+
+        Raises:
+            NotSavedError: something in it cannot be written.
+        """
+        nodes = [self._node(node) for node in module.graph.nodes]
+        inner: dict[str, Any] = {}
+        for node in module.graph.find_nodes(op="get_attr"):
+            branch = getattr(module, str(node.target), None)
+            if not isinstance(branch, fx.GraphModule):
+                raise NotSavedError(f"a graph that reads the attribute {node.target!r} is not saved")
+            inner[str(node.target)] = self.graph(branch)
+        return {"nodes": nodes, "inner": inner}
+
+    def _node(self, node: fx.Node) -> list[Any]:
+        notes = {name: node.meta[name] for name in _NOTES if name in node.meta}
+        if "nn_module_stack" in node.meta:
+            stack = node.meta["nn_module_stack"] or {}
+            notes["path"] = self._number("paths", [[key, *map(_text, entry)] for key, entry in stack.items()])
+        if "val" in node.meta:
+            notes["value"] = self._value(node.meta["val"])
+        arguments = to_plain(node.args), to_plain(dict(node.kwargs))
+        return [node.op, node.name, plain_target(node.target), *arguments, notes]
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return ["list" if isinstance(value, list) else "tuple", *map(self._value, value)]
+        if isinstance(value, torch.Tensor):
+            return ["value", self._number("values", self._tensor(value))]
+        return (
+            self._size(value) if isinstance(value, tuple(_NUMBERS.values())) else ["plain", to_plain(value)]
+        )
+
+    def _tensor(self, value: torch.Tensor) -> list[Any]:
+        if not isinstance(value, FakeTensor) or value.layout is not torch.strided:
+            raise NotSavedError(
+                f"a graph with tensors of {type(value).__name__}, {value.layout} is not saved"
+            )
+        sizes = [list(map(self._size, of)) for of in (value.shape, value.stride())]
+        return [*sizes, to_plain(value.dtype)[1], str(value.device), value.requires_grad]
+
+    def _size(self, size: Any) -> Any:
+        kind = next((kind for kind, cls in _NUMBERS.items() if isinstance(size, cls)), None)
+        if kind is None:
+            return int(size)
+        expression, env = size.node.expr, size.node.shape_env
+        for symbol in sorted(expression.free_symbols, key=str):
+            plain = plain_symbol(symbol, env)
+            if plain[2] is None:
+                raise NotSavedError("a graph in which the values of inputs decide sizes is not saved")
+            self._number("symbols", plain)
+        try:
+            plain = plain_expression(expression)
+        except KeyError as error:
+            raise NotSavedError(f"a graph with the size {expression} is not saved: {error}") from error
+        hint = size.node.hint
+        return ["size", self._number("sizes", [kind, plain, None if hint is None else plain_hint(hint)])]
+
+    def _number(self, table: str, entry: Any) -> int:
+        key = json.dumps(entry)
+        place = self._places[table].setdefault(key, len(self.tables[table]))
+        if place == len(self.tables[table]):
+            self.tables[table].append(entry)
+        return place
+
+
+def plain_hint(hint: Any) -> Any:
+    """The value of a size in the example."""
+    return plain_expression(hint) if not isinstance(hint, bool | int | float) else hint
+
+
+def _text(entry: Any) -> str:
+    return f"{entry.__module__}.{entry.__qualname__}" if isinstance(entry, type) else str(entry)
+
+
+class GraphMaker:
+    """Makes the graphs of a file anew.
+
+    Args:
+        tables: of the :class:`GraphWriter`.
+    """
+
+    def __init__(self, tables: dict[str, list[Any]]) -> None:
+        self.sizes = SizeMaker()
+        for symbol in tables["symbols"]:
+            self.sizes.symbol(symbol)
+        self._sizes = [self.sizes.size(*entry) for entry in tables["sizes"]]
+        self._tensors = [self._tensor(*entry) for entry in tables["values"]]
+        self._paths = [{key: tuple(entry) for key, *entry in path} for path in tables["paths"]]
+
+    def module(self, plain: dict[str, Any]) -> fx.GraphModule:
+        """The graph, in a module that has the graphs of its control-flow operations.
+
+        Raises:
+            NotSavedError: this process lacks an operator.
+        """
+        root = nn.Module()
+        for name, inner in plain["inner"].items():
+            setattr(root, name, self.module(inner))
+        graph, nodes = fx.Graph(), dict[str, fx.Node]()
+        for op, name, target, args, kwargs, notes in plain["nodes"]:
+            arguments = from_plain(args, nodes), from_plain(kwargs, nodes)
+            node = graph.create_node(op, made_target(target), *arguments, name)
+            if node.name != name:
+                node.name = name
+            node.meta = {note: notes[note] for note in _NOTES if note in notes}
+            if "path" in notes:
+                node.meta["nn_module_stack"] = self._paths[notes["path"]]
+            if "value" in notes:
+                node.meta["val"] = self._value(notes["value"])
+            nodes[name] = node
+        return fx.GraphModule(root, graph)
+
+    def _value(self, plain: Any) -> Any:
+        kind, *parts = plain
+        if kind == "value":
+            return self._tensors[parts[0]]
+        if kind == "size":
+            return self._sizes[parts[0]]
+        if kind == "plain":
+            return from_plain(parts[0], {})
+        found = map(self._value, parts)
+        return list(found) if kind == "list" else tuple(found)
+
+    def _tensor(self, shape: Any, stride: Any, dtype: str, device: str, requires_grad: bool) -> torch.Tensor:
+        sizes, strides = (list(map(self._size, of)) for of in (shape, stride))
+        return self.sizes.tensor(sizes, strides, getattr(torch, dtype), device, requires_grad=requires_grad)
+
+    def _size(self, plain: Any) -> Any:
+        return self._sizes[plain[1]] if isinstance(plain, list) else plain

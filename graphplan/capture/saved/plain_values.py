@@ -1,0 +1,167 @@
+"""Values of a graph as JSON, and back: numbers, text, containers, torch's constants, structures of results.
+
+Nothing is called that a file names: classes are looked up among those that this process has imported, and
+operators among those that are registered.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from graphplan.capture.structure import know_class
+from graphplan.capture.transformers.caches import Given, LayoutPart
+
+_FUNCTIONS = ("_operator", "math", "builtins")
+_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
+
+
+class NotSavedError(Exception):
+    """Something that a file cannot hold, or that this process cannot make again; the message says what."""
+
+
+def to_plain(value: Any) -> Any:
+    """A value as JSON; lists are tagged, so that tuples stay tuples.
+
+    Raises:
+        NotSavedError: it is of another kind.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, fx.Node):
+        return ["node", value.name]
+    if isinstance(value, torch.Size):
+        return ["size", *map(to_plain, value)]
+    if type(value) in (list, fx.immutable_collections.immutable_list):
+        return ["list", *map(to_plain, value)]
+    if type(value) is tuple:
+        return ["tuple", *map(to_plain, value)]
+    if type(value) in (dict, fx.immutable_collections.immutable_dict):
+        return ["dict", *([to_plain(key), to_plain(one)] for key, one in value.items())]
+    if isinstance(value, _CONSTANTS):
+        return ["torch", str(value).removeprefix("torch.")]
+    if isinstance(value, torch.device):
+        return ["device", str(value)]
+    if isinstance(value, slice):
+        return ["slice", *map(to_plain, (value.start, value.stop, value.step))]
+    if value is ...:
+        return ["..."]
+    if isinstance(value, complex):
+        return ["complex", value.real, value.imag]
+    if value is type(None):
+        return ["none type"]
+    if isinstance(value, type):
+        return ["class", value.__module__, value.__qualname__]
+    if isinstance(value, pytree.TreeSpec):
+        return ["spec", *map(to_plain, (value.type, value.context, value.children()))]
+    if isinstance(value, LayoutPart):
+        fields = value.kind, value.cls, value.keys, value.parts, value.value
+        return ["part", *map(to_plain, fields)]
+    if isinstance(value, Given):
+        return ["given", value.name]
+    raise NotSavedError(f"a graph with a {type(value).__name__} in it is not saved")
+
+
+def from_plain(plain: Any, nodes: Mapping[str, fx.Node]) -> Any:
+    """The value; ``nodes`` are those that it may refer to.
+
+    Raises:
+        NotSavedError: it has a class that this process has not imported, or cannot look into.
+    """
+    if not isinstance(plain, list):
+        return plain
+    kind, *parts = plain
+    if kind == "node":
+        return nodes[parts[0]]
+    if kind == "class":
+        return _class(*parts)
+    if kind == "dict":
+        return {from_plain(key, nodes): from_plain(one, nodes) for key, one in parts}
+    return _MADE[kind](*(from_plain(part, nodes) for part in parts))
+
+
+def _class(module: str, name: str) -> type:
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not isinstance(found, type):
+        raise NotSavedError(f"the class {module}.{name} of its results is not imported")
+    return found
+
+
+def _spec(cls: Any, context: Any, children: list[Any]) -> pytree.TreeSpec:
+    if cls is None:
+        return pytree.treespec_leaf()
+    if not know_class(cls):
+        raise NotSavedError(f"the class {cls.__qualname__} of its results is not known to torch's pytree")
+    return pytree.TreeSpec(cls, context, children)
+
+
+def _torch(name: str) -> Any:
+    found = getattr(torch, name)
+    if not isinstance(found, _CONSTANTS):
+        raise NotSavedError(f"torch.{name} is no constant")
+    return found
+
+
+_MADE: dict[str, Callable[..., Any]] = {
+    "none type": lambda: type(None),
+    "size": lambda *sizes: torch.Size(sizes),
+    "list": lambda *parts: list(parts),
+    "tuple": lambda *parts: parts,
+    "torch": _torch,
+    "device": torch.device,
+    "slice": slice,
+    "...": lambda: ...,
+    "complex": complex,
+    "spec": _spec,
+    "part": LayoutPart,
+    "given": Given,
+}
+
+
+def plain_target(target: Any) -> Any:
+    """What a node calls, by name.
+
+    Raises:
+        NotSavedError: it is no operator of torch, nor a function of numbers.
+    """
+    if isinstance(target, str):
+        return target
+    if isinstance(target, torch._ops.OpOverload):
+        packet = target._overloadpacket.__name__
+        return ["operator", target.namespace, packet, target._overloadname]
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return ["higher_order", target.name()]
+    module, name = getattr(target, "__module__", ""), getattr(target, "__name__", "")
+    if module in _FUNCTIONS or (module == "torch" and name.lstrip("_").startswith("sym_")):
+        return ["function", module, name]
+    raise NotSavedError(f"a graph that calls {target!r} is not saved")
+
+
+def made_target(plain: Any) -> Any:
+    """What :func:`plain_target` names.
+
+    Raises:
+        NotSavedError: it is not registered in this process.
+    """
+    if isinstance(plain, str):
+        return plain
+    kind, *names = plain
+    if kind == "function" and not (names[0] in _FUNCTIONS or names[1].lstrip("_").startswith("sym_")):
+        raise NotSavedError(f"{names[0]}.{names[1]} is no function of numbers")
+    roots = {"operator": torch.ops, "higher_order": torch.ops.higher_order, "function": sys.modules}
+    found: Any = roots[kind]
+    if kind == "function":
+        found = found.get(names.pop(0))
+    for name in names:
+        try:
+            found = getattr(found, name)
+        except AttributeError as error:
+            raise NotSavedError(f"the operator {'.'.join(names)} is not registered") from error
+    return found

@@ -1,0 +1,144 @@
+"""Carry out a saved plan: place the model as it says, run its example inputs, measure.
+
+The weights are those of the folder where it has safetensors files. Of a configuration alone they are newly
+initialised: they decide what is computed, and neither its bytes nor its time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphplan.analysis.plan import Plan
+from graphplan.api.load import load
+from graphplan.api.partition import partition
+from graphplan.capture.signature import leaf_on_cpu
+from graphplan.capture.structure import map_leaves
+from graphplan.cli.model_argument import Ask, NamedModel, load_named, of_model
+from graphplan.devices.max_memory import require_present
+from graphplan.devices.topology import SIMULATED, DeviceKey, DeviceSpec
+from graphplan.errors import GraphplanError, InputError
+from graphplan.runtime.profile.call_profile import Profile
+from graphplan.runtime.simulate.simulation import simulate
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What was measured.
+
+    Attributes:
+        named: the model and its inputs.
+        profile: of one forward pass, with marks between the operations.
+        seconds: of another without marks, from inputs on the CPU to results there.
+        simulated: whether the accelerators were.
+    """
+
+    named: NamedModel
+    profile: Profile
+    seconds: float
+    simulated: bool
+
+    @property
+    def over(self) -> dict[DeviceKey, int]:
+        """Device key -> bytes by which the measured peak passes the planned one, where it does."""
+        planned = self.profile.plan.peak_bytes
+        return {key: n - planned[key] for key, n in self.profile.peak_bytes.items() if n > planned[key]}
+
+
+def run_plan(
+    plan: Plan, word: str, ask: Ask, *, simulated: bool, capture_cache: Path | None = None
+) -> RunResult:
+    """Run the example inputs of a model, placed as a plan says, without a search.
+
+    Args:
+        plan: of one forward pass.
+        word: the model, as for :func:`load_named`.
+        ask: what the plan was made for.
+        simulated: whether the plan's accelerators are simulated on the CPU.
+        capture_cache: as in :func:`graphplan.plan`.
+
+    Raises:
+        PlanError: the plan is of another model, other inputs, or other versions.
+        DeviceError: this machine lacks a device of the plan.
+        InputError: no such model, or it does not run.
+    """
+    if simulated:
+        plan = on_simulated_devices(plan)
+    with _devices(plan, simulated=simulated):
+        require_present(plan.topology)  # before the model is built
+        named = load_named(word, replace(ask, data=not _has_weights(Path(word))))
+        args, kwargs = map_leaves(leaf_on_cpu, (named.args, dict(named.kwargs)))
+        try:
+            placed = _placed(plan, word, ask, named, (args, kwargs), capture_cache)
+            placed(*args, **kwargs)
+            start = time.perf_counter()
+            placed(*args, **kwargs)
+            seconds = time.perf_counter() - start
+            profile = placed.graphplan.profile(*args, **kwargs)
+        except (GraphplanError, OSError):
+            raise
+        except Exception as error:  # the model's own code may raise anything
+            raise of_model(error) from error
+    return RunResult(named, profile, seconds, simulated)
+
+
+def on_simulated_devices(plan: Plan) -> Plan:
+    """The same plan for simulated accelerators.
+
+    Raises:
+        InputError: it is for none that can be simulated.
+    """
+    accelerators = [spec for spec in plan.topology.devices if spec.is_accelerator]
+    if not accelerators:
+        raise InputError("the plan is for no accelerator: there is nothing to simulate")
+    devices = tuple(
+        replace(spec, device=f"{SIMULATED}:{_index(spec)}") if spec.is_accelerator else spec
+        for spec in plan.topology.devices
+    )
+    return replace(plan, topology=replace(plan.topology, devices=devices))
+
+
+@contextmanager
+def _devices(plan: Plan, *, simulated: bool) -> Iterator[None]:
+    accelerators = [spec for spec in plan.topology.devices if spec.is_accelerator]
+    sizes: dict[DeviceKey, Any] = {_index(spec): spec.memory for spec in accelerators}
+    with simulate(sizes) if simulated else nullcontext():
+        yield
+
+
+def _index(spec: DeviceSpec) -> int:
+    """Of an accelerator, of a kind that torch need not know here."""
+    return int(spec.device.partition(":")[2] or 0)
+
+
+def _has_weights(path: Path) -> bool:
+    return path.is_dir() and any(path.glob("*.safetensors"))
+
+
+def _placed(
+    plan: Plan, word: str, ask: Ask, named: NamedModel, example: Any, capture_cache: Path | None
+) -> Any:
+    args, kwargs = example
+    if not _has_weights(Path(word)):
+        if any(tensor.device.type == "meta" for tensor in named.model.parameters()):
+            raise InputError(f"{word!r} gives a model on the meta device, which has no data to run with")
+        return partition(named.model, None, args, kwargs, plan=plan, strict=True, capture_cache=capture_cache)
+    dtypes = (tensor.dtype for tensor in named.model.parameters() if tensor.is_floating_point())
+    return load(
+        word,
+        None,
+        args,
+        kwargs,
+        dtype=next(dtypes, torch.float32),
+        model_class=type(named.model),
+        trust_remote_code=ask.trust_remote_code,
+        plan=plan,
+        strict=True,
+        capture_cache=capture_cache,
+    )

@@ -1,0 +1,226 @@
+"""A folder of captures that later processes use instead of tracing.
+
+Each file has the name of a hash of all that its trace comes from, so that a change of any makes another
+file, and is a zip archive of JSON and of a safetensors file: nothing is unpickled. What is damaged, or was
+written by something else, is traced anew, with a warning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import platform
+import sys
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+from graphplan import _compat, capture
+from graphplan.capture.captured_graph import Capture
+from graphplan.capture.model_copy import ModelCopy
+from graphplan.capture.model_weights import identity, is_dense
+from graphplan.capture.saved.description import Description
+from graphplan.capture.saved.plain_capture import made_capture, plain_capture
+from graphplan.capture.saved.plain_values import NotSavedError
+from graphplan.capture.signature import BoundCall, leaf_names
+from graphplan.errors import InputError, PlanError, first_line
+from graphplan.passes import frontend, training
+from graphplan.versioned_json import Format
+from graphplan.warnings import warn
+
+_FORMAT = Format("graphplan-capture", 1, "captured graph")
+_JSON, _TENSORS = "capture.json", "constants.safetensors"
+_TRACERS = (capture, _compat, frontend, training)
+_DAMAGED = (OSError, zipfile.BadZipFile, zlib.error, KeyError, EOFError, PlanError, SafetensorError)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """All that a trace comes from.
+
+    Attributes:
+        key: a hash of it.
+        tensors: identities of the tensors of which the values are in the hash.
+    """
+
+    key: str
+    tensors: frozenset[Any]
+
+
+class SavedCaptures:
+    """Reads and writes the files of a folder, which is made where it is not there.
+
+    Several processes may use one folder at the same time: a file is whole as soon as it has its name.
+
+    Raises:
+        InputError: it is no folder, or cannot be made.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"capture_cache must be a folder, and {str(folder)!r} is none: {error}"
+            ) from error
+
+    def read(self, origin: Origin, call: BoundCall, model_copy: ModelCopy) -> Capture | None:
+        """The capture of a call, with the warnings of its trace; None where there is none to use."""
+        path = self._path(origin)
+        if not path.is_file():
+            return None
+        try:
+            with zipfile.ZipFile(path) as archive:
+                text, tensors = archive.read(_JSON), archive.read(_TENSORS)
+            plain = _FORMAT.parse(text.decode())
+            if plain["key"] != origin.key:
+                raise PlanError("it is of another trace")
+            constants = safetensors.torch.load(tensors)
+            found = made_capture(plain["capture"], constants, call)
+        except (*_DAMAGED, UnicodeDecodeError) as error:
+            warn(f"{path} is damaged ({first_line(error)}), so that the model is traced anew")
+            return None
+        except NotSavedError as error:
+            warn(f"{path} cannot be used here, so that the model is traced anew: {error}")
+            return None
+        if plain["fixed"]:
+            model_copy.fixed.add(model_copy.entry)
+        for message in plain["warnings"]:
+            if message not in model_copy.told:
+                model_copy.told.add(message)
+                warn(message)
+        return found
+
+    def write(
+        self, origin: Origin, found: Capture, call: BoundCall, warnings: Sequence[str], *, fixed: bool
+    ) -> None:
+        """Save a capture for later processes; where that is not possible, warn why."""
+        try:
+            plain, constants = plain_capture(found)
+            text = json.dumps(plain)
+            again, _ = plain_capture(made_capture(json.loads(text), constants, call))
+            if json.dumps(again) != text:
+                raise NotSavedError("what would be read of it is not what was traced")
+            notes = {"key": origin.key, "capture": plain, "warnings": list(warnings), "fixed": fixed}
+            self._write(self._path(origin), json.dumps({**_FORMAT.head(), **notes}), constants)
+        except (NotSavedError, OSError) as error:
+            warn(f"the trace is not saved in capture_cache: {error}")
+
+    def _path(self, origin: Origin) -> Path:
+        return self.folder / f"{origin.key}.zip"
+
+    def _write(self, path: Path, text: str, constants: dict[str, torch.Tensor]) -> None:
+        file = io.BytesIO()
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr(_JSON, text)
+            archive.writestr(_TENSORS, safetensors.torch.save(constants))
+        handle, name = tempfile.mkstemp(suffix=".tmp", dir=self.folder)
+        try:
+            with os.fdopen(handle, "wb") as out:
+                out.write(file.getvalue())
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+
+def origin_of(model_copy: ModelCopy, call: BoundCall, *beside: Any) -> Origin | None:
+    """What the trace of a call comes from; ``beside`` are the settings of the trace.
+
+    None, with a warning, where it cannot be said.
+    """
+    module = model_copy.module
+    weights = [*_named(module.named_parameters), *_named(module.named_buffers)]
+    found = Description({id(tensor): name for name, tensor in weights})
+    try:
+        _note_process(found)
+        for name, tensor in weights:
+            found.note(name, model_copy.weights.first[model_copy.full_name(name)], *_shape(tensor))
+        found.note(model_copy.entry, *model_copy.device_types, model_copy.autocast)
+        for name, leaf in zip(leaf_names(call), call.leaves, strict=True):
+            _note_leaf(found, name, leaf)
+        found.add((call.spec, beside), "what is asked of the trace")
+        found.add_torch()
+        found.add(module, type(module).__name__)
+    except NotSavedError as error:
+        text = f"capture_cache is not used for {type(module).__name__}: {error}"
+        if text not in model_copy.told:
+            model_copy.told.add(text)
+            warn(text)
+        return None
+    return Origin(found.digest(), frozenset(found.tensors))
+
+
+def is_known(found: Capture, origin: Origin) -> bool:
+    """Whether a trace, before it is simplified, has constants of its origin alone.
+
+    Those are literals of the code, which it copies at each call, and attributes. Others are tensors that the
+    code found elsewhere, such as in a global variable of a package; a warning says so.
+    """
+    literal = {
+        node.name
+        for node in found.graph.find_nodes(op="placeholder")
+        if node.users and all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
+    }
+    for node, name in found.weights.items():
+        constant = None if node in literal else found.constants.get(name)
+        if constant is not None and identity(constant) not in origin.tensors:
+            warn(f"the trace is not saved in capture_cache: it is not known where {name!r} comes from")
+            return False
+    return True
+
+
+def _named(of: Any) -> list[tuple[str, torch.Tensor]]:
+    return list(of(remove_duplicate=False))
+
+
+def _shape(tensor: torch.Tensor) -> tuple[object, ...]:
+    return type(tensor).__name__, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad
+
+
+def _note_leaf(found: Description, name: str, leaf: Any) -> None:
+    if not isinstance(leaf, torch.Tensor):
+        found.add(leaf, name)
+    elif is_dense(leaf):
+        found.note("tensor", *_shape(leaf))
+    else:
+        raise NotSavedError(f"{name} is a {type(leaf).__name__}, {leaf.layout}")
+
+
+def _note_process(found: Description) -> None:
+    """What of this process a trace depends on: versions, the code of graphplan, settings of torch."""
+    transformers = getattr(sys.modules.get("transformers"), "__version__", "")
+    found.note(version("graphplan"), _own_code(), torch.__version__, torch.version.git_version, transformers)
+    found.note(platform.python_implementation(), sys.version, platform.machine())
+    cuda = torch.backends.cuda
+    found.note(
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.cuda.is_available(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.mha.get_fastpath_enabled(),
+        *(cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()),
+    )
+
+
+@lru_cache(maxsize=1)
+def _own_code() -> str:
+    """A hash of the code that traces."""
+    found = hashlib.sha256()
+    for package in _TRACERS:
+        for file in sorted(Path(package.__path__[0]).rglob("*.py")):
+            found.update(file.read_bytes())
+    return found.hexdigest()

@@ -1,0 +1,407 @@
+"""Traces that are read from a folder: the same as made anew, and never those of other code."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import graphplan
+from graphplan.analysis.plan import Plan
+
+SOURCE = """
+import torch
+from torch import nn
+from helper_of_saved import shift
+
+SCALE = 2.0
+SETTINGS = {"offset": [1.0]}
+TABLE = torch.arange(8.0)
+
+
+class Block(nn.Module):
+    def __init__(self, factor=1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8)
+        self.factor = factor
+        self.plain = torch.ones(8)
+
+    def forward(self, x):
+        y = self.linear(x) * SCALE + SETTINGS["offset"][0] + TABLE
+        return {"y": shift(torch.relu(y)) * self.factor + self.plain, "rows": x.shape[0]}
+"""
+HELPER = """
+def shift(x):
+    return x + 1
+"""
+X = torch.linspace(-1, 1, 24).reshape(3, 8)
+BUDGETS = {0: "64KiB", 1: "64KiB"}
+
+
+class Counter:
+    """Counts the traces of ``torch.export``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, own = 0, torch.export.export
+
+        def export(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return own(*args, **kwargs)
+
+        monkeypatch.setattr(torch.export, "export", export)
+
+    def during(self, work: Callable[[], Any]) -> tuple[int, Any]:
+        before = self.count
+        result = work()
+        return self.count - before, result
+
+
+@pytest.fixture
+def exports(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    return Counter(monkeypatch)
+
+
+class Sources:
+    """Modules of a user, in files that change."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.write("helper_of_saved", HELPER)
+        self.write("model_of_saved", SOURCE)
+
+    def write(self, name: str, text: str) -> None:
+        (self.folder / f"{name}.py").write_text(text)
+
+    def load(self) -> ModuleType:
+        """The model's module, as a new process would import it."""
+        for name in ("helper_of_saved", "model_of_saved"):
+            spec = importlib.util.spec_from_file_location(name, self.folder / f"{name}.py")
+            assert spec is not None
+            made = importlib.util.module_from_spec(spec)
+            sys.modules[name] = made
+            code = (self.folder / f"{name}.py").read_text()  # its loader would look for older bytecode
+            exec(compile(code, made.__file__ or "", "exec", dont_inherit=True), vars(made))
+        return made
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Iterator[Sources]:
+    yield Sources(tmp_path)
+    for name in ("helper_of_saved", "model_of_saved"):
+        sys.modules.pop(name, None)
+
+
+def planned(model: nn.Module, folder: Path, **options: Any) -> Plan:
+    found: Plan = graphplan.plan(model, BUDGETS, (X,), capture_cache=folder / "captures", **options)
+    return found
+
+
+def runs_as_eager(model: nn.Module, folder: Path) -> None:
+    with graphplan.simulate({0: "1MiB", 1: "1MiB"}):
+        placed = graphplan.partition(model, BUDGETS, (X,), capture_cache=folder / "captures")
+        for x in (X, torch.cat([X, X])):
+            found, wanted = placed(x), model(x)
+            assert found["rows"] == wanted["rows"]
+            torch.testing.assert_close(found["y"], wanted["y"])
+
+
+def test_a_second_process_does_not_trace(sources: Sources) -> None:
+    first = planned(sources.load().Block(), sources.folder)
+    script = """
+import sys, torch
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+def export(*args, **kwargs):
+    raise AssertionError("it traces")
+torch.export.export = export
+import graphplan
+from model_of_saved import Block
+x = torch.linspace(-1, 1, 24).reshape(3, 8)
+found = graphplan.plan(Block(), {0: "64KiB", 1: "64KiB"}, (x,), capture_cache=Path(sys.argv[1], "captures"))
+print(found.to_json())
+"""
+    command = [sys.executable, "-W", "error::graphplan.GraphplanWarning", "-c", script, str(sources.folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads(first.to_json())
+
+
+def test_what_is_read_runs_as_what_is_traced(sources: Sources, exports: Counter) -> None:
+    model = sources.load().Block().eval()
+    assert exports.during(lambda: runs_as_eager(model, sources.folder))[0] == 1
+    assert exports.during(lambda: runs_as_eager(model, sources.folder))[0] == 0
+    assert not list((sources.folder / "captures").glob("*.tmp"))
+
+
+CHANGES: dict[str, Callable[[Sources], nn.Module]] = {}
+
+
+def change(function: Callable[[Sources], nn.Module]) -> Callable[[Sources], nn.Module]:
+    CHANGES[function.__name__] = function
+    return function
+
+
+@change
+def source(sources: Sources) -> nn.Module:
+    sources.write("model_of_saved", SOURCE.replace("torch.relu", "torch.sigmoid"))
+    return sources.load().Block()
+
+
+@change
+def helper(sources: Sources) -> nn.Module:
+    sources.write("helper_of_saved", HELPER.replace("x + 1", "x + 2"))
+    return sources.load().Block()
+
+
+@change
+def global_number(sources: Sources) -> nn.Module:
+    module = sources.load()
+    module.SCALE = 5.0
+    return module.Block()
+
+
+@change
+def global_container(sources: Sources) -> nn.Module:
+    module = sources.load()
+    module.SETTINGS["offset"][0] = 7.0
+    return module.Block()
+
+
+@change
+def global_tensor(sources: Sources) -> nn.Module:
+    module = sources.load()
+    module.TABLE[0] = 9.0
+    return module.Block()
+
+
+@change
+def attribute(sources: Sources) -> nn.Module:
+    return sources.load().Block(3.0)
+
+
+@change
+def tensor_attribute(sources: Sources) -> nn.Module:
+    model = sources.load().Block()
+    model.plain = torch.full((8,), 2.0)
+    return model
+
+
+@change
+def replaced_method(sources: Sources) -> nn.Module:
+    module = sources.load()
+    module.Block.forward = lambda self, x: {"y": self.linear(x), "rows": x.shape[0]}
+    return module.Block()
+
+
+@change
+def hook(sources: Sources) -> nn.Module:
+    model = sources.load().Block()
+    model.linear.register_forward_hook(lambda module, args, result: result * 2)
+    return model
+
+
+@change
+def dtype(sources: Sources) -> nn.Module:
+    model = sources.load().Block()
+    model.linear.bias = nn.Parameter(model.linear.bias.detach().clone(), requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_what_is_traced_is_traced_anew(name: str, sources: Sources, exports: Counter) -> None:
+    planned(sources.load().Block(), sources.folder)
+    model = CHANGES[name](sources).eval()
+    assert exports.during(lambda: runs_as_eager(model, sources.folder))[0] == 1
+    assert exports.during(lambda: runs_as_eager(model, sources.folder))[0] == 0
+
+
+def test_what_is_replaced_in_torch_is_traced(
+    sources: Sources, exports: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    planned(model, sources.folder)
+    own = functional.relu
+    monkeypatch.setattr(functional, "relu", lambda x, inplace=False: own(x) * 2)
+    assert exports.during(lambda: planned(model, sources.folder))[0] == 1
+
+
+def test_settings_of_the_trace_are_told_apart(sources: Sources, exports: Counter) -> None:
+    model, batch = sources.load().Block(), torch.export.Dim("batch", min=1, max=64)
+    ways: list[dict[str, Any]] = [{}, {"dynamic_shapes": {"x": {0: batch}}}]
+    assert [exports.during(lambda w=way: planned(model, sources.folder, **w))[0] for way in ways] == [1, 1]
+    model.eval()
+    assert exports.during(lambda: planned(model, sources.folder))[0] == 1
+
+    def on_cpu() -> None:
+        graphplan.plan(model, {"cpu": "1MiB"}, (X,), capture_cache=sources.folder / "captures")
+
+    on_cpu()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert exports.during(on_cpu)[0] == 1
+
+
+def _only(folder: Path) -> Path:
+    (found,) = (folder / "captures").iterdir()
+    return found
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 3] ^= 0xFF
+    file.write_bytes(data)
+
+
+def _empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def _foreign(file: Path) -> None:
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("capture.json", "{}")
+        archive.writestr("constants.safetensors", b"")
+
+
+def _rewrite(file: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    with zipfile.ZipFile(file) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    content = json.loads(parts["capture.json"])
+    edit(content)
+    parts["capture.json"] = json.dumps(content).encode()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, data in parts.items():
+            archive.writestr(name, data)
+
+
+def _of_another(file: Path) -> None:
+    _rewrite(file, lambda content: content.update(key="0" * 64))
+
+
+def _with_code(file: Path) -> None:
+    code = "__import__('sys').modules.update(run_of_saved=1)"
+    _rewrite(file, lambda content: content["capture"].update(guards=[["", code, None]]))
+
+
+@pytest.mark.parametrize("damage", [_cut, _flip, _empty, _foreign, _of_another, _with_code])
+def test_a_damaged_file_is_traced_anew(
+    damage: Callable[[Path], None], sources: Sources, exports: Counter
+) -> None:
+    model = sources.load().Block()
+    wanted = planned(model, sources.folder)
+    damage(_only(sources.folder))
+    with pytest.warns(graphplan.GraphplanWarning, match=r"\.zip .* traced anew"):
+        count, found = exports.during(lambda: planned(model, sources.folder))
+    assert (count, found.to_json()) == (1, wanted.to_json())
+    assert "run_of_saved" not in sys.modules
+    with warnings.catch_warnings():  # it was written again
+        warnings.simplefilter("error", graphplan.GraphplanWarning)
+        assert exports.during(lambda: planned(model, sources.folder))[0] == 0
+
+
+class ByData(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[x > 0] * 2
+
+
+class Opaque(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = torch.Generator()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (ByData(), "the values of inputs decide sizes"),
+        (Opaque(), r"Opaque\.state is an object of .*Generator"),
+    ],
+)
+def test_what_no_file_can_hold_is_said(model: nn.Module, why: str, tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        planned(model, tmp_path)
+    assert any(re.search(why, str(one.message)) for one in told)
+    assert not list((tmp_path / "captures").iterdir())
+
+
+def test_warnings_of_a_trace_are_given_again(tmp_path: Path) -> None:
+    class Appends(nn.Module):
+        def forward(self, x: torch.Tensor, found: list[torch.Tensor]) -> torch.Tensor:
+            found.append(x)
+            return x * 2
+
+    for _ in range(2):
+        with pytest.warns(graphplan.GraphplanWarning, match="puts something into a list"):
+            graphplan.plan(Appends(), BUDGETS, (X, [X]), capture_cache=tmp_path)
+
+
+def test_the_folder_must_be_one(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(graphplan.InputError, match="capture_cache must be a folder"):
+        graphplan.plan(nn.Linear(8, 8), BUDGETS, (X,), capture_cache=file)
+
+
+def test_a_training_step_is_read(tmp_path: Path, exports: Counter) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
+    gradients = []
+    for wanted in (1, 0):
+        with graphplan.simulate({0: "1MiB"}):
+
+            def trained() -> list[torch.Tensor]:
+                placed = graphplan.partition(model, {0: "1MiB"}, (X,), train=True, capture_cache=tmp_path)
+                placed(X).sum().backward()
+                return [p.grad.cpu().clone() for p in placed.parameters()]
+
+            count, found = exports.during(trained)
+        assert count == wanted
+        gradients.append(found)
+    model(X).sum().backward()
+    for each in gradients:
+        for one, parameter in zip(each, model.parameters(), strict=True):
+            torch.testing.assert_close(one, parameter.grad)
+
+
+def test_generate_reads_its_traces(tmp_path: Path, exports: Counter) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    ids = torch.arange(1, 9).reshape(1, 8)
+    wanted = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+
+    def generated() -> torch.Tensor:
+        with graphplan.simulate({0: "1MiB", 1: "1MiB"}):
+            placed = graphplan.partition(
+                model, {0: "1MiB", 1: "1MiB"}, kwargs={"input_ids": ids}, capture_cache=tmp_path
+            )
+            tokens: torch.Tensor = placed.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        return tokens
+
+    counts, tokens = zip(*(exports.during(generated) for _ in range(2)), strict=True)
+    assert counts[0] > 0
+    assert counts[1] == 0
+    assert all(torch.equal(one, wanted) for one in tokens)
