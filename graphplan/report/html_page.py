@@ -33,6 +33,7 @@ _SCRIPTS = (
     "memory.js",
     "timeline.js",
     "tables.js",
+    "spent.js",
     "main.js",
 )
 # an escape of JSON; the group has those that would hide or turn around what is beside them: controls, marks

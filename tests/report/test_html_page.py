@@ -102,7 +102,8 @@ def test_opens_with_stages_lanes_and_summary(show: Open) -> None:
     assert len(stages) == len(plan.stages)
     assert not {i for i in opened.ids() if i.startswith("o") and i != "out"}
     figures = page.inner_text("#figures")
-    assert plan.proof in figures
+    assert "no plan of these operations takes less than" in figures
+    assert plan.proof in page.locator(".figure[title]").get_attribute("title")
     assert f"{len(plan.streams)} copies per forward pass" in figures
     opened.shoot("light", whole=True)
 
@@ -250,7 +251,8 @@ def test_memory_shows_weights_activations_budget_and_peak(show: Open) -> None:
         chart = opened.page.locator(f'svg.memory[data-device="{key}"]')
         assert chart.locator(".budget line").count() == 1
         assert "budget" in chart.locator(".budget text").text_content()
-        assert plan.peaks[key].operation in chart.locator(".peak text").text_content()
+        peak = plan.graph.operations[plan.peaks[key].operation]
+        assert f"at {peak.module_path} ({peak.target})" in chart.locator(".peak text").text_content()
         assert chart.locator("path.activations").count() == 1
         assert chart.locator("rect.weights").count() == 1
         assert chart.locator("rect.buffer").count() == any(

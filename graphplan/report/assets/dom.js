@@ -23,7 +23,27 @@ const Dom = (() => {
     pen.font = `${weight} ${size}px system-ui, sans-serif`;
     return pen.measureText(text).width;
   }
-  return { el, svg, byId, textWidth };
+  // The middle left out, where a text has too little room; by code points, so that none is cut in two.
+  function clip(text, room, size) {
+    if (textWidth(text, size) <= room) return text;
+    const letters = [...text];
+    let kept = letters.length - 1;
+    const shorter = () => `${letters.slice(0, Math.ceil(kept / 2)).join("")}…${letters.slice(letters.length - Math.floor(kept / 2)).join("")}`;
+    while (kept > 2 && textWidth(shorter(), size) > room) kept -= 1;
+    return shorter();
+  }
+  // A line that is clipped so to the width it has, now and later.
+  const whole = new WeakMap();
+  const watch = new ResizeObserver((entries) => entries.forEach(({ target, contentRect }) => {
+    if (contentRect.width) target.textContent = clip(whole.get(target), contentRect.width, 13);
+  }));
+  function middle(text) {
+    const line = el("span", { class: "middle", title: text }, text);
+    whole.set(line, text);
+    watch.observe(line);
+    return line;
+  }
+  return { el, svg, byId, textWidth, clip, middle };
 })();
 
 const Colours = (() => {

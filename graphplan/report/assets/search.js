@@ -79,7 +79,7 @@ const Search = (() => {
     if (wanted.length < 2) return;
     entries = entries || index();
     const hit = entries.find((entry) => hash(entry) === wanted) || entries.find((entry) => hash(entry).startsWith(`${wanted}.`));
-    if (hit) View.choose(hit.thing, { centre: true });
+    if (hit) View.choose(hit.thing, { centre: true, scroll: true });
   }
 
   function take(position) {
@@ -111,9 +111,9 @@ const Search = (() => {
     input.addEventListener("focus", () => { if (input.value.trim()) show(); });
     input.addEventListener("blur", () => open(false));
     addEventListener("keydown", (event) => {
-      if (event.key !== "/" || /^(INPUT|TEXTAREA)$/.test(event.target.tagName)) return;
+      if (event.key !== "/" || /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName)) return;
       event.preventDefault();
-      input.focus();
+      input.focus({ preventScroll: true });
       input.select();
     });
   }
