@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from graphplan.devices.topology import DeviceKey
-from graphplan.ir.graph_elements import Value
+from graphplan.ir.graph_elements import Operation, Value
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import PrefetchBuffer
 
@@ -33,6 +33,12 @@ def time_text(seconds: float) -> str:
 def device_text(key: DeviceKey) -> str:
     """A device in a sentence: ``"GPU 0"``, ``"the CPU"``, ``"cuda:1"``."""
     return f"GPU {key}" if isinstance(key, int) else {"cpu": "the CPU", "disk": "the disk"}.get(key, key)
+
+
+def operation_text(operation: Operation) -> str:
+    """An operation by its module: ``"lm_head (linear)"``; by its own name outside of any."""
+    path = operation.module_path
+    return f"{path} ({operation.target})" if path else operation.name
 
 
 def shape_text(value: Value) -> str:

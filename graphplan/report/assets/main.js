@@ -21,7 +21,7 @@
     const measured = summary.measuredSeconds === null ? "" : ` · ${Format.seconds(summary.measuredSeconds)} measured, ${(summary.measuredSeconds / (summary.makespan || 1)).toPrecision(2)} × the estimate`;
     byId("figures").append(
       figure(capital(summary.call), Format.seconds(summary.makespan), `${hooked ? "copies only: hooks run the modules" : "estimated"}${measured}`),
-      figure("Within", bounded ? Format.percent(summary.gap) : "unknown", bounded ? `of optimal: no plan of these operations takes less than ${Format.seconds(summary.lowerBound)}` : summary.proof, bounded ? `Proved by: ${summary.proof}` : null),
+      figure("Within", bounded ? Format.percent(summary.gap) : "unknown", bounded ? `of optimal: ${summary.settled ? "with the weights where they are, " : ""}no plan of these operations takes less than ${Format.seconds(summary.lowerBound)}` : summary.proof, bounded ? `Proved by: ${summary.proof}` : null),
       figure("Transferred", Format.bytes(summary.transferBytes), `${Format.count(summary.transfers, "value")} between devices`),
       figure("Weights streamed", Format.bytes(summary.streamedBytes), `${Format.count(summary.streams, "copy", "copies")} per ${summary.call}`),
       figure("Compute", summary.flops || !hooked ? Format.flops(summary.flops) : "unknown", `${Format.count(Model.stages.length, "stage")}${summary.calls > 1 ? `, one of ${summary.calls} example inputs` : ""}`),
@@ -122,6 +122,7 @@
   Search.start();
   MemoryCharts.start();
   Timeline.start();
+  Compare.start();
   Spent.start();
   Tables.start();
   Search.follow();

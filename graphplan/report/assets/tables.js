@@ -81,5 +81,5 @@ const Tables = (() => {
     });
   }
 
-  return { start, row };
+  return { start, make, row };
 })();
