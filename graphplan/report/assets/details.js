@@ -71,7 +71,7 @@ const Details = (() => {
         ["shape", item.shape],
         ["shared with", item.names.join(", ")],
         ["part of", item.partOf],
-        ["read by", readers.map((op) => Plan.operations.name[op]).join(", ") || "nothing"],
+        ["read by", readers.map(Model.place).join(", ") || "nothing"],
       ]),
     };
   }
@@ -119,7 +119,7 @@ const Details = (() => {
     panel.hidden = !thing; // the graph has all of the room until something is chosen
     if (!thing) return;
     const { kind, title, rows } = describe(thing);
-    picked.firstElementChild.textContent = `${kind} ${title}: ${rows.find(([key]) => key === "time" || key === "bytes")[1]}`;
+    picked.firstElementChild.textContent = [title, kind, rows.find(([key]) => key === "time" || key === "bytes")[1]].join(" · ");
     offer();
     panel.replaceChildren(
       Dom.el("p", { class: "kind" }, kind),

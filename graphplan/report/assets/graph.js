@@ -185,6 +185,9 @@ const GraphView = (() => {
     followLanes();
   }
 
+  // A vertical place at which lanes leave no part of the canvas empty that they could fill.
+  const within = (zoom, y) => Math.min(0, Math.max(y, canvas.clientHeight - tall() * zoom));
+
   const tall = () => placed.lanes.reduce((sum, lane) => sum + lane.h, 0);
 
   function followLanes() {
@@ -212,7 +215,8 @@ const GraphView = (() => {
     const after = at && cy.getElementById(idOf(anchor));
     if (after && after.length) {
       const now = corner(after);
-      cy.panBy({ x: at.x - now.x, y: at.y - now.y });
+      cy.panBy({ x: at.x - now.x, y: 0 });
+      cy.pan({ x: cy.pan().x, y: within(cy.zoom(), cy.pan().y + at.y - now.y) });
     }
     drawLanes();
     mark();
@@ -256,7 +260,7 @@ const GraphView = (() => {
     const zoom = Math.max(READABLE, Math.min(cy.zoom(), (width - 48) / w, (height - 48) / h));
     const top = Math.max(40, Math.min(box.y1, height - h * zoom - 16));
     const left = w * zoom < width ? (width - w * zoom) / 2 : 24;
-    travel(zoom, { x: left - (x - w / 2) * zoom, y: top - (y - h / 2) * zoom });
+    travel(zoom, { x: left - (x - w / 2) * zoom, y: within(zoom, top - (y - h / 2) * zoom) });
   }
 
   function travel(zoom, pan) {
@@ -394,6 +398,13 @@ const GraphView = (() => {
   return {
     start,
     // for tests: what is drawn, and where on the screen
+    zoom: () => cy.zoom(),
+    chosen: () => cy.elements(".chosen").map((element) => element.id()),
+    fill: (id) => cy.getElementById(id).style("background-gradient-stop-colors"),
+    box(id) {
+      const frame = canvas.getBoundingClientRect(), box = cy.getElementById(id).renderedBoundingBox({ includeLabels: false, includeOverlays: false });
+      return { left: box.x1, right: frame.width - box.x2, top: box.y1, bottom: frame.height - box.y2 };
+    },
     ids: () => cy.nodes().map((node) => node.id()),
     widths: () => cy.nodes().map((node) => node.data("w")),
     labels: () => cy.nodes().map((node) => node.data("label")),

@@ -69,7 +69,8 @@ const Search = (() => {
     hits.forEach((_, position) => list.children[position].setAttribute("aria-selected", String(position === at)));
     if (at >= 0) {
       input.setAttribute("aria-activedescendant", `hit-${at}`);
-      list.children[at].scrollIntoView({ block: "nearest" });
+      const { offsetTop: top, offsetHeight: height } = list.children[at]; // scrollIntoView would scroll the page as well
+      list.scrollTop = Math.min(top, Math.max(list.scrollTop, top + height - list.clientHeight));
     } else input.removeAttribute("aria-activedescendant");
   }
 
