@@ -10,7 +10,7 @@ from graphplan.devices.topology import DeviceKey
 from graphplan.errors import PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.report.data_flows import run_seconds
-from graphplan.report.text import device_text
+from graphplan.report.text import device_name
 from graphplan.report.time_parts import time_parts
 
 Pair = tuple[DeviceKey, DeviceKey]  # the device in the other plan, and in this one
@@ -59,13 +59,9 @@ def _outwards(path: str) -> Iterable[str]:
     return accumulate(path.split("."), "{}.{}".format)
 
 
-def _device(key: DeviceKey) -> str:
-    return device_text(key).removeprefix("the ")
-
-
 def _figures(plan: PlanData) -> dict[str, Any]:
     parts = time_parts(plan)
-    compute = {f"computing on {_device(key)}": seconds for key, seconds in parts.compute.items()}
+    compute = {f"computing on {device_name(key)}": seconds for key, seconds in parts.compute.items()}
     return {
         "seconds": plan.makespan,
         "parts": {
@@ -83,7 +79,7 @@ def _memory(plan: PlanData, other: PlanData) -> list[dict[str, Any]]:
     keys = dict.fromkeys((*plan.topology.keys, *other.topology.keys))
     rows = []
     for key in keys:
-        row: dict[str, Any] = {"device": _device(key), "peaks": [], "budgets": []}
+        row: dict[str, Any] = {"device": device_name(key), "peaks": [], "budgets": []}
         for one in (other, plan):
             known = key in one.topology.keys
             row["peaks"].append(one.peak_bytes[key] if known else None)
@@ -105,8 +101,8 @@ def _moved_operations(plan: PlanData, other: PlanData) -> list[dict[str, Any]]:
         {
             "module": path or "(root)",
             "operations": [position[name] for name in names],
-            "from": _device(pair[0]),
-            "to": _device(pair[1]),
+            "from": device_name(pair[0]),
+            "to": device_name(pair[1]),
             "seconds": [sum(known.get(name, 0.0) for name in names) for known in (before, seconds)],
         }
         for (path, pair), names in moved.items()
@@ -122,8 +118,8 @@ def _moved_weights(plan: PlanData, other: PlanData) -> list[dict[str, Any]]:
         {
             "module": path or "(root)",
             "names": names,
-            "from": _device(pair[0]),
-            "to": _device(pair[1]),
+            "from": device_name(pair[0]),
+            "to": device_name(pair[1]),
             "bytes": sum(plan.graph.weights[name].nbytes for name in names),
         }
         for (path, pair), names in moved.items()

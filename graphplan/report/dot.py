@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from graphplan.ir.plan_data import PlanData
-from graphplan.report.text import COLOURS, count_text, size_text
+from graphplan.report.text import count_text, device_colours, device_name, size_text
 
 MOST_NODES = 400
 
@@ -36,12 +36,13 @@ def to_dot(plan: PlanData) -> str:
         "  node [shape=box, style=filled, fontname=Helvetica, fontsize=11];",
         "  edge [color=gray45, fontname=Helvetica, fontsize=10];",
     ]
+    colours = device_colours(plan.topology)
     for index, spec in enumerate(plan.topology.devices):
         stages = [stage.index for stage in plan.stages if stage.device == spec.key]
         if not stages:
             continue
-        colour = COLOURS[index % len(COLOURS)]
-        label = f"{spec.key}: {size_text(plan.peak_bytes[spec.key])} of {size_text(spec.memory)}"
+        colour = colours[spec.key][0]
+        label = f"{device_name(spec.key)}: {size_text(plan.peak_bytes[spec.key])} of {size_text(spec.memory)}"
         lines.append(f"  subgraph cluster_device_{index} {{")
         lines.append(f"    label={_quote(label)}; color={_quote(colour)}; fontname=Helvetica;")
         for stage in stages:

@@ -21,7 +21,7 @@ from graphplan.ir.timeline import Measured, Timeline
 from graphplan.report.comparison import comparison
 from graphplan.report.data_flows import find_flows, made_bytes, run_seconds
 from graphplan.report.module_tree import Group, stage_groups
-from graphplan.report.text import device_text, shape_text
+from graphplan.report.text import device_colours, device_name, shape_text
 from graphplan.report.time_parts import time_parts, what_takes_the_time
 
 
@@ -61,6 +61,7 @@ class _PageWriter:
         specs = [spec.key for spec in plan.topology.devices]
         self.keys = specs if plan.schedule.host in specs else [*specs, plan.schedule.host]
         self.device = _positions(self.keys)
+        self.colours = device_colours(plan.topology)
         self.operation, self.weight = _positions(self.graph.operations), _positions(self.graph.weights)
         self.seconds = run_seconds(plan.timeline)
         operations = self.graph.operations.values()
@@ -128,8 +129,9 @@ class _PageWriter:
         buffer = sum(buffer.nbytes for buffer in plan.schedule.prefetch_buffers if buffer.device == key)
         return {
             "key": str(key),
-            "name": device_text(key).removeprefix("the "),
+            "name": device_name(key),
             "device": CPU if spec is None else spec.device,
+            "colours": self.colours[key],
             "budget": None if spec is None else spec.memory,
             "reserve": 0 if spec is None else spec.withheld,
             "peak": peak.nbytes,
@@ -207,7 +209,7 @@ class _PageWriter:
     def _elsewhere(self, stage: Stage) -> list[list[str]]:
         """Other devices, and what it would cost to run a stage there."""
         said = self.remarks.elsewhere.get(stage.index, {})
-        return [[device_text(key).removeprefix("the "), text] for key, text in said.items()]
+        return [[device_name(key), text] for key, text in said.items()]
 
     def _operations(self) -> dict[str, list[Any]]:
         graph, assigned = self.graph, self.plan.schedule.assignment.operations
