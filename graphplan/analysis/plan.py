@@ -96,8 +96,8 @@ class Plan(PlanData):
     def save_dot(self, path: str | Path) -> None:
         """Write the plan for Graphviz: a cluster per device and stage, an edge per value.
 
-        Above 400 operations a node is a module's share of a stage, because Graphviz takes minutes
-        for more nodes.
+        Above 400 operations a node is a module's share of a stage, about a hundred in all, because
+        Graphviz takes minutes for more nodes.
         """
         Path(path).write_text(to_dot(self), encoding="utf-8")
 

@@ -6,6 +6,7 @@
   const { el, byId } = Dom;
   const hooked = summary.method === "hooks";
   const WORTH = 0.05; // of the time: what takes less needs no hint
+  const SMALL = 0.4; // of the time of computing, likewise
 
   const capital = (text) => text[0].toUpperCase() + text.slice(1);
 
@@ -34,6 +35,12 @@
     byId("answer").append(...Plan.answer.filter(Boolean).map((text) => el("p", {}, coded(`${capital(text)}.`))));
   }
 
+  // Seconds that operations take at least, however small they are.
+  function starts() {
+    const { seconds, device } = Plan.operations, timed = seconds.map((_, op) => op).filter((op) => seconds[op] > 0 && devices[device[op]].speed);
+    return { count: timed.length, start: timed.reduce((sum, op) => sum + Math.min(seconds[op], devices[device[op]].speed.overhead), 0) };
+  }
+
   // One bar: what each part takes of the whole time.
   function shares() {
     const { compute, transfers, streaming, inputs, outputs } = Plan.time;
@@ -49,6 +56,8 @@
     byId("shares").append(
       el("span", { class: "meter", "aria-hidden": "true" }, parts.map((part) => el("i", { style: `${part.fill}; width:${100 * part.seconds / whole}%` }))),
       el("ul", { class: "legend" }, parts.map((part) => el("li", { style: part.fill }, el("i", { class: "key" }), `${part.name} ${Format.percent(part.seconds / whole)}, ${Format.seconds(part.seconds)}`))));
+    const busy = compute.reduce((sum, seconds) => sum + seconds, 0), { start, count } = starts();
+    if (start > SMALL * busy) byId("shares").append(el("p", { class: "hint" }, `${Format.percent(start / busy)} of the computing is the fixed time of starting ${Format.count(count, "operation")}, whatever their size: larger inputs would cost little more.`));
     if (outputs > WORTH * whole) byId("shares").append(el("p", { class: "hint" }, "return_outputs=False leaves outputs on the devices that compute them, without these copies."));
   }
 

@@ -55,13 +55,13 @@ const Spent = (() => {
     operations.target.forEach((target, op) => types.set(target, [...(types.get(target) || []), op]));
     const rows = [...types].map(([target, members]) => ({ ...row(target, members), waited: 0 })).map((one) => ({ ...one, seconds: sum(one.compute) }));
     const rest = rows.sort((a, b) => b.seconds - a.seconds).splice(ROWS - 3);
-    if (rest.length) rows.push({ ...row(Format.count(rest.length, "other type"), rest.flatMap((one) => one.members)), waited: 0, seconds: sum(rest.map((one) => one.seconds)) });
+    if (rest.length) rows.push({ ...row(Format.count(rest.length, "other type"), rest.flatMap((one) => one.members)), waited: 0, seconds: sum(rest.map((one) => one.seconds)), last: true });
     const copies = [["waiting for weights", time.streaming, "activation"], ["transfers", time.transfers, "transfer"], ["inputs and outputs", time.inputs + time.outputs, "muted"]];
     return [...rows, ...copies.map(([name, seconds, colour]) => ({ name, members: [], compute: [], waited: 0, measured: 0, seconds, colour }))];
   }
 
   function table(title, rows) {
-    const shown = rows.filter((one) => one.seconds > 0).sort((a, b) => b.seconds - a.seconds);
+    const shown = rows.filter((one) => one.seconds > 0).sort((a, b) => Boolean(a.last) - Boolean(b.last) || b.seconds - a.seconds);
     const whole = Plan.summary.makespan || 1, most = Math.max(...shown.map((one) => one.seconds), 1e-12);
     const part = (seconds, colour) => (seconds > 0 ? Dom.el("i", { style: `--fill: var(--${colour}); width: ${100 * seconds / most}%` }) : null);
     const cells = (one) => [
