@@ -27,7 +27,7 @@ from transformers import (
 import graphplan
 
 PICTURES = Path(__file__).parents[1] / "pictures"
-_WIDTH, _HEIGHT = 1440, 800  # CSS pixels of the window
+_WIDTH, _HEIGHT = 1440, 1000  # CSS pixels of the window
 _CHOSEN = 2  # the stage whose details the numbered picture shows
 _SCALE = 1200 / _WIDTH  # image pixels for each
 

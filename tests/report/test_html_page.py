@@ -77,12 +77,12 @@ def browser() -> Iterator[Any]:
 def show(browser: Any, tmp_path: Path) -> Iterator[Open]:
     pages: list[Opened] = []
 
-    def open_plan(plan: Plan, *, scheme: str = "light", html: str = "", title: str = "") -> Opened:
+    def open_plan(
+        plan: Plan, *, scheme: str = "light", html: str = "", title: str = "", remarks: bool = False
+    ) -> Opened:
         path = tmp_path / "plan.html"
-        if html:
-            path.write_text(html, encoding="utf-8")
-        else:
-            plan.save_html(path, title=title)
+        words = plan.remarks() if remarks else None  # what would help takes a second to find
+        path.write_text(html or to_html(plan, title, remarks=words), encoding="utf-8")
         page = browser.new_page(
             viewport={"width": 1440, "height": 900}, color_scheme=scheme, reduced_motion="reduce"
         )
@@ -120,7 +120,7 @@ def test_opens_with_stages_lanes_and_summary(show: Open) -> None:
 
 def test_the_first_card_says_what_takes_the_time_and_what_would_help(show: Open) -> None:
     plan = llama_plan()
-    said = show(plan).page.inner_text("#answer").splitlines()
+    said = show(plan, remarks=True).page.inner_text("#answer").splitlines()
     assert said[0] == f"{what_takes_the_time(plan)}."
     assert re.search(r"[0-9.]+ [KM]iB more memory on GPU [01] would save .* \([0-9.]+ %\)\.", said[-1])
 
@@ -574,7 +574,7 @@ def test_names_lose_their_middle_where_there_is_no_room(show: Open) -> None:
 
 def test_devices_say_what_fills_them_and_what_is_left(show: Open) -> None:
     plan = llama_plan()
-    opened = show(plan)
+    opened = show(plan, remarks=True)
     spec, peak = plan.topology.devices[0], plan.peaks[0]
     said = opened.page.inner_text("#usage .device >> nth=0")
     assert opened.js("n => `${Format.bytes(n)} free`", spec.memory - peak.nbytes) in said
