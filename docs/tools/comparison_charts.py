@@ -16,8 +16,8 @@ from typing import Any
 from doc_tables import CASES, RESULTS, map_of, ratio_of
 
 _WIDTH, _ROW, _TOP, _LABELS = 900, 22, 46, 178  # pixels of the view box
-_FASTER, _SLOWER = "var(--chart-faster, #3f51b5)", "var(--chart-slower, #c2410c)"
-_OTHER, _GRID = "var(--chart-other, #00897b)", "var(--chart-grid, #0003)"
+_FASTER, _SLOWER = "var(--chart-faster, #3b6fd4)", "var(--chart-slower, #c75d1c)"
+_OTHER, _GRID = "var(--chart-other, #0f8b7d)", "var(--chart-grid, #0003)"
 _TICKS = (0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
 
 

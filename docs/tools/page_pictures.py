@@ -1,4 +1,4 @@
-"""Screenshots of a plan's HTML page for the README and the how-to, in ``docs/pictures``.
+"""Screenshots of plans' HTML pages for the README and the how-to, in ``docs/pictures``.
 
 python docs/tools/page_pictures.py
 
@@ -17,14 +17,17 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from playwright.sync_api import sync_playwright
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    SegformerConfig,
+    SegformerForSemanticSegmentation,
+)
 
 import graphplan
 
 PICTURES = Path(__file__).parents[1] / "pictures"
-_WIDTH, _HEIGHT = 1440, 800  # CSS pixels of the window
-_ZOOM_OUT = 2  # clicks until all stages fit
-_DRAG = (-170, -90)  # CSS pixels, until all are seen
+_WIDTH, _HEIGHT = 1440, 1000  # CSS pixels of the window
 _CHOSEN = 2  # the stage whose details the numbered picture shows
 _SCALE = 1200 / _WIDTH  # image pixels for each
 
@@ -36,6 +39,7 @@ PARTS = (
     "#outline",
     "#canvas",
     "#details",
+    "#spent",
     "#memory",
     "#timeline",
     "#transfers",
@@ -80,19 +84,68 @@ def example() -> graphplan.Plan:
     return graphplan.plan(model, {0: "9GiB", 1: "7GiB"}, kwargs=inputs, devices=speeds)
 
 
+def _llama(**sizes: int) -> LlamaForCausalLM:
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(use_cache=False, **sizes))
+
+
+def segformer() -> graphplan.Plan:
+    """Segformer B2 on a GPU with room for a part of it."""
+    sizes = {"depths": [3, 4, 6, 3], "hidden_sizes": [64, 128, 320, 512], "decoder_hidden_size": 768}
+    with torch.device("meta"):
+        model = SegformerForSemanticSegmentation(SegformerConfig(**sizes, num_labels=150)).eval()
+        inputs = {"pixel_values": torch.ones(1, 3, 512, 512)}
+    return graphplan.plan(model, {0: "200MiB", "cpu": "16GiB"}, kwargs=inputs)
+
+
+def training() -> graphplan.Plan:
+    """A training step of a small Llama with AdamW, on two GPUs."""
+    model = _llama(
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=4,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        vocab_size=32000,
+    )
+    ids = torch.ones(4, 256, dtype=torch.long, device="meta")
+    inputs = {"input_ids": ids, "labels": ids}
+    memory = {0: "1600MiB", 1: "1GiB", "cpu": "8GiB"}
+    return graphplan.plan(model, memory, kwargs=inputs, train=True, optimizer=torch.optim.AdamW)
+
+
+def streamed() -> graphplan.Plan:
+    """Llama 3.2 1B in bfloat16 on a GPU with room for half of it."""
+    model = _llama(
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    )
+    ids = torch.ones(1, 2048, dtype=torch.long, device="meta")
+    memory = {0: "1500MiB", "cpu": "16GiB"}
+    return graphplan.plan(model.to(torch.bfloat16).eval(), memory, kwargs={"input_ids": ids})
+
+
+# name of the picture -> the page's title, and its plan
+PAGES = {
+    "page": ("Llama 3 8B", example),
+    "segformer": ("Segformer B2", segformer),
+    "training": ("A training step", training),
+    "streamed": ("Llama 3.2 1B", streamed),
+}
+
+
 def _shoot(browser: Any, page_file: Path, name: str, scheme: str, *, numbered: bool = False) -> None:
     window = {"width": _WIDTH, "height": _HEIGHT}
     page = browser.new_page(
         viewport=window, color_scheme=scheme, device_scale_factor=_SCALE, reduced_motion="reduce"
     )
     page.goto(page_file.as_uri())
-    for _ in range(_ZOOM_OUT):
-        page.locator("#zoom-out").click()
-    page.mouse.move(900, 770)
-    page.mouse.down()
-    page.mouse.move(900 + _DRAG[0], 770 + _DRAG[1], steps=5)
-    page.mouse.up()
-    page.wait_for_timeout(500)  # the graph glides to its place
+    page.wait_for_selector("html[data-ready]")
+    page.wait_for_timeout(500)  # the graph is drawn
     if numbered:
         page.locator("#outline > li").nth(_CHOSEN).click()
     for number, selector in enumerate(PARTS if numbered else (), 1):
@@ -104,12 +157,13 @@ def _shoot(browser: Any, page_file: Path, name: str, scheme: str, *, numbered: b
 def main() -> None:
     PICTURES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
-        page_file = Path(folder) / "plan.html"
-        example().save_html(page_file, title="Llama 3 8B")
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        for scheme in ("light", "dark"):
-            _shoot(browser, page_file, f"page-{scheme}", scheme)
-        _shoot(browser, page_file, "page-numbered", "light", numbered=True)
+        for name, (title, plan) in PAGES.items():
+            page_file = Path(folder) / f"{name}.html"
+            plan().save_html(page_file, title=title)
+            for scheme in ("light", "dark"):
+                _shoot(browser, page_file, f"{name}-{scheme}", scheme)
+        _shoot(browser, Path(folder) / "page.html", "page-numbered", "light", numbered=True)
         browser.close()
 
 

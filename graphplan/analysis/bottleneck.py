@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Literal
+from functools import cached_property, partial
 
 from tqdm.auto import tqdm
 
-from graphplan.analysis.plan_problem import plain_problem
+from graphplan.analysis.plan_problem import as_if_first, plain_problem
 from graphplan.analysis.sensitivity import Bottleneck, Growth, Thing
 from graphplan.devices.topology import ALIGNMENT, DeviceKey, DeviceSpec, Topology
 from graphplan.errors import InfeasibleError
@@ -28,28 +27,26 @@ from graphplan.passes.placement.residence import reside
 from graphplan.report.time_parts import time_parts
 from graphplan.warnings import unwarned
 
-_WORTH = 1e-3  # of the makespan: a smaller gain is none
+WORTH = 1e-3  # of the makespan: a smaller gain is none
 _SAME = 1e-6  # of the makespan: times that differ by less are the same
 _PRECISION = 0.05  # of the increase that is reported
 _TWICE = 2.0
 _TRIALS = 0.5  # of a plan's effort, for the first plan with more of each thing
 _ANSWER = 0.3  # likewise, for the plan of the answer, and for those that narrow it down
-_LOOK = 0.15  # likewise, for the first plans where only more memory is tried
-_ROUGH = 0.25  # of the increase that such a quick look reports
-_QUICK = 700  # operations: beyond, it takes seconds
 
 
 def find_bottleneck(plan: PlanData, *, progress: bool = True) -> Bottleneck:
     """Plan again with more of each thing; the result depends on the plan only."""
-    search = _BottleneckSearch(plan)
-    trials: list[Callable[[], Growth]] = [*search.memory(), *search.links(), *search.speeds()]
+    search = BottleneckSearch(plan)
+    faster = (partial(search.sped, *one) for one in search.faster())
+    trials: list[Callable[[], Growth]] = [*search.memory(), *faster]
     search.share = _TRIALS / max(1, len(trials))
     # a bar that waits a second before it shows
     bar = tqdm(trials, desc="bottleneck", delay=1, disable=not progress)
     with bar, unwarned("balance=True"):  # the plan itself has said so
         growths = [trial() for trial in bar]
         growths.sort(key=lambda growth: -growth.gain)
-        useful = [growth for growth in growths if growth.gain > _WORTH * plan.weighted_makespan]
+        useful = [growth for growth in growths if growth.gain > WORTH * plan.weighted_makespan]
         binding = [growth for growth in useful if growth.what == "memory"]
         answer = next(iter(binding or useful), None)
         if answer is not None:
@@ -58,20 +55,6 @@ def find_bottleneck(plan: PlanData, *, progress: bool = True) -> Bottleneck:
             growths.append(answer)
             growths.sort(key=lambda growth: -growth.gain)
     return _with_parts(plan, answer, bool(binding), tuple(growths))
-
-
-def advice(plan: PlanData) -> str:
-    """A sentence on what more memory would save, from a quick look; empty for large graphs and hooks."""
-    if len(plan.graph.operations) > _QUICK or plan.method == "hooks":
-        return ""
-    search = _BottleneckSearch(plan)
-    trials = list(search.memory())
-    search.share = _LOOK / max(1, len(trials))
-    with unwarned("balance=True"):
-        best = max((trial() for trial in trials), key=lambda growth: growth.gain, default=None)
-        if best is None or best.gain <= _WORTH * plan.weighted_makespan:
-            return "a quick look found no gain from more memory"
-        return search.with_fewest_bytes(best, _ROUGH).saving
 
 
 def _with_parts(
@@ -114,9 +97,13 @@ class _Found:
         return [found.schedule.assignment for found in self.calls]
 
 
-class _BottleneckSearch:
+class BottleneckSearch:
+    """Plans again on other devices, as if no earlier plan had placed the weights."""
+
     def __init__(self, plan: PlanData) -> None:
-        self.plan, self.topology = plan, plan.topology
+        self.placed_before = any(one.fixed_weights for one in plan.calls)
+        self.plan, self.topology = as_if_first(plan), plan.topology
+        plan = self.plan
         self.calls = [Call(plain_problem(one), one.constraints, one.call_weight) for one in plan.calls]
         self.now = plan.weighted_makespan
         self.near = [one.schedule.assignment for one in plan.calls]
@@ -145,8 +132,18 @@ class _BottleneckSearch:
         like: tuple[DeviceKey, ...] = (),
     ) -> Growth:
         gain = 0.0 if found is None else self.now - found.seconds
-        gain = gain if gain > _SAME * self.now else 0.0
+        gain = gain if gain > _SAME * self.now and not self._is_free(found) else 0.0
         return Growth(what, devices, like, 0, self.now - gain, gain)
+
+    def _is_free(self, found: _Found | None) -> bool:
+        """Whether a placement saves no more than one on the same devices does, without earlier plans."""
+        return found is not None and self._freed - found.seconds <= _SAME * self.now < self.now - self._freed
+
+    @cached_property
+    def _freed(self) -> float:
+        """Seconds on the same devices, were no earlier plan to settle where weights are."""
+        found = self._place(self.topology) if self.placed_before else None
+        return self.now if found is None else min(self.now, found.seconds)
 
     def confirmed(self, answer: Growth) -> Growth:
         """The answer with the fewest bytes that do, and what a plan that is made with them saves."""
@@ -177,7 +174,7 @@ class _BottleneckSearch:
     def memory(self) -> Iterator[Callable[[], Growth]]:
         """For each kind of device, what more memory on it saves."""
         kinds: dict[DeviceSpec, list[DeviceSpec]] = {}
-        named = {*self.plan.constraints.pin.values(), *self.plan.fixed_weights.values()}
+        named = {*self.plan.constraints.pin.values()}
         for spec in self.topology.devices:
             special = spec.key if self.topology.links or spec.key in named else ""
             kind = replace(spec, key=special, device=spec.type, reserve=spec.withheld, taken=0)
@@ -232,28 +229,21 @@ class _BottleneckSearch:
 
     # -- speed ------------------------------------------------------------------------------------
 
-    def links(self) -> Iterator[Callable[[], Growth]]:
-        """For each link that is used, what one twice as fast saves."""
-        used: dict[tuple[DeviceKey, DeviceKey], None] = {}
+    def faster(self) -> Iterator[tuple[Thing, tuple[DeviceKey, ...], Topology]]:
+        """Each link and each device that is used, and the devices with that one twice as fast."""
+        pairs: dict[tuple[DeviceKey, DeviceKey], None] = {}
         for one in self.plan.calls:
             for copy in one.schedule.copies():
-                pair = (copy.source, copy.destination)
-                if (copy.destination, copy.source) not in used:
-                    used[pair] = None
-        for pair in used:
-            yield partial(self._link, pair)
-
-    def _link(self, pair: tuple[DeviceKey, DeviceKey]) -> Growth:
-        return self._sped("link", pair, self.topology.with_faster_link(*pair, _TWICE))
-
-    def speeds(self) -> Iterator[Callable[[], Growth]]:
-        """For each device that runs operations, what one twice as fast saves."""
+                if (copy.destination, copy.source) not in pairs:
+                    pairs[copy.source, copy.destination] = None
+        for pair in pairs:
+            yield "link", pair, self.topology.with_faster_link(*pair, _TWICE)
         used = {run.device for one in self.plan.calls for run in one.schedule.runs()}
         for spec in self.topology.devices:
             if spec.key in used:
-                yield partial(self._speed, spec)
+                yield "speed", (spec.key,), self._with_faster(spec)
 
-    def _speed(self, spec: DeviceSpec) -> Growth:
+    def _with_faster(self, spec: DeviceSpec) -> Topology:
         faster = replace(
             spec,
             flops=spec.flops * _TWICE,
@@ -261,10 +251,9 @@ class _BottleneckSearch:
             overhead=spec.overhead / _TWICE,
         )
         devices = tuple(faster if one.key == spec.key else one for one in self.topology.devices)
-        return self._sped("speed", (spec.key,), replace(self.topology, devices=devices))
+        return replace(self.topology, devices=devices)
 
-    def _sped(
-        self, what: Literal["link", "speed"], devices: tuple[DeviceKey, ...], topology: Topology
-    ) -> Growth:
+    def sped(self, what: Thing, devices: tuple[DeviceKey, ...], topology: Topology) -> Growth:
+        """What a plan for faster devices or links saves."""
         self.tried[what, devices] = topology
         return self._growth(what, devices, self._place(topology))

@@ -6,12 +6,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Self
 
-from graphplan.analysis.bottleneck import advice, find_bottleneck
+from graphplan.analysis.advice import advice
+from graphplan.analysis.bottleneck import find_bottleneck
 from graphplan.analysis.explanation import Explanation, explain
 from graphplan.analysis.plan_problem import constrained_problem, plain_problem
 from graphplan.analysis.sensitivity import Bottleneck
+from graphplan.analysis.stage_reasons import stage_reasons
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.plan_json import read_plan, write_plan
+from graphplan.ir.remarks import Remarks
 from graphplan.passes.placement.problem import Problem
 from graphplan.report.dot import to_dot
 from graphplan.report.html_page import to_html
@@ -93,22 +96,43 @@ class Plan(PlanData):
     def save_dot(self, path: str | Path) -> None:
         """Write the plan for Graphviz: a cluster per device and stage, an edge per value.
 
-        Above 400 operations a node is a module's share of a stage, because Graphviz takes minutes
-        for more nodes.
+        Above 400 operations a node is a module's share of a stage, about a hundred in all, because
+        Graphviz takes minutes for more nodes.
         """
         Path(path).write_text(to_dot(self), encoding="utf-8")
 
-    def save_html(self, path: str | Path, *, title: str = "", bottleneck: Bottleneck | None = None) -> None:
+    def remarks(self, bottleneck: Bottleneck | None = None) -> Remarks:
+        """What would save time, and what each stage would cost on the other devices, in words.
+
+        Args:
+            bottleneck: what :meth:`bottleneck` has found; by default a quick look takes its place.
+        """
+        said = advice(self) if bottleneck is None else bottleneck.headline
+        return Remarks(said, stage_reasons(self))
+
+    def save_html(
+        self,
+        path: str | Path,
+        *,
+        title: str = "",
+        bottleneck: Bottleneck | None = None,
+        other: PlanData | None = None,
+    ) -> None:
         """Write the plan as one self-contained interactive HTML page.
 
         Args:
             path: of the file.
             title: heading of the page, such as the model's name.
-            bottleneck: what :meth:`bottleneck` has found, for the page to say what would help. Without, up to
-                700 operations are planned with more memory, quickly, and for more the page does not say it.
+            bottleneck: what :meth:`bottleneck` has found, for the page to say what would help; by default a
+                quick look takes its place.
+            other: another plan of the same model, such as one with other budgets: the page shows what moved,
+                and time and memory of both.
+
+        Raises:
+            PlanError: the other plan has no operation of this one.
         """
-        said = advice(self) if bottleneck is None else bottleneck.headline
-        Path(path).write_text(to_html(self, title, advice=said), encoding="utf-8")
+        page = to_html(self, title, remarks=self.remarks(bottleneck), other=other)
+        Path(path).write_text(page, encoding="utf-8")
 
     def save_svg(self, path: str | Path, *, title: str = "Plan") -> None:
         """Write the plan as a picture: stages over time, transfers between them, memory below."""

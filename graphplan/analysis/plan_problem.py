@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from graphplan.ir.plan_data import PlanData
 from graphplan.passes.placement.constrain import constrain
 from graphplan.passes.placement.problem import Problem
@@ -19,6 +21,12 @@ def plain_problem(plan: PlanData) -> Problem:
         prefetch_limits=plan.prefetch_limits,
         streaming=plan.streaming,
     )
+
+
+def as_if_first(plan: PlanData) -> PlanData:
+    """The plan as if no earlier one had placed its weights: with other devices, they would be placed anew."""
+    others = tuple(replace(one, fixed_weights={}) for one in plan.others)
+    return replace(plan, fixed_weights={}, others=others)
 
 
 def constrained_problem(plan: PlanData) -> Problem:

@@ -70,14 +70,24 @@ class _Outcome:
 
 
 class Mover:
-    """Moves one name to other devices, in every call of a plan."""
+    """Moves one name, or the operations that are given, to other devices, in every call of a plan."""
 
-    def __init__(self, plan: PlanData, name: str, kind: str, owned: Sequence[str]) -> None:
+    def __init__(
+        self,
+        plan: PlanData,
+        name: str,
+        kind: str,
+        owned: Sequence[str],
+        operations: Sequence[str] | None = None,
+    ) -> None:
         self.plan, self.name, self.kind, self.owned = plan, name, kind, list(owned)
         self.ruled = [constrained_problem(one) for one in plan.calls]
         # a rule is an obstacle to be named, not a reason to know no price
         self.free = [replace(problem, allowed={}) for problem in self.ruled]
-        self.moved = [[op.name for op in self._operations(one)] for one in plan.calls]
+        if operations is None:
+            self.moved = [[op.name for op in self._operations(one)] for one in plan.calls]
+        else:  # of the first call: in another their names mean something else
+            self.moved = [list(operations), *([] for _ in plan.others)]
         closed = [_closure(one.graph, moved) for one, moved in zip(plan.calls, self.moved, strict=True)]
         self.along = tuple(
             name

@@ -17,6 +17,7 @@ from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation
 from graphplan.ir.liveness import Memory, Peak, measure_memory
 from graphplan.ir.module_map import module_map
+from graphplan.ir.remarks import Remarks
 from graphplan.ir.schedule import Load, Move, Schedule
 from graphplan.ir.schedule_checks import check_schedule
 from graphplan.ir.timeline import Timeline, make_timeline
@@ -289,6 +290,10 @@ class PlanData:
             shared_prefetch_bytes={**self.shared_prefetch_bytes, **larger},
             others=others,
         )
+
+    def remarks(self) -> Remarks:
+        """What a page says in words; nothing, where a plan is no more than its data."""
+        return Remarks()
 
     def verify(self) -> None:
         """Prove the plan from its own data; raise VerificationError if it does not hold."""

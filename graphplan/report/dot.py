@@ -1,7 +1,7 @@
 """A plan in graphviz's language: a cluster for each device, in it one for each of its stages.
 
-Graphviz takes minutes over thousands of nodes. Where a plan has more operations than ``MOST_NODES``, a node
-is what one stage runs of one module, as deep as that number allows::
+Graphviz takes minutes over thousands of nodes, and nobody reads them. Where a plan has more operations than
+``MOST_NODES``, a node is what one stage runs of one module, as deep as ``MOST_MODULES`` allows::
 
     model.layers.3.self_attn
     22 operations
@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from graphplan.ir.plan_data import PlanData
-from graphplan.report.text import COLOURS, count_text, size_text
+from graphplan.report.text import count_text, device_colours, device_name, size_text
 
 MOST_NODES = 400
+MOST_MODULES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +37,13 @@ def to_dot(plan: PlanData) -> str:
         "  node [shape=box, style=filled, fontname=Helvetica, fontsize=11];",
         "  edge [color=gray45, fontname=Helvetica, fontsize=10];",
     ]
+    colours = device_colours(plan.topology)
     for index, spec in enumerate(plan.topology.devices):
         stages = [stage.index for stage in plan.stages if stage.device == spec.key]
         if not stages:
             continue
-        colour = COLOURS[index % len(COLOURS)]
-        label = f"{spec.key}: {size_text(plan.peak_bytes[spec.key])} of {size_text(spec.memory)}"
+        colour = colours[spec.key][0]
+        label = f"{device_name(spec.key)}: {size_text(plan.peak_bytes[spec.key])} of {size_text(spec.memory)}"
         lines.append(f"  subgraph cluster_device_{index} {{")
         lines.append(f"    label={_quote(label)}; color={_quote(colour)}; fontname=Helvetica;")
         for stage in stages:
@@ -64,7 +66,7 @@ def _boxes(plan: PlanData) -> dict[str, _Node]:
         return boxes
     paths = {name: operations[name].module_path.split(".") for _, name in names}
     depth = max(map(len, paths.values()))
-    while depth and len({(stage, *paths[name][:depth]) for stage, name in names}) > MOST_NODES:
+    while depth and len({(stage, *paths[name][:depth]) for stage, name in names}) > MOST_MODULES:
         depth -= 1
     members: dict[tuple[int, str], list[str]] = {}
     for stage, name in names:

@@ -14,6 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 from graphplan.ir.plan_data import PlanData
+from graphplan.ir.remarks import Remarks
 from graphplan.ir.timeline import Measured
 from graphplan.report.page_data import page_data
 
@@ -33,6 +34,8 @@ _SCRIPTS = (
     "memory.js",
     "timeline.js",
     "tables.js",
+    "compare.js",
+    "spent.js",
     "main.js",
 )
 # an escape of JSON; the group has those that would hide or turn around what is beside them: controls, marks
@@ -43,21 +46,31 @@ _ESCAPE = re.compile(
 _SLOT = re.compile(r"<!-- (title|style|scripts|data) -->")
 
 
-def to_html(plan: PlanData, title: str = "", measured: Measured | None = None, advice: str = "") -> str:
+def to_html(
+    plan: PlanData,
+    title: str = "",
+    measured: Measured | None = None,
+    remarks: Remarks | None = None,
+    other: PlanData | None = None,
+) -> str:
     """The page of a plan.
 
     Args:
         plan: what is shown.
         title: of the page; the plan's own short text by default.
         measured: one measured call, shown beside the estimated one.
-        advice: what would help, beside what takes the time.
+        remarks: what would help, and why stages are where they are.
+        other: another plan of the same model, shown beside this one.
+
+    Raises:
+        PlanError: the other plan has no operation of this one.
     """
     title = title or "Plan"
     parts = {
         "title": html.escape(json.loads(_plain(json.dumps(title)))),
         "style": f"<style>\n{asset('page.css')}</style>",
         "scripts": "\n".join(f"<script>\n{_script(name)}</script>" for name in _SCRIPTS),
-        "data": _embedded({"title": title, **page_data(plan, measured, advice)}),
+        "data": _embedded({"title": title, **page_data(plan, measured, remarks, other)}),
     }
     return _SLOT.sub(lambda found: parts[found[1]], asset("page.html"))
 

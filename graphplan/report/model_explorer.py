@@ -14,7 +14,7 @@ from graphplan.ir.graph_elements import Operation
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.timeline import Measured
 from graphplan.report.data_flows import made_bytes, run_seconds
-from graphplan.report.text import COLOURS, shape_text, size_text, time_text
+from graphplan.report.text import device_colours, shape_text, size_text, time_text
 
 _GRAPH = "plan"
 _GRADIENT = [{"stop": 0, "bgColor": "#f4f7fd"}, {"stop": 1, "bgColor": "#e0762f"}]
@@ -129,7 +129,7 @@ def _groups(plan: PlanData) -> dict[str, dict[str, str]]:
 
 def _node_data(plan: PlanData, measured: Measured | None) -> dict[str, dict[str, Any]]:
     homes = plan.schedule.assignment.operations
-    colour = {key: f"{COLOURS[i % len(COLOURS)]}66" for i, key in enumerate(plan.topology.keys)}
+    colour = {key: f"{light}66" for key, (light, _) in device_colours(plan.topology).items()}
     made = {op.name: made_bytes(plan.graph, op) for op in plan.graph.operations.values()}
     found = {
         "device": {

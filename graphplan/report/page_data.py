@@ -14,24 +14,40 @@ from typing import Any
 from graphplan.devices.speeds import Speed
 from graphplan.devices.topology import CPU, DeviceKey
 from graphplan.ir.liveness import OPTIMIZER
-from graphplan.ir.plan_data import PlanData
+from graphplan.ir.plan_data import PlanData, Stage
+from graphplan.ir.remarks import Remarks
 from graphplan.ir.schedule import Run
 from graphplan.ir.timeline import Measured, Timeline
+from graphplan.report.comparison import comparison
 from graphplan.report.data_flows import find_flows, made_bytes, run_seconds
 from graphplan.report.module_tree import Group, stage_groups
-from graphplan.report.text import device_text, shape_text
+from graphplan.report.text import device_colours, device_name, shape_text
 from graphplan.report.time_parts import time_parts, what_takes_the_time
 
 
-def page_data(plan: PlanData, measured: Measured | None = None, advice: str = "") -> dict[str, Any]:
+def page_data(
+    plan: PlanData,
+    measured: Measured | None = None,
+    remarks: Remarks | None = None,
+    other: PlanData | None = None,
+) -> dict[str, Any]:
     """Everything that the page of a plan needs.
 
     Args:
         plan: what is shown.
         measured: one measured call, to be shown beside the estimated one.
-        advice: a sentence on what would help.
+        remarks: what would help, and why stages are where they are.
+        other: another plan of the same model, to be shown beside this one.
+
+    Raises:
+        PlanError: the other plan has no operation of this one.
     """
-    return {"answer": [what_takes_the_time(plan), advice], **_PageWriter(plan, measured).data()}
+    remarks = remarks or Remarks()
+    return {
+        "answer": [what_takes_the_time(plan), remarks.advice],
+        **_PageWriter(plan, measured, remarks).data(),
+        "other": None if other is None else comparison(plan, other),
+    }
 
 
 def _positions(items: Iterable[Any]) -> dict[Any, int]:
@@ -40,11 +56,12 @@ def _positions(items: Iterable[Any]) -> dict[Any, int]:
 
 
 class _PageWriter:
-    def __init__(self, plan: PlanData, measured: Measured | None) -> None:
-        self.plan, self.graph, self.measured = plan, plan.graph, measured
+    def __init__(self, plan: PlanData, measured: Measured | None, remarks: Remarks) -> None:
+        self.plan, self.graph, self.measured, self.remarks = plan, plan.graph, measured, remarks
         specs = [spec.key for spec in plan.topology.devices]
         self.keys = specs if plan.schedule.host in specs else [*specs, plan.schedule.host]
         self.device = _positions(self.keys)
+        self.colours = device_colours(plan.topology)
         self.operation, self.weight = _positions(self.graph.operations), _positions(self.graph.weights)
         self.seconds = run_seconds(plan.timeline)
         operations = self.graph.operations.values()
@@ -62,7 +79,7 @@ class _PageWriter:
             "phases": self._phases(),
             "links": self._links(),
             "stages": [
-                {"group": group, "device": self.device[stage.device]}
+                {"group": group, "device": self.device[stage.device], "elsewhere": self._elsewhere(stage)}
                 for group, stage in zip(stages, self.plan.stages, strict=True)
             ],
             "groups": self.groups,
@@ -80,9 +97,11 @@ class _PageWriter:
         plan = self.plan
         return {
             "method": plan.method,
+            "call": "training step" if self.graph.trains else "forward pass",
             "makespan": plan.makespan,
             "lowerBound": plan.lower_bound,
             "gap": plan.gap,
+            "settled": bool(plan.fixed_weights),
             "proof": plan.proof,
             "transferBytes": plan.transfer_bytes,
             "transfers": len(plan.transfers),
@@ -110,8 +129,9 @@ class _PageWriter:
         buffer = sum(buffer.nbytes for buffer in plan.schedule.prefetch_buffers if buffer.device == key)
         return {
             "key": str(key),
-            "name": device_text(key).removeprefix("the "),
+            "name": device_name(key),
             "device": CPU if spec is None else spec.device,
+            "colours": self.colours[key],
             "budget": None if spec is None else spec.memory,
             "reserve": 0 if spec is None else spec.withheld,
             "peak": peak.nbytes,
@@ -185,6 +205,11 @@ class _PageWriter:
             "weights": sum(self.graph.weights[name].nbytes for name in reads),
         }
         return index
+
+    def _elsewhere(self, stage: Stage) -> list[list[str]]:
+        """Other devices, and what it would cost to run a stage there."""
+        said = self.remarks.elsewhere.get(stage.index, {})
+        return [[device_name(key), text] for key, text in said.items()]
 
     def _operations(self) -> dict[str, list[Any]]:
         graph, assigned = self.graph, self.plan.schedule.assignment.operations

@@ -15,7 +15,16 @@ from graphplan.ir.plan_data import PlanData
 from graphplan.ir.timeline import Measured
 from graphplan.report.data_flows import Flow, find_flows
 from graphplan.report.module_tree import stage_groups
-from graphplan.report.text import COLOURS, count_text, gap_text, size_text, time_text
+from graphplan.report.text import (
+    count_text,
+    device_colours,
+    device_name,
+    device_text,
+    gap_text,
+    operation_text,
+    size_text,
+    time_text,
+)
 
 _WIDTH, _LEFT, _RIGHT = 1180, 150, 24
 _LANE, _BOX, _STREAM, _CHART, _HEAD = 92, 40, 10, 84, 66
@@ -43,7 +52,7 @@ class _Picture:
         self.plan, self.title, self.measured = plan, title, measured
         self.specs = plan.topology.devices
         self.lane = {spec.key: index for index, spec in enumerate(self.specs)}
-        self.flows = find_flows(plan)
+        self.flows, self.colours = find_flows(plan), device_colours(plan.topology)
         self.written: dict[int, list[tuple[float, float]]] = {}  # row -> where sizes are
         self.memory_top = _HEAD + _LANE * len(self.specs) + 56
         self.height = self.memory_top + _CHART * len(self.specs) + 12
@@ -87,10 +96,10 @@ class _Picture:
 
     def _lane(self, index: int, spec: DeviceSpec) -> Iterator[str]:
         top = _HEAD + index * _LANE
-        colour = _colour(index)
+        colour, name = self.colours[spec.key][0], device_name(spec.key)
         yield _rect(0, top, _WIDTH, _LANE, colour, opacity=0.05)
         yield f'<line x1="0" x2="{_WIDTH}" y1="{top}" y2="{top}" stroke="{_LINE}"/>'
-        yield _text(20, top + 30, str(spec.key), colour, weight=600, size=13)
+        yield _text(20, top + 30, name, colour, weight=600, size=13)
         peak = size_text(self.plan.peak_bytes[spec.key])
         yield _text(20, top + 48, peak, _MUTED)
         yield _text(20, top + 64, f"of {size_text(spec.memory)}", _MUTED)
@@ -98,13 +107,13 @@ class _Picture:
     def _stages(self) -> Iterator[str]:
         runs = {e.name: e for e in self.plan.timeline.events if e.kind == "run"}
         for stage, group in zip(self.plan.stages, stage_groups(self.plan), strict=True):
-            index = self.lane[stage.device]
+            index, colour = self.lane[stage.device], self.colours[stage.device][0]
             start = self._x(runs[stage.operations[0]].start)
             width = max(1.5, self._x(runs[stage.operations[-1]].end) - start)
             top = _HEAD + index * _LANE + 18
             seconds = runs[stage.operations[-1]].end - runs[stage.operations[0]].start
             yield f"<g><title>{escape(f'stage {stage.index}: {group.label}, {time_text(seconds)}')}</title>"
-            yield _rect(start, top, width, _BOX, _colour(index), opacity=0.28, stroke=_colour(index))
+            yield _rect(start, top, width, _BOX, colour, opacity=0.28, stroke=colour)
             for row, text in enumerate(
                 (group.label, f"{time_text(seconds)}, {count_text(len(stage.operations), 'op')}")
             ):
@@ -118,9 +127,19 @@ class _Picture:
                 index = self.lane[flow.destination]
                 top = _HEAD + index * _LANE + 18 + _BOX + 8
                 width = max(0.75, self._x(flow.end) - self._x(flow.start) - 0.5)
-                note = f"{', '.join(flow.names)}: {size_text(flow.nbytes)} from {flow.source}"
+                note = f"{', '.join(flow.names)}: {size_text(flow.nbytes)} from {device_text(flow.source)}"
                 yield f"<g><title>{escape(note)}</title>"
-                yield _rect(self._x(flow.start), top, width, _STREAM, _colour(index), opacity=0.5) + "</g>"
+                yield (
+                    _rect(
+                        self._x(flow.start),
+                        top,
+                        width,
+                        _STREAM,
+                        self.colours[flow.destination][0],
+                        opacity=0.5,
+                    )
+                    + "</g>"
+                )
 
     def _arrows(self) -> Sequence[Flow]:
         """Transfers; those between the same devices that follow one another closely are one."""
@@ -175,7 +194,14 @@ class _Picture:
         def y(nbytes: float) -> float:
             return bottom - room * nbytes / scale
 
-        yield _text(20, bottom - room / 2 + 4, str(spec.key), _colour(index), weight=600, size=13)
+        yield _text(
+            20,
+            bottom - room / 2 + 4,
+            device_name(spec.key),
+            self.colours[spec.key][0],
+            weight=600,
+            size=13,
+        )
         path = "".join(
             f"V{y(max(nbytes, peak.weights)):.1f}H{_LEFT + (i + 1) * across:.1f}"
             for i, nbytes in _changes(levels)
@@ -183,7 +209,9 @@ class _Picture:
         yield f'<path d="M{_LEFT},{y(0):.1f}{path}V{y(0):.1f}Z" fill="{_ACTIVATION}"/>'
         if peak.weights:
             high = y(peak.weights)
-            yield _rect(_LEFT, high, _WIDTH - _LEFT - _RIGHT, y(0) - high, _colour(index), opacity=0.9)
+            yield _rect(
+                _LEFT, high, _WIDTH - _LEFT - _RIGHT, y(0) - high, self.colours[spec.key][0], opacity=0.9
+            )
         budget = f"budget {size_text(spec.memory)}" + (", above this chart" if far else "")
         top = bottom - room if far else y(spec.memory)
         if not far:
@@ -191,7 +219,9 @@ class _Picture:
         yield _text(_WIDTH - _RIGHT, top - 4, budget, _BUDGET, anchor="end", size=11, halo=True)
         at = _LEFT + (max(0, peak.step) + 0.5) * across
         yield f'<circle cx="{at:.1f}" cy="{y(peak.nbytes):.1f}" r="3.5" fill="{_INK}" stroke="#fff"/>'
-        note = f"peak {size_text(peak.nbytes)}" + (f" at {peak.operation}" if peak.operation else "")
+        known = plan.graph.operations.get(peak.operation or "")
+        where = peak.operation if known is None else operation_text(known)
+        note = f"peak {size_text(peak.nbytes)}" + (f" at {where}" if where else "")
         if self.measured is not None and spec.key in self.measured.peak_bytes:
             nbytes = self.measured.peak_bytes[spec.key]
             yield _dashed(y(nbytes), _MEASURED)
@@ -208,10 +238,6 @@ def _changes(levels: Iterable[int]) -> Iterator[tuple[int, int]]:
         position, before = position + 1, now
     if before is not None:
         yield position, before
-
-
-def _colour(index: int) -> str:
-    return COLOURS[index % len(COLOURS)]
 
 
 def _dashed(y: float, colour: str) -> str:

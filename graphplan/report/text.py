@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graphplan.devices.topology import DeviceKey
-from graphplan.ir.graph_elements import Value
+from graphplan.devices.topology import CPU, DISK, DeviceKey, Topology
+from graphplan.ir.graph_elements import Operation, Value
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import PrefetchBuffer
 
-COLOURS = ("#3b6fd4", "#0f8b7d", "#8350c8", "#c2417a", "#4b8b3b", "#2a8fb3", "#b7791f", "#64748b")
-"""One for each device, in the order of ``max_memory``."""
+COLOURS = ("#3b6fd4", "#0f8b7d", "#8350c8", "#c2417a", "#4b8b3b", "#2a8fb3")
+"""One for each accelerator, in the order of ``max_memory``; the palette of the page, SVG and DOT."""
+_DARK = ("#7aa5f7", "#45c4b4", "#b58df0", "#f07fb0", "#86c972", "#6cc5e6")  # the same on a dark page
+_OTHER = {CPU: ("#64748b", "#94a3b8"), DISK: ("#8a6d52", "#c1a487")}
+
+
+def device_colours(topology: Topology) -> dict[DeviceKey, tuple[str, str]]:
+    """Device key -> its colour on a light page and on a dark one; the caller's own CPU included."""
+    accelerators = [spec.key for spec in topology.devices if spec.is_accelerator]
+    pairs = list(zip(COLOURS, _DARK, strict=True))
+    found = {key: pairs[index % len(pairs)] for index, key in enumerate(accelerators)}
+    other = {spec.key: _OTHER[spec.type] for spec in topology.devices if not spec.is_accelerator}
+    return {CPU: _OTHER[CPU], **found, **other}
 
 
 def size_text(nbytes: int) -> str:
@@ -33,6 +44,17 @@ def time_text(seconds: float) -> str:
 def device_text(key: DeviceKey) -> str:
     """A device in a sentence: ``"GPU 0"``, ``"the CPU"``, ``"cuda:1"``."""
     return f"GPU {key}" if isinstance(key, int) else {"cpu": "the CPU", "disk": "the disk"}.get(key, key)
+
+
+def operation_text(operation: Operation) -> str:
+    """An operation by its module: ``"lm_head (linear)"``; by its own name outside of any."""
+    path = operation.module_path
+    return f"{path} ({operation.target})" if path else operation.name
+
+
+def device_name(key: DeviceKey) -> str:
+    """A device as a label: ``"GPU 0"``, ``"CPU"``, ``"cuda:1"``."""
+    return device_text(key).removeprefix("the ")
 
 
 def shape_text(value: Value) -> str:

@@ -14,6 +14,7 @@ from graphplan.report.data_flows import run_seconds, timed_steps
 from graphplan.report.text import device_text, time_text
 
 _MOST = 0.8  # of what a device computes, and of a module: one with less is not what takes the time there
+_MUCH = 0.15  # of the makespan: what takes so much is named too
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,10 @@ def slowest_module(plan: PlanData, device: DeviceKey) -> tuple[str | None, float
 
 
 def what_takes_the_time(plan: PlanData) -> str:
-    """One sentence: "92 % of 168.60 ms is `decode_head` on the CPU"; empty where nothing takes time."""
+    """One sentence: "92 % of 168.60 ms is `decode_head` on the CPU"; empty where nothing takes time.
+
+    What else takes much is named after it: ", 45 % waiting for streamed weights".
+    """
     if not plan.makespan:
         return ""
     parts = time_parts(plan)
@@ -80,10 +84,11 @@ def what_takes_the_time(plan: PlanData) -> str:
         "waiting for streamed weights": parts.streaming,
         "copies of inputs and outputs": parts.inputs + parts.outputs,
     }
-    busiest = max(parts.compute, key=lambda key: parts.compute[key])
-    if parts.compute[busiest] >= max(found.values()):
-        path, spent = slowest_module(plan, busiest)
+    for key, seconds in parts.compute.items():
+        path, spent = slowest_module(plan, key) if seconds else (None, 0.0)
         name = "computing" if path is None else f"`{path}`" if path else "the whole model"
-        found = {f"{name} on {device_text(busiest)}": spent}
-    what = max(found, key=lambda name: found[name])
-    return f"{100 * found[what] / plan.makespan:.0f} % of {time_text(plan.makespan)} is {what}"
+        found[f"{name} on {device_text(key)}"] = spent
+    first, *others = sorted(found, key=lambda name: -found[name])
+    said = f"{100 * found[first] / plan.makespan:.0f} % of {time_text(plan.makespan)} is {first}"
+    much = (name for name in others if found[name] >= _MUCH * plan.makespan)
+    return ", ".join([said, *(f"{100 * found[name] / plan.makespan:.0f} % {name}" for name in much)])

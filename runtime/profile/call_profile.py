@@ -106,7 +106,8 @@ class Profile:
 
     def save_html(self, path: str | Path, *, title: str = "") -> None:
         """Write the page of the plan, with measured values beside the estimates."""
-        Path(path).write_text(to_html(self.plan, title, self.measured), encoding="utf-8")
+        page = to_html(self.plan, title, self.measured, self.plan.remarks())
+        Path(path).write_text(page, encoding="utf-8")
 
     def save_trace(self, path: str | Path) -> None:
         """Write both timelines for Perfetto or ``chrome://tracing``."""

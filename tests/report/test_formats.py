@@ -19,7 +19,7 @@ from plans import HOSTILE, by_hand, hostile_plan, large_plan, llama_plan, unet_p
 
 from graphplan import Plan
 from graphplan.capture.source_lines import source_line
-from graphplan.report.dot import MOST_NODES
+from graphplan.report.dot import MOST_MODULES
 from graphplan.report.module_tree import MOST_CHILDREN, Group, stage_groups
 from graphplan.report.page_data import page_data
 from graphplan.report.svg import to_svg
@@ -58,7 +58,7 @@ def test_dot_of_many_operations_has_modules_for_nodes(tmp_path: Path) -> None:
     )
     root = ET.fromstring(drawn.stdout)
     nodes = [g for g in root.iter("{http://www.w3.org/2000/svg}g") if g.get("class") == "node"]
-    assert len(plan.stages) <= len(nodes) <= MOST_NODES
+    assert len(plan.stages) <= len(nodes) <= MOST_MODULES
     counts = re.findall(r"(\d+) operations", drawn.stdout.decode())
     assert sum(map(int, counts)) == len(plan.graph.operations)
 

@@ -12,10 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from plans import HOSTILE, UNet, hostile_plan, large_plan, llama, llama_plan, unet_plan
+from plans import (
+    HOSTILE,
+    UNet,
+    budgets_of,
+    by_hand,
+    hostile_plan,
+    large_plan,
+    llama,
+    llama_plan,
+    unet_plan,
+)
 
 import graphplan
-from graphplan import Plan
+from graphplan import Plan, PlanError
 from graphplan.report.html_page import _SCRIPTS, to_html
 from graphplan.report.time_parts import time_parts, what_takes_the_time
 
@@ -67,12 +77,12 @@ def browser() -> Iterator[Any]:
 def show(browser: Any, tmp_path: Path) -> Iterator[Open]:
     pages: list[Opened] = []
 
-    def open_plan(plan: Plan, *, scheme: str = "light", html: str = "", title: str = "") -> Opened:
+    def open_plan(
+        plan: Plan, *, scheme: str = "light", html: str = "", title: str = "", remarks: bool = False
+    ) -> Opened:
         path = tmp_path / "plan.html"
-        if html:
-            path.write_text(html, encoding="utf-8")
-        else:
-            plan.save_html(path, title=title)
+        words = plan.remarks() if remarks else None  # what would help takes a second to find
+        path.write_text(html or to_html(plan, title, remarks=words), encoding="utf-8")
         page = browser.new_page(
             viewport={"width": 1440, "height": 900}, color_scheme=scheme, reduced_motion="reduce"
         )
@@ -102,14 +112,15 @@ def test_opens_with_stages_lanes_and_summary(show: Open) -> None:
     assert len(stages) == len(plan.stages)
     assert not {i for i in opened.ids() if i.startswith("o") and i != "out"}
     figures = page.inner_text("#figures")
-    assert plan.proof in figures
+    assert "no plan of these operations takes less than" in figures
+    assert plan.proof in page.locator(".figure[title]").get_attribute("title")
     assert f"{len(plan.streams)} copies per forward pass" in figures
     opened.shoot("light", whole=True)
 
 
 def test_the_first_card_says_what_takes_the_time_and_what_would_help(show: Open) -> None:
     plan = llama_plan()
-    said = show(plan).page.inner_text("#answer").splitlines()
+    said = show(plan, remarks=True).page.inner_text("#answer").splitlines()
     assert said[0] == f"{what_takes_the_time(plan)}."
     assert re.search(r"[0-9.]+ [KM]iB more memory on GPU [01] would save .* \([0-9.]+ %\)\.", said[-1])
 
@@ -250,7 +261,8 @@ def test_memory_shows_weights_activations_budget_and_peak(show: Open) -> None:
         chart = opened.page.locator(f'svg.memory[data-device="{key}"]')
         assert chart.locator(".budget line").count() == 1
         assert "budget" in chart.locator(".budget text").text_content()
-        assert plan.peaks[key].operation in chart.locator(".peak text").text_content()
+        peak = plan.graph.operations[plan.peaks[key].operation]
+        assert f"at {peak.module_path} ({peak.target})" in chart.locator(".peak text").text_content()
         assert chart.locator("path.activations").count() == 1
         assert chart.locator("rect.weights").count() == 1
         assert chart.locator("rect.buffer").count() == any(
@@ -461,12 +473,17 @@ def test_ten_thousand_operations_make_few_elements(show: Open) -> None:
     opened.shoot("large-open")
 
 
-def test_a_measured_call_is_beside_the_estimated_one(show: Open) -> None:
+def test_a_measured_call_is_beside_the_estimated_one(show: Open, tmp_path: Path) -> None:
     model, x = UNet().eval(), torch.ones(1, 4, 32, 32)
     with graphplan.simulate({0: "700KiB", 1: "700KiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory, (x,), pin={"down": 0, "up": 1})
         profile = placed.profile(x)
-    opened = show(placed.plan, html=to_html(placed.plan, "Measured", profile.measured))
+    path = tmp_path / "measured.html"
+    profile.save_html(path, title="Measured")
+    opened = show(placed.plan, html=path.read_text(encoding="utf-8"))
+    assert opened.page.locator("#answer p").count() == 2  # what takes the time, and what would help
+    assert "× the estimate" in opened.page.inner_text("#figures")
+    assert "Measured" in opened.page.inner_text("#spent thead >> nth=0")
     groups = opened.page.locator("svg.timeline text.group").all_text_contents()
     assert [text.partition(",")[0] for text in groups] == ["estimated", "measured"]
     assert opened.page.locator("svg.memory line.measured").count() == 2
@@ -474,3 +491,122 @@ def test_a_measured_call_is_beside_the_estimated_one(show: Open) -> None:
         text = opened.page.text_content(f'svg.memory[data-device="{key}"] .peak text')
         assert opened.js("n => Format.bytes(n)", nbytes) in text.partition("measured")[2]
     opened.shoot("measured", whole=True)
+
+
+def test_rows_of_tables_mark_the_graph_and_the_charts_and_stay_in_view(show: Open) -> None:
+    plan = llama_plan()
+    opened = show(plan)
+    page = opened.page
+    opened.js("() => scrollTo(0, document.body.scrollHeight)")
+    for row in ("#weights tbody tr >> nth=3", "#spent tbody tr >> nth=1"):
+        page.locator(row).scroll_into_view_if_needed()
+        before = opened.js("() => scrollY")
+        page.click(row)
+        assert opened.js("() => scrollY") == before
+        assert opened.js("() => GraphView.chosen()")
+        assert page.locator('svg.memory[data-device="0"] rect.chosen').count() > 0
+        assert page.locator("svg.timeline .bar.chosen").count() > 0
+        assert page.locator('tr[aria-selected="true"]').count() == 1
+    streamed = page.locator("#transfers tbody tr", has_text="stream").first
+    streamed.click()
+    assert page.locator("svg.timeline .bar.streams.chosen").count() > 0
+    page.locator("#weights").scroll_into_view_if_needed()
+    before = opened.js("() => scrollY")
+    page.keyboard.press("/")
+    page.keyboard.type("mlp")
+    page.keyboard.press("Enter")
+    assert opened.js("() => scrollY") == before
+    assert "mlp" in page.inner_text("#picked")
+    page.click("#picked button")
+    assert opened.js("() => scrollY") < before
+    page.wait_for_selector("#picked", state="hidden")
+
+
+def test_time_by_module_and_by_type_is_all_of_the_time(show: Open) -> None:
+    plan = llama_plan()
+    page = show(plan).page
+    modules, types = (table.inner_text() for table in page.locator("#spent tbody").all())
+    assert "model.layers.*.mlp" in modules
+    assert "linear" in types
+    assert "waiting for weights" in types
+    shares = [float(share) for share in re.findall(r"([0-9.]+) %", types)]
+    assert sum(shares) == pytest.approx(100, abs=2)
+
+
+def test_boxes_are_coloured_by_device_time_or_memory(show: Open) -> None:
+    opened = show(llama_plan())
+    fills = {"device": opened.js("() => GraphView.fill('g0')")}
+    for kind in ("time", "memory"):
+        opened.page.select_option("#colour", kind)
+        fills[kind] = opened.js("() => GraphView.fill('g0')")
+        assert opened.page.is_visible("#heat")
+    opened.page.select_option("#colour", "device")
+    assert opened.js("() => GraphView.fill('g0')") == fills["device"]
+    assert len(set(fills.values())) == 3
+    assert not opened.page.is_visible("#heat")
+
+
+def test_a_stage_that_opens_is_in_view_and_large_enough_to_be_read(show: Open) -> None:
+    opened = show(llama_plan())
+    opened.click("g0")
+    box = opened.js("() => GraphView.box('g0')")
+    assert min(box["left"], box["top"]) >= -1
+    assert opened.js("() => GraphView.zoom()") >= 0.75
+    stages = show(unet_plan())
+    before = stages.js("() => GraphView.zoom()")
+    stages.click("g0")
+    fits = all(side >= 0 for side in stages.js("() => GraphView.box('g0')").values())
+    assert fits or stages.js("() => GraphView.zoom()") < before
+
+
+def test_names_lose_their_middle_where_there_is_no_room(show: Open) -> None:
+    page = show(llama_plan()).page
+    page.set_viewport_size({"width": 420, "height": 800})
+    name = page.locator("#weights .middle").first
+    page.wait_for_function("() => document.querySelector('#weights .middle').textContent.includes('…')")
+    text, whole = name.text_content(), name.get_attribute("title")
+    head, tail = text.split("…")
+    assert head
+    assert tail
+    assert whole.startswith(head)
+    assert whole.endswith(tail)
+
+
+def test_devices_say_what_fills_them_and_what_is_left(show: Open) -> None:
+    plan = llama_plan()
+    opened = show(plan, remarks=True)
+    spec, peak = plan.topology.devices[0], plan.peaks[0]
+    said = opened.page.inner_text("#usage .device >> nth=0")
+    assert opened.js("n => `${Format.bytes(n)} free`", spec.memory - peak.nbytes) in said
+    assert "weights" in said
+    assert "activations" in said
+    opened.click(opened.js("() => `g${Plan.stages[1].group}`"))
+    details = opened.page.inner_text("#details").replace("\t", "\n")
+    for key, text in plan.remarks().elsewhere[1].items():
+        name = f"GPU {key}" if isinstance(key, int) else "CPU"
+        assert f"on {name} instead\n{text}" in details
+
+
+def test_two_plans_side_by_side(show: Open, tmp_path: Path) -> None:
+    plan = llama_plan()
+    assigned = plan.schedule.assignment.operations
+    graph, memory = plan.graph, budgets_of(llama()[0], 0.45)
+    swapped = {
+        name: 1 if "layers.0" in graph.operations[name].module_path else key for name, key in assigned.items()
+    }
+    other = by_hand(graph, memory, swapped)
+    plan.save_html(tmp_path / "two.html", other=other)
+    opened = show(plan, html=(tmp_path / "two.html").read_text(encoding="utf-8"))
+    page = opened.page
+    both = page.inner_text("#both")
+    for one in (plan, other):
+        assert opened.js("s => Format.seconds(s)", one.makespan) in both
+        assert opened.js("n => Format.bytes(n)", one.peak_bytes[0]) in both
+    row = page.locator("#moved tbody tr", has_text="operations").first
+    assert re.match(r"model\.layers\.0\s+\d+ operations\s+GPU 1\s+GPU 0", row.inner_text())
+    row.click()
+    assert opened.js("() => GraphView.chosen()") == ["g0"]
+    opened.shoot("two", whole=True)
+    with pytest.raises(PlanError, match="another model"):
+        plan.save_html(tmp_path / "no.html", other=hostile_plan())
+    assert not show(plan).page.is_visible("#compare")

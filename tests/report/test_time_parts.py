@@ -13,7 +13,8 @@ from torch import nn
 
 import graphplan
 from graphplan import Graph, Operation, Plan, Value
-from graphplan.analysis.bottleneck import advice
+from graphplan.analysis.advice import advice
+from graphplan.analysis.stage_reasons import stage_reasons
 from graphplan.report.page_data import page_data
 from graphplan.report.time_parts import time_parts, what_takes_the_time
 
@@ -46,13 +47,40 @@ def test_a_stack_of_layers_on_several_devices_is_not_what_takes_the_time() -> No
 
 
 def test_the_sentence_says_what_is_copied() -> None:
-    assert what_takes_the_time(hostile_plan()).endswith(" is copies of inputs and outputs")
+    assert what_takes_the_time(hostile_plan()).endswith(
+        " is copies of inputs and outputs, 28 % transfers between devices"
+    )
 
 
 def test_advice_is_more_memory_where_that_is_quick_to_find() -> None:
     assert "more memory on GPU 0 would save" in advice(llama_plan())
-    assert advice(segmenter(10**3)) == "a quick look found no gain from more memory"
-    assert advice(large_plan()) == advice(replace(llama_plan(), method="hooks")) == ""
+    assert advice(replace(llama_plan(), method="hooks")) == ""
+
+
+def test_more_memory_helps_where_an_earlier_plan_has_placed_the_weights() -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    plan = graphplan.plan(model, {0: "600KiB", "cpu": "4MiB"}, (torch.ones(64, 256),))
+    known = replace(plan, fixed_weights=plan.schedule.assignment.weights)
+    assert "more memory on GPU 0 would save" in advice(known)
+    assert known.bottleneck(progress=False).binds
+
+
+def test_a_stage_says_what_it_would_cost_elsewhere() -> None:
+    plan = segmenter(10**11)
+    said = plan.remarks().elsewhere
+    assert list(said[0]) == ["cpu"]
+    assert said[1][0].endswith(" ms faster")
+    small = {spec.key: 700 * KIB if spec.key == 0 else spec.memory for spec in llama_plan().topology.devices}
+    tight = replace(llama_plan(), topology=llama_plan().topology.with_memory(small))
+    assert "too little on GPU 0, at model" in stage_reasons(tight)[1][0]
+
+
+def test_advice_is_a_faster_device_where_more_memory_saves_nothing() -> None:
+    said = advice(segmenter(10**11))
+    assert said.startswith(
+        "a quick look found no gain from more memory; the CPU twice as fast would save 100"
+    )
+    assert advice(large_plan()).startswith("a quick look")
 
 
 def test_the_page_marks_the_phases_of_a_training_step() -> None:

@@ -15,7 +15,7 @@ const Details = (() => {
         ["target", columns.target[op]],
         ["device", Model.deviceName(columns.device[op])],
         ["time", Format.seconds(columns.seconds[op])],
-        ["measured", measuredSeconds(op)],
+        ["measured", Plan.measured && seconds(op) !== undefined ? Format.seconds(seconds(op)) : ""],
         ["starts at", Format.seconds(Model.start(op))],
         ["FLOPs", columns.flops[op] ? Format.flops(columns.flops[op]) : ""],
         ["output size", Format.bytes(columns.made[op])],
@@ -29,15 +29,15 @@ const Details = (() => {
   }
 
   let measured = null;
-  function measuredSeconds(op) {
-    if (!Plan.measured) return "";
+  // Measured seconds of an operation; nothing where there are none.
+  function seconds(op) {
     if (!measured) {
       measured = new Map();
       Plan.measured.what.forEach((what, i) => {
         if (Plan.measured.kind[i] === "r") measured.set(what, Plan.measured.end[i] - Plan.measured.start[i]);
       });
     }
-    return measured.has(op) ? Format.seconds(measured.get(op)) : "";
+    return measured.get(op);
   }
 
   function group(node) {
@@ -54,6 +54,7 @@ const Details = (() => {
         ["FLOPs", item.flops ? Format.flops(item.flops) : ""],
         ["weights", Format.bytes(item.weights)],
         ["output size", Format.bytes(item.made)],
+        ...(Model.isStage(node) ? Plan.stages[Model.stage(node)].elsewhere.map(([device, cost]) => [`on ${device} instead`, cost]) : []),
       ]),
     };
   }
@@ -70,7 +71,7 @@ const Details = (() => {
         ["shape", item.shape],
         ["shared with", item.names.join(", ")],
         ["part of", item.partOf],
-        ["read by", readers.map((op) => Plan.operations.name[op]).join(", ") || "nothing"],
+        ["read by", readers.map(Model.place).join(", ") || "nothing"],
       ]),
     };
   }
@@ -79,7 +80,7 @@ const Details = (() => {
     const chosen = indices.map((index) => Plan.flows[index]);
     const bytes = chosen.reduce((sum, flow) => sum + flow.bytes, 0);
     const seconds = chosen.reduce((sum, flow) => sum + flow.end - flow.start, 0);
-    const names = chosen.flatMap((flow) => flow.names);
+    const names = chosen.map(Model.carried);
     const first = chosen[0];
     const words = { activation: "transfer", weight: "weights streamed", input: "inputs", output: "outputs", writeback: "written back" };
     return {
@@ -94,17 +95,32 @@ const Details = (() => {
     };
   }
 
+  function several({ operations, title }) {
+    const total = (values) => operations.reduce((all, op) => all + values[op], 0), columns = Plan.operations;
+    return {
+      kind: Format.count(operations.length, "operation"),
+      title,
+      rows: some([
+        ["devices", [...new Set(operations.map((op) => Model.deviceName(columns.device[op])))].join(", ")],
+        ["time", Format.seconds(total(columns.seconds))],
+        ["FLOPs", Format.flops(total(columns.flops))],
+        ["output size", Format.bytes(total(columns.made))],
+      ]),
+    };
+  }
+
   function describe(thing) {
+    if (thing.operations) return several(thing);
     if (thing.node !== undefined) return Model.isGroup(thing.node) ? group(thing.node) : operation(Model.index(thing.node));
     return thing.weight !== undefined ? weight(thing.weight) : flows(thing.flows);
   }
 
   function show(thing) {
-    if (!thing) {
-      panel.replaceChildren(Dom.el("p", { class: "empty" }, "Choose a stage, a module, an operation or an arrow to see what it costs."));
-      return;
-    }
+    panel.hidden = !thing; // the graph has all of the room until something is chosen
+    if (!thing) return;
     const { kind, title, rows } = describe(thing);
+    picked.firstElementChild.textContent = [title, kind, rows.find(([key]) => key === "time" || key === "bytes")[1]].join(" · ");
+    offer();
     panel.replaceChildren(
       Dom.el("p", { class: "kind" }, kind),
       Dom.el("h3", {}, title),
@@ -112,10 +128,19 @@ const Details = (() => {
     );
   }
 
+  // Where the panel is out of sight, a line at the foot of the window says what is chosen.
+  const bench = Dom.byId("stages"), picked = Dom.byId("picked");
+  function offer() {
+    const box = bench.getBoundingClientRect();
+    picked.hidden = !View.chosen() || (box.bottom > 160 && box.top < innerHeight - 160);
+  }
+
   function start() {
     show(null);
+    addEventListener("scroll", offer, { passive: true });
+    picked.lastElementChild.addEventListener("click", () => bench.scrollIntoView());
     View.on((change) => { if (change.chosen !== undefined) show(change.chosen); });
   }
 
-  return { start, describe };
+  return { start, describe, measured: seconds };
 })();

@@ -23,19 +23,35 @@ const Dom = (() => {
     pen.font = `${weight} ${size}px system-ui, sans-serif`;
     return pen.measureText(text).width;
   }
-  return { el, svg, byId, textWidth };
+  // The middle left out, where a text has too little room; by code points, so that none is cut in two.
+  function clip(text, room, size) {
+    if (textWidth(text, size) <= room) return text;
+    const letters = [...text];
+    let kept = letters.length - 1;
+    const shorter = () => `${letters.slice(0, Math.ceil(kept / 2)).join("")}…${letters.slice(letters.length - Math.floor(kept / 2)).join("")}`;
+    while (kept > 2 && textWidth(shorter(), size) > room) kept -= 1;
+    return shorter();
+  }
+  // A line that is clipped so to the width it has, now and later.
+  const whole = new WeakMap();
+  const watch = new ResizeObserver((entries) => entries.forEach(({ target, contentRect }) => {
+    if (contentRect.width) target.textContent = clip(whole.get(target), contentRect.width, 13);
+  }));
+  function middle(text) {
+    const line = el("span", { class: "middle", title: text }, text);
+    whole.set(line, text);
+    watch.observe(line);
+    return line;
+  }
+  return { el, svg, byId, textWidth, clip, middle };
 })();
 
 const Colours = (() => {
-  const light = ["#3b6fd4", "#0f8b7d", "#8350c8", "#c2417a", "#4b8b3b", "#2a8fb3"];
-  const dark = ["#7aa5f7", "#45c4b4", "#b58df0", "#f07fb0", "#86c972", "#6cc5e6"];
-  const other = { cpu: ["#64748b", "#94a3b8"], disk: ["#8a6d52", "#c1a487"] };
   const root = document.documentElement;
   const wanted = matchMedia("(prefers-color-scheme: dark)");
   const listeners = [];
   let forced = null;
   let printing = false;
-  const accelerators = Plan.devices.filter((d) => !(d.device.split(":")[0] in other));
 
   const isDark = () => !printing && (forced === null ? wanted.matches : forced);
   function apply() {
@@ -43,12 +59,7 @@ const Colours = (() => {
     Plan.devices.forEach((_, index) => root.style.setProperty(`--device-${index}`, device(index)));
     listeners.forEach((listener) => listener());
   }
-  function device(index) {
-    const fixed = other[Plan.devices[index].device.split(":")[0]];
-    if (fixed) return fixed[isDark() ? 1 : 0];
-    const palette = isDark() ? dark : light;
-    return palette[accelerators.indexOf(Plan.devices[index]) % palette.length];
-  }
+  const device = (index) => Plan.devices[index].colours[isDark() ? 1 : 0];
   const variable = (name) => getComputedStyle(root).getPropertyValue(name).trim();
   function channels(hex) {
     return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));

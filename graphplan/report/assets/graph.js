@@ -8,18 +8,13 @@ const GraphView = (() => {
   const MANY_FLOWS = 24; // arrows
   const READABLE = 0.75; // zoom
   const STRIP = 20; // pixels of the overview
-  let cy = null, placed = null;
+  const WEIGH = { // what the colour of a box shows, but for its device
+    time: Model.seconds,
+    memory: (node) => (Model.isGroup(node) ? Plan.groups[node].weights + Plan.groups[node].made : Model.bytes(Model.index(node))),
+  };
+  let cy = null, placed = null, coloured = "device";
 
-  // The middle left out, where a box is too narrow; by code points, so that none is cut in two.
-  function clip(text, width, size) {
-    const room = width - 14;
-    if (Dom.textWidth(text, size) <= room) return text;
-    const letters = [...text];
-    let kept = letters.length - 1;
-    const shorter = () => `${letters.slice(0, Math.ceil(kept / 2)).join("")}…${letters.slice(letters.length - Math.floor(kept / 2)).join("")}`;
-    while (kept > 2 && Dom.textWidth(shorter(), size) > room) kept -= 1;
-    return shorter();
-  }
+  const clip = (text, width, size) => Dom.clip(text, width - 14, size);
 
   function caption(node, box) {
     if (!Model.isGroup(node)) return clip(Model.label(node), box.w, 11);
@@ -29,7 +24,7 @@ const GraphView = (() => {
       const head = `${box.open ? "▾" : "▸"} ${Model.label(node)}`;
       if (box.open) return `${head} · ${time}`;
       const about = Model.about(node);
-      const lines = [head, ...(about ? [clip(about, box.w, 12)] : []), clip(`${time} · ${Format.count(group.count, "op")}`, box.w, 12)];
+      const lines = [head, ...(about ? [clip(about, box.w, 14)] : []), clip(`${time} · ${Format.count(group.count, "op")}`, box.w, 14)];
       return lines.join("\n");
     }
     const head = clip(`${box.open ? "▾" : "▸"} ${group.label}`, box.w, 12);
@@ -44,14 +39,21 @@ const GraphView = (() => {
     return most > 0 ? Model.seconds(node) / most : 0;
   }
 
-  function nodeElement(node, box) {
+  // A figure of each box beside the largest of those that are closed; none where the device is shown.
+  function heats() {
+    const weigh = WEIGH[coloured], closed = [...placed.boxes.keys()].filter((node) => !placed.boxes.get(node).open);
+    const most = weigh && Math.max(...closed.map(weigh));
+    return (node) => (most > 0 ? Math.min(1, weigh(node) / most) : 0);
+  }
+
+  function nodeElement(node, box, heat) {
     const kind = Model.isStage(node) ? "stage" : Model.isGroup(node) ? "group" : "operation";
     const classes = box.open ? `${kind} open` : kind;
     const part = Math.round(100 * share(node));
     return {
       group: "nodes",
       classes,
-      data: { id: idOf(node), node, label: caption(node, box), w: box.w, h: box.h, device: Model.device(node), part, depth: box.depth },
+      data: { id: idOf(node), node, label: caption(node, box), w: box.w, h: box.h, device: Model.device(node), part, depth: box.depth, heat },
       position: { x: box.x, y: box.y },
     };
   }
@@ -98,7 +100,8 @@ const GraphView = (() => {
 
   function elements() {
     const made = [];
-    placed.boxes.forEach((box, node) => made.push(nodeElement(node, box)));
+    const heat = heats();
+    placed.boxes.forEach((box, node) => made.push(nodeElement(node, box, heat(node))));
     placed.special.forEach((chip) => made.push(chipElement(chip)));
     const flows = flowEdges(placed.reps);
     const crowded = flows.size > MANY_FLOWS;
@@ -127,17 +130,19 @@ const GraphView = (() => {
     const device = (element) => Colours.device(element.data("device"));
     const tint = (part) => (element) => Colours.mix(device(element), surface, part);
     const strong = Colours.isDark() ? 0.42 : 0.3, faint = Colours.isDark() ? 0.16 : 0.1;
+    const hot = Colours.variable("--hot");
+    const fill = (part) => (e) => (coloured === "device" || e.data("chip") ? tint(part)(e) : Colours.mix(hot, surface, 0.04 + 0.66 * e.data("heat")));
     return [
       { selector: "node", style: {
         shape: "round-rectangle", width: "data(w)", height: "data(h)", label: "data(label)",
         "font-family": "system-ui, sans-serif", "font-size": 12, color: ink, "text-wrap": "wrap",
         "text-valign": "center", "line-height": 1.35, "min-zoomed-font-size": 5, "corner-radius": 7,
         "background-fill": "linear-gradient", "background-gradient-direction": "to-right",
-        "background-gradient-stop-colors": (e) => `${tint(strong)(e)} ${tint(strong)(e)} ${tint(faint)(e)} ${tint(faint)(e)}`,
+        "background-gradient-stop-colors": (e) => `${fill(strong)(e)} ${fill(strong)(e)} ${fill(faint)(e)} ${fill(faint)(e)}`,
         "background-gradient-stop-positions": (e) => `0% ${e.data("part")}% ${e.data("part")}% 100%`,
         "border-width": 1.2, "border-color": tint(0.75), "z-index-compare": "manual", "z-index": 30, "overlay-opacity": 0,
       } },
-      { selector: "node.stage", style: { "border-width": 1.6, "border-color": device } },
+      { selector: "node.stage", style: { "font-size": 14, "border-width": 1.6, "border-color": device } },
       { selector: "node.operation", style: { "font-size": 11, "border-width": 1, "corner-radius": 5 } },
       { selector: "node.open", style: {
         "background-fill": "solid", "background-color": tint(0.06), "text-valign": "top", "text-margin-y": 24,
@@ -180,6 +185,9 @@ const GraphView = (() => {
     followLanes();
   }
 
+  // A vertical place at which lanes leave no part of the canvas empty that they could fill.
+  const within = (zoom, y) => Math.min(0, Math.max(y, canvas.clientHeight - tall() * zoom));
+
   const tall = () => placed.lanes.reduce((sum, lane) => sum + lane.h, 0);
 
   function followLanes() {
@@ -207,7 +215,8 @@ const GraphView = (() => {
     const after = at && cy.getElementById(idOf(anchor));
     if (after && after.length) {
       const now = corner(after);
-      cy.panBy({ x: at.x - now.x, y: at.y - now.y });
+      cy.panBy({ x: at.x - now.x, y: 0 });
+      cy.pan({ x: cy.pan().x, y: within(cy.zoom(), cy.pan().y + at.y - now.y) });
     }
     drawLanes();
     mark();
@@ -223,9 +232,9 @@ const GraphView = (() => {
     const chosen = View.chosen();
     if (!chosen) return;
     if (chosen.flows) cy.edges().filter((edge) => (edge.data("flows") || []).some((flow) => chosen.flows.includes(flow))).addClass("chosen near");
-    for (const node of View.nodes()) {
-      const element = cy.getElementById(idOf(node));
-      element.addClass("chosen").connectedEdges().addClass("near");
+    const shown = chosen.node !== undefined ? [chosen.node] : View.nodes().map((node) => placed.reps.of(Model.index(node)));
+    for (const node of new Set(shown)) {
+      if (node !== null) cy.getElementById(idOf(node)).addClass("chosen").connectedEdges().addClass("near");
     }
   }
 
@@ -251,7 +260,7 @@ const GraphView = (() => {
     const zoom = Math.max(READABLE, Math.min(cy.zoom(), (width - 48) / w, (height - 48) / h));
     const top = Math.max(40, Math.min(box.y1, height - h * zoom - 16));
     const left = w * zoom < width ? (width - w * zoom) / 2 : 24;
-    travel(zoom, { x: left - (x - w / 2) * zoom, y: top - (y - h / 2) * zoom });
+    travel(zoom, { x: left - (x - w / 2) * zoom, y: within(zoom, top - (y - h / 2) * zoom) });
   }
 
   function travel(zoom, pan) {
@@ -267,6 +276,8 @@ const GraphView = (() => {
     const pan = { x: canvas.clientWidth / 2 - x * zoom, y: canvas.clientHeight / 2 - y * zoom };
     travel(zoom, pan);
   }
+
+  const isSeen = () => canvas.getBoundingClientRect().bottom > 120 && canvas.getBoundingClientRect().top < innerHeight - 120;
 
   // On paper; afterwards the view is what it was.
   let onScreen = null, unpack = null;
@@ -364,13 +375,19 @@ const GraphView = (() => {
       if (change.opened >= 0 && View.isOpen(change.opened)) show(change.opened);
       if (change.centre && View.nodes().length) {
         centre(View.nodes()[0]);
-        if (canvas.getBoundingClientRect().bottom < 120) Dom.byId("stages").scrollIntoView();
+        if (change.scroll && !isSeen()) Dom.byId("stages").scrollIntoView();
       }
       if (change.opened === null) fit();
     });
     Colours.on(() => cy.style(style()));
     addEventListener("beforeprint", () => print(true));
     addEventListener("afterprint", () => print(false));
+    Dom.byId("colour").addEventListener("change", (event) => {
+      coloured = event.target.value;
+      Dom.byId("heat").hidden = coloured === "device";
+      refresh(null);
+      cy.style(style());
+    });
     Dom.byId("fit").addEventListener("click", fit);
     Dom.byId("collapse").addEventListener("click", () => View.closeAll());
     Dom.byId("zoom-in").addEventListener("click", () => zoomBy(1.25));
@@ -381,6 +398,13 @@ const GraphView = (() => {
   return {
     start,
     // for tests: what is drawn, and where on the screen
+    zoom: () => cy.zoom(),
+    chosen: () => cy.elements(".chosen").map((element) => element.id()),
+    fill: (id) => cy.getElementById(id).style("background-gradient-stop-colors"),
+    box(id) {
+      const frame = canvas.getBoundingClientRect(), box = cy.getElementById(id).renderedBoundingBox({ includeLabels: false, includeOverlays: false });
+      return { left: box.x1, right: frame.width - box.x2, top: box.y1, bottom: frame.height - box.y2 };
+    },
     ids: () => cy.nodes().map((node) => node.id()),
     widths: () => cy.nodes().map((node) => node.data("w")),
     labels: () => cy.nodes().map((node) => node.data("label")),

@@ -3,7 +3,7 @@
 // device; inside an open box dagre's layered layout of what is right inside.
 
 const Layout = (() => {
-  const GAP = 48, PAD = 18, HEAD = 30, CHIP = { w: 92, h: 40 };
+  const GAP = 40, PAD = 18, HEAD = 30, CHIP = { w: 92, h: 40 };
   const LANE = { pad: 30, least: 104, most: 260 };
   let least = LANE.least;
 
@@ -51,8 +51,8 @@ const Layout = (() => {
 
   function closedSize(node) {
     if (Model.isStage(node)) {
-      const text = Math.min(220, textWidth(Model.about(node), 12));
-      return { w: Math.max(132, text, 300 * Model.seconds(node) / slowest), h: 72 };
+      const text = Math.min(240, textWidth(Model.about(node), 14) - 12);
+      return { w: Math.max(140, text, 220 * Model.seconds(node) / slowest), h: 80 };
     }
     if (Model.isGroup(node)) return { w: Math.min(210, Math.max(96, textWidth(`▸ ${Model.label(node)}`, 12))), h: 50 };
     return { w: Math.min(190, Math.max(64, textWidth(Model.label(node), 11))), h: 32 };
@@ -144,10 +144,12 @@ const Layout = (() => {
     const middle = (device) => lanes[device].top + lanes[device].h / 2 + (lanes[device].used ? 10 : 0);
     const boxes = new Map(), special = [];
     let x = 0;
+    // how far inputs and outputs stand from a stage: partly above or below it, where the lane is another
+    const beside = (end, stage) => (stage === undefined || Model.device(stage) === end.device ? CHIP.w + GAP : CHIP.w / 2);
     const source = callEnds.find((end) => end.id === "in");
     if (source) {
       special.push({ ...source, x: x + CHIP.w / 2, y: middle(source.device), ...CHIP });
-      x += CHIP.w + GAP;
+      x += beside(source, Model.stages[0]);
     }
     Model.stages.forEach((stage, index) => {
       const mine = chips.filter((chip) => chip.stage === index);
@@ -157,6 +159,7 @@ const Layout = (() => {
       x += width + GAP;
     });
     const sink = callEnds.find((end) => end.id === "out");
+    if (sink) x -= CHIP.w + GAP - beside(sink, Model.stages[Model.stages.length - 1]);
     if (sink) special.push({ ...sink, x: x + CHIP.w / 2, y: middle(sink.device), ...CHIP });
     return { boxes, special, lanes, pairs, reps };
   }

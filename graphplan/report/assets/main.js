@@ -6,9 +6,12 @@
   const { el, byId } = Dom;
   const hooked = summary.method === "hooks";
   const WORTH = 0.05; // of the time: what takes less needs no hint
+  const SMALL = 0.4; // of the time of computing, likewise
 
-  function figure(title, value, note) {
-    return el("div", { class: "figure" }, el("span", { class: "title" }, title), el("b", {}, value), el("span", { class: "note" }, note || ""));
+  const capital = (text) => text[0].toUpperCase() + text.slice(1);
+
+  function figure(title, value, note, hover) {
+    return el("div", { class: "figure", title: hover }, el("span", { class: "title" }, title), el("b", {}, value), el("span", { class: "note" }, note || ""));
   }
 
   function head() {
@@ -16,22 +19,29 @@
     const parts = [Format.count(Model.operations, "operation"), Format.count(Plan.weights.length, "weight"), Format.bytes(summary.weightBytes)];
     byId("subtitle").textContent = `${parts.join(" · ")} · ${hooked ? "run by hooks, module by module" : `captured by ${summary.method}`}`;
     const bounded = summary.lowerBound > 0 || summary.makespan === 0;
-    const measured = summary.measuredSeconds === null ? "" : ` · ${Format.seconds(summary.measuredSeconds)} measured`;
+    const measured = summary.measuredSeconds === null ? "" : ` · ${Format.seconds(summary.measuredSeconds)} measured, ${(summary.measuredSeconds / (summary.makespan || 1)).toPrecision(2)} × the estimate`;
     byId("figures").append(
-      figure("Forward pass", Format.seconds(summary.makespan), `${hooked ? "copies only: hooks run the modules" : "estimated"}${measured}`),
-      figure("Gap to the lower bound", bounded ? Format.percent(summary.gap) : "unknown", bounded ? `bound ${Format.seconds(summary.lowerBound)}: ${summary.proof}` : summary.proof),
+      figure(capital(summary.call), Format.seconds(summary.makespan), `${hooked ? "copies only: hooks run the modules" : "estimated"}${measured}`),
+      figure("Within", bounded ? Format.percent(summary.gap) : "unknown", bounded ? `of optimal: ${summary.settled ? "with the weights where they are, " : ""}no plan of these operations takes less than ${Format.seconds(summary.lowerBound)}` : summary.proof, bounded ? `Proved by: ${summary.proof}` : null),
       figure("Transferred", Format.bytes(summary.transferBytes), `${Format.count(summary.transfers, "value")} between devices`),
-      figure("Weights streamed", Format.bytes(summary.streamedBytes), `${Format.count(summary.streams, "copy", "copies")} per forward pass`),
+      figure("Weights streamed", Format.bytes(summary.streamedBytes), `${Format.count(summary.streams, "copy", "copies")} per ${summary.call}`),
       figure("Compute", summary.flops || !hooked ? Format.flops(summary.flops) : "unknown", `${Format.count(Model.stages.length, "stage")}${summary.calls > 1 ? `, one of ${summary.calls} example inputs` : ""}`),
     );
     if (!summary.activationsKnown) byId("summary").append(el("p", { class: "warning" }, "No example inputs were given: activation sizes are unknown, and memory counts weights only."));
   }
 
   function answer() {
-    byId("answer").append(...Plan.answer.filter(Boolean).map((text) => el("p", {}, `${text[0].toUpperCase()}${text.slice(1)}.`)));
+    const coded = (text) => text.split("`").map((part, i) => (i % 2 ? el("code", {}, part) : part));
+    byId("answer").append(...Plan.answer.filter(Boolean).map((text) => el("p", {}, coded(`${capital(text)}.`))));
   }
 
-  // One bar: what each part takes of the whole forward pass.
+  // Seconds that operations take at least, however small they are.
+  function starts() {
+    const { seconds, device } = Plan.operations, timed = seconds.map((_, op) => op).filter((op) => seconds[op] > 0 && devices[device[op]].speed);
+    return { count: timed.length, start: timed.reduce((sum, op) => sum + Math.min(seconds[op], devices[device[op]].speed.overhead), 0) };
+  }
+
+  // One bar: what each part takes of the whole time.
   function shares() {
     const { compute, transfers, streaming, inputs, outputs } = Plan.time;
     const parts = [
@@ -46,6 +56,8 @@
     byId("shares").append(
       el("span", { class: "meter", "aria-hidden": "true" }, parts.map((part) => el("i", { style: `${part.fill}; width:${100 * part.seconds / whole}%` }))),
       el("ul", { class: "legend" }, parts.map((part) => el("li", { style: part.fill }, el("i", { class: "key" }), `${part.name} ${Format.percent(part.seconds / whole)}, ${Format.seconds(part.seconds)}`))));
+    const busy = compute.reduce((sum, seconds) => sum + seconds, 0), { start, count } = starts();
+    if (start > SMALL * busy) byId("shares").append(el("p", { class: "hint" }, `${Format.percent(start / busy)} of the computing is the fixed time of starting ${Format.count(count, "operation")}, whatever their size: larger inputs would cost little more.`));
     if (outputs > WORTH * whole) byId("shares").append(el("p", { class: "hint" }, "return_outputs=False leaves outputs on the devices that compute them, without these copies."));
   }
 
@@ -59,6 +71,21 @@
     byId("assumptions").append(el("table", {}, el("tbody", {}, [...inputs, ...speeds, ...links].map((row) => el("tr", {}, row.map((text) => el("td", {}, text)))))));
   }
 
+  // What the peak of a device consists of, the kinds in the colours of its bar.
+  function parts(device) {
+    const rest = device.peak - device.weights - device.buffer;
+    return [["weights", device.weights, "weights"], ["buffer", device.buffer, "prefetch buffers"], ["activations", rest, "activations"]]
+      .filter(([, bytes]) => bytes > 0).map(([name, bytes, text]) => el("span", {}, el("i", { class: `key ${name}` }), `${text} ${Format.bytes(bytes)}`));
+  }
+
+  // What a budget leaves: some is kept for CUDA and PyTorch, the rest nothing has needed.
+  function headroom({ budget, peak, reserve }) {
+    if (budget === null) return null;
+    const free = Math.max(0, budget - peak - reserve);
+    return el("span", { title: "The peak has everything that the plan puts there: weights, activations, copies, workspace. The plan leaves the rest of the budget free." },
+      reserve ? `${Format.bytes(reserve)} kept for CUDA and PyTorch · ` : "", free ? `${Format.bytes(free)} free at the peak` : "full at the peak");
+  }
+
   function usage() {
     byId("usage").append(...devices.map((device, index) => {
       const whole = Math.max(device.budget || 0, device.peak, 1);
@@ -69,7 +96,8 @@
         el("span", { class: "who" }, el("b", {}, device.name), device.device === device.key ? "" : ` ${device.device}`),
         el("span", { class: device.budget === null ? "meter unbounded" : "meter", role: "img", "aria-label": `${Format.bytes(device.peak)}${budget}` },
           part(device.weights, "weights"), part(device.buffer, "buffer"), part(Math.max(0, device.peak - fixed), "activations")),
-        el("span", { class: "amount" }, `${Format.bytes(device.peak)}${budget}`));
+        el("span", { class: "amount" }, `${Format.bytes(device.peak)}${budget}`),
+        el("span", { class: "note" }, parts(device), headroom(device)));
     }));
   }
 
@@ -97,12 +125,14 @@
   usage();
   assumptions();
   legend();
+  Details.start();
   GraphView.start();
   Outline.start();
-  Details.start();
   Search.start();
   MemoryCharts.start();
   Timeline.start();
+  Compare.start();
+  Spent.start();
   Tables.start();
   Search.follow();
 

@@ -104,7 +104,7 @@ const MemoryCharts = (() => {
     const height = Math.max(11, clear(y(device.peak) - 6, lines));
     const beside = limit !== null && height < limit ? Dom.textWidth(budgetLabel(device, far), 11.5) + 16 : 0;
     const room = (late ? at - 9 - LEFT : width - RIGHT - at - 9) - beside;
-    const named = op >= 0 && device.peakAt < Model.operations ? ` at ${Plan.operations.name[op]}` : "";
+    const named = op >= 0 && device.peakAt < Model.operations ? ` at ${Model.place(op)}` : Plan.phases.length ? " in the optimizer" : " at the end";
     const text = Dom.textWidth(label(named), 11.5) <= room ? label(named) : label("");
     return Dom.svg("g", { class: "peak" },
       Dom.svg("circle", { cx: at, cy: y(device.peak), r: 4 }),
@@ -124,14 +124,14 @@ const MemoryCharts = (() => {
       cursor.setAttribute("x2", at);
       cursor.setAttribute("visibility", "visible");
       const box = root.getBoundingClientRect();
-      const name = position < Model.operations ? Plan.operations.name[position] : Plan.phases.length ? "optimizer" : "end of the forward pass";
+      const name = position < Model.operations ? Model.place(position) : Plan.phases.length ? "optimizer" : "end of the forward pass";
       const fixed = device.weights + device.buffer;
       const rows = [
         ["total", Format.bytes(values[position])],
         ["weights", Format.bytes(device.weights)],
         ...(device.buffer ? [["prefetch buffers", Format.bytes(device.buffer)]] : []),
         ["activations", Format.bytes(Math.max(0, values[position] - fixed))],
-        ...(position < Model.operations ? [["module", Model.module(position) || "(root)"], ["runs on", Model.deviceName(Plan.operations.device[position])]] : []),
+        ...(position < Model.operations ? [["operation", Plan.operations.name[position]], ["runs on", Model.deviceName(Plan.operations.device[position])]] : []),
       ];
       Tip.show(name, rows, place ? place.x : box.left + at, place ? place.y : box.top + 20);
     }
@@ -154,11 +154,28 @@ const MemoryCharts = (() => {
     });
   }
 
+  // Where the operations that are chosen stand; those that would share a pixel as one.
+  function mark() {
+    const chosen = [...new Set(View.operations())].sort((a, b) => a - b);
+    for (const root of box.querySelectorAll("svg.memory")) {
+      root.querySelectorAll(".chosen").forEach((old) => old.remove());
+      const inner = root.clientWidth - LEFT - RIGHT, runs = [];
+      for (const op of chosen) {
+        const last = runs[runs.length - 1];
+        if (last && (op - last.to) * inner < 2 * total) last.to = op + 1;
+        else runs.push({ from: op, to: op + 1 });
+      }
+      const x = (position) => LEFT + inner * position / (total + 1);
+      root.append(...runs.map((run) => Dom.svg("rect", { class: "chosen", x: x(run.from), width: Math.max(2, x(run.to) - x(run.from)), y: TOP, height: HEIGHT - TOP - BOTTOM })));
+    }
+  }
+
   function draw() {
     const used = Plan.devices.map((device, index) => ({ device, index })).filter(({ device }) => device.peak > 0 || device.budget);
     box.replaceChildren(...used.map(({ device, index }) => Dom.el("figure", {},
       Dom.el("figcaption", {}, Dom.el("i", { class: "dot", style: `--device: var(--device-${index})` }), Dom.el("b", {}, device.name), device.device === device.key ? "" : ` ${device.device}`),
       device.peak > 0 ? chart(device, index) : Dom.el("p", { class: "empty" }, `nothing here; budget ${Format.bytes(device.budget)}`))));
+    mark();
   }
 
   function start() {
@@ -167,6 +184,7 @@ const MemoryCharts = (() => {
       ...(Plan.devices.some((device) => device.buffer) ? [item("buffer", "prefetch buffers")] : []), item("budget", "budget"), item("peak", "peak"),
       ...(Plan.measured ? [item("measured", "measured peak")] : []));
     draw();
+    View.on((change) => { if (change.chosen !== undefined) mark(); });
   }
 
   return { start, draw };

@@ -60,6 +60,10 @@ const Model = (() => {
     start: (op) => starts[op],
     module: (op) => Plan.modules[operations.module[op]],
     source: (op) => Plan.sources[operations.source[op]],
+    // an operation by its module: "lm_head (linear)"
+    place: (op) => (Model.module(op) ? `${Model.module(op)} (${operations.target[op]})` : operations.name[op]),
+    // what a copy carries: weights and inputs by their names, anything else by what made it
+    carried: (flow) => (flow.maker === null ? flow.names.join(", ") : Model.place(flow.maker)),
     device(node) {
       if (!isGroup(node)) return operations.device[-1 - node];
       const index = stage(node);
@@ -67,6 +71,12 @@ const Model = (() => {
     },
     deviceName: (index) => devices[index].name,
     readers: (weight) => readers[weight],
+    // of the weights that an operation reads, and of its output
+    bytes: (op) => operations.made[op] + operations.reads[op].reduce((sum, weight) => sum + weights[weight].bytes, 0),
+    // positions of the operations of a node, in order
+    inside(node) {
+      return isGroup(node) ? groups[node].children.flatMap(Model.inside) : [-1 - node];
+    },
     hasPlace: (op) => operationParent[op] >= 0,
     stages: Plan.stages.map((item) => item.group),
   };
@@ -82,10 +92,23 @@ const View = (() => {
     on: (listener) => listeners.push(listener),
     isOpen: (node) => open.has(node),
     chosen: () => chosen,
-    // the nodes that are chosen: of a weight, those that read it
+    // the nodes that are chosen: of a weight, those that read it; of copies, none
     nodes() {
       if (!chosen || chosen.flows) return [];
+      if (chosen.operations) return chosen.operations.map(Model.operation);
       return chosen.node !== undefined ? [chosen.node] : Model.readers(chosen.weight).filter(Model.hasPlace).map(Model.operation);
+    },
+    // the operations that are chosen, with those inside a group; of copies, their makers and readers
+    operations() {
+      if (!chosen) return [];
+      if (chosen.flows) return chosen.flows.flatMap((index) => [Plan.flows[index].maker, Plan.flows[index].reader]).filter((op) => op !== null);
+      return this.nodes().flatMap(Model.inside);
+    },
+    // names of the copies that are chosen, as the timeline has them; of a weight, those that bring it
+    copies() {
+      if (!chosen || !(chosen.flows || chosen.weight !== undefined)) return [];
+      const flows = chosen.flows ? chosen.flows.map((index) => Plan.flows[index]) : Plan.flows.filter((flow) => flow.names.includes(Plan.weights[chosen.weight].name));
+      return flows.map((flow) => flow.names.join(", "));
     },
     setOpen(node, wanted) {
       if (!Model.isGroup(node) || open.has(node) === wanted) return;
@@ -100,16 +123,16 @@ const View = (() => {
       open.clear();
       tell({ opened: null });
     },
-    // thing: {node}, {weight}, {flows} or null
+    // thing: {node}, {weight}, {flows}, {operations, title} or null
     choose(thing, options = {}) {
       chosen = thing;
       const [first] = this.nodes();
       if (first !== undefined) {
-        const closed = Model.ancestors(first).filter((up) => !open.has(up));
+        const closed = thing.operations ? [] : Model.ancestors(first).filter((up) => !open.has(up));
         closed.forEach((up) => open.add(up));
         if (closed.length) tell({ opened: closed[0] });
       }
-      tell({ chosen: thing, centre: Boolean(options.centre) });
+      tell({ chosen: thing, centre: Boolean(options.centre), scroll: Boolean(options.scroll) });
     },
   };
 })();

@@ -15,7 +15,7 @@ const Outline = (() => {
     Dom.el("div", { class: group ? "row group" : "row" },
       Dom.el("i", { class: "twist", "aria-hidden": "true" }, group ? "▸" : ""),
       Model.isStage(node) ? Dom.el("i", { class: "dot", style: `--device: var(--device-${Model.device(node)})` }) : null,
-      Dom.el("span", { class: "label", title: Model.name(node) }, label),
+      Dom.el("span", { class: "label", title: Model.name(node) }, Dom.middle(label)),
       Dom.el("span", { class: "time" }, time ? Format.seconds(time) : "")));
     items.set(node, item);
     return item;

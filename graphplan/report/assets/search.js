@@ -69,7 +69,8 @@ const Search = (() => {
     hits.forEach((_, position) => list.children[position].setAttribute("aria-selected", String(position === at)));
     if (at >= 0) {
       input.setAttribute("aria-activedescendant", `hit-${at}`);
-      list.children[at].scrollIntoView({ block: "nearest" });
+      const { offsetTop: top, offsetHeight: height } = list.children[at]; // scrollIntoView would scroll the page as well
+      list.scrollTop = Math.min(top, Math.max(list.scrollTop, top + height - list.clientHeight));
     } else input.removeAttribute("aria-activedescendant");
   }
 
@@ -79,7 +80,7 @@ const Search = (() => {
     if (wanted.length < 2) return;
     entries = entries || index();
     const hit = entries.find((entry) => hash(entry) === wanted) || entries.find((entry) => hash(entry).startsWith(`${wanted}.`));
-    if (hit) View.choose(hit.thing, { centre: true });
+    if (hit) View.choose(hit.thing, { centre: true, scroll: true });
   }
 
   function take(position) {
@@ -111,9 +112,9 @@ const Search = (() => {
     input.addEventListener("focus", () => { if (input.value.trim()) show(); });
     input.addEventListener("blur", () => open(false));
     addEventListener("keydown", (event) => {
-      if (event.key !== "/" || /^(INPUT|TEXTAREA)$/.test(event.target.tagName)) return;
+      if (event.key !== "/" || /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName)) return;
       event.preventDefault();
-      input.focus();
+      input.focus({ preventScroll: true });
       input.select();
     });
   }

@@ -4,8 +4,16 @@
 const Tables = (() => {
   const SHOWN = 12;
 
+  // A row that can be taken with the mouse and the keyboard; it is marked until something else is chosen.
+  function row(cells, take) {
+    if (!take) return Dom.el("tr", { class: "fixed" }, cells);
+    const item = Dom.el("tr", { tabindex: "0", onclick: () => mark(), onkeydown: (event) => { if (event.key === "Enter") mark(); } }, cells);
+    const mark = () => { take(); item.setAttribute("aria-selected", "true"); };
+    return item;
+  }
+
   // columns: {title, value(row) to sort by, text(row), number}
-  // A column that has nothing to say is left out; a name that is too long loses its beginning, which many share.
+  // A column that has nothing to say is left out; a name that is too long loses its middle.
   function make(section, rows, offered, order, take) {
     const columns = offered.filter((column) => !column.optional || rows.some((row) => column.text(row)));
     let sorted = [...rows], by = columns.indexOf(offered[order]), down = true, all = false;
@@ -28,9 +36,8 @@ const Tables = (() => {
       });
       heads.forEach((head, index) => head.setAttribute("aria-sort", index !== by ? "none" : down ? "descending" : "ascending"));
       const visible = all ? sorted : sorted.slice(0, SHOWN);
-      body.replaceChildren(...visible.map((row) => Dom.el("tr", { tabindex: "0", onclick: () => take(row), onkeydown: (event) => { if (event.key === "Enter") take(row); } },
-        columns.map((column) => Dom.el("td", { class: column.number ? "number" : column.wide ? "wide" : null, title: column.wide ? column.text(row) : null },
-          column.wide ? Dom.el("bdi", {}, column.text(row)) : column.text(row))))));
+      body.replaceChildren(...visible.map((item) => row(columns.map((column) => Dom.el("td", { class: column.number ? "number" : column.wide ? "wide" : null },
+        column.wide ? Dom.middle(column.text(item)) : column.text(item))), () => take(item))));
       more.textContent = all ? "Show fewer" : `Show all ${rows.length.toLocaleString("en")}`;
       more.hidden = rows.length <= SHOWN;
     }
@@ -43,10 +50,9 @@ const Tables = (() => {
   }
 
   function transfers() {
-    const names = (flow) => flow.names.join(", ");
     const words = { activation: "transfer", weight: "stream", input: "input", output: "output", writeback: "written back" };
     make(Dom.byId("transfers"), Plan.flows.map((flow, index) => ({ flow, index })), [
-      { title: "What", value: ({ flow }) => names(flow), text: ({ flow }) => names(flow), wide: true },
+      { title: "What", value: ({ flow }) => Model.carried(flow), text: ({ flow }) => Model.carried(flow), wide: true },
       { title: "Kind", value: ({ flow }) => words[flow.kind], text: ({ flow }) => words[flow.kind] },
       { title: "From", value: ({ flow }) => Model.deviceName(flow.from), text: ({ flow }) => Model.deviceName(flow.from) },
       { title: "To", value: ({ flow }) => Model.deviceName(flow.to), text: ({ flow }) => Model.deviceName(flow.to) },
@@ -67,5 +73,13 @@ const Tables = (() => {
     ], 4, ({ index }) => View.choose({ weight: index }, { centre: true }));
   }
 
-  return { start() { transfers(); weights(); } };
+  function start() {
+    transfers();
+    weights();
+    View.on((change) => {
+      if (change.chosen !== undefined) document.querySelectorAll("tr[aria-selected]").forEach((item) => item.removeAttribute("aria-selected"));
+    });
+  }
+
+  return { start, make, row };
 })();

@@ -6,7 +6,7 @@ const Timeline = (() => {
   const ROW = 20, LEFT = 132, RIGHT = 14, AXIS = 24, SPLIT = 10;
   const KINDS = { r: "compute", m: "transfers in", l: "streams", w: "waits" };
   // What is shown, as parts of each call's own length: a measured call may be far longer than the estimated.
-  let from = 0, to = 1;
+  let from = 0, to = 1, drawn = [];
 
   // One row for each device and kind that has events; waits are in the row of streamed weights.
   function rowsOf(events, name) {
@@ -51,7 +51,7 @@ const Timeline = (() => {
     const { events } = row, first = bar.members[0];
     if (bar.members.length > 1) return Format.count(bar.members.length, bar.wait ? "wait" : row.kind === "r" ? "operation" : "copy", row.kind === "r" ? undefined : "copies");
     const what = events.what[first];
-    return typeof what === "number" ? Plan.operations.name[what] : bar.wait ? `waits for ${what}` : what;
+    return typeof what === "number" ? Model.place(what) : bar.wait ? `waits for ${what}` : what;
   }
 
   function tip(row, bar, event) {
@@ -64,13 +64,13 @@ const Timeline = (() => {
       ["to", Format.seconds(events.end[last])],
       ["device", Model.deviceName(row.device)],
     ];
-    if (typeof what === "number" && Model.module(what)) rows.push(["module", Model.module(what)]);
+    if (typeof what === "number") rows.push(["operation", Plan.operations.name[what]]);
     Tip.show(title(row, bar), rows, event.clientX, event.clientY);
   }
 
   function drawRow(row, top, x, first, last) {
     const colour = row.kind === "m" ? "var(--transfer)" : `var(--device-${row.device})`;
-    return bars(row, x, first, last).map((bar) => Dom.svg("rect", {
+    const draw = (bar) => Dom.svg("rect", {
       class: `bar ${bar.wait ? "wait" : KINDS[row.kind].split(" ")[0]}`, x: bar.left, y: top + 3, height: ROW - 6, width: Math.max(0.75, bar.right - bar.left - 0.3),
       rx: 2, fill: bar.wait ? "url(#waiting)" : colour, opacity: row.kind === "l" ? 0.55 : 0.9,
       onmousemove: (event) => tip(row, bar, event), onmouseleave: () => Tip.hide(),
@@ -78,7 +78,18 @@ const Timeline = (() => {
         const what = row.events.what[bar.members[0]];
         if (typeof what === "number" && Model.hasPlace(what)) View.choose({ node: Model.operation(what) }, { centre: true });
       },
-    }));
+    });
+    return bars(row, x, first, last).map((bar) => {
+      const element = draw(bar);
+      drawn.push({ element, what: bar.members.map((index) => row.events.what[index]) });
+      return element;
+    });
+  }
+
+  // Bars of what is chosen, and of the copies that belong to it.
+  function mark() {
+    const chosen = new Set([...View.operations(), ...View.copies()]);
+    drawn.forEach(({ element, what }) => element.classList.toggle("chosen", what.some((one) => chosen.has(one))));
   }
 
   // The axis and the rows of one call; returns where they end.
@@ -112,18 +123,20 @@ const Timeline = (() => {
   function draw() {
     const width = Math.max(360, box.clientWidth);
     const parts = [];
+    drawn = [];
     let y = 0;
     for (const call of calls) y = drawCall(call, y, width, parts) + (calls.length > 1 ? SPLIT : 0);
     const pattern = Dom.svg("defs", {}, Dom.svg("pattern", { id: "waiting", width: 5, height: 5, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
       Dom.svg("rect", { width: 5, height: 5, fill: "var(--surface)" }), Dom.svg("rect", { width: 2, height: 5, fill: "var(--muted)" })));
     const root = Dom.svg("svg", {
       class: "chart timeline", width, height: y, viewBox: `0 0 ${width} ${y}`, tabindex: "0", role: "img",
-      "aria-label": `Timeline of one forward pass: ${calls.map((call) => `${Format.seconds(call.length)} ${call.name}`).join(", ")}`,
+      "aria-label": `Timeline of one ${Plan.summary.call}: ${calls.map((call) => `${Format.seconds(call.length)} ${call.name}`).join(", ")}`,
     }, pattern, parts);
     listen(root, width - LEFT - RIGHT);
     const focused = box.contains(document.activeElement);
     box.replaceChildren(root);
     if (focused) root.focus({ preventScroll: true });
+    mark();
   }
 
   function show(start, end) {
@@ -170,6 +183,7 @@ const Timeline = (() => {
     Dom.byId("time-in").addEventListener("click", () => zoom(0.6));
     Dom.byId("time-out").addEventListener("click", () => zoom(1 / 0.6));
     draw();
+    View.on((change) => { if (change.chosen !== undefined) mark(); });
   }
 
   return { start, draw };

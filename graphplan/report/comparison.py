@@ -1,0 +1,126 @@
+"""Two plans of one model side by side: their figures, and what is on another device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+from typing import Any
+
+from graphplan.devices.topology import DeviceKey
+from graphplan.errors import PlanError
+from graphplan.ir.plan_data import PlanData
+from graphplan.report.data_flows import run_seconds
+from graphplan.report.text import device_name
+from graphplan.report.time_parts import time_parts
+
+Pair = tuple[DeviceKey, DeviceKey]  # the device in the other plan, and in this one
+
+
+def comparison(plan: PlanData, other: PlanData) -> dict[str, Any]:
+    """What the page of a plan says of another one.
+
+    Raises:
+        PlanError: the other plan has no operation of this one.
+    """
+    moved = _moved_operations(plan, other)
+    return {
+        "figures": [_figures(other), _figures(plan)],
+        "memory": _memory(plan, other),
+        "operations": moved,
+        "weights": _moved_weights(plan, other),
+        "unmatched": [
+            len(one.graph.operations.keys() - another.graph.operations.keys())
+            for one, another in ((other, plan), (plan, other))
+        ],
+    }
+
+
+def moved_together(pairs: Mapping[str, Pair], paths: Mapping[str, str]) -> dict[tuple[str, Pair], list[str]]:
+    """What is on another device, by the outermost modules that moved as a whole.
+
+    Args:
+        pairs: name -> its devices in both plans.
+        paths: name -> the module that it is in.
+    """
+    inside: dict[str, set[Pair]] = {}
+    for name, pair in pairs.items():
+        for path in _outwards(paths[name]):
+            inside.setdefault(path, set()).add(pair)
+    found: dict[tuple[str, Pair], list[str]] = {}
+    for name, pair in pairs.items():
+        if pair[0] != pair[1]:
+            whole = (path for path in _outwards(paths[name]) if len(inside[path]) == 1)
+            found.setdefault((next(whole, paths[name]), pair), []).append(name)
+    return found
+
+
+def _outwards(path: str) -> Iterable[str]:
+    """The modules around something, the outermost first: ``a.b`` -> ``a``, ``a.b``."""
+    return accumulate(path.split("."), "{}.{}".format)
+
+
+def _figures(plan: PlanData) -> dict[str, Any]:
+    parts = time_parts(plan)
+    compute = {f"computing on {device_name(key)}": seconds for key, seconds in parts.compute.items()}
+    return {
+        "seconds": plan.makespan,
+        "parts": {
+            **compute,
+            "transfers": parts.transfers,
+            "waiting for weights": parts.streaming,
+            "inputs and outputs": parts.inputs + parts.outputs,
+        },
+        "bytes": {"transferred": plan.transfer_bytes, "weights streamed": plan.streamed_bytes},
+    }
+
+
+def _memory(plan: PlanData, other: PlanData) -> list[dict[str, Any]]:
+    """Peak and budget of each device of either plan; None where a plan lacks it."""
+    keys = dict.fromkeys((*plan.topology.keys, *other.topology.keys))
+    rows = []
+    for key in keys:
+        row: dict[str, Any] = {"device": device_name(key), "peaks": [], "budgets": []}
+        for one in (other, plan):
+            known = key in one.topology.keys
+            row["peaks"].append(one.peak_bytes[key] if known else None)
+            row["budgets"].append(one.topology[key].memory if known else None)
+        rows.append(row)
+    return rows
+
+
+def _moved_operations(plan: PlanData, other: PlanData) -> list[dict[str, Any]]:
+    here, there = plan.schedule.assignment.operations, other.schedule.assignment.operations
+    shared = [name for name in plan.graph.operations if name in there and name in here]
+    if plan.graph.operations and not shared:
+        raise PlanError("other=: a plan of another model: it has none of the operations of this one")
+    position = {name: index for index, name in enumerate(plan.graph.operations)}
+    seconds, before = run_seconds(plan.timeline), run_seconds(other.timeline)
+    paths = {name: plan.graph.operations[name].module_path for name in shared}
+    moved = moved_together({name: (there[name], here[name]) for name in shared}, paths)
+    return [
+        {
+            "module": path or "(root)",
+            "operations": [position[name] for name in names],
+            "from": device_name(pair[0]),
+            "to": device_name(pair[1]),
+            "seconds": [sum(known.get(name, 0.0) for name in names) for known in (before, seconds)],
+        }
+        for (path, pair), names in moved.items()
+    ]
+
+
+def _moved_weights(plan: PlanData, other: PlanData) -> list[dict[str, Any]]:
+    here, there = plan.schedule.assignment.weights, other.schedule.assignment.weights
+    shared = [name for name in plan.graph.weights if name in there and name in here]
+    paths = {name: name.rpartition(".")[0] for name in shared}
+    moved = moved_together({name: (there[name], here[name]) for name in shared}, paths)
+    return [
+        {
+            "module": path or "(root)",
+            "names": names,
+            "from": device_name(pair[0]),
+            "to": device_name(pair[1]),
+            "bytes": sum(plan.graph.weights[name].nbytes for name in names),
+        }
+        for (path, pair), names in moved.items()
+    ]
