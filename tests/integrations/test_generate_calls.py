@@ -10,6 +10,7 @@ import pytest
 import torch
 from builders import bytes_of, largest_difference
 from language_models import FAMILIES, build, example_of, inputs_of, padded_inputs
+from shortcuts import one_trace
 
 import graphplan
 from graphplan.compiler.pipeline import Compiler, EntryCall
@@ -125,7 +126,7 @@ def test_what_generate_has_no_room_for_is_said_at_once() -> None:
         assert largest_difference(placed(**inputs_of("gpt2")).logits, expected) < 1e-5
 
 
-@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize("length", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_limits_may_leave_no_token_to_generate(length: int) -> None:
     model, ids = build("llama"), inputs_of("llama", 2, length)["input_ids"]
     with graphplan.simulate({0: "1MiB"}) as machine:
@@ -178,8 +179,9 @@ def test_what_generate_calls_by_itself_is_planned_for() -> None:
 def test_more_memory_is_never_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate_plan, "calls_of_generate", lambda *_: [])  # for time
     model = build("llama")
-    for budget in (71212, 73772, 74796, 75820):  # the first suffices
-        graphplan.plan(model, {0: budget, 1: budget}, kwargs=inputs_of("llama"), **SHORT)
+    with one_trace():
+        for budget in (71212, 73772, 74796, 75820):  # the first suffices
+            graphplan.plan(model, {0: budget, 1: budget}, kwargs=inputs_of("llama"), **SHORT)
 
 
 def test_nothing_is_rehearsed_that_does_not_generate() -> None:

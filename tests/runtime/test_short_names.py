@@ -16,49 +16,55 @@ import graphplan
 
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
 NAMES = ["graph", "code", "plan", "plans", "profile", "graph_module", "graph_modules", "recompile", "_graph"]
-NAMES += ["print_readable", "_first", "_enter", "known_plan", "graphplan"]
+NAMES += ["print_readable", "_first", "_enter", "known_plan"]
+ALL = pytest.mark.parametrize("names", [NAMES, ["graphplan"]], ids=["short", "graphplan"])
 
 
 class Named(nn.Module):
-    """A child, a parameter or a buffer of some name."""
+    """Children, parameters or buffers of some names."""
 
-    def __init__(self, name: str, kind: str = "child", by_data: bool = False) -> None:
+    def __init__(self, names: list[str], kind: str = "child", by_data: bool = False) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(16, 64), nn.Linear(64, 16)
-        self.name, self.kind, self.by_data = name, kind, by_data
-        if kind == "child":
-            self.add_module(name, nn.Linear(64, 64))
-        elif kind == "parameter":
-            self.register_parameter(name, nn.Parameter(torch.randn(64)))
-        else:
-            self.register_buffer(name, torch.randn(64))
+        self.names, self.kind, self.by_data = names, kind, by_data
+        for name in names:
+            if kind == "child":
+                self.add_module(name, nn.Linear(64, 64))
+            elif kind == "parameter":
+                self.register_parameter(name, nn.Parameter(torch.randn(64)))
+            else:
+                self.register_buffer(name, torch.randn(64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x, own = self.first(x), getattr(self, self.name)
-        x = own(x) if self.kind == "child" else x * own
+        x = self.first(x)
+        for name in self.names:
+            own = getattr(self, name)
+            x = own(x) if self.kind == "child" else x + own
         return x if self.by_data and float(x.sum()) > 1e9 else self.last(x)
 
 
 @pytest.mark.parametrize("kind", ["child", "parameter", "buffer"])
-@pytest.mark.parametrize("name", NAMES)
-def test_any_name_may_be_a_childs(name: str, kind: str) -> None:
-    model = Named(name, kind).eval()
+@ALL
+def test_any_name_may_be_a_childs(names: list[str], kind: str) -> None:
+    model = Named(names, kind).eval()
     room = int(0.7 * bytes_of(model)) + 16384
     with graphplan.simulate({0: 4 * room, 1: 4 * room}) as machine, torch.no_grad():
         placed = graphplan.partition(model, {0: room, 1: room}, (X,))
         for found in (placed, copy.deepcopy(placed), pickle.loads(pickle.dumps(placed))):
-            if kind == "child":
-                assert type(getattr(found, name)) is nn.Linear
-            else:
-                assert largest_difference(getattr(found, name).cpu().data, getattr(model, name).data) == 0
+            for name in names:
+                if kind == "child":
+                    assert type(getattr(found, name)) is nn.Linear
+                else:
+                    own = getattr(found, name).cpu().data
+                    assert largest_difference(own, getattr(model, name).data) == 0
             assert largest_difference(found(X), model(X)) < 1e-6
-        if name != "graphplan":
+        if "graphplan" not in names:
             assert placed.graphplan.plan.method == "export"
             code = placed.graphplan.graph_module
             code.register_forward_hook(lambda *_: None)  # now it reads attributes by their names
             assert largest_difference(placed(X), model(X)) < 1e-6
             assert placed.graphplan.profile(X).summary()
-        if kind == "child":
+        for name in names if kind == "child" else ():
             setattr(placed, name, copy.deepcopy(getattr(placed, name)))
             for one in (model, placed):
                 getattr(one, name).weight.zero_()
@@ -66,7 +72,7 @@ def test_any_name_may_be_a_childs(name: str, kind: str) -> None:
         assert len(machine.max_memory) == 2
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "graphplan"])
 def test_any_name_may_be_a_childs_without_example_inputs(name: str) -> None:
     model = nn.Sequential()
     model.add_module(name, nn.BatchNorm1d(16))
@@ -77,15 +83,15 @@ def test_any_name_may_be_a_childs_without_example_inputs(name: str) -> None:
         assert largest_difference(placed(X), model(X)) < 1e-6
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_models_that_hooks_run_may_have_any_name(name: str) -> None:
-    model = Named(name, by_data=True).eval()
+@ALL
+def test_models_that_hooks_run_may_have_any_name(names: list[str]) -> None:
+    model = Named(names, by_data=True).eval()
     with graphplan.simulate({0: "1MiB"}) as machine, warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore", graphplan.GraphplanWarning)
         placed: Any = graphplan.partition(model, machine.max_memory, (X,))
-        assert isinstance(getattr(placed, name), nn.Linear)
+        assert all(isinstance(getattr(placed, name), nn.Linear) for name in names)
         assert largest_difference(placed(X), model(X)) < 1e-6
-        if name != "graphplan":
+        if "graphplan" not in names:
             assert placed.graphplan.plan.method == "hooks"
             assert placed.graphplan.plans == (placed.graphplan.plan,)
             with pytest.raises(graphplan.PlanError, match="no generated code"):

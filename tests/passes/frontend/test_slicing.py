@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -187,10 +188,15 @@ def test_convolutions_and_products_with_a_transposed_weight() -> None:
 # -- linear ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(WIDTH,), (4, WIDTH), (2, 3, WIDTH)])
-@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
-def test_a_linear_larger_than_the_accelerator(bias: bool, shape: tuple[int, ...], share: float) -> None:
+SHAPES = ((WIDTH,), (4, WIDTH), (2, 3, WIDTH))
+LINEARS = [
+    pytest.param(share, shape, bias, marks=[pytest.mark.slow] * (share > 0.3 and not bias))
+    for share, shape, bias in itertools.product((0.3, 0.6, 0.9), SHAPES, (True, False))
+]
+
+
+@pytest.mark.parametrize(("share", "shape", "bias"), LINEARS)
+def test_a_linear_larger_than_the_accelerator(share: float, shape: tuple[int, ...], bias: bool) -> None:
     memory = budgets(int(share * WHOLE) + 140 * KIB if share < 0.6 else int(share * WHOLE))
     placed = check(Head(bias=bias), (numbers(*shape),), memory, {"head.weight"}, cpu_compute=False)
     plan = placed.plan

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,14 @@ def best_of(problem: Problem) -> Evaluation | None:
     return Brute(problem, list(problem.topology.keys), stream=True).best_below(math.inf)
 
 
+def quick(first: int) -> list[Any]:
+    """Thirty seeds, of which ten are slow tests."""
+    return [
+        *range(first, first + 20),
+        *(pytest.param(first + n, marks=pytest.mark.slow) for n in range(20, 30)),
+    ]
+
+
 def problem_of(seed: int, kind: str, most: int) -> tuple[Problem, Evaluation]:
     """A small problem with its best placement: the first from this seed on that has any."""
     return next(made for number in itertools.count(seed, 1000) if (made := draw_problem(number, kind, most)))
@@ -62,7 +71,7 @@ def draw_problem(seed: int, kind: str, most: int) -> tuple[Problem, Evaluation] 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(100, 130))
+@pytest.mark.parametrize("seed", quick(100))
 def test_no_bound_exceeds_the_best_placement(seed: int, kind: str) -> None:
     problem, best = problem_of(seed, kind, 7 if kind == "two and the CPU" else 9)
     solution = place(problem)
@@ -71,7 +80,7 @@ def test_no_bound_exceeds_the_best_placement(seed: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("accelerators", [2, 3])
-@pytest.mark.parametrize("seed", range(300, 330))
+@pytest.mark.parametrize("seed", quick(300))
 def test_the_best_placement_on_accelerators_is_found(seed: int, accelerators: int) -> None:
     problem, best = accelerated(seed, accelerators)
     solution = place(problem)
