@@ -121,7 +121,7 @@ class PlacedModule(ShortNames):
         signature = signature or state.signature
         assert signature is not None
         state.streams.check_files()
-        if not state.keep_grad:
+        if not state.keep_grad and state.training is None:
             _refuse_gradients(state, args, kwargs)
         step = differentiated(self, state, (args, kwargs))
         with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):
