@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +202,10 @@ def _note_leaf(found: Description, name: str, leaf: Any) -> None:
 
 def _note_process(found: Description) -> None:
     """What of this process a trace depends on: versions, the code of graphplan, settings of torch."""
-    transformers = getattr(sys.modules.get("transformers"), "__version__", "")
+    try:
+        transformers = version("transformers")
+    except PackageNotFoundError:
+        transformers = ""
     found.note(version("graphplan"), _own_code(), torch.__version__, torch.version.git_version, transformers)
     found.note(platform.python_implementation(), sys.version, platform.machine())
     cuda = torch.backends.cuda

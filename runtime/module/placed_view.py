@@ -14,6 +14,7 @@ from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.module.code_assembly import code_of
 from graphplan.runtime.module.module_state import Code, ModuleState
 from graphplan.runtime.module.program import Program
+from graphplan.runtime.module.training_step import starts_of
 from graphplan.runtime.module.weight_binding import BoundCode
 from graphplan.runtime.profile.call_profile import Profile, Recorder
 
@@ -83,8 +84,7 @@ class PlacedView:
 
         result = self._module._graphplan_enter("", self._state.signature, args, kwargs, record)
         if len(recorders) > 1:
-            leaves = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
-            ends = [leaf for leaf in leaves if leaf.requires_grad]
+            ends = starts_of(leaves_of(result))
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
         measured = recorders[-1].measured
         assert measured is not None

@@ -10,7 +10,7 @@ their ``grad``, where the plan has them, so that what the user does around it st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,6 +127,12 @@ class _Step(torch.autograd.Function):
             for index, shape, dtype in ctx.starts
         ]
         return None, None, *ctx.call.backward(given)
+
+
+def starts_of(results: Iterable[Any]) -> list[torch.Tensor]:
+    """Those of the results of a step from which its backward pass was planned to start."""
+    tensors = [leaf for leaf in results if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+    return [leaf for leaf in tensors if leaf.output_nr in {index for index, *_ in leaf.grad_fn.starts}]  # type: ignore[union-attr]  # of _Step
 
 
 def run_step(module: nn.Module, state: ModuleState, program: Program, code: Code, served: Served) -> Any:
