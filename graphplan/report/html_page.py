@@ -27,6 +27,7 @@ _SCRIPTS = (
     "layout.js",
     "overview.js",
     "paper.js",
+    "graph_style.js",
     "graph.js",
     "outline.js",
     "details.js",
