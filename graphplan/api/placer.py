@@ -215,10 +215,16 @@ class Placer:
         programs = [compiler.lower(one) for one in planned]
         owned = recipe.homes is not None
         enter_stage("place weights")
+        layout = compiler.layout()
+        if self.in_place and owned:
+            bring_back(model, layout)
+            model_copy.weights.tensors.update(
+                ModelWeights(model).tensors
+            )  # what was there holds on to memory
         made = place_model(
             model,
             model_copy.weights,
-            compiler.layout(),
+            layout,
             placed_class,
             self.source,
             owned=owned,
@@ -309,9 +315,6 @@ class WeightMove:
         **_named: Any,
     ) -> nn.Module:
         """The module with its weights moved, by way of host memory, whatever call comes next."""
-        model, known = unplaced(module), self.compiler.model_copy.weights.tensors
-        bring_back(model, self.compiler.layout())
-        known.update(ModelWeights(model).tensors)  # those that were there hold on to memory
-        placed = self.placer.attached(model, self.compiler, [self.planned])
-        known.update(ModelWeights(placed).tensors)
+        placed = self.placer.attached(unplaced(module), self.compiler, [self.planned])
+        self.compiler.model_copy.weights.tensors.update(ModelWeights(placed).tensors)
         return placed

@@ -40,6 +40,10 @@ class TooManyPrograms(Exception):  # noqa: N818  # not an error: the module begi
     """A call of a new structure, where as many programs are there as are kept."""
 
 
+class PlacedAnew(Exception):  # noqa: N818  # as above: the call begins anew
+    """A call that waited for a capture, of a module that is placed anew meanwhile."""
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     """A call as its program takes it: the leaves of its inputs, and the caches that it was given."""
@@ -80,10 +84,12 @@ def serve(
     Raises:
         GraphplanError: the call has a new structure, and cannot be captured or placed.
         TooManyPrograms: it has a new structure, and no further programs are kept.
+        PlacedAnew: it has a new structure, and the module is placed anew.
     """
-    if state.reader is None:
-        state.reader = state.new_reader(module)
-    modes = state.reader.read(module)
+    reader = state.reader  # None in a copy, and while another thread places the module anew
+    if reader is None:
+        reader = state.reader = state.new_reader(module)
+    modes = reader.read(module)
     if step is not None:
         modes = replace(modes, step=step)
     guard = state.guard  # None while another thread places the module anew
@@ -165,6 +171,8 @@ def _find(
     if known is not None:
         return known
     with CAPTURE_LOCK:
+        if state.start is not None:
+            raise PlacedAnew
         known = _known(state, entry, call, modes)  # another thread may have captured it meanwhile
         return _captured(state, entry, call, modes) if known is None else known
 

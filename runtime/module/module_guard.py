@@ -109,7 +109,8 @@ def _difference(before: Mapping[str, Fact], now: Mapping[str, Fact]) -> str | No
         if known is None and (fact.matters if fact.attribute is None else fact.attribute in before):
             return f"{name} is new"
         if known is not None and not _equal(known.value, fact.value):
-            return f"{name} was {_shown(known.value)} and is {_shown(fact.value)}"
+            was, is_now = _shown(known.value), _shown(fact.value)
+            return f"{name} was {was} and is {'another' if was == is_now else is_now}"
     gone = next((name for name in before if name not in now), None)
     return None if gone is None else f"{gone} is gone"
 

@@ -32,6 +32,7 @@ from graphplan.runtime.fallback.short_names import ShortNames, made_class, origi
 from graphplan.runtime.memory.host_pages import Pages
 from graphplan.runtime.module.code_assembly import code_of
 from graphplan.runtime.module.dispatch import (
+    PlacedAnew,
     Served,
     ServedByModules,
     TooManyPrograms,
@@ -127,6 +128,8 @@ class PlacedModule(ShortNames):
         with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):
             try:
                 served = serve(self, state, entry, signature, args, kwargs, step)
+            except PlacedAnew:
+                served = None
             except TooManyPrograms:
                 served = None
                 _begin_anew(self, state)
@@ -220,8 +223,9 @@ def _start(
     module: PlacedModule, state: ModuleState, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     assert state.start is not None
+    # these hold on to weights, whose memory is wanted again
+    state.reader = state.guard = state.compile = state.move = None
     state.codes.clear()
-    state.guard = None  # it holds on to the weights, whose memory is wanted again
     state.streams.storages.clear()
     state.parts.kept.clear()
     started = state.start(module, args, kwargs, entry)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import bytes_of
 from torch import nn
 
 import graphplan
@@ -131,6 +132,19 @@ def test_classes_that_are_changed() -> None:
         with pytest.warns(GraphplanWarning, match=f"'Mine.{name}' is new"):
             assert torch.allclose(placed(X), net(X), rtol=1e-4)
         assert torch.allclose(placed.scaled(X), net.scaled(X), rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_new_module_has_the_room_of_the_old_one() -> None:
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with graphplan.simulate({0: bytes_of(net) + 4096}) as machine:
+        placed = graphplan.partition(net, machine.max_memory, (torch.ones(2, 64),))
+        net = copy.deepcopy(net)
+        net[0] = nn.Linear(64, 64)
+        placed[0] = copy.deepcopy(net[0])
+        with pytest.warns(GraphplanWarning, match="captured again"):
+            assert torch.allclose(placed(torch.ones(2, 64)), net(torch.ones(2, 64)), atol=1e-5)
+        assert machine.peak_bytes(0) <= machine.max_memory[0]
 
 
 def test_objects_around_the_model_are_one_thing() -> None:
