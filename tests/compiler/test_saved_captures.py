@@ -383,6 +383,7 @@ def test_a_training_step_is_read(tmp_path: Path, exports: Counter) -> None:
             torch.testing.assert_close(one, parameter.grad)
 
 
+@pytest.mark.slow
 def test_generate_reads_its_traces(tmp_path: Path, exports: Counter) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
