@@ -21,6 +21,7 @@ from torch.nn import functional
 
 import graphplan
 from graphplan.analysis.plan import Plan
+from graphplan.capture.saved.description import Description
 
 SOURCE = """
 import torch
@@ -355,6 +356,49 @@ def test_warnings_of_a_trace_are_given_again(tmp_path: Path) -> None:
             graphplan.plan(Appends(), BUDGETS, (X, [X]), capture_cache=tmp_path)
 
 
+class Text(str):
+    pass
+
+
+class Slots:
+    __slots__ = ("a",)
+
+    def __init__(self, a: int) -> None:
+        self.a = a
+
+
+def around(n: int) -> Callable[[int], int]:
+    return lambda x: x * n
+
+
+CYCLE: list[Any] = []
+CYCLE.append(CYCLE)
+
+
+@pytest.mark.parametrize(
+    ("make", "other"),
+    [
+        (lambda: Text("a"), lambda: Text("b")),
+        (lambda: Slots(1), lambda: Slots(2)),
+        (lambda: {1: 2}.get, lambda: {1: 3}.get),
+        (lambda: (1,), lambda: [1]),
+        (lambda: CYCLE, lambda: [CYCLE]),
+        (lambda: around(1), lambda: around(2)),
+        (lambda: torch.ones(2), lambda: torch.ones(2, 1)),
+        (lambda: {"a": 1, "b": 2}, lambda: {"a": 1, "b": 3}),
+    ],
+)
+def test_equal_values_alone_have_one_description(
+    make: Callable[[], object], other: Callable[[], object]
+) -> None:
+    def digest(value: object) -> str:
+        found = Description({})
+        found.add(value, "it")
+        return found.digest()
+
+    assert digest(make()) == digest(make()) != digest(other())
+
+
 def test_the_folder_must_be_one(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
@@ -383,6 +427,7 @@ def test_a_training_step_is_read(tmp_path: Path, exports: Counter) -> None:
             torch.testing.assert_close(one, parameter.grad)
 
 
+@pytest.mark.slow
 def test_generate_reads_its_traces(tmp_path: Path, exports: Counter) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

@@ -130,6 +130,8 @@ class Description:
             self.note(
                 type(value).__name__, value.name if isinstance(value, logging.Logger) else value.__name__
             )
+        elif isinstance(value, types.MemberDescriptorType | types.GetSetDescriptorType):
+            self.note("slot", value.__name__)
         elif isinstance(value, weakref.ref):
             self.add(value(), where)
         elif isinstance(value, re.Pattern):
