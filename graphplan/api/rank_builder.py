@@ -237,6 +237,8 @@ class RankBuilder:
         values, usual = [wires.example(name) for name in cut.cut.inputs], self.compiler.topology
         if trains:
             cut = with_step(cut, _types(usual), values)
+            if self._has_step(cut, values):
+                return _RankCut(cut, crossing)
         cut.adopt_in(self.compiler)
         try:
             if cut.step is not None:
@@ -248,6 +250,14 @@ class RankBuilder:
         finally:
             self.compiler.topology = usual
         return _RankCut(cut, crossing)
+
+    def _has_step(self, cut: StageSource, values: Sequence[Any]) -> bool:
+        """Whether a training step of these sizes has been placed, as that of the example."""
+        assert self.placed is not None
+        state: Any = self.placed._graphplan
+        steps = (program for program in state.programs if program.backward is not None)
+        call = cut.example(values=values)
+        return cut.step is not None and any(step.signature.mismatch(call) is None for step in steps)
 
     def _withhold(self, cut: StageSource, wires: Wires, values: Sequence[Any]) -> None:
         """Let the compiler leave room for the microbatches in flight of a training step of these sizes."""

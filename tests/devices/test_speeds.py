@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from graphplan.devices.max_memory import read_max_memory
 from graphplan.devices.speeds import with_speeds
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.problem import Problem
+from graphplan.runtime.profile.device_benchmark import _Bench
 
 MIB = 1 << 20
 
@@ -174,3 +176,12 @@ def test_damaged_figures_are_found() -> None:
     data["speeds"][0][1]["flops"] = -1.0
     with pytest.raises(graphplan.PlanError, match="damaged"):
         Measurements.from_json(json.dumps(data))
+
+
+def test_waiting_for_the_processor_is_not_measured_where_one_thread_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    topology = read_max_memory({"cpu": "1GiB"})
+    bench = _Bench(topology, None, 2, progress=False)
+    assert bench._time(lambda: time.sleep(0.05), topology.devices) < 0.025
