@@ -10,7 +10,7 @@ import torch
 from shortcuts import short_search
 
 gc.disable()  # until all is imported
-SEARCH_LITTLE = {"api", "capture", "cli", "integrations", "report", "runtime"}
+SEARCH_LITTLE = {"api", "capture", "cli", "integrations", "passes/frontend", "report", "runtime"}
 
 
 def pytest_collection_finish() -> None:
@@ -34,7 +34,7 @@ def _seed() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _little_search(request: pytest.FixtureRequest) -> Iterator[None]:
     """What is placed runs alike however long the planner searched: most quick tests wait for little of it."""
-    folder = request.node.path.relative_to(Path(__file__).parent).parts[0]
+    folder = request.node.path.parent.relative_to(Path(__file__).parent).as_posix()
     full = any(request.node.get_closest_marker(name) for name in ("full_search", "gpu", "slow"))
     with nullcontext() if full or folder not in SEARCH_LITTLE else short_search():
         yield

@@ -67,6 +67,7 @@ class Route:
         positions: for each leaf that the guards are about, the tensor that it is, or None.
         order: for each leaf that the signature knows, the tensor that it is, or None for a constant.
         constants: the leaves that are no tensors.
+        first: the tensor whose device is the caller's.
     """
 
     count: int
@@ -156,7 +157,8 @@ def _route_of(
     traced = call if prepare is None else prepare(call)
     order = tuple(form.index_of(leaf) for leaf in traced.leaves)
     constants = tuple(None if form.index_of(leaf) is not None else leaf for leaf in traced.leaves)
-    first = next((position for position, check in enumerate(checks) if isinstance(check, TensorLeaf)), None)
+    tensors = (p for p, leaf in zip(positions, signature.leaves, strict=True) if isinstance(leaf, TensorLeaf))
+    first = next(tensors, None)  # in the order of forward's arguments, as :attr:`BoundCall.device`
     checked = (tuple(checks), signature.guards, tuple(positions))
     return Route(len(args), tuple(kwargs), tuple(matches), *checked, order, constants, first)
 

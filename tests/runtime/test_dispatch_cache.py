@@ -96,6 +96,14 @@ def assert_agrees(route: Route, signature: InputSignature, args: Any, kwargs: di
     return True
 
 
+def test_the_callers_device_is_that_of_the_first_argument_of_forward() -> None:
+    here, away = torch.zeros(2, 3), torch.zeros(2, 3, device="meta")
+    route, signature = route_of([[]], {"flag": here, "c": away})  # c comes before flag
+    assert route is not None
+    assert not assert_agrees(route, signature, [[]], {"flag": here, "c": away})
+    assert assert_agrees(route, signature, [[]], {"flag": away, "c": here})
+
+
 @given(CALLS, CALLS)
 def test_a_route_takes_only_calls_of_its_form(first: Any, second: Any) -> None:
     route, signature = route_of(*first)
