@@ -218,9 +218,8 @@ class Placer:
         layout = compiler.layout()
         if self.in_place and owned:
             bring_back(model, layout)
-            model_copy.weights.tensors.update(
-                ModelWeights(model).tensors
-            )  # what was there holds on to memory
+            known = model_copy.weights.tensors  # what was there holds on to memory
+            known.update(ModelWeights(model).tensors)
         made = place_model(
             model,
             model_copy.weights,
