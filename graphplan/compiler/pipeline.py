@@ -48,6 +48,7 @@ from graphplan.runtime.weights.storage import Layout
 
 logger = logging.getLogger("graphplan")
 
+_SETTLED = ", with the weights where they are"  # what a proof says that holds beside an earlier plan alone
 AHEAD = (1.0, 0.25)  # how far to plan for sizes that are to come, where there is room
 _PLACED = (
     "\nEarlier plans of this model have placed the weights. To leave room for these inputs, pass them to "
@@ -281,15 +282,16 @@ PASSES: Sequence[Callable[[CompileState], CompileState]] = (
 
 
 def plan_of(choice: Choice) -> Plan:
-    """What was chosen of a call, as its plan."""
+    """What was chosen of a call, as its plan; beside settled weights a bound holds beside them alone."""
     found, asked = choice.solution.evaluation, choice.asked
+    proof = choice.solution.proof.removesuffix(_SETTLED)
     return Plan(
         choice.problem.graph,
         choice.problem.topology,
         found.schedule,
         found.seconds,
         choice.solution.lower_bound,
-        choice.solution.proof,
+        proof + _SETTLED if asked.problem.fixed_weights else proof,
         choice.annotator.capture.method,
         asked.constraints,
         asked.problem.fixed_weights,

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from graphplan.analysis.plan import Plan
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.code_generation import Planned
 from graphplan.compiler.pipeline import AHEAD, Compiler, EntryCall
@@ -22,6 +23,7 @@ from graphplan.devices.topology import DISK
 from graphplan.errors import CaptureError, InfeasibleError, LimitError
 from graphplan.integrations.rehearsal import Rehearsed
 from graphplan.integrations.transformers.generate_calls import calls_of_generate, generates
+from graphplan.passes.placement.driver import ON_ACCELERATORS
 from graphplan.warnings import warn
 
 logger = logging.getLogger("graphplan")
@@ -73,12 +75,26 @@ def _with_room(compiler: Compiler, call: BoundCall, first: Planned) -> Planned:
             return first
         compiler.restart()
         compiler.commit(compiler.plan(call, aheads=AHEAD))
-        first = compiler.plan(call, aheads=(0.0,))
+        first = _with_bound(compiler.plan(call, aheads=(0.0,)), first.plan)
     except (CaptureError, InfeasibleError) as error:
         logger.info("no memory is reserved for a text longer than the example: %s", error)
         compiler.restart()
     compiler.commit(first)
     return first
+
+
+def _with_bound(made: Planned, free: Plan) -> Planned:
+    """A plan beside settled weights, with the bound of one without, which holds wherever the weights are."""
+    if ON_ACCELERATORS in free.proof and not _on_cpu(made.plan) <= _on_cpu(free):
+        return made
+    return replace(made, plan=replace(made.plan, lower_bound=free.lower_bound, proof=free.proof))
+
+
+def _on_cpu(plan: Plan) -> set[str]:
+    """The operations and weights that are on no accelerator."""
+    assignment = plan.schedule.assignment
+    where = {**assignment.operations, **assignment.weights}
+    return {name for name, key in where.items() if not plan.topology[key].is_accelerator}
 
 
 @dataclass(frozen=True, slots=True)
