@@ -218,6 +218,7 @@ def test_a_plan_reserves_what_its_limits_ask_for() -> None:
 # -- the model stays the model ---------------------------------------------------------------------------
 
 
+@pytest.mark.full_search
 def test_a_bound_beside_settled_weights_says_so() -> None:
     """Room for a longer text settles the weights; the example has the bound that holds for any of them."""
     model, inputs = build("llama"), example_of("llama")
