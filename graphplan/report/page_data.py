@@ -18,11 +18,11 @@ from graphplan.ir.plan_data import PlanData, Stage
 from graphplan.ir.remarks import Remarks
 from graphplan.ir.schedule import Run
 from graphplan.ir.timeline import Measured, Timeline
-from graphplan.report.comparison import comparison
 from graphplan.report.data_flows import find_flows, made_bytes, run_seconds
 from graphplan.report.module_tree import Group, stage_groups
 from graphplan.report.text import device_colours, device_name, shape_text
 from graphplan.report.time_parts import time_parts, what_takes_the_time
+from graphplan.report.two_plans import comparison
 
 
 def page_data(
