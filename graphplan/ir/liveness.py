@@ -240,7 +240,8 @@ class _Sweep:
         nbytes, born, last = (
             np.array(part[1:], dtype=np.int64) for part in (self.nbytes, self.born, self.last_use)
         )
-        change = np.bincount(owner * width + born, nbytes, count * width)
+        change = np.zeros(count * width)  # of no storage, bincount makes integers
+        change += np.bincount(owner * width + born, nbytes, count * width)
         change -= np.bincount(owner * width + last + 1, nbytes, count * width)
         lasting = np.array([resident.get(k, 0) + (caller if k == host else 0) for k in number_of])
         live = lasting[:, None] + change.reshape(count, width).cumsum(axis=1)[:, : len(steps)]
