@@ -72,7 +72,7 @@ def probe(problem: Problem, effort: Effort | None = None, deadline: float | None
         effort: what is charged, if it is limited.
         deadline: ``time.monotonic()`` at which to stop, where no effort is given.
     """
-    if not problem.graph.operations:
+    if not _runs(problem):
         only = _without_operations(problem)
         return only if only.feasible else None
     visits = Effort.default(len(problem.graph.operations)).visits / 10
@@ -89,9 +89,20 @@ def probe(problem: Problem, effort: Effort | None = None, deadline: float | None
     return None
 
 
+def _runs(problem: Problem) -> bool:
+    """Whether any operation does more than read sizes."""
+    return any(not operation.host_only for operation in problem.graph.operations.values())
+
+
 def _without_operations(problem: Problem) -> Evaluation:
-    """The only placement of a model that returns its inputs or weights as they are."""
-    return evaluate(problem, reside(problem, {}))
+    """A placement of a model that returns its inputs or weights as they are, or sizes of them."""
+    key = next(spec.key for spec in problem.topology.devices if spec.computes)
+    return evaluate(problem, reside(problem, problem.obey(dict.fromkeys(problem.graph.operations, key))))
+
+
+def _bound_without_operations(found: Evaluation) -> Bound:
+    """Nothing is faster than what takes no time; where results come from elsewhere, another home may be."""
+    return Bound(0.0, "no operations") if found.seconds == 0.0 else Bound()
 
 
 def _attempts(problem: Problem, alone: Problem | None) -> Iterator[tuple[Problem, bool]]:
@@ -146,9 +157,9 @@ def _least_held(problem: Problem, keys: frozenset[DeviceKey]) -> int:
 
 def attempt(problem: Problem, limits: Limits, near: Assignment | None) -> Solution | None:
     """As :func:`place`; None where nothing is found."""
-    if not problem.graph.operations:
+    if not _runs(problem):
         only = _without_operations(problem)
-        return certify(only, Bound(only.seconds, "no operations")) if only.feasible else None
+        return certify(only, _bound_without_operations(only)) if only.feasible else None
     for candidate, streaming in _attempts(problem, accelerators_alone(problem)):
         if streaming:
             if candidate.balance:
@@ -250,8 +261,8 @@ def bound_with_offload(problem: Problem, seconds: float, limits: Limits) -> Boun
         seconds: of a known placement.
         limits: when to stop.
     """
-    if not problem.graph.operations:
-        return Bound(_without_operations(problem).seconds, "no operations")
+    if not _runs(problem):
+        return _bound_without_operations(_without_operations(problem))
     search = StreamedSearch(problem, _effort(problem, limits, streaming=True))
     _prove(search, seconds)
     return search.bound

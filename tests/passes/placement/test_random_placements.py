@@ -44,6 +44,13 @@ def found_wrong(parameters: Parameters, block: int, size: int, effort: Effort) -
     return wrong
 
 
+@pytest.mark.parametrize("seed", [102816, 103059, 120306])
+def test_models_that_only_read_sizes(seed: int) -> None:
+    problem = random_instance(seed, TINY).problem
+    assert all(operation.host_only for operation in problem.graph.operations.values())
+    assert not violations(problem, place, seed, Effort(2_000))
+
+
 @pytest.mark.parametrize(
     "block", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 12))]
 )
