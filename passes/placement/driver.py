@@ -245,7 +245,8 @@ def _place_evenly(
 def _prove(search: StreamedSearch, seconds: float) -> None:
     """Raise the bound of a streamed search, towards the seconds of a known placement."""
     if search.effort.late:
-        search.bound = least_seconds(search.arrays)
+        least = least_seconds(search.arrays)
+        search.bound = search.bound.raised(least.seconds, least.proof)
         return
     with search.effort.share(0.1) as part:
         found = bound_by_classes(search.proving, seconds, part, streaming=True)

@@ -162,7 +162,8 @@ class ResidentSearch:
     def relax(self) -> list[Relaxation]:
         """Raise the bound by Lagrangian relaxations, one for each home of the largest shared weight."""
         if self.effort.late:
-            self.bound = least_seconds(self.arrays)
+            least = least_seconds(self.arrays)
+            self.bound = self.bound.raised(least.seconds, least.proof)
             return []
         enough = self.seconds * (1 - self.effort.params.sufficient_gap / 2)
         with self.effort.share(0.5) as part:

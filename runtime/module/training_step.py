@@ -132,7 +132,9 @@ class _Step(torch.autograd.Function):
 def starts_of(results: Iterable[Any]) -> list[torch.Tensor]:
     """Those of the results of a step from which its backward pass was planned to start."""
     tensors = [leaf for leaf in results if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
-    return [leaf for leaf in tensors if leaf.output_nr in {index for index, *_ in leaf.grad_fn.starts}]  # type: ignore[union-attr]  # of _Step
+    # an input that is returned as it is has another function, which starts nothing
+    starts = [{index for index, *_ in getattr(leaf.grad_fn, "starts", ())} for leaf in tensors]
+    return [leaf for leaf, known in zip(tensors, starts, strict=True) if leaf.output_nr in known]
 
 
 def run_step(module: nn.Module, state: ModuleState, program: Program, code: Code, served: Served) -> Any:
