@@ -24,7 +24,7 @@ from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.folding import fold, folded_order, is_step
 from graphplan.passes.placement.params import SearchParams
 from graphplan.passes.placement.problem import Problem, cpu_key
-from graphplan.passes.placement.residence import follow, module_of, reside
+from graphplan.passes.placement.residence import fill, follow, reside, siblings, unread_weights
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -117,15 +117,14 @@ class Arrays:
     def _list_items(self) -> None:
         graph, outputs = self.graph, set(self.graph.outputs)
         tensors = [value for value in graph.values.values() if value.is_tensor]
-        fixed, beside = self.problem.fixed_weights, self._siblings()
+        fixed, beside = self.problem.fixed_weights, siblings(self.problem)
         weights = [
             w
             for w in graph.weights.values()
             if graph.readers.get(w.name) or w.name in outputs or w.name in fixed or w.name in beside
         ]
-        listed = {w.name for w in weights}
         cpu = cpu_key(self.problem.topology)
-        self.unread = [w for w in graph.weights.values() if w.name not in listed and w.nbytes and cpu is None]
+        self.unread = unread_weights(self.problem)
         self.tensors, self.weights, self.values = tensors, weights, len(tensors)
         self.names = [value.name for value in tensors] + [weight.name for weight in weights]
         self.item_of = {name: v for v, name in enumerate(self.names)}
@@ -154,14 +153,6 @@ class Arrays:
             else:  # returned, and read by nobody: near the caller
                 self.fixed[v] = self._nearest(float(weight.nbytes)) if cpu is None else self.number[cpu]
                 self.loose.append(v)
-
-    def _siblings(self) -> dict[str, str]:
-        """Buffers that nobody reads -> a buffer of the same module that is read: they reside together."""
-        graph, fixed = self.graph, self.problem.fixed_weights
-        buffers = [w.name for w in graph.weights.values() if w.kind == "buffer"]
-        read = {module_of(name): name for name in buffers if graph.readers.get(name) or name in fixed}
-        places = {name: read.get(module_of(name), name) for name in buffers if not graph.readers.get(name)}
-        return {name: other for name, other in places.items() if name != other}
 
     def _nearest(self, nbytes: float) -> int:
         """The device from which a weight comes to the caller in the least time, of equals the roomiest."""
@@ -348,7 +339,7 @@ class Arrays:
         if self.unread:
             number, extra = self.number, np.zeros(len(self.keys))
             sizes = {weight.name: weight.held_bytes for weight in self.unread}
-            for name, key in self._fill(found.copy()).items():
+            for name, key in self._fill(found).items():
                 extra[number[key]] += self.specs[number[key]].rounded(sizes[name])
             home = self.homes(devices, chosen)
             found += self.resident(home, extra) - self.resident(home)
@@ -533,13 +524,9 @@ class Arrays:
         return bool((self.peaks(devices, chosen) <= self.room).all())
 
     def _fill(self, peaks: Floats) -> dict[str, DeviceKey]:
-        """Homes of the weights that nobody reads: where most room is; ``peaks`` gets their bytes."""
-        homes: dict[str, DeviceKey] = {}
-        for weight in sorted(self.unread, key=lambda w: -w.held_bytes):
-            device = int((self.room - peaks).argmax())
-            peaks[device] += self.specs[device].rounded(weight.held_bytes)
-            homes[weight.name] = self.keys[device]
-        return homes
+        """Homes of the weights that nobody reads, beside these peaks."""
+        free = {spec.key: int(spec.room - peak) for spec, peak in zip(self.specs, peaks, strict=True)}
+        return fill(self.unread, self.problem.topology, free)
 
     # -- to and from assignments --------------------------------------------------------------------
 

@@ -14,14 +14,14 @@ import numpy as np
 from graphplan.devices.topology import DeviceKey
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.certificate import Bound, Solution, certify
-from graphplan.passes.placement.evaluate import Evaluation, evaluate
+from graphplan.passes.placement.evaluate import Evaluation, evaluate, evaluate_filled
 from graphplan.passes.placement.infeasible import explain_infeasible, smallest_budgets
 from graphplan.passes.placement.limits import Limits
 from graphplan.passes.placement.milp import bound_by_classes
 from graphplan.passes.placement.params import Effort
 from graphplan.passes.placement.problem import Problem, cpu_key
 from graphplan.passes.placement.relaxation import least_seconds
-from graphplan.passes.placement.residence import reside
+from graphplan.passes.placement.residence import reside, unread_weights
 from graphplan.passes.placement.resident import ResidentSearch
 from graphplan.passes.placement.streamed import StreamedSearch
 from graphplan.passes.placement.streamed_local_search import climb_streamed
@@ -97,7 +97,8 @@ def _runs(problem: Problem) -> bool:
 def _without_operations(problem: Problem) -> Evaluation:
     """A placement of a model that returns its inputs or weights as they are, or sizes of them."""
     key = next(spec.key for spec in problem.topology.devices if spec.computes)
-    return evaluate(problem, reside(problem, problem.obey(dict.fromkeys(problem.graph.operations, key))))
+    assignment = reside(problem, problem.obey(dict.fromkeys(problem.graph.operations, key)))
+    return evaluate_filled(problem, assignment, unread_weights(problem))
 
 
 def _bound_without_operations(found: Evaluation) -> Bound:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from graphplan.devices.topology import DeviceKey
+from graphplan.ir.graph_elements import Weight
 from graphplan.ir.liveness import Memory, Peak, measure_memory
 from graphplan.ir.schedule import Assignment, Schedule
 from graphplan.ir.timeline import call_seconds
 from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.residence import fill
 from graphplan.passes.schedule.transfers import build_schedule
 
 
@@ -80,6 +82,29 @@ def evaluate(problem: Problem, assignment: Assignment) -> Evaluation:
         return found
     again = _judge(problem, replace(assignment, slots={**assignment.slots, **tight}))
     return again if sum(again.excess.values()) < sum(found.excess.values()) else found
+
+
+def evaluate_filled(problem: Problem, assignment: Assignment, unread: Sequence[Weight]) -> Evaluation:
+    """As :func:`evaluate`; weights that nobody reads leave devices without room for those that have some.
+
+    Args:
+        problem: of the assignment.
+        assignment: to judge.
+        unread: :func:`~graphplan.passes.placement.residence.unread_weights` of the problem.
+    """
+    found = evaluate(problem, assignment)
+    if not unread or not found.excess:
+        return found
+    free = {
+        spec.key: spec.room - found.peak(spec.key).nbytes
+        for spec in problem.topology.devices
+        if spec.computes
+    }
+    for weight in unread:
+        home = found.assignment.weights[weight.name]
+        free[home] += problem.topology[home].rounded(weight.held_bytes)
+    homes = fill(unread, problem.topology, free)
+    return evaluate(problem, replace(assignment, weights={**assignment.weights, **homes}))
 
 
 def _judge(problem: Problem, assignment: Assignment) -> Evaluation:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from graphplan.devices.topology import DeviceKey, Topology
 from graphplan.ir.graph import Graph
+from graphplan.ir.graph_elements import Weight
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.problem import Problem, cpu_key
 
@@ -66,6 +67,44 @@ def reside(
             found[weight.name] = home
             taken[home] += weight.held_bytes
     return Assignment(dict(operations), found)
+
+
+def siblings(problem: Problem) -> dict[str, str]:
+    """Buffers that nobody reads -> a buffer of the same module that is read: they reside together."""
+    graph, fixed = problem.graph, problem.fixed_weights
+    buffers = [w.name for w in graph.weights.values() if w.kind == "buffer"]
+    read = {module_of(name): name for name in buffers if graph.readers.get(name) or name in fixed}
+    places = {name: read.get(module_of(name), name) for name in buffers if not graph.readers.get(name)}
+    return {name: other for name, other in places.items() if name != other}
+
+
+def unread_weights(problem: Problem) -> list[Weight]:
+    """Weights that may reside anywhere: nobody reads or returns them, and no rule or neighbour decides."""
+    graph, beside = problem.graph, siblings(problem)
+    decided = {*problem.fixed_weights, *graph.outputs, *beside}
+    return [
+        weight
+        for weight in graph.weights.values()
+        if weight.nbytes and not graph.readers.get(weight.name) and weight.name not in decided
+    ]
+
+
+def fill(unread: Iterable[Weight], topology: Topology, free: Mapping[DeviceKey, int]) -> dict[str, DeviceKey]:
+    """Homes of weights that nobody reads: in CPU memory while it has room, else where most room is.
+
+    Args:
+        unread: the weights; the largest goes first.
+        topology: the devices.
+        free: device that computes -> bytes beside all else.
+    """
+    homes, free, cpu = dict[str, DeviceKey](), dict(free), cpu_key(topology)
+    for weight in sorted(unread, key=lambda w: -w.held_bytes):
+        nbytes = topology[next(iter(free))].rounded(weight.held_bytes)
+        roomiest = max(free, key=lambda key: free[key])
+        home = cpu if cpu is not None and nbytes <= free[cpu] else roomiest
+        free[home] -= nbytes
+        homes[weight.name] = home
+    return homes
 
 
 def module_of(name: str) -> str:

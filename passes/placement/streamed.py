@@ -18,7 +18,7 @@ from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.arrays import Arrays, Ints
 from graphplan.passes.placement.certificate import Bound
 from graphplan.passes.placement.coarsen import coarsen
-from graphplan.passes.placement.evaluate import Evaluation, evaluate
+from graphplan.passes.placement.evaluate import Evaluation, evaluate_filled
 from graphplan.passes.placement.frontier import DpStage, Frontier, settled_frontiers
 from graphplan.passes.placement.label_dp import Completion, search_labels
 from graphplan.passes.placement.params import Effort
@@ -77,6 +77,9 @@ class StreamedSearch:
         """Whether the gap is small enough to end."""
         return self.bound.seconds >= self.seconds * (1 - self.effort.params.sufficient_gap)
 
+    def _evaluate(self, assignment: Assignment) -> Evaluation:
+        return evaluate_filled(self.problem, assignment, self.arrays.unread)
+
     def offer(self, found: Evaluation) -> bool:
         """Keep a placement if it is the fastest within the budgets; whether it is within them."""
         self.effort.charge(3000.0 + 200.0 * self.arrays.count)
@@ -103,7 +106,7 @@ class StreamedSearch:
 
     def _begin(self, near: Assignment | None) -> bool:
         if near is not None and (known := self._adopted(near)) is not None:
-            self.offer(evaluate(self.problem, known))
+            self.offer(self._evaluate(known))
         for streaming, use_cpu, loose in ((1, 1, 0), (0, 1, 0), (1, 0, 0), (1, 1, 1)):
             if self.effort.over or (self.best is not None and (loose or self._spent_much)):
                 break
@@ -161,21 +164,21 @@ class StreamedSearch:
         lacking = {segment.device: 0.0 for segment in segments}
         for segment in segments:
             lacking[segment.device] = max(lacking[segment.device], segment.excess)
-        operations = self.arrays.named(devices)
+        operations, tried = self.arrays.named(devices), None
         for _ in range(2 * self.effort.params.retries):
             spread = {d: self._spread(devices, d, nbytes) for d, nbytes in lacking.items() if nbytes}
+            if spread == tried:
+                return  # all that can be streamed is
+            tried = spread
             streamed = [self.arrays.names[item] for items in spread.values() for item in items]
-            found = evaluate(self.problem, reside(self.problem, operations, streamed))
+            found = self._evaluate(reside(self.problem, operations, streamed))
             if self.offer(found) or not found.excess:
                 return
-            before = dict(lacking)
             for key, over in found.excess.items():
                 d = self.arrays.number[key]
                 if self.arrays.specs[d].is_accelerator:
                     freed = self.arrays.stored_bytes(spread.get(d, []))
                     lacking[d] = max(lacking.get(d, 0.0), freed) + 1.05 * over
-            if lacking == before:
-                return
 
     def _spread(self, devices: Ints, device: int, nbytes: float) -> list[int]:
         """Weights read on a device, at equal distances in its order, of so many bytes with two slots."""
@@ -314,7 +317,7 @@ class StreamedSearch:
         }
         assert relaxation.buffers is not None
         slots = {arrays.keys[d]: int(n) for d, n in enumerate(relaxation.buffers.slots) if n}
-        return evaluate(self.problem, replace(reside(self.problem, operations, streamed, homes), slots=slots))
+        return self._evaluate(replace(reside(self.problem, operations, streamed, homes), slots=slots))
 
     def _beside(self, best: Relaxation, effort: Effort) -> Relaxation:
         """Change the buffers of one accelerator at a time, while that helps."""

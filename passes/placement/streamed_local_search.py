@@ -15,7 +15,7 @@ from dataclasses import replace
 from graphplan.devices.topology import DeviceKey
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.arrays import Arrays
-from graphplan.passes.placement.evaluate import Evaluation, evaluate
+from graphplan.passes.placement.evaluate import Evaluation, evaluate_filled
 from graphplan.passes.placement.frontier import Frontier
 from graphplan.passes.placement.params import Effort
 
@@ -99,7 +99,7 @@ class _Climb:
 
     def _evaluate(self, change: Assignment) -> Evaluation:
         self.effort.charge(3000.0 + 200.0 * self.arrays.count)
-        return evaluate(self.problem, _changed(self.now.assignment, change))
+        return evaluate_filled(self.problem, _changed(self.now.assignment, change), self.arrays.unread)
 
     def _elsewhere(self, draw: random.Random) -> Assignment:
         """Once or twice, some operations go to a device, and some of what it reads is streamed."""

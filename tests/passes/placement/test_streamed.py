@@ -118,3 +118,18 @@ def test_head_room_that_nobody_lacks_parts_no_operations() -> None:
     graph = Graph(operations, plain.values.values(), weights, ["x"], plain.outputs)
     problem = Problem(graph, equal_cards(2, memory=256 * MIB, kind="sim"), CPU)
     assert len({*place(problem).evaluation.assignment.operations.values()}) == 1
+
+
+@pytest.mark.parametrize("pinned", [{}, {"w0": CPU}])
+def test_a_weight_that_nobody_reads_goes_to_a_card_where_the_cpu_has_no_room(
+    pinned: dict[str, DeviceKey],
+) -> None:
+    """A tower that this call does not use, larger than CPU memory; the card has room for it."""
+    graph = stack([MIB] * 3)
+    weights = [*graph.weights.values(), Weight("tower", 6 * MIB)]
+    unread = Graph(graph.operations.values(), graph.values.values(), weights, graph.inputs, graph.outputs)
+    problem = replace(one_card(unread, 12.1), fixed_weights=pinned)
+    small = problem.topology.with_memory({CPU: 2 * MIB})
+    found = place(replace(problem, topology=small)).evaluation
+    assert found.assignment.weights["tower"] == 0
+    assert place(problem).evaluation.assignment.weights["tower"] == CPU
