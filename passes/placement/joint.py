@@ -1,9 +1,10 @@
 """Place several calls of one model over one placement of its weights.
 
 A prefill and a decode, say, run over the same weights, and each must keep every budget. What is
-minimised is the sum of their seconds, each times its weight. Each call in turn is placed first, and
-settles where its weights live; the others follow. What is found is improved by exchanging weights between
-devices; in the best, each call is placed once more over the weights as they are.
+minimised is the sum of their seconds, each times its weight. The call that counts most is placed first, and
+settles where its weights live; the others follow. It is so once within the budgets, and once beside room for
+the activations of the others, which a prefill has more of. What is found is improved by exchanging weights
+between devices; in the best, each call is placed once more over the weights as they are.
 Every call is judged by the evaluator, with all weights where they are, and with the prefetch buffers that all
 calls share. The bound is the weighted sum of each call's own: alone, none is slower.
 """
@@ -95,19 +96,18 @@ def place_jointly(
     alone = [place(problem, part, near=one) for problem, one in zip(problems, known, strict=True)]
 
     def find(problem: Problem) -> Evaluation | None:
-        if (found := probe(problem, deadline=limits.deadline)) is not None:
-            return found
         solution = attempt(problem, replace(part, proves=False), None)
-        return None if solution is None else solution.evaluation
+        return probe(problem, deadline=limits.deadline) if solution is None else solution.evaluation
 
     starts: list[list[Evaluation]] = []
     if near is not None and _feasible(known_together := fit_together(problems, near)):
         starts.append(known_together)
-    for start in _starts(calls, [solution.evaluation for solution in alone], find):
+    evaluations = [solution.evaluation for solution in alone]
+    for number, start in enumerate(_starts(calls, evaluations, find)):
         if start is not None and _feasible(start):
             starts.append(start)
-        if starts and limits.over:
-            break
+        if starts and (number or limits.over):
+            break  # the others are for budgets that are hard to keep
     if not starts:
         raise _infeasible(calls, limits, advise=advise)
     exchanged = [exchange(problems, weights, start, limits.until(1 / (2 * len(starts)))) for start in starts]
@@ -140,17 +140,31 @@ def _feasible(found: Sequence[Evaluation]) -> bool:
 def _starts(
     calls: Sequence[Call], alone: Sequence[Evaluation], find: Find
 ) -> Iterator[list[Evaluation] | None]:
-    """What comes of letting each call go first, as it is placed alone; and of streaming all weights."""
+    """What comes of letting one call go first, with and without room for the others; and of streaming all."""
     pinned = _pinned(calls)
     heaviest = sorted(range(len(calls)), key=lambda index: -calls[index].weight * alone[index].seconds)
     for first in heaviest:
         order = [first, *(index for index in heaviest if index != first)]
         yield _in_turn(calls, order, pinned, alone[first], find)
+        problem = calls[first].with_homes(pinned)
+        smaller = _with_room(problem, alone[first], [alone[index] for index in order[1:]])
+        found = find(smaller) if smaller.topology != problem.topology else None
+        yield _in_turn(calls, order, pinned, found, find) if found is not None else None
     problem = calls[0].with_homes(pinned)
     cpu = cpu_key(problem.topology)
     if cpu is not None and problem.offload:
         streamable = frozenset.intersection(*(call.problem.graph.streamable for call in calls))
         yield _in_turn(calls, heaviest, {**dict.fromkeys(streamable, cpu), **pinned}, None, find)
+
+
+def _with_room(problem: Problem, own: Evaluation, others: Sequence[Evaluation]) -> Problem:
+    """The problem of one call, beside what other calls need more than it for activations of accelerators."""
+    memory = {}
+    for spec in problem.topology.devices:
+        needs = [one.peak(spec.key).nbytes - one.peak(spec.key).weights for one in (own, *others)]
+        more = max(needs) - needs[0] if spec.is_accelerator else 0
+        memory[spec.key] = max(0, spec.memory - more)
+    return replace(problem, topology=problem.topology.with_memory(memory))
 
 
 def _in_turn(

@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 from builders import bytes_of, chain, largest_difference, moves_of, planned_moves
+from instances import GIB, A, B, Card, devices
+from networks import llama
 from torch import nn
 
 import graphplan
 from graphplan import Graph, Link, Operation, Plan, Value, Weight
 from graphplan.devices.max_memory import read_max_memory
+from graphplan.devices.topology import CPU
 from graphplan.ir.constraints import Constraints
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.joint import Call, place_jointly
@@ -249,6 +252,20 @@ def test_a_call_of_few_weights_leaves_room_for_one_of_large_activations() -> Non
         assert all(s.evaluation.feasible for s in solutions)
         bound = sum(c * s.lower_bound for c, s in zip(counts, solutions, strict=True))
         assert bound <= total(solutions, counts) * (1 + 1e-9)
+
+
+def test_a_decode_leaves_room_for_the_activations_of_a_prefill() -> None:
+    """Two cards hold the model; the decode alone would fill the faster one with weights."""
+    prefill, decode = (llama(12, 2048, 5632, 512, 32000, rows) for rows in (512, 1))
+    gib = prefill.weight_bytes / GIB
+    topology, counts = devices([Card(A, 0.7 * gib + 0.1), Card(B, 0.5 * gib + 0.1)]), [1.0, 64.0]
+    calls = [
+        Call(Problem(graph, topology, CPU), Constraints(), count)
+        for graph, count in zip((prefill, decode), counts, strict=True)
+    ]
+    solutions = place_jointly(calls)
+    bound = sum(count * one.lower_bound for count, one in zip(counts, solutions, strict=True))
+    assert total(solutions, counts) <= 1.05 * bound
 
 
 SLOW_SEEDS = [
