@@ -27,6 +27,7 @@ from graphplan.passes.pipeline.boundaries import Boundaries
 from graphplan.passes.pipeline.cut_params import PARAMS
 from graphplan.passes.pipeline.estimates import operation_seconds
 from graphplan.passes.pipeline.stage_dp import Floats
+from graphplan.passes.placement.params import ROUNDING
 
 PROOF = "contiguous stages, operations at their fastest"
 FORWARD = "the forward pass alone, in contiguous stages, operations at their fastest"
@@ -87,7 +88,7 @@ def bound_prefix(
     needed = int(np.searchsorted(np.cumsum(most), held[-1])) + 1  # machines that hold the weights
     least = float(crossing[1:-1].min(initial=np.inf)) if needed > 1 else 0.0
     total = float(before[-1]) + ((needed - 1) * least if np.isfinite(least) else 0.0)
-    first = np.searchsorted(held, held - most[0] * (1 + 1e-12), side="left")
+    first = np.searchsorted(held, held - most[0] * (1 + ROUNDING), side="left")
     low, high = float(before[-1]) / len(rooms), float(before[-1])
     if _covers(low, before, crossing, first, len(rooms)):
         return StageBound(total, low)
@@ -110,7 +111,7 @@ def _covers(limit: float, before: Floats, crossing: Floats, first: NDArray[np.in
         key = np.where(reached, crossing - before, np.inf)
         # a stretch that starts where it ends is empty, and changes nothing
         through = _window_minimum(key, first, ends) + before + crossing
-        now = reached | (through <= limit * (1 + 1e-12))
+        now = reached | (through <= limit * (1 + ROUNDING))
         if now[-1]:
             return True
         if (now == reached).all():

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphplan.passes.pipeline.cut_params import PARAMS
+from graphplan.passes.placement.params import ROUNDING
 
 Floats = NDArray[np.float64]
 State = tuple[int, ...]  # machines of each class that the stages from a cut on use
@@ -106,7 +107,7 @@ class StageDP:
             return quickest
         evenest = self.evenest()
         assert evenest is not None
-        least = self._path(evenest.slowest * (1 + 1e-12), bottleneck=False)
+        least = self._path(evenest.slowest * (1 + ROUNDING), bottleneck=False)
         assert least is not None
         best = min((quickest, least), key=lambda found: found.seconds(microbatches))
         spans = [(least, quickest)]

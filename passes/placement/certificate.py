@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphplan.passes.placement.evaluate import Evaluation
+from graphplan.passes.placement.params import ROUNDING
 from graphplan.warnings import warn
-
-_ROUNDING = 1e-9  # relative: sums in another order
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class Solution:
 
 def certify(evaluation: Evaluation, bound: Bound) -> Solution:
     """A placement with its bound. One that is above it is a bug, which must show: it is never clamped."""
-    if bound.seconds > evaluation.seconds * (1 + _ROUNDING):
+    if bound.seconds > evaluation.seconds * (1 + ROUNDING):
         warn(
             f"the planner proved a lower bound of {bound.seconds:.6g} s ({bound.proof}) and found a plan of "
             f"{evaluation.seconds:.6g} s: one of the two is wrong. The plan keeps its budgets, and is "

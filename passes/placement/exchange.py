@@ -15,11 +15,9 @@ from graphplan.devices.topology import DeviceKey
 from graphplan.ir.graph import Graph
 from graphplan.passes.placement.evaluate import Evaluation
 from graphplan.passes.placement.limits import Limits
-from graphplan.passes.placement.params import Effort
+from graphplan.passes.placement.params import ROUNDING, Effort
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.shared_buffers import evaluate_together, fit_together
-
-_ROUNDING = 1e-9  # relative: of seconds, for sums in another order
 
 
 def exchange(
@@ -98,7 +96,7 @@ class _ExchangeSearch:
         if found is None:
             return False
         seconds = weighted_seconds(self.weights, found)
-        if seconds >= self.seconds * (1 - _ROUNDING):
+        if seconds >= self.seconds * (1 - ROUNDING):
             return False
         self.best, self.seconds = found, seconds
         return True

@@ -24,10 +24,9 @@ from scipy.sparse import csr_array, hstack
 from scipy.sparse import eye_array as identity
 
 from graphplan.passes.placement.arrays import Bools, Floats
-from graphplan.passes.placement.params import Effort
+from graphplan.passes.placement.params import ROUNDING, Effort
 
 _WHOLE = 1e-6  # what differs less from a whole number is one
-_ROUNDING = 1e-9  # relative: of a bound, for sums in floating point
 _VIOLATED = 1e-6  # of rows in their own units, from which on they cannot be kept
 
 Terms = Sequence[tuple[int, float]]
@@ -147,7 +146,7 @@ class LinearProgram:
         parts = np.concatenate(
             [less * self._than, same * self._as, np.minimum(reduced * low, reduced * high)]
         )
-        return float(parts.sum() - _ROUNDING * np.abs(parts).sum())
+        return float(parts.sum() - ROUNDING * np.abs(parts).sum())
 
 
 def branch_and_bound(program: LinearProgram, objective: int, enough: float, effort: Effort) -> float:
@@ -175,7 +174,7 @@ def branch_and_bound(program: LinearProgram, objective: int, enough: float, effo
                 break
             seen = solved, bound
         fraction = np.abs(node.values - np.round(node.values))
-        score = np.where(integer & (fraction > _WHOLE), fraction * (node.weight + 1e-9), 0.0)
+        score = np.where(integer & (fraction > _WHOLE), fraction * (node.weight + ROUNDING), 0.0)
         if not score.any():  # whole, or HiGHS gave up: the bound is what it is
             break
         heapq.heappop(heap)

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphplan.passes.placement.arrays import Arrays, Bools, Floats, Ints
-from graphplan.passes.placement.params import Effort
+from graphplan.passes.placement.params import ROUNDING, Effort
 
-_TOLERANCE = 1e-9  # relative: a gain below that is rounding
 _MANY = 64  # operations, from which on arrays are faster than a loop over changes
 
 
@@ -106,7 +105,7 @@ class LocalSearch:
             for move in sorted(self._moves(), key=lambda m: m.seconds):
                 if self.effort.over:
                     return
-                improved |= self._try(move, self._saves, -_TOLERANCE * self.seconds)
+                improved |= self._try(move, self._saves, -ROUNDING * self.seconds)
 
     def repair(self) -> bool:
         """Stochastic hill climbing on the bytes over the budgets, sideways too; whether none is left.
@@ -309,7 +308,7 @@ class LocalSearch:
             here = self._copies(item, self.home[item], self.readers[item])
             able = [d for d, spec in enumerate(self.arrays.specs) if spec.is_accelerator]
             for device in [d for d in able if self.readers[item][d] and d != self.home[item]]:
-                if self._copies(item, device, self.readers[item]) < here - _TOLERANCE * self.seconds:
+                if self._copies(item, device, self.readers[item]) < here - ROUNDING * self.seconds:
                     chosen = self.chosen.copy()
                     chosen[item] = device
                     if self._judge(self.devices.copy(), chosen, self._saves):

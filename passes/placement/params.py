@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, fields, replace
 
 from graphplan.errors import PlanError
 
+ROUNDING = 1e-9  # relative: sums of seconds or bytes in another order differ by less
+
 
 @dataclass(frozen=True, slots=True)
 class SearchParams:
@@ -36,7 +38,6 @@ class SearchParams:
             lacks, the least that is progress; of a budget, the least head-room that is worth a move.
         slot_sizes: sizes of prefetch buffers that are tried.
         slot_ratio: from one of these to the next smaller one, at least.
-        slot_room: share of the smallest accelerator that one slot may take, if some weights are so small.
         coarse_least: operations up to which each is placed by itself where weights are streamed.
         coarse_longest: operations that are placed as one at most.
         milp_variables: operations times devices up to which the integer program is tried where nothing is
@@ -66,7 +67,6 @@ class SearchParams:
     negligible: float = 0.01
     slot_sizes: int = 4
     slot_ratio: float = 1.5
-    slot_room: float = 0.25
     coarse_least: int = 100
     coarse_longest: int = 16
     milp_variables: int = 450

@@ -14,7 +14,7 @@ from graphplan.passes.placement.certificate import Bound
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.label_dp import Completion, search_labels
 from graphplan.passes.placement.local_search import LocalSearch
-from graphplan.passes.placement.params import Effort
+from graphplan.passes.placement.params import ROUNDING, Effort
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.relaxation import Relaxation, least_seconds, relax
 from graphplan.passes.placement.segment_dp import SegmentDP
@@ -148,7 +148,7 @@ class ResidentSearch:
                 search.climb()
             self._climbed |= {key, search.devices.tobytes()}
             devices, chosen, seconds = search.devices, search.chosen, search.seconds
-        if seconds < self.seconds * (1 - 1e-12):
+        if seconds < self.seconds * (1 - ROUNDING):
             self.devices, self.chosen, self.seconds = devices.copy(), chosen, seconds
         return True
 
@@ -216,7 +216,7 @@ class ResidentSearch:
     def _prove(self, relaxations: list[Relaxation]) -> None:
         least = min(relaxations, key=lambda one: one.bound, default=None)
         if least is not None:
-            self.bound = self.bound.raised(least.bound * (1 - 1e-9), least.proof)
+            self.bound = self.bound.raised(least.bound * (1 - ROUNDING), least.proof)
 
     def _next_width(self, width: int, relaxations: list[Relaxation]) -> int:
         """Labels that a wider search keeps, within half of the effort; 0 where that is not worth it."""
@@ -234,7 +234,7 @@ class ResidentSearch:
         """Search labels, again with margins where peaks pass a budget; whether a wider search is the same."""
         margin, exact = np.zeros(self.arrays.computing), True
         for attempt in range(1 + self.effort.params.retries):
-            below = self.seconds * (1 if attempt else 1 - 1e-9)
+            below = self.seconds * (1 if attempt else 1 - ROUNDING)
             found = search_labels(relaxation, width, below, self.effort, margin)
             exact &= found.exact
             if not attempt and found.bound > relaxation.bound:

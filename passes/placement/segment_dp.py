@@ -22,7 +22,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from graphplan.passes.placement.arrays import Arrays, Floats, Ints
-from graphplan.passes.placement.params import Effort
+from graphplan.passes.placement.params import ROUNDING, Effort
 from graphplan.passes.placement.symmetry import device_classes
 
 Homes = Mapping[str, int]
@@ -426,7 +426,7 @@ class _ShortestPath:
         if not ends:
             return None
         least = min(self.rows[name].seconds[-1] for name in ends)
-        equal = [name for name in ends if self.rows[name].seconds[-1] <= least * (1 + 1e-12)]
+        equal = [name for name in ends if self.rows[name].seconds[-1] <= least * (1 + ROUNDING)]
         return self._trace(min(equal, key=lambda name: sum(name[0])))
 
     def _row(self, name: _State) -> _Row:
@@ -489,7 +489,7 @@ class _ShortestPath:
         best = through.argmin(1)
         value = through[np.arange(len(best)), best]
         target = self._row(into)
-        better = np.flatnonzero(value < target.seconds[ends] * (1 - 1e-12))
+        better = np.flatnonzero(value < target.seconds[ends] * (1 - ROUNDING))
         end = better + ends.start
         target.seconds[end] = value[better]
         target.origin[end] = row.number

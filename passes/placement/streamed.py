@@ -21,7 +21,7 @@ from graphplan.passes.placement.coarsen import coarsen
 from graphplan.passes.placement.evaluate import Evaluation, evaluate_filled
 from graphplan.passes.placement.frontier import DpStage, Frontier, settled_frontiers
 from graphplan.passes.placement.label_dp import Completion, search_labels
-from graphplan.passes.placement.params import Effort
+from graphplan.passes.placement.params import ROUNDING, Effort
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.relaxation import Buffers, Relaxation, relax
 from graphplan.passes.placement.residence import reside
@@ -88,7 +88,7 @@ class StreamedSearch:
             if over < (np.inf if self.nearest is None else sum(self.nearest.excess.values())):
                 self.nearest = found
             return False
-        if found.seconds < self.seconds * (1 - 1e-12):
+        if found.seconds < self.seconds * (1 - ROUNDING):
             self.best = found
         return True
 
@@ -198,13 +198,13 @@ class StreamedSearch:
         for item in mine:
             size = arrays.stored_bytes([item])
             due += wanted / total * size
-            if due >= size * (1 - 1e-9):
+            if due >= size * (1 - ROUNDING):
                 due -= size
                 found.append(item)
         # whole weights are some less: one more
         rest = sorted(set(mine) - set(found), key=arrays.nbytes.__getitem__)
         enough = [item for item in rest if arrays.stored_bytes([item]) >= due] or rest[-1:]
-        return found + (enough[:1] if due > 1e-9 * wanted else [])
+        return found + (enough[:1] if due > ROUNDING * wanted else [])
 
     # -- beams ---------------------------------------------------------------------------------------
 
@@ -251,14 +251,10 @@ class StreamedSearch:
         movable = np.array([step.movable for step in frontier.steps])
         movable = np.unique(movable[movable > 0])
         room = min((s.room for s in self.arrays.specs if s.is_accelerator), default=0)
-        found: list[float] = []
-        left = movable[movable <= self.effort.params.slot_room * room]
+        found, left = list[float](), movable[movable <= room]
         while len(left) and len(found) < self.effort.params.slot_sizes:
             found.append(float(left[-1]))
             left = left[left * self.effort.params.slot_ratio <= left[-1]]
-        wide = movable[movable <= room]
-        if len(wide) and wide[-1] not in found:  # one slot for the largest may pay all the same
-            found.append(float(wide[-1]))
         return found
 
     def _buffers(self, frontier: Frontier, slots: int, nbytes: float) -> Buffers | None:
@@ -374,7 +370,7 @@ class StreamedSearch:
             found = relax(self.proving, enough, part, streaming=True)
         least = min((one.bound for one in found), default=np.inf)
         if np.isfinite(least):
-            self.bound = self.bound.raised(least * (1 - 1e-9), found[0].proof)
+            self.bound = self.bound.raised(least * (1 - ROUNDING), found[0].proof)
 
 
 def _relaxed(frontier: Frontier, stages: list[DpStage], buffers: Buffers, effort: Effort) -> Relaxation:

@@ -17,19 +17,17 @@ from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.arrays import Arrays
 from graphplan.passes.placement.evaluate import Evaluation, evaluate_filled
 from graphplan.passes.placement.frontier import Frontier
-from graphplan.passes.placement.params import Effort
-
-_TOLERANCE = 1e-9  # relative: a gain below that is rounding
+from graphplan.passes.placement.params import ROUNDING, Effort
 
 
 def _is_better(one: Evaluation, other: Evaluation) -> bool:
     """Whether a placement is less over the budgets than another, or faster, or streams less."""
-    if not other.excess and one.seconds > other.seconds * (1 + _TOLERANCE):
+    if not other.excess and one.seconds > other.seconds * (1 + ROUNDING):
         return False  # whatever its bytes
     over, least = sum(one.excess.values()), sum(other.excess.values())
     if over != least:
         return over < least
-    if abs(one.seconds - other.seconds) > _TOLERANCE * other.seconds:
+    if abs(one.seconds - other.seconds) > ROUNDING * other.seconds:
         return one.seconds < other.seconds
     return _streamed_bytes(one) < _streamed_bytes(other)
 

@@ -37,9 +37,20 @@ from graphplan.ir.schedule import (
     backward_start,
 )
 
-_SLOTS = 2
 _ORDER = {Release: 0, Load: 1, Wait: 2}  # of what comes right before one step
-SMALL = 4  # a copy is small while it takes less than so many times its latency
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchParams:
+    """How weights share copies and slots.
+
+    Attributes:
+        slots: of a device of which an assignment says nothing: one is read while the next one is copied.
+        small: a copy is small while it takes less than so many times its latency; small ones are joined.
+    """
+
+    slots: int = 2
+    small: float = 4.0
 
 
 class Streamed:
@@ -100,7 +111,7 @@ def add_streams(
         if not spans and not least.get(spec.key):
             continue
         source = _source(topology, assignment, spans)
-        slot_of = _choose_slots(spans, assignment.slots.get(spec.key, _SLOTS))
+        slot_of = _choose_slots(spans, assignment.slots.get(spec.key, PrefetchParams().slots))
         buffer = _prefetch_buffer(graph, spec, source, spans, slot_of, least.get(spec.key, 0))
         _place_steps(buffer, spans, assignment, (_leading_moves(steps), backward), extra)
         prefetch_buffers.append(buffer)
@@ -204,7 +215,7 @@ def _merge_small(
         return []
     link = topology.link(_source(topology, assignment, spans), spec.key)
     largest = max(_bytes(graph, span.weights) for span in spans)
-    limit = min(SMALL * link.latency * link.bandwidth, largest)
+    limit = min(PrefetchParams().small * link.latency * link.bandwidth, largest)
     merged = [spans[0]]
     for span in spans[1:]:
         last = merged[-1]
