@@ -5,32 +5,83 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from graphplan.analysis.cluster_plan import ClusterPlan
 from graphplan.analysis.plan import Plan
+from graphplan.api.plan_options import ExampleCall, PlanOptions
+from graphplan.api.training_arguments import read_training
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.model_methods import entry_named
 from graphplan.capture.model_weights import ModelWeights
 from graphplan.capture.signature import BoundCall
+from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.devices.max_memory import MaxMemory, Reserve, read_max_memory
 from graphplan.devices.topology import CPU, SIMULATED, DeviceKey, Topology
 from graphplan.errors import DeviceError, InputError, PlanError
 from graphplan.integrations.rehearsal import rehearse
 from graphplan.ir.constraints import Constraints
+from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint, read_checkpoint
 from graphplan.warnings import warn
 
-ExampleCall = (
-    Mapping[str, Any] | tuple[Sequence[Any], Mapping[str, Any]] | tuple[str, Sequence[Any], Mapping[str, Any]]
-)
-ExampleRun = Callable[[Any], Any]
-"""Code that makes calls of a model."""
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a caller asks for, read.
+
+    Attributes:
+        model: to place.
+        model_copy: of it.
+        options: of the compiler.
+    """
+
+    model: nn.Module
+    model_copy: ModelCopy
+    options: Options
+
+
+def read_request(
+    model: Any,
+    topology: Topology | None,
+    asked: PlanOptions,
+    own: Options,
+    unsupported: Mapping[str, Any] | None = None,
+) -> Request:
+    """The model and the options of its compiler.
+
+    Args:
+        model: the caller's.
+        topology: the devices; None for several machines, which take no pins and cut a step into stages.
+        asked: keyword arguments of the caller.
+        own: what else is asked of the compiler.
+        unsupported: name -> value of further arguments that are not combined with training.
+
+    Raises:
+        InputError: an argument is not what :func:`graphplan.plan` takes.
+    """
+    constraints = read_constraints(asked, topology)
+    model = read_model(model)
+    model_copy = ModelCopy(model)
+    training = read_training(asked, model_copy, {"grad": own.grad, **(unsupported or {})})
+    if training is not None and topology is not None:
+        model_copy.step = training.differentiation([s.type for s in topology.devices if s.computes])
+    options = replace(
+        own,
+        dynamic_shapes=asked.dynamic_shapes,
+        constraints=constraints,
+        size_limits=asked.size_limits,
+        time_limit=asked.time_limit,
+        training=training,
+        saved_captures=asked.saved_captures(),
+    )
+    return Request(model, model_copy, options)
 
 
 def read_model(model: Any) -> nn.Module:
@@ -57,15 +108,7 @@ def read_model(model: Any) -> nn.Module:
     return model
 
 
-def read_constraints(
-    pin: Mapping[str, DeviceKey | torch.device] | None,
-    together: Sequence[str | Sequence[str]],
-    topology: Topology,
-    *,
-    offload: bool,
-    cpu_compute: bool,
-    balance: bool,
-) -> Constraints:
+def read_constraints(asked: PlanOptions, topology: Topology | None) -> Constraints:
     """The caller's rules; whether their names are in the graph is seen later.
 
     A pin may name a device as torch does, ``"cuda:0"`` or ``torch.device("cuda", 0)``, for its key.
@@ -73,8 +116,9 @@ def read_constraints(
     Raises:
         InputError: ``pin`` is no mapping of names, ``together`` no list of them, or a flag no flag.
     """
-    for what, flag in (("offload", offload), ("cpu_compute", cpu_compute), ("balance", balance)):
-        if not isinstance(flag, bool):
+    pin, together = asked.pin, asked.together
+    for what in ("offload", "cpu_compute", "balance"):
+        if not isinstance(flag := getattr(asked, what), bool):
             raise InputError(f"{what} must be True or False, not {flag!r}")
     if pin is not None and not isinstance(pin, Mapping):
         raise InputError(f"pin must map names to device keys, as {{'lm_head': 0}}, not be {pin!r}")
@@ -84,8 +128,9 @@ def read_constraints(
     for name in pin or {}:
         if not isinstance(name, str):
             raise InputError(f"pin must map names to device keys, as {{'lm_head': 0}}: {name!r} is no name")
-    pins = {name: _key_of(topology, device) for name, device in (pin or {}).items()}
-    return Constraints(pins, groups, offload, cpu_compute, balance)
+    keys = {spec.device: spec.key for spec in topology.devices} if topology is not None else {}
+    pins = {name: _key_of(keys, device) for name, device in (pin or {}).items()}
+    return Constraints(pins, groups, asked.offload, asked.cpu_compute, asked.balance)
 
 
 def pin_sparse(constraints: Constraints, weights: ModelWeights, topology: Topology) -> Constraints:
@@ -105,12 +150,9 @@ def pin_sparse(constraints: Constraints, weights: ModelWeights, topology: Topolo
     return replace(constraints, pin={**dict.fromkeys(sparse, CPU), **constraints.pin})
 
 
-def _key_of(topology: Topology, device: DeviceKey | torch.device) -> DeviceKey:
+def _key_of(keys: Mapping[str, DeviceKey], device: DeviceKey | torch.device) -> DeviceKey:
     """The key of a device that torch's name, or the key itself, stands for; others are refused later."""
-    if isinstance(device, str | torch.device):
-        keys = {spec.device: spec.key for spec in topology.devices}
-        return keys.get(str(device), str(device))
-    return device
+    return keys.get(str(device), str(device)) if isinstance(device, str | torch.device) else device
 
 
 def _names_of(group: object) -> str | tuple[str, ...]:
@@ -142,12 +184,11 @@ def read_compile(compile: bool | Mapping[str, Any], topology: Topology) -> Mappi
     return {} if compile is True else dict(compile)
 
 
-def read_given_plan(plan: object, asked: object) -> Plan | None:
-    """A plan to carry out, or the file of one.
+Saved = TypeVar("Saved", Plan, ClusterPlan)
 
-    Args:
-        plan: the caller's.
-        asked: what was asked of a search, if anything.
+
+def read_given_plan(plan: object, kind: type[Saved], asked: PlanOptions) -> Saved | None:
+    """A plan to carry out, or the file of one; None for a search.
 
     Raises:
         InputError: it is neither, or a search is asked for as well.
@@ -155,18 +196,19 @@ def read_given_plan(plan: object, asked: object) -> Plan | None:
     """
     if plan is None:
         return None
-    if asked:
+    if kind is Plan and asked.searches():
         raise InputError(
             "plan= is carried out as it is: give pin, together, offload, cpu_compute, balance, links, "
             "devices and time_limit to graphplan.plan, which made it"
         )
     if isinstance(plan, str | Path):
         try:
-            return Plan.from_json(Path(plan).read_text(encoding="utf-8"))
+            return kind.from_json(Path(plan).read_text(encoding="utf-8"))
         except OSError as error:
             raise PlanError(f"the plan {str(plan)!r} cannot be read: {error}") from error
-    if not isinstance(plan, Plan):
-        raise InputError(f"plan must be a graphplan.Plan or the path of its JSON, not {plan!r}")
+    if not isinstance(plan, kind):
+        where = "with machines=, " if kind is ClusterPlan else ""
+        raise InputError(f"{where}plan must be a graphplan.{kind.__name__} or its JSON file, not {plan!r}")
     return plan
 
 
@@ -191,17 +233,14 @@ def budgeted(topology: Topology, max_memory: MaxMemory | None, reserve: Reserve)
 
 
 def read_examples(
-    model_copy: ModelCopy,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-    calls: Sequence[ExampleCall] | ExampleRun | None,
-    weights: Sequence[float] | None,
+    model_copy: ModelCopy, args: Sequence[Any], kwargs: Mapping[str, Any] | None, asked: PlanOptions
 ) -> Callable[[Compiler], Sequence[EntryCall]]:
     """What gives a compiler the caller's calls, with their weights; it rehearses a function that makes them.
 
     Raises:
         InputError: they are not what :func:`graphplan.plan` takes.
     """
+    calls, weights = asked.calls, asked.weights
     if args or kwargs:
         raise InputError("give example inputs in calls=, or in args= and kwargs=, not in both")
     if callable(calls):
@@ -241,9 +280,7 @@ def _bound(model_copy: ModelCopy, call: ExampleCall, weight: float) -> EntryCall
     )
 
 
-def read_example(
-    model: nn.Module, model_copy: ModelCopy, args: Sequence[Any], kwargs: Mapping[str, Any] | None
-) -> BoundCall | None:
+def read_example(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> BoundCall | None:
     """The example inputs, or the model's own, or None.
 
     Raises:
@@ -253,9 +290,28 @@ def read_example(
         raise InputError("args must be a tuple of inputs, as in torch.export: write args=(x,)")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise InputError("kwargs must map argument names to inputs: write kwargs={'x': x}")
+    model_copy = request.model_copy
     if args or kwargs or not model_copy.signature.parameters:
         return model_copy.bind(tuple(args), kwargs or {})
-    dummies = getattr(model, "dummy_inputs", None)
+    dummies = getattr(request.model, "dummy_inputs", None)
     if isinstance(dummies, Mapping) and dummies:
         return model_copy.bind((), dummies)
     return None
+
+
+def read_source(
+    request: Request, checkpoint: str | Path | Checkpoint | None, *, strict: bool
+) -> Checkpoint | None:
+    """Where weights are read from; None where the model has them.
+
+    Args:
+        request: the model.
+        checkpoint: the caller's.
+        strict: whether names that the checkpoint lacks, or the model does not know, are errors.
+
+    Raises:
+        CheckpointError: it does not fit the model.
+    """
+    if checkpoint is None or isinstance(checkpoint, Checkpoint):
+        return checkpoint
+    return read_checkpoint(request.model, request.model_copy.weights, checkpoint, strict=strict)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from graphplan.api.plan_options import PlanKeywords
 from graphplan.api.planning import plan
 from graphplan.devices.max_memory import MaxMemory
 from graphplan.errors import InfeasibleError, InputError
@@ -21,7 +22,7 @@ def largest_batch(
     kwargs: Mapping[str, Any] | None = None,
     *,
     most: int = 1024,
-    **options: Any,
+    **options: Unpack[PlanKeywords],
 ) -> int:
     """The most sequences, or images, of a forward pass or training step within the budgets.
 

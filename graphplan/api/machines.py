@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
-from torch import fx, nn
+from torch import fx
 
 from graphplan.analysis.cluster_plan import ClusterPlan
-from graphplan.api.arguments import read_example, read_model
+from graphplan.api.arguments import Request, read_example, read_given_plan, read_request, read_source
+from graphplan.api.plan_options import PlanOptions
 from graphplan.api.rank_builder import RankBuilder
-from graphplan.api.training_arguments import TrainingArguments
 from graphplan.capture.microbatches import batch_of, microbatches_of
-from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.cluster_call import Wires
 from graphplan.compiler.cluster_planning import Cluster, plan_cluster, whole_compiler
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler
-from graphplan.devices.max_memory import MaxMemory, Reserve, read_max_memory
-from graphplan.devices.speeds import Measurements, Speed, with_speeds
-from graphplan.devices.topology import DeviceKey, Link
+from graphplan.devices.max_memory import MaxMemory, read_max_memory
+from graphplan.devices.speeds import with_speeds
+from graphplan.devices.topology import Link
 from graphplan.errors import InputError, PlanError
 from graphplan.ir.cluster_plan_data import Objective, PipelineSchedule
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.pipeline.estimates import Flight
-from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint, read_checkpoint
+from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.distributed.agreement import broadcast_text, on_all, require_group, require_same
 from graphplan.runtime.distributed.cluster_module import ClusterModule
 from graphplan.runtime.distributed.stage_runner import Wire
@@ -45,90 +44,59 @@ _GRAPH = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Machines:
-    """What a caller says of several machines.
+def read_cluster(machines: Sequence[MaxMemory], asked: PlanOptions, *, grad: bool = False) -> Cluster:
+    """The machines as the planner knows them.
 
-    Attributes:
-        max_memory: of each.
-        microbatches: into which a batch is divided.
-        schedule: of the microbatches.
-        objective: what to minimise.
-        network: the link between any two.
-        devices: speeds, as in :func:`graphplan.plan`.
-        links: likewise, inside each machine.
-        reserve: likewise.
+    Args:
+        machines: ``max_memory`` of each, as the caller gives it.
+        asked: keyword arguments of the caller.
+        grad: whether autograd runs a backward pass.
+
+    Raises:
+        InputError: an argument is not what it should be.
+        BudgetError, DeviceError: a ``max_memory`` cannot be read.
     """
-
-    max_memory: Sequence[MaxMemory]
-    microbatches: int = 1
-    schedule: PipelineSchedule = "gpipe"
-    objective: Objective = "latency"
-    network: Link | None = None
-    devices: Mapping[DeviceKey, Speed] | Measurements | None = None
-    links: Mapping[tuple[DeviceKey, DeviceKey], Link] | None = None
-    reserve: Reserve = 0
-
-    def cluster(self, *, grad: bool = False, train: bool = False) -> Cluster:
-        """The machines as the planner knows them.
-
-        Raises:
-            InputError: an argument is not what it should be.
-            BudgetError, DeviceError: a ``max_memory`` cannot be read.
-        """
-        many = isinstance(self.max_memory, Sequence) and not isinstance(self.max_memory, str)
-        if not many or not self.max_memory or not all(isinstance(one, Mapping) for one in self.max_memory):
-            raise InputError("machines must list one max_memory for each rank: [{0: '20GiB'}, {0: '80GiB'}]")
-        count = self.microbatches
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise InputError(f"microbatches must be a positive integer, not {count!r}")
-        for what, value, known in (
-            ("schedule", self.schedule, get_args(PipelineSchedule)),
-            ("objective", self.objective, get_args(Objective)),
-        ):
-            if value not in known:
-                raise InputError(f"{what} must be one of {', '.join(map(repr, known))}, not {value!r}")
-        if self.network is not None and not isinstance(self.network, Link):
-            raise InputError(f"network must be a graphplan.Link, not {self.network!r}")
-        machines = tuple(
-            with_speeds(read_max_memory(one, self.links, self.reserve), self.devices)
-            for one in self.max_memory
-        )
-        flight = Flight(count, self.schedule, grad or train, train)
-        return Cluster(machines, self.network or NETWORK, flight, self.objective)
-
-
-def refuse_with_machines(**given: object) -> None:
-    """Raise InputError for an argument that several machines do not take."""
-    for name, value in given.items():
-        if value is not None and value is not False and value != ():
-            raise InputError(f"machines= does not go with {name}=: leave one of them out")
+    many = isinstance(machines, Sequence) and not isinstance(machines, str)
+    if not many or not machines or not all(isinstance(one, Mapping) for one in machines):
+        raise InputError("machines must list one max_memory for each rank: [{0: '20GiB'}, {0: '80GiB'}]")
+    count = asked.microbatches
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise InputError(f"microbatches must be a positive integer, not {count!r}")
+    for what, value, known in (
+        ("schedule", asked.schedule, get_args(PipelineSchedule)),
+        ("objective", asked.objective, get_args(Objective)),
+    ):
+        if value not in known:
+            raise InputError(f"{what} must be one of {', '.join(map(repr, known))}, not {value!r}")
+    if asked.network is not None and not isinstance(asked.network, Link):
+        raise InputError(f"network must be a graphplan.Link, not {asked.network!r}")
+    read = (with_speeds(read_max_memory(one, asked.links, asked.reserve), asked.devices) for one in machines)
+    flight = Flight(count, asked.schedule, grad or asked.train, asked.train)
+    return Cluster(tuple(read), asked.network or NETWORK, flight, asked.objective)
 
 
 def plan_machines(
     model: Any,
-    machines: Machines,
+    machines: Sequence[MaxMemory],
+    asked: PlanOptions,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
-    options: Options,
-    trains: TrainingArguments,
+    *,
+    grad: bool = False,
 ) -> ClusterPlan:
     """As :func:`graphplan.plan` with ``machines=``."""
-    cluster = machines.cluster(grad=options.grad, train=trains.train)
-    asked = _asked(model, cluster, args, kwargs, options, trains)
-    return plan_cluster(asked.model_copy, asked.traced(), asked.batch, cluster, asked.options)
+    example = _example(model, read_cluster(machines, asked, grad=grad), asked, args, kwargs, grad=grad)
+    return example.plan(example.traced())
 
 
-@dataclass(slots=True)
-class _Asked:
-    """A model and an example of its calls; ``options`` are the caller's."""
+@dataclass(frozen=True, slots=True)
+class _Example:
+    """A model, and an example of its calls over several machines."""
 
-    model: nn.Module
-    model_copy: ModelCopy
-    options: Options
+    request: Request
+    cluster: Cluster
     compiler: Compiler
     call: BoundCall
-    microbatches: int
 
     @property
     def micro(self) -> BoundCall:
@@ -136,9 +104,14 @@ class _Asked:
         return microbatches_of(self.call, self.microbatches)[0]
 
     @property
-    def batch(self) -> int:
-        """Rows of the batch; 0 where it is not divided."""
-        return batch_of(self.call) if self.microbatches > 1 else 0
+    def microbatches(self) -> int:
+        """Into which the call is divided."""
+        return self.cluster.flight.microbatches
+
+    def plan(self, annotator: Annotator) -> ClusterPlan:
+        """The plan of the example, of which a microbatch was traced."""
+        rows = batch_of(self.call) if self.microbatches > 1 else 0  # 0: it is not divided
+        return plan_cluster(self.request.model_copy, annotator, rows, self.cluster, self.request.options)
 
     def traced(self) -> Annotator:
         """The example's microbatch, traced.
@@ -163,25 +136,21 @@ class _Asked:
         return found
 
 
-def _asked(
+def _example(
     model: Any,
     cluster: Cluster,
+    asked: PlanOptions,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
-    options: Options,
-    trains: TrainingArguments,
-) -> _Asked:
-    model = read_model(model)
-    model_copy = ModelCopy(model)
-    sizes = options.size_limits
-    unsupported = {"grad": options.grad, "max_batch": sizes.max_batch, "max_length": sizes.max_length}
-    options = replace(options, training=trains.read(model_copy, unsupported))
-    call = read_example(model, model_copy, args, kwargs)
+    *,
+    grad: bool,
+) -> _Example:
+    request = read_request(model, None, asked, Options(grad=grad))
+    call = read_example(request, args, kwargs)
     if call is None:
         raise InputError("machines= needs example inputs: give args= or kwargs=")
     microbatches_of(call, cluster.flight.microbatches)  # raises where it cannot be divided
-    compiler = whole_compiler(model_copy, cluster, options)
-    return _Asked(model, model_copy, options, compiler, call, cluster.flight.microbatches)
+    return _Example(request, cluster, whole_compiler(request.model_copy, cluster, request.options), call)
 
 
 def _require_part(whole: Wire, part: Wire, count: int) -> None:
@@ -199,12 +168,12 @@ def _require_part(whole: Wire, part: Wire, count: int) -> None:
 
 def partition_machines(
     model: Any,
-    machines: Machines,
+    machines: Sequence[MaxMemory],
+    asked: PlanOptions,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
-    options: Options,
-    trains: TrainingArguments,
     *,
+    grad: bool,
     checkpoint: str | Path | Checkpoint | None,
     strict: bool,
     everywhere: bool,
@@ -215,81 +184,49 @@ def partition_machines(
     Args:
         model: with data on every rank, or on rank 0; or on the meta device with ``checkpoint``.
         machines: of all ranks.
+        asked: keyword arguments of the caller.
         args: example inputs by position.
         kwargs: example inputs by name.
-        options: of the caller.
-        trains: what is to be trained, and how.
+        grad: whether autograd runs a backward pass.
         checkpoint: from which each rank reads its own weights.
         strict: whether names that the checkpoint lacks, or the model does not know, are errors.
         everywhere: whether all ranks get results, or the last only.
         plan: to carry out, in place of a search; or the file of one.
     """
-    require_group(len(machines.max_memory))
-    cluster = on_all("reading machines=", lambda: machines.cluster(grad=options.grad, train=trains.train))
-    asked = on_all("reading the model", lambda: _asked(model, cluster, args, kwargs, options, trains))
-    options = asked.options
-    require_same(_facts(asked, machines, options))
-    annotator = on_all("tracing the model", asked.traced)
-    require_same({_GRAPH: str(annotator.graph())})
-    text = _planned_on_first(asked, annotator, cluster, options, plan)
-    source = on_all("reading the checkpoint", lambda: _source(asked, checkpoint, strict=strict))
-    found = ClusterPlan.from_json(text)
-    builder = RankBuilder(
-        asked.model,
-        asked.model_copy,
-        asked.annotator,
-        cluster,
-        options,
-        found,
-        source,
-        everywhere=everywhere,
+    require_group(len(machines))
+    cluster = on_all("reading machines=", lambda: read_cluster(machines, asked, grad=grad))
+    example = on_all("reading the model", lambda: _example(model, cluster, asked, args, kwargs, grad=grad))
+    request = example.request
+    weights = request.model_copy.weights.tensors
+    require_same(
+        {
+            "versions": f"torch {torch.__version__}, graphplan {version('graphplan')}",
+            "machines=, or another argument": f"{machines!r} {asked!r} {request.options!r}",
+            "the weights' names and sizes": "\n".join(
+                f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in weights.items()
+            ),
+        }
     )
+    annotator = on_all("tracing the model", example.traced)
+    require_same({_GRAPH: str(annotator.graph())})
+
+    def plan_on_first() -> str:
+        if dist.get_rank():
+            return ""
+        given = read_given_plan(plan, ClusterPlan, asked)
+        if given is not None:
+            _require_planned_for(given, cluster)
+        return (given or example.plan(annotator)).to_json()
+
+    text = broadcast_text(on_all("planning", plan_on_first), "the plan")
+    source = on_all("reading the checkpoint", lambda: read_source(request, checkpoint, strict=strict))
+    found = ClusterPlan.from_json(text)
+    builder = RankBuilder(request, example.annotator, cluster, found, source, everywhere=everywhere)
     return builder.build(annotator)
 
 
-def _facts(asked: _Asked, machines: Machines, options: Options) -> dict[str, str]:
-    weights = asked.model_copy.weights
-    return {
-        "versions": f"torch {torch.__version__}, graphplan {version('graphplan')}",
-        "machines=, or another argument": f"{machines!r} {options!r}",
-        "the weights' names and sizes": "\n".join(
-            f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in weights.tensors.items()
-        ),
-    }
-
-
-def _source(asked: _Asked, checkpoint: str | Path | Checkpoint | None, *, strict: bool) -> Checkpoint | None:
-    if checkpoint is None or isinstance(checkpoint, Checkpoint):
-        return checkpoint
-    return read_checkpoint(asked.model, asked.model_copy.weights, checkpoint, strict=strict)
-
-
-def _planned_on_first(
-    asked: _Asked, annotator: Annotator, cluster: Cluster, options: Options, plan: object
-) -> str:
-    """The plan's text, made on rank 0 and known to all."""
-
-    def make() -> str:
-        if dist.get_rank():
-            return ""
-        given = _read_given(plan, cluster)
-        found = given or plan_cluster(asked.model_copy, annotator, asked.batch, cluster, options)
-        return found.to_json()
-
-    return broadcast_text(on_all("planning", make), "the plan")
-
-
-def _read_given(plan: object, cluster: Cluster) -> ClusterPlan | None:
-    """The caller's plan, if any, as far as it is for as many machines and microbatches."""
-    if plan is None:
-        return None
-    if isinstance(plan, str | Path):
-        try:
-            plan = ClusterPlan.from_json(Path(plan).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise PlanError(f"the plan {str(plan)!r} cannot be read: {error}") from error
-    if not isinstance(plan, ClusterPlan):
-        raise InputError(f"with machines=, plan must be a graphplan.ClusterPlan or its file, not {plan!r}")
+def _require_planned_for(plan: ClusterPlan, cluster: Cluster) -> None:
+    """Raise PlanError where a plan is for other numbers of machines or microbatches, or another schedule."""
     for what, planned, now in (
         ("machines", plan.machines, len(cluster.machines)),
         ("microbatches", plan.microbatches, cluster.flight.microbatches),
@@ -298,4 +235,3 @@ def _read_given(plan: object, cluster: Cluster) -> ClusterPlan | None:
             raise PlanError(f"the plan is for {planned} {what}, not for {now}")
     if cluster.flight.train and plan.schedule != cluster.flight.schedule:
         raise PlanError(f"the plan is for schedule={plan.schedule!r}, not for {cluster.flight.schedule!r}")
-    return plan

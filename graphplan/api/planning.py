@@ -3,40 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
-import torch
 from torch import nn
 
 from graphplan.analysis.cluster_plan import ClusterPlan
 from graphplan.analysis.plan import Plan
-from graphplan.api.arguments import (
-    ExampleCall,
-    ExampleRun,
-    read_constraints,
-    read_example,
-    read_examples,
-    read_model,
-)
-from graphplan.api.machines import Machines, plan_machines, refuse_with_machines
-from graphplan.api.training_arguments import TrainingArguments
-from graphplan.capture.model_copy import ModelCopy
-from graphplan.capture.size_limits import SizeLimits
+from graphplan.api.arguments import read_example, read_examples, read_request
+from graphplan.api.machines import plan_machines
+from graphplan.api.plan_options import PlanKeywords, PlanOptions, refuse_with_machines, shows_options
 from graphplan.capture.thread_patches import outside_inference_mode
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler
 from graphplan.compiler.progress import with_progress
-from graphplan.compiler.saved_captures import SavedCaptures
-from graphplan.devices.max_memory import MaxMemory, Reserve, read_max_memory
-from graphplan.devices.speeds import Measurements, Speed, with_speeds
-from graphplan.devices.topology import DeviceKey, Link
+from graphplan.devices.max_memory import MaxMemory, read_max_memory
+from graphplan.devices.speeds import with_speeds
 from graphplan.integrations.transformers.generate_plan import plan_first
-from graphplan.ir.cluster_plan_data import Objective, PipelineSchedule
-from graphplan.ir.constraints import Constraints
-from graphplan.passes.training.optimizer_memory import Optimizer
-
-Links = Mapping[tuple[DeviceKey, DeviceKey], Link]
 
 
 @overload
@@ -47,25 +29,7 @@ def plan(
     kwargs: Mapping[str, Any] | None = None,
     *,
     machines: Sequence[MaxMemory],
-    dynamic_shapes: Any = None,
-    links: Links | None = None,
-    offload: bool = True,
-    cpu_compute: bool = True,
-    reserve: Reserve = 0,
-    devices: Mapping[DeviceKey, Speed] | Measurements | None = None,
-    max_batch: int | None = None,
-    max_length: int | None = None,
-    time_limit: float | None = None,
-    capture_cache: str | Path | None = None,
-    microbatches: int = 1,
-    schedule: PipelineSchedule = "gpipe",
-    objective: Objective = "latency",
-    network: Link | None = None,
-    train: bool = False,
-    optimizer: Optimizer | None = None,
-    optimizer_bytes_per_element: float | None = None,
-    recompute: bool = True,
-    offload_activations: bool = True,
+    **options: Unpack[PlanKeywords],
 ) -> ClusterPlan: ...
 @overload
 def plan(
@@ -74,30 +38,11 @@ def plan(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    dynamic_shapes: Any = None,
-    links: Links | None = None,
-    return_outputs: bool = True,
-    pin: Mapping[str, DeviceKey | torch.device] | None = None,
-    together: Sequence[str | Sequence[str]] = (),
-    offload: bool = True,
-    cpu_compute: bool = True,
-    balance: bool = False,
-    reserve: Reserve = 0,
-    devices: Mapping[DeviceKey, Speed] | Measurements | None = None,
-    calls: Sequence[ExampleCall] | ExampleRun | None = None,
-    weights: Sequence[float] | None = None,
-    max_batch: int | None = None,
-    max_length: int | None = None,
-    time_limit: float | None = None,
-    capture_cache: str | Path | None = None,
     machines: None = None,
-    train: bool = False,
-    optimizer: Optimizer | None = None,
-    optimizer_bytes_per_element: float | None = None,
-    train_outputs: str | Sequence[str] | None = None,
-    recompute: bool = True,
-    offload_activations: bool = True,
+    return_outputs: bool = True,
+    **options: Unpack[PlanKeywords],
 ) -> Plan: ...
+@shows_options
 @with_progress
 @outside_inference_mode
 def plan(
@@ -106,33 +51,9 @@ def plan(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    dynamic_shapes: Any = None,
-    links: Links | None = None,
-    return_outputs: bool = True,
-    pin: Mapping[str, DeviceKey | torch.device] | None = None,
-    together: Sequence[str | Sequence[str]] = (),
-    offload: bool = True,
-    cpu_compute: bool = True,
-    balance: bool = False,
-    reserve: Reserve = 0,
-    devices: Mapping[DeviceKey, Speed] | Measurements | None = None,
-    calls: Sequence[ExampleCall] | ExampleRun | None = None,
-    weights: Sequence[float] | None = None,
-    max_batch: int | None = None,
-    max_length: int | None = None,
-    time_limit: float | None = None,
-    capture_cache: str | Path | None = None,
     machines: Sequence[MaxMemory] | None = None,
-    microbatches: int = 1,
-    schedule: PipelineSchedule = "gpipe",
-    objective: Objective = "latency",
-    network: Link | None = None,
-    train: bool = False,
-    optimizer: Optimizer | None = None,
-    optimizer_bytes_per_element: float | None = None,
-    train_outputs: str | Sequence[str] | None = None,
-    recompute: bool = True,
-    offload_activations: bool = True,
+    return_outputs: bool = True,
+    **options: Unpack[PlanKeywords],
 ) -> Any:
     """Decide where everything in ``model`` goes, and move nothing.
 
@@ -146,10 +67,15 @@ def plan(
         args: example inputs by position, on any device, meta too. Without examples the model's
             ``dummy_inputs`` serve, or a symbolic trace, which knows no activation sizes.
         kwargs: example inputs by name.
+        machines: in place of ``max_memory``, one for each of several machines, of which each runs a
+            contiguous stage of the model.
+        return_outputs: whether results go back to the device of the first tensor input.
+        options: the following.
+
+    Keyword Args:
         dynamic_shapes: as in ``torch.export.export``.
         links: (source key, destination key) -> :class:`graphplan.Link`, where it differs from
             25 GB/s and 15 microseconds. It holds in both directions unless the other is given too.
-        return_outputs: whether results go back to the device of the first tensor input.
         pin: module, operation, parameter or buffer -> device key, or the device as torch names it. A
             module runs there, and its weights live there; a parameter or buffer lives there.
         together: modules, or lists of them, that must not be split over devices.
@@ -181,8 +107,6 @@ def plan(
             of the same structure and sizes. None: every process traces. A trace that no file can hold is
             made anew, with a warning. Nothing in the folder is unpickled or run; but who can write to it
             can change what a model computes.
-        machines: in place of ``max_memory``, one for each of several machines, of which each runs a
-            contiguous stage of the model.
         microbatches: with ``machines``, into how many a batch is divided along its first dimension.
         schedule: with ``machines``, ``"gpipe"`` or ``"1f1b"``: what is in memory in a training step.
         objective: with ``machines``: ``"latency"`` for the least seconds of one microbatch,
@@ -212,56 +136,14 @@ def plan(
         InfeasibleError: no placement fits; the smallest budgets that would do are in the error.
         Exception: what the model itself raises for the example inputs, unchanged.
     """
-    size_limits = SizeLimits(max_batch, max_length)
-    trains = TrainingArguments(
-        train, optimizer, optimizer_bytes_per_element, train_outputs, recompute, offload_activations
-    )
-    saved = None if capture_cache is None else SavedCaptures(capture_cache)
+    asked = PlanOptions(**options)
     if machines is not None:
-        refuse_with_machines(
-            max_memory=max_memory,
-            pin=pin,
-            together=together,
-            balance=balance,
-            calls=calls,
-            weights=weights,
-            train_outputs=train_outputs,
-        )
-        asked = Machines(machines, microbatches, schedule, objective, network, devices, links, reserve)
-        rules = Constraints(offload=offload, cpu_compute=cpu_compute)
-        options = Options(
-            dynamic_shapes, False, True, rules, size_limits, time_limit=time_limit, saved_captures=saved
-        )
-        return plan_machines(model, asked, args, kwargs, options, trains)
-    topology = with_speeds(read_max_memory(max_memory, links, reserve), devices)
-    constraints = read_constraints(
-        pin, together, topology, offload=offload, cpu_compute=cpu_compute, balance=balance
-    )
-    model = read_model(model)
-    model_copy = ModelCopy(model)
-    training = trains.read(
-        model_copy,
-        {
-            "dynamic_shapes": dynamic_shapes,
-            "calls": calls,
-            "max_batch": max_batch,
-            "max_length": max_length,
-        },
-    )
-    if training is not None:
-        model_copy.step = training.differentiation([s.type for s in topology.devices if s.computes])
-    options = Options(
-        dynamic_shapes,
-        False,
-        return_outputs,
-        constraints,
-        size_limits,
-        time_limit=time_limit,
-        training=training,
-        saved_captures=saved,
-    )
-    compiler = Compiler(model_copy, topology, options)
-    if calls is not None or weights is not None:
-        find = read_examples(model_copy, args, kwargs, calls, weights)
+        refuse_with_machines(asked, max_memory=max_memory)
+        return plan_machines(model, machines, asked, args, kwargs)
+    topology = with_speeds(read_max_memory(max_memory, asked.links, asked.reserve), asked.devices)
+    request = read_request(model, topology, asked, Options(return_outputs=return_outputs), asked.varying)
+    compiler = Compiler(request.model_copy, topology, request.options)
+    if asked.calls is not None or asked.weights is not None:
+        find = read_examples(request.model_copy, args, kwargs, asked)
         return compiler.plan_together(find(compiler))[0].plan
-    return plan_first(compiler, read_example(model, model_copy, args, kwargs))[0].plan
+    return plan_first(compiler, read_example(request, args, kwargs))[0].plan

@@ -15,13 +15,13 @@ from torch import nn
 from graphplan._compat.torch import group_of
 from graphplan.analysis.cluster_plan import ClusterPlan
 from graphplan.analysis.plan import Plan
+from graphplan.api.arguments import Request
 from graphplan.api.placer import Placer, Recipe
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.partial_model import StageModule
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.cluster_call import Wires, rebuild_result, traced_inputs
 from graphplan.compiler.cluster_planning import Cluster
-from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import AHEAD, Compiler
 from graphplan.compiler.stage_compiler import (
     StageSource,
@@ -56,11 +56,9 @@ class RankBuilder:
     """Makes what one rank runs.
 
     Attributes:
-        model: the caller's.
-        model_copy: of the whole model, whose weights may be on the meta device.
+        request: the whole model, whose weights may be on the meta device, and the caller's options.
         annotated: traces one microbatch, for its sizes or larger ones.
         cluster: all machines.
-        options: of the caller.
         plan: of all machines.
         source: a checkpoint to read weights from.
         everywhere: whether all ranks get results.
@@ -73,11 +71,9 @@ class RankBuilder:
         group: of the ranks that have stages; None for all.
     """
 
-    model: nn.Module
-    model_copy: ModelCopy
+    request: Request
     annotated: Callable[[BoundCall, float], Annotator]
     cluster: Cluster
-    options: Options
     plan: ClusterPlan
     source: Checkpoint | None
     everywhere: bool = field(kw_only=True)
@@ -95,7 +91,7 @@ class RankBuilder:
         rank, stage = dist.get_rank(), self.plan.stage_of(dist.get_rank())
         boundaries = Boundaries(annotator.graph())
         self.order = tuple(boundaries.graph.operations)
-        weights, cut = self.model_copy.weights, None
+        weights, cut = self.request.model_copy.weights, None
         if stage is not None:
             trained = self._trained(annotator) if self.cluster.flight.train else frozenset[str]()
             cut = stage_source(annotator, boundaries, weights, stage.start, stage.end, trained)
@@ -106,18 +102,18 @@ class RankBuilder:
             self.placed = on_all("placing the stages", lambda: self._place(stage, cut, topology))
         else:
             tell_all("placing the stages", None)
-        signature = self.model_copy.signature
+        model, options = self.request.model, self.request.options
         made = ClusterModule(
             self.plan,
             self.placed,
-            signature,
+            self.request.model_copy.signature,
             self.prepare,
-            training=self.model.training,
+            training=model.training,
             everywhere=self.everywhere,
             traffic=self.traffic,
-            shared=SharedGradients(self._shared_parameters() if self.options.differentiates else {}),
+            shared=SharedGradients(self._shared_parameters() if options.differentiates else {}),
         )
-        made.generate_with(generator_of(self.model, made.forward_in_place, self._ranks[-1], self.traffic))
+        made.generate_with(generator_of(model, made.forward_in_place, self._ranks[-1], self.traffic))
         return made
 
     @property
@@ -126,7 +122,7 @@ class RankBuilder:
 
     def _shared_parameters(self) -> dict[str, tuple[int, ...]]:
         """Parameter that several stages read -> their ranks."""
-        parameters, readers = self.model_copy.weights.parameters, dict[str, tuple[int, ...]]()
+        parameters, readers = self.request.model_copy.weights.parameters, dict[str, tuple[int, ...]]()
         for stage in self.plan.stages:
             for name in stage.plan.graph.weights.keys() & parameters:
                 readers[name] = (*readers.get(name, ()), stage.machine)
@@ -136,7 +132,7 @@ class RankBuilder:
         """Take from rank 0 what this rank has no data for."""
         if self.source is not None:
             return
-        weights = self.model_copy.weights.tensors
+        weights = self.request.model_copy.weights.tensors
         lacking = ranks_without_data(weights)
         wanted = {
             stage.machine: [n for n in stage.plan.graph.weights if n in weights]
@@ -155,8 +151,10 @@ class RankBuilder:
         )
         if self.cluster.flight.train:
             cut = with_step(cut, _types(topology))
-        self.compiler = cut.compiler(topology, self.options, stage.plan)
-        placer = Placer(Recipe(topology, self.options, strict=True), self.source, compiler=self.compiler)
+        self.compiler = cut.compiler(topology, self.request.options, stage.plan)
+        placer = Placer(
+            Recipe(topology, self.request.options, strict=True), self.source, compiler=self.compiler
+        )
         return placer.place(cut.module, model_copy, cut.example("cpu"))
 
     def prepare(self, micro: BoundCall, form: Form) -> ClusterCall:
@@ -215,9 +213,9 @@ class RankBuilder:
 
     def _trained(self, annotator: Annotator) -> frozenset[str]:
         """Values of which gradients are sent back in a training step."""
-        if not self.options.differentiates:
+        if not self.request.options.differentiates:
             return frozenset()
-        return trained_values(annotator.capture, trainable(self.model_copy.weights))
+        return trained_values(annotator.capture, trainable(self.request.model_copy.weights))
 
     def _cut(self, annotator: Annotator, wires: Wires, form: Form) -> _RankCut:
         """The stages of a call, this rank's placed."""
@@ -229,7 +227,7 @@ class RankBuilder:
             return _RankCut(None, crossing)
         assert self.compiler is not None
         assert self.placed is not None
-        index, weights = self._ranks.index(rank), self.model_copy.weights
+        index, weights = self._ranks.index(rank), self.request.model_copy.weights
         trained = wires.trained if trains else frozenset[str]()
         cut = stage_source(annotator, boundaries, weights, positions[index], positions[index + 1], trained)
         if not cut.cut.outputs:  # it has nothing to compute in such calls, as encoders in a decode step
@@ -303,7 +301,7 @@ class RankBuilder:
     ) -> StageRunner | None:
         """What runs this rank's stage forward and backward, if it has one."""
         known, schedule = self.cuts[key], self.plan.schedule
-        if known.source is None or not self.options.differentiates:
+        if known.source is None or not self.request.options.differentiates:
             return None
         program = self._program(known.source, wires)
         names = [wire.name for wire in program.sent]

@@ -3,83 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from graphplan.api.plan_options import PlanOptions
 from graphplan.capture.model_copy import ModelCopy
-from graphplan.compiler.training import Training
+from graphplan.compiler.training import Training, trainable
 from graphplan.errors import InputError
-from graphplan.passes.training.optimizer_memory import Optimizer, optimizer_memory
+from graphplan.passes.training.optimizer_memory import optimizer_memory
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingArguments:
-    """Arguments of :func:`graphplan.plan`, as given; without ``train`` the others have their defaults."""
+def read_training(
+    asked: PlanOptions, model_copy: ModelCopy, unsupported: Mapping[str, Any]
+) -> Training | None:
+    """What is to be trained, and how; None for a forward pass alone.
 
-    train: bool
-    optimizer: Optimizer | None
-    optimizer_bytes_per_element: float | None
-    train_outputs: str | Sequence[str] | None
-    recompute: bool
-    offload_activations: bool
+    Args:
+        asked: by the caller.
+        model_copy: of the model.
+        unsupported: name -> value of arguments that are not combined with training.
 
-    def read(self, model_copy: ModelCopy, unsupported: Mapping[str, Any]) -> Training | None:
-        """What is to be trained, and how; None for a forward pass alone.
+    Raises:
+        InputError: an argument is not what it should be, or no parameter requires a gradient.
+    """
+    for what in ("train", "recompute", "offload_activations"):
+        if not isinstance(flag := getattr(asked, what), bool):
+            raise InputError(f"{what} must be True or False, not {flag!r}")
+    if not asked.train:
+        _require_defaults(asked)
+        return None
+    unsupported = {**unsupported, "max_batch": asked.max_batch, "max_length": asked.max_length}
+    for name, value in unsupported.items():
+        if value:
+            raise InputError(f"train=True plans one step of the example's sizes: it does not take {name}")
+    outputs = _outputs(asked.train_outputs)
+    _require_one_optimizer(asked)
+    weights = model_copy.weights
+    required = trainable(weights)
+    trained = tuple(name for name in weights.tensors if name in required)
+    if not trained:
+        raise InputError("train=True: no parameter of the model requires a gradient")
+    kinds = {weights.tensors[name].dtype for name in trained}
+    later = {n: t for n, t in weights.tensors.items() if n in weights.parameters and t.dtype in kinds}
+    memory = optimizer_memory(later, asked.optimizer, asked.optimizer_bytes_per_element)
+    return Training(memory, trained, outputs, asked.recompute, asked.offload_activations)
 
-        Args:
-            model_copy: of the model.
-            unsupported: name -> value of arguments that are not combined with training.
 
-        Raises:
-            InputError: an argument is not what it should be, or no parameter requires a gradient.
-        """
-        self._require_flags()
-        if not self.train:
-            self._require_defaults()
-            return None
-        if together := [name for name, value in unsupported.items() if value]:
-            raise InputError(
-                f"train=True plans one step of the example's sizes: it does not take {together[0]}"
-            )
-        outputs = _outputs(self.train_outputs)
-        self._require_one_optimizer()
-        weights = model_copy.weights
-        parameters = {name: tensor for name, tensor in weights.tensors.items() if name in weights.parameters}
-        trained = tuple(name for name, tensor in parameters.items() if tensor.requires_grad)
-        if not trained:
-            raise InputError("train=True: no parameter of the model requires a gradient")
-        kinds = {parameters[name].dtype for name in trained}
-        later = {name: tensor for name, tensor in parameters.items() if tensor.dtype in kinds}
-        memory = optimizer_memory(later, self.optimizer, self.optimizer_bytes_per_element)
-        return Training(memory, trained, outputs, self.recompute, self.offload_activations)
+def _require_defaults(asked: PlanOptions) -> None:
+    usual = PlanOptions()
+    for name in (
+        "optimizer",
+        "optimizer_bytes_per_element",
+        "train_outputs",
+        "recompute",
+        "offload_activations",
+    ):
+        if getattr(asked, name) != getattr(usual, name):
+            raise InputError(f"{name} is of training: give train=True with it")
 
-    def _require_flags(self) -> None:
-        for what in ("train", "recompute", "offload_activations"):
-            if not isinstance(flag := getattr(self, what), bool):
-                raise InputError(f"{what} must be True or False, not {flag!r}")
 
-    def _require_defaults(self) -> None:
-        given = {
-            "optimizer": self.optimizer,
-            "optimizer_bytes_per_element": self.optimizer_bytes_per_element,
-            "train_outputs": self.train_outputs,
-            "recompute": None if self.recompute else False,
-            "offload_activations": None if self.offload_activations else False,
-        }
-        if alone := [name for name, value in given.items() if value is not None]:
-            raise InputError(f"{alone[0]} is of training: give train=True with it")
-
-    def _require_one_optimizer(self) -> None:
-        optimizer, nbytes = self.optimizer, self.optimizer_bytes_per_element
-        if nbytes is not None and optimizer is not None:
-            raise InputError("give optimizer or optimizer_bytes_per_element, not both")
-        if nbytes is not None and not _is_size(nbytes):
-            raise InputError(f"optimizer_bytes_per_element={nbytes!r}: write 0 or more bytes")
-        if optimizer is not None and not callable(optimizer):
-            raise InputError(
-                f"optimizer={type(optimizer).__name__}(...) is an optimizer of other parameters: give its "
-                "class, or a function from parameters to one"
-            )
+def _require_one_optimizer(asked: PlanOptions) -> None:
+    optimizer, nbytes = asked.optimizer, asked.optimizer_bytes_per_element
+    if nbytes is not None and optimizer is not None:
+        raise InputError("give optimizer or optimizer_bytes_per_element, not both")
+    if nbytes is not None and not _is_size(nbytes):
+        raise InputError(f"optimizer_bytes_per_element={nbytes!r}: write 0 or more bytes")
+    if optimizer is not None and not callable(optimizer):
+        raise InputError(
+            f"optimizer={type(optimizer).__name__}(...) is an optimizer of other parameters: give its "
+            "class, or a function from parameters to one"
+        )
 
 
 def _outputs(given: str | Sequence[str] | None) -> tuple[str, ...] | None:

@@ -15,9 +15,8 @@ from torch import nn
 
 import graphplan
 from graphplan import ClusterPlan, ClusterProfile, Link
-from graphplan.api.machines import Machines, plan_machines
-from graphplan.api.training_arguments import TrainingArguments
-from graphplan.compiler.formulation import Options
+from graphplan.api.machines import plan_machines, read_cluster
+from graphplan.api.plan_options import PlanOptions
 from graphplan.report.cluster_perfetto import Slot, batch_slots
 from graphplan.report.cluster_text import HEADER, machine_rows
 from graphplan.report.text import size_text
@@ -172,17 +171,17 @@ def test_kept_activations_ask_for_more_machines_in_a_training_step() -> None:
     from graphplan.passes.pipeline.estimates import Flight
 
     assert read_max_memory({"cpu": 1})
-    assert Machines([{"cpu": "1GiB"}], 8, "1f1b").cluster(grad=True).flight == Flight(8, "1f1b", True)
+    asked = PlanOptions(microbatches=8, schedule="1f1b")
+    assert read_cluster([{"cpu": "1GiB"}], asked, grad=True).flight == Flight(8, "1f1b", True)
     assert Flight(8, "gpipe", True).kept(after=1) == 8
     assert Flight(8, "1f1b", True).kept(after=1) == 2
     assert Flight(8, "1f1b", False).kept(after=1) == 0
 
 
 def test_1f1b_needs_a_microbatch_for_each_stage() -> None:
-    machines = Machines([{"cpu": WEIGHTS // 2}] * 4, 2, "1f1b", network=NEAR)
-    untrained = TrainingArguments(False, None, None, None, True, True)
+    asked = PlanOptions(microbatches=2, schedule="1f1b", network=NEAR)
     with pytest.raises(graphplan.InputError, match=r"2 for 3 stages: give microbatches=3 or more"):
-        plan_machines(Stack(), machines, (X,), None, Options(grad=True), untrained)
+        plan_machines(Stack(), [{"cpu": WEIGHTS // 2}] * 4, asked, (X,), None, grad=True)
 
 
 class Block(nn.Module):

@@ -1,0 +1,131 @@
+"""The keyword arguments that ``plan`` and ``partition`` share: their types, defaults and checks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypedDict, TypeVar
+
+import torch
+
+from graphplan.capture.size_limits import SizeLimits
+from graphplan.compiler.saved_captures import SavedCaptures
+from graphplan.devices.max_memory import Reserve
+from graphplan.devices.speeds import Measurements, Speed
+from graphplan.devices.topology import DeviceKey, Link
+from graphplan.errors import InputError
+from graphplan.ir.cluster_plan_data import Objective, PipelineSchedule
+from graphplan.passes.training.optimizer_memory import Optimizer
+
+ExampleCall = (
+    Mapping[str, Any] | tuple[Sequence[Any], Mapping[str, Any]] | tuple[str, Sequence[Any], Mapping[str, Any]]
+)
+ExampleRun = Callable[[Any], Any]
+"""Code that makes calls of a model."""
+
+Links = Mapping[tuple[DeviceKey, DeviceKey], Link]
+_OF_ONE_MACHINE = ("pin", "together", "balance", "calls", "weights", "train_outputs")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class PlanKeywords(TypedDict, total=False):
+    """What a type checker knows of the fields of :class:`PlanOptions`."""
+
+    dynamic_shapes: Any
+    links: Links | None
+    pin: Mapping[str, DeviceKey | torch.device] | None
+    together: Sequence[str | Sequence[str]]
+    offload: bool
+    cpu_compute: bool
+    balance: bool
+    reserve: Reserve
+    devices: Mapping[DeviceKey, Speed] | Measurements | None
+    calls: Sequence[ExampleCall] | ExampleRun | None
+    weights: Sequence[float] | None
+    max_batch: int | None
+    max_length: int | None
+    time_limit: float | None
+    capture_cache: str | Path | None
+    microbatches: int
+    schedule: PipelineSchedule
+    objective: Objective
+    network: Link | None
+    train: bool
+    optimizer: Optimizer | None
+    optimizer_bytes_per_element: float | None
+    train_outputs: str | Sequence[str] | None
+    recompute: bool
+    offload_activations: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """Keyword arguments of :func:`graphplan.plan`, which says what each is; as given.
+
+    Its text is the same in all processes that are given the same.
+    """
+
+    dynamic_shapes: Any = None
+    links: Links | None = None
+    pin: Mapping[str, DeviceKey | torch.device] | None = None
+    together: Sequence[str | Sequence[str]] = ()
+    offload: bool = True
+    cpu_compute: bool = True
+    balance: bool = False
+    reserve: Reserve = 0
+    devices: Mapping[DeviceKey, Speed] | Measurements | None = None
+    calls: Sequence[ExampleCall] | ExampleRun | None = field(default=None, repr=False)
+    weights: Sequence[float] | None = None
+    max_batch: int | None = None
+    max_length: int | None = None
+    time_limit: float | None = None
+    capture_cache: str | Path | None = field(default=None, repr=False)
+    microbatches: int = 1
+    schedule: PipelineSchedule = "gpipe"
+    objective: Objective = "latency"
+    network: Link | None = None
+    train: bool = False
+    optimizer: Optimizer | None = field(default=None, repr=False)
+    optimizer_bytes_per_element: float | None = None
+    train_outputs: str | Sequence[str] | None = None
+    recompute: bool = True
+    offload_activations: bool = True
+
+    @property
+    def size_limits(self) -> SizeLimits:
+        """``max_batch`` and ``max_length``; InputError where they are no such sizes."""
+        return SizeLimits(self.max_batch, self.max_length)
+
+    @property
+    def varying(self) -> dict[str, Any]:
+        """What makes a placement of one machine serve several calls, or sizes."""
+        return {"dynamic_shapes": self.dynamic_shapes, "calls": self.calls}
+
+    def saved_captures(self) -> SavedCaptures | None:
+        """The folder of captures, if there is to be one; InputError where it cannot be made."""
+        return None if self.capture_cache is None else SavedCaptures(self.capture_cache)
+
+    def searches(self) -> bool:
+        """Whether anything is asked of a search for a plan."""
+        rules = self.pin or self.together or self.balance or not (self.offload and self.cpu_compute)
+        return bool(rules or self.links or self.devices or self.time_limit)
+
+
+def shows_options(function: _Function) -> _Function:
+    """The function; its signature has the fields of :class:`PlanOptions` in place of ``**options``."""
+    own = inspect.signature(function)
+    named = [one for one in own.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    fields = inspect.signature(PlanOptions).parameters.values()
+    shared = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in fields]
+    function.__signature__ = own.replace(parameters=[*named, *shared])  # type: ignore[attr-defined]
+    return function
+
+
+def refuse_with_machines(asked: PlanOptions, **given: object) -> None:
+    """Raise InputError for an argument that several machines do not take."""
+    refused = {name: getattr(asked, name) for name in _OF_ONE_MACHINE}
+    for name, value in {**refused, **given}.items():
+        if value is not None and value is not False and value != ():
+            raise InputError(f"machines= does not go with {name}=: leave one of them out")
