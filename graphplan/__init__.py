@@ -16,6 +16,7 @@ from graphplan.api.components import PlacedComponents, partition_pipeline
 from graphplan.api.largest_batch import largest_batch
 from graphplan.api.load import load
 from graphplan.api.partition import partition
+from graphplan.api.plan_options import PlanKeywords
 from graphplan.api.planning import plan
 from graphplan.devices.speeds import Measurements, Speed
 from graphplan.devices.topology import DeviceSpec, Efficiency, Link, Topology
@@ -85,6 +86,7 @@ __all__ = [
     "PlacedComponents",
     "Plan",
     "PlanError",
+    "PlanKeywords",
     "Profile",
     "Schedule",
     "SimulatedMachine",

@@ -2,17 +2,18 @@
 
 ::
 
-    partition ── Placer ──> placed module, which keeps a Recipe and a RoomFinder
+    partition ── Placer ──> placed module, which keeps a Recipe and Placer.find_room
        │                        │ pickled, or changed after it was traced
        │                        ├── Recipe at the next forward pass: Placer, with the weights where they are
        └── at the first         │ a call has no room beside the weights
-           forward pass         └── RoomFinder: plans it, wherever weights are; its WeightMove does that
+           forward pass         └── find_room plans it, wherever weights are; its WeightMove does that
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -242,78 +243,51 @@ class Placer:
             refused=None if recipe.strict else later_refused,
             memory=(*made.pages, *made.files),
             training=self._training_reader(),
-            move=RoomFinder(self, compiler) if self._may_move else None,
+            move=partial(self.find_room, compiler) if self._may_move else None,
         )
         if self.warm:
             warm_activations(program.plan for program in programs)
         return made.module
 
-
-@dataclass(frozen=True, slots=True)
-class RoomFinder:
-    """Finds room for a call that lacks it where the weights are.
-
-    Attributes:
-        placer: that has placed them.
-        compiler: that knows what has been traced.
-    """
-
-    placer: Placer
-    compiler: Compiler
-
-    def __call__(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str, modes: Modes
+    def find_room(
+        self, known: Compiler, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str, modes: Modes
     ) -> WeightMove:
-        """A plan of the call and of larger ones, with the weights where there is room; nothing is moved.
+        """A plan of a call, and of larger ones, with the weights where there is room; nothing is moved.
+
+        ``known`` knows what has been traced.
 
         Raises:
             InfeasibleError: there is none, or weights were moved for a call as large before: two that have
                 no room together would move them in turns.
         """
-        self.compiler.model_copy.enter(modes)
-        call = self.compiler.model_copy.part(entry).bind(args, kwargs)
+        known.model_copy.enter(modes)
+        call = known.model_copy.part(entry).bind(args, kwargs)
         nbytes = sum(map(tensor_bytes, call.tensors))
-        if nbytes <= self.placer.moved_for:
+        if nbytes <= self.moved_for:
             raise InfeasibleError("weights were moved for a call as large before")
-        compiler = self.compiler.anew()
-        planned = compiler.plan(call, entry, compiler.aheads(call, entry))
-        compiler.commit(planned)
-        recipe = replace(self.placer.recipe, homes=compiler.homes, known_plan=planned.plan)
-        placer = replace(self.placer, recipe=recipe, source=None, in_place=True, moved_for=nbytes)
-        return WeightMove(placer, compiler, planned)
+        mover = known.anew()
+        planned = mover.plan(call, entry, mover.aheads(call, entry))
+        mover.commit(planned)
+        recipe = replace(self.recipe, homes=mover.homes, known_plan=planned.plan)
+        return WeightMove(
+            recipe, warm=self.warm, in_place=True, moved_for=nbytes, mover=mover, planned=planned
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class WeightMove:
+class WeightMove(Placer):
     """Moves weights to where a plan has them.
 
     Attributes:
-        placer: that does so.
-        compiler: that has made the plan.
+        mover: the compiler that has made the plan.
         planned: the plan.
     """
 
-    placer: Placer
-    compiler: Compiler
-    planned: Planned
+    mover: Compiler = field(kw_only=True)
+    planned: Planned = field(kw_only=True)
 
-    @property
-    def known_plan(self) -> PlanData | None:
-        """The plan that puts the weights where they will be."""
-        return self.placer.known_plan
-
-    @property
-    def strict(self) -> bool:
-        """Whether what cannot be captured is an error."""
-        return self.placer.strict
-
-    def __call__(
-        self,
-        module: nn.Module,
-        *_call: Any,
-        **_named: Any,
-    ) -> nn.Module:
+    def __call__(self, module: nn.Module, *_call: Any, **_named: Any) -> nn.Module:
         """The module with its weights moved, by way of host memory, whatever call comes next."""
-        placed = self.placer.attached(unplaced(module), self.compiler, [self.planned])
-        self.compiler.model_copy.weights.tensors.update(ModelWeights(placed).tensors)
+        placed = self.attached(unplaced(module), self.mover, [self.planned])
+        self.mover.model_copy.weights.tensors.update(ModelWeights(placed).tensors)
         return placed

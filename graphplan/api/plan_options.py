@@ -31,7 +31,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class PlanKeywords(TypedDict, total=False):
-    """What a type checker knows of the fields of :class:`PlanOptions`."""
+    """Types of the keyword arguments that :func:`graphplan.plan` and :func:`graphplan.partition` share."""
 
     dynamic_shapes: Any
     links: Links | None

@@ -70,7 +70,7 @@ def plan(
         machines: in place of ``max_memory``, one for each of several machines, of which each runs a
             contiguous stage of the model.
         return_outputs: whether results go back to the device of the first tensor input.
-        options: the following.
+        options: the keyword arguments below; :class:`graphplan.PlanKeywords` has their types.
 
     Keyword Args:
         dynamic_shapes: as in ``torch.export.export``.
