@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import transformers as hf
+from models import llama_of
 from report import parser_of, table, write
 from torch import nn
 
@@ -29,7 +30,7 @@ import graphplan
 def models() -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
     """Name, model and inputs."""
     image, ids = torch.randn(1, 3, 224, 224), torch.randint(0, 1000, (1, 128))
-    llama = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 8000}
+    llama = hf.LlamaForCausalLM(llama_of(512, 1408, 8, 32, 32, 8000)())
     yield "BERT", hf.BertModel(hf.BertConfig(num_hidden_layers=6)), {"input_ids": ids}
     yield "ResNet-50", hf.ResNetModel(hf.ResNetConfig()), {"pixel_values": image}
     yield "GPT-2, one token", hf.GPT2Model(hf.GPT2Config()), {"input_ids": ids[:, :1], "use_cache": False}
@@ -37,7 +38,7 @@ def models() -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
     segformer = hf.SegformerForSemanticSegmentation(hf.SegformerConfig())
     yield "Segformer", segformer, {"pixel_values": torch.randn(1, 3, 256, 256)}
     yield "ViT", hf.ViTModel(hf.ViTConfig(num_hidden_layers=6)), {"pixel_values": image}
-    yield "Llama", hf.LlamaForCausalLM(hf.LlamaConfig(**llama)), {"input_ids": ids, "use_cache": False}
+    yield "Llama", llama, {"input_ids": ids, "use_cache": False}
     yield "Swin", hf.SwinModel(hf.SwinConfig()), {"pixel_values": image}
     yield "MobileNetV2", hf.MobileNetV2Model(hf.MobileNetV2Config()), {"pixel_values": image}
     tiny = nn.Sequential(*(nn.Linear(16, 16) for _ in range(100)))

@@ -32,7 +32,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch
 from report import parser_of, table, write
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -53,23 +53,13 @@ def on_meta(config: LlamaConfig) -> nn.Module:
 
 
 def write_checkpoint(folder: Path, shape: dict[str, int], layers: int, shard: int = 400_000_000) -> int:
-    """Write shards one after another, so that the whole is never in memory; returns all bytes."""
-    architecture = {"dtype": "bfloat16", "architectures": ["LlamaForCausalLM"]}
-    config = LlamaConfig(**shape, num_hidden_layers=layers, vocab_size=32_000, **architecture)
-    config.save_pretrained(folder)
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    for name, tensor in on_meta(config).state_dict().items():
-        if sum(t.nbytes for t in shards[-1].values()) > shard:
-            shards.append({})
-        shards[-1][name] = tensor
-    named: dict[str, str] = {}
-    for number, tensors in enumerate(shards):
-        file = f"model-{number:05}.safetensors"
-        made = {n: torch.empty(t.shape, dtype=t.dtype).normal_(std=0.02) for n, t in tensors.items()}
-        save_file(made, folder / file, metadata={"format": "pt"})
-        named.update(dict.fromkeys(tensors, file))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
-    return sum(tensor.nbytes for tensors in shards for tensor in tensors.values())
+    """Write a model of random weights; returns all bytes."""
+    config = LlamaConfig(**shape, num_hidden_layers=layers, vocab_size=32_000, dtype="bfloat16")
+    model: Any = on_meta(config).to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.02)
+    model.save_pretrained(folder, max_shard_size=shard)
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 @dataclass(frozen=True)

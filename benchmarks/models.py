@@ -54,16 +54,23 @@ def _image(side: int) -> Callable[[], Inputs]:
     return lambda: {"pixel_values": torch.zeros(1, 3, side, side)}
 
 
-LLAMA_70B = partial(
-    hf.LlamaConfig,
-    hidden_size=8192,
-    intermediate_size=28672,
-    num_hidden_layers=80,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    vocab_size=128256,
-    rope_theta=500000.0,
-)
+def llama_of(
+    wide: int, inner: int, layers: int, heads: int, keys: int, vocabulary: int, **more: Any
+) -> partial[hf.LlamaConfig]:
+    """Makes the configuration of a Llama: widths, layers, heads of queries and of keys, vocabulary."""
+    return partial(
+        hf.LlamaConfig,
+        hidden_size=wide,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=keys,
+        vocab_size=vocabulary,
+        **more,
+    )
+
+
+LLAMA_70B = llama_of(8192, 28672, 80, 64, 8, 128256, rope_theta=500000.0)
 _MIXTRAL = partial(
     hf.MixtralConfig,
     hidden_size=4096,

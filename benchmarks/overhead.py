@@ -16,23 +16,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import copy
-import gc
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import cpu_offload, dispatch_model
-from report import parser_of, table, write
+from models import llama_of
+from report import in_turn, parser_of, table, write
 from torch import nn
 from torch.utils import _pytree as pytree
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import graphplan
 
-WARM = 2  # rounds that are not counted
 EAGER, OURS = "eager", "graphplan"
 
 
@@ -70,16 +68,7 @@ def linears(count: int = 300, width: int = 16) -> Workload:
 
 def llama(layers: int = 24, hidden: int = 64, tokens: int = 0) -> Workload:
     """A toy Llama that returns its cache, as it does by default."""
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    config = llama_of(hidden, 2 * hidden, layers, 4, 2, 256, eos_token_id=None, pad_token_id=0)()
     blocks = (f"model.layers.{i}" for i in range(layers))
     parts = ("model.embed_tokens", *blocks, "model.norm", "model.rotary_emb", "lm_head")
     name = f"Llama, {layers} layers of {hidden}" + (f", {tokens} tokens generated" if tokens else "")
@@ -103,23 +92,6 @@ def forms(workload: Workload) -> dict[str, Callable[[], Any]]:
     return {name: workload.call_of(each) for name, each in models.items()}
 
 
-def times(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[int]]:
-    """Form -> nanoseconds of processor time of each call."""
-    found: dict[str, list[int]] = {name: [] for name in calls}
-    gc.collect()
-    gc.disable()
-    try:
-        with torch.no_grad():
-            for _ in range(rounds + WARM):
-                for name, call in calls.items():
-                    start = time.process_time_ns()
-                    call()
-                    found[name].append(time.process_time_ns() - start)
-    finally:
-        gc.enable()
-    return {name: taken[WARM:] for name, taken in found.items()}
-
-
 def require_equal(calls: Mapping[str, Callable[[], Any]]) -> None:
     """Every form returns what eager does."""
     with torch.no_grad():
@@ -135,15 +107,16 @@ def measure(workload: Workload, rounds: int) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     calls = forms(workload)
     require_equal(calls)
-    taken = times(calls, rounds)
+    with torch.no_grad():
+        taken = in_turn(calls, rounds)
     least = {name: min(values) for name, values in taken.items()}
     middle = {name: statistics.median(values) for name, values in taken.items()}
     return [
         {
             "workload": workload.name,
             "form": name,
-            "best_ms": least[name] / 1e6,
-            "median_ms": middle[name] / 1e6,
+            "best_ms": 1e3 * least[name],
+            "median_ms": 1e3 * middle[name],
             "ratio_of_best": least[name] / least[EAGER],
             "ratio_of_median": middle[name] / middle[EAGER],
         }

@@ -11,7 +11,6 @@ earlier results; ``--best`` prints the best known plans, these included, as they
 from __future__ import annotations
 
 import gc
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import report
 from baselines import baselines
 from instances import INSTANCES, Instance, random_chain
 from report import RESULTS, parser_of, table, write
@@ -206,9 +206,7 @@ def as_data(result: Result) -> dict[str, Any]:
 
 def recorded(results: Path = RESULTS) -> dict[str, dict[str, Any]]:
     """Name of an instance -> its row in the results file."""
-    path = results / "placement.json"
-    rows = json.loads(path.read_text(encoding="utf-8"))["results"] if path.is_file() else []
-    return {row["instance"]: row for row in rows}
+    return {row["instance"]: row for row in report.recorded("placement", results).get("results", [])}
 
 
 def recall(result: Result, row: Mapping[str, Any]) -> None:

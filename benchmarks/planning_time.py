@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import transformers as hf
 from instances import Instance, random_chain, stack
-from models import LLAMA_70B, MODELS, Model
+from models import LLAMA_70B, MODELS, Model, llama_of
 from report import parser_of, table, write
 from torch.fx.experimental import _config as symbolic_config
 
@@ -55,9 +55,7 @@ def llama_70b(layers: int) -> Model:
 _BERT = partial(
     hf.BertConfig, hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16
 )
-_LLAMA_8B = partial(
-    LLAMA_70B, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32
-)
+_LLAMA_8B = llama_of(4096, 14336, 32, 32, 8, 128256, rope_theta=500000.0)
 FULL_SIZE = {
     "llama-3-8b": Model(hf.LlamaForCausalLM, _LLAMA_8B, MODELS["llama-3-70b"].inputs),
     "bert-large": Model(hf.BertForMaskedLM, _BERT, MODELS["llama-3-70b"].inputs),

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,7 +22,7 @@ from typing import Any
 from baselines import peak_activation
 from instances import GIB, A, B, C, Card, Speed, devices
 from models import MODELS
-from report import RESULTS, parser_of, table, write
+from report import RESULTS, parser_of, recorded, table, write
 from torch import nn
 
 from graphplan.analysis.plan import Plan
@@ -173,8 +172,7 @@ def as_data(row: Row) -> dict[str, Any]:
 
 def keep(rows: Sequence[Row], failed: Mapping[str, str], results: Path = RESULTS) -> Path:
     """Write these rows, in place of older ones of the same model and budgets."""
-    path = results / "real_models.json"
-    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": [], "failed": {}}
+    before = {"rows": [], "failed": {}, **recorded("real_models", results)}
     known = {(row["model"], row["case"]): row for row in before["rows"]}
     known.update({(row.model, row.case): as_data(row) for row in rows})
     kept = [known[key] for key in itertools.product(MODELS, CASES) if key in known]

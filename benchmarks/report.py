@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import torch
 from graphplan.report.text import table_lines
 
 RESULTS = Path(__file__).parent / "results"
+_WARM = 2  # rounds that are not counted
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
@@ -50,9 +53,31 @@ def _processor() -> str:
     return platform.machine()
 
 
+def in_turn(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Name -> processor seconds of each call, one after another in each round; garbage is not collected."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(rounds + _WARM):
+            for name, call in calls.items():
+                start = time.process_time()
+                call()
+                found[name].append(time.process_time() - start)
+    finally:
+        gc.enable()
+    return {name: taken[_WARM:] for name, taken in found.items()}
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Rows as text."""
     return "\n".join(table_lines(header, [list(map(str, row)) for row in rows]))
+
+
+def recorded(name: str, results: Path = RESULTS) -> dict[str, Any]:
+    """What ``results/name.json`` has; nothing where it is not there."""
+    path = results / f"{name}.json"
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
 def write(name: str, data: Mapping[str, Any], results: Path = RESULTS) -> Path:

@@ -32,9 +32,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from models import llama_of
 from report import parser_of, table, write
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, SegformerConfig, SegformerForSemanticSegmentation
+from transformers import LlamaForCausalLM, SegformerConfig, SegformerForSemanticSegmentation
 
 import graphplan
 from graphplan.passes.pipeline.boundaries import Boundaries
@@ -85,17 +86,9 @@ def pyramid() -> Model:
 
 def large_head() -> Model:
     """A Llama of small layers with a large vocabulary."""
-    config = LlamaConfig(
-        vocab_size=32_000,
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-    )
     layers = ["model.embed_tokens", *(f"model.layers.{i}" for i in range(8)), "lm_head"]
     inputs = {"input_ids": torch.randint(0, 32_000, (16, 32)), "use_cache": False}
-    return Model(LlamaForCausalLM(config), inputs, layers)
+    return Model(LlamaForCausalLM(llama_of(256, 688, 8, 8, 8, 32_000)()), inputs, layers)
 
 
 def segformer() -> Model:

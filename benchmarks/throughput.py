@@ -128,27 +128,13 @@ def orders(graph: nx.DiGraph, count: int) -> Iterator[list[int]]:
     yield list(nx.lexicographical_topological_sort(graph))
     rng = random.Random(0)
     for attempt in range(count):
-        found: list[int] = []
         towards = graph if attempt % 2 else graph.reverse(copy=False)
-        seen: set[int] = set()
-        starts = [n for n in towards if not towards.in_degree(n)]
-        rng.shuffle(starts)
-        for start in starts:
-            stack = [(start, iter(rng.sample(list(towards[start]), len(towards[start]))))]
-            if start in seen:
-                continue
-            seen.add(start)
-            while stack:
-                node, left = stack[-1]
-                for following in left:
-                    if following not in seen:
-                        seen.add(following)
-                        more = rng.sample(list(towards[following]), len(towards[following]))
-                        stack.append((following, iter(more)))
-                        break
-                else:
-                    stack.pop()
-                    found.append(node)
+        shuffled = nx.DiGraph()
+        inner = [node for node in towards if towards.in_degree(node)]
+        starts = [node for node in towards if not towards.in_degree(node)]
+        shuffled.add_nodes_from([*rng.sample(starts, len(starts)), *inner])
+        shuffled.add_edges_from(rng.sample(list(towards.edges), towards.number_of_edges()))
+        found = list(nx.dfs_postorder_nodes(shuffled))
         yield found[::-1] if attempt % 2 else found
 
 

@@ -29,9 +29,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from report import parser_of, write
+from models import llama_of
+from report import in_turn, parser_of, write
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import graphplan
 from graphplan.compiler.activation_choice import member_with
@@ -41,25 +42,15 @@ from graphplan.passes.training.knapsack import Savings
 from graphplan.passes.training.segments import segments_of
 
 ADAMW = torch.optim.AdamW
-WARM = 2  # rounds that are not counted
 
 
 def step_of_llama(
     layers: int, length: int, *, vocabulary: int = 128256, rows: int = 1
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Llama-8B, or one of fewer layers, and a batch."""
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        dtype=torch.bfloat16,
-    )
+    config = llama_of(4096, 14336, layers, 32, 8, vocabulary, max_position_embeddings=8192)
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+        model = LlamaForCausalLM(config()).to(torch.bfloat16).train()
         ids = torch.zeros(rows, length, dtype=torch.int64)
     return model, {"input_ids": ids, "labels": ids, "use_cache": False}
 
@@ -141,35 +132,26 @@ def blocks_row(length: int) -> dict[str, Any]:
 
 
 def overhead_row(rounds: int) -> dict[str, Any]:
-    """Least seconds of a step, ours and eager's."""
+    """Least seconds of a step, ours and eager's, before the optimizer and with it."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=24,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model = LlamaForCausalLM(config).train()
+    model = LlamaForCausalLM(llama_of(64, 128, 24, 4, 2, 256)()).train()
     ids = torch.randint(0, 256, (1, 16))
     inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
     placed = graphplan.partition(
         copy.deepcopy(model), {"cpu": "8GiB"}, kwargs=inputs, train=True, optimizer=ADAMW
     )
     forms = {"eager": (model, ADAMW(model.parameters())), "graphplan": (placed, ADAMW(placed.parameters()))}
-    seconds: dict[str, list[float]] = {name: [] for name in forms}
-    whole: dict[str, list[float]] = {name: [] for name in forms}
-    for turn in range(rounds + WARM):
-        for name, (form, optimizer) in forms.items():
-            start = time.process_time()
-            form(**inputs).loss.backward()
-            middle = time.process_time()
+
+    def step(name: str, *, whole: bool) -> None:
+        form, optimizer = forms[name]
+        form(**inputs).loss.backward()
+        if whole:
             optimizer.step()
-            optimizer.zero_grad()
-            if turn >= WARM:
-                seconds[name].append(middle - start)
-                whole[name].append(time.process_time() - start)
+        optimizer.zero_grad()
+
+    seconds, whole = (
+        in_turn({name: partial(step, name, whole=one) for name in forms}, rounds) for one in (False, True)
+    )
     return {
         "rounds": rounds,
         **{f"{name}_ms": 1e3 * min(found) for name, found in seconds.items()},
