@@ -432,6 +432,31 @@ def test_a_training_step_is_read(tmp_path: Path, exports: Counter) -> None:
             torch.testing.assert_close(one, parameter.grad)
 
 
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        scores = self.linear(x)
+        return {"scores": scores, "loss": scores.sum()}
+
+
+def test_a_step_that_is_read_knows_what_has_no_gradient(tmp_path: Path, exports: Counter) -> None:
+    model = WithLoss()
+    steps = []
+    for wanted in (1, 0):
+        with graphplan.simulate({0: "1MiB"}):
+            options: dict[str, Any] = {"train": True, "capture_cache": tmp_path}
+            count, placed = exports.during(lambda: graphplan.partition(model, {0: "1MiB"}, (X,), **options))  # noqa: B023
+            program = placed._graphplan.programs[0]
+            steps.append((program.signature.leaves, program.backward.others))
+        assert count == wanted
+    assert steps[0] == steps[1]
+    assert not steps[0][0][0].gradient
+    assert steps[0][1] == {0: "scores"}
+
+
 @pytest.mark.slow
 def test_generate_reads_its_traces(tmp_path: Path, exports: Counter) -> None:
     transformers = pytest.importorskip("transformers")

@@ -157,7 +157,7 @@ class GraphMaker:
         if kind == "size":
             return self._sizes[parts[0]]
         if kind == "plain":
-            return from_plain(parts[0], {})
+            return from_plain(parts[0])
         found = map(self._value, parts)
         return list(found) if kind == "list" else tuple(found)
 

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import fields
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from graphplan.capture.captured_graph import TrainingStep, Without
+from graphplan.capture.signature import CounterLeaf, FloatLeaf, TensorLeaf
 from graphplan.capture.structure import know_class
 from graphplan.capture.transformers.caches import Given, LayoutPart
 
 _FUNCTIONS = ("_operator", "math", "builtins")
+_DATACLASSES = (CounterLeaf, FloatLeaf, Given, LayoutPart, TensorLeaf, TrainingStep, Without)
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
@@ -59,15 +64,15 @@ def to_plain(value: Any) -> Any:
         return ["class", value.__module__, value.__qualname__]
     if isinstance(value, pytree.TreeSpec):
         return ["spec", *map(to_plain, (value.type, value.context, value.children()))]
-    if isinstance(value, LayoutPart):
-        fields = value.kind, value.cls, value.keys, value.parts, value.value
-        return ["part", *map(to_plain, fields)]
-    if isinstance(value, Given):
-        return ["given", value.name]
+    if type(value) in _DATACLASSES:
+        parts = (to_plain(getattr(value, field.name)) for field in fields(value))
+        return [type(value).__name__, *parts]
+    if isinstance(value, frozenset):
+        return ["frozenset", *map(to_plain, sorted(value))]
     raise NotSavedError(f"a graph with a {type(value).__name__} in it is not saved")
 
 
-def from_plain(plain: Any, nodes: Mapping[str, fx.Node]) -> Any:
+def from_plain(plain: Any, nodes: Mapping[str, fx.Node] = MappingProxyType({})) -> Any:
     """The value; ``nodes`` are those that it may refer to.
 
     Raises:
@@ -120,8 +125,8 @@ _MADE: dict[str, Callable[..., Any]] = {
     "...": lambda: ...,
     "complex": complex,
     "spec": _spec,
-    "part": LayoutPart,
-    "given": Given,
+    "frozenset": lambda *parts: frozenset(parts),
+    **{cls.__name__: cls for cls in _DATACLASSES},
 }
 
 
