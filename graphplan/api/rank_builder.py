@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -18,7 +19,7 @@ from graphplan.analysis.plan import Plan
 from graphplan.api.arguments import Request
 from graphplan.api.placer import Placer, Recipe
 from graphplan.capture.model_copy import ModelCopy
-from graphplan.capture.partial_model import StageModule
+from graphplan.capture.model_weights import ModelWeights
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.cluster_call import Wires, rebuild_result, traced_inputs
 from graphplan.compiler.cluster_planning import Cluster
@@ -91,11 +92,10 @@ class RankBuilder:
         rank, stage = dist.get_rank(), self.plan.stage_of(dist.get_rank())
         boundaries = Boundaries(annotator.graph())
         self.order = tuple(boundaries.graph.operations)
-        weights, cut = self.request.model_copy.weights, None
+        weights, cut = self._weights(), None
         if stage is not None:
             trained = self._trained(annotator) if self.cluster.flight.train else frozenset[str]()
             cut = stage_source(annotator, boundaries, weights, stage.start, stage.end, trained)
-        self._fetch_weights(cut)
         if stage is not None and cut is not None:
             topology = with_buffers(self.cluster.machines[rank], stage.buffer_bytes)
             topology = withholding(topology, stage.kept_bytes)
@@ -128,20 +128,24 @@ class RankBuilder:
                 readers[name] = (*readers.get(name, ()), stage.machine)
         return {name: ranks for name, ranks in sorted(readers.items()) if len(ranks) > 1}
 
-    def _fetch_weights(self, cut: StageSource | None) -> None:
-        """Take from rank 0 what this rank has no data for."""
+    def _weights(self) -> ModelWeights:
+        """The model's, with the data from rank 0 of what this rank's stage reads and has no data for."""
+        weights = self.request.model_copy.weights
         if self.source is not None:
-            return
-        weights = self.request.model_copy.weights.tensors
-        lacking = ranks_without_data(weights)
+            return weights
+        lacking = ranks_without_data(weights.tensors)
         wanted = {
-            stage.machine: [n for n in stage.plan.graph.weights if n in weights]
+            stage.machine: [n for n in stage.plan.graph.weights if n in weights.tensors]
             for stage in self.plan.stages
             if stage.machine in lacking
         }
-        got = send_weights(weights, wanted)
-        if cut is not None and got:
-            _fill(cut.module, got)
+        found = copy.copy(weights)
+        found.tensors = dict(weights.tensors)
+        for name, data in send_weights(weights.tensors, wanted).items():
+            old = weights.tensors[name]
+            is_parameter = isinstance(old, nn.Parameter)
+            found.tensors[name] = nn.Parameter(data, old.requires_grad) if is_parameter else data
+        return found
 
     def _place(self, stage: MachineStage[Plan], cut: StageSource, topology: Topology) -> nn.Module:
         require_present(topology)
@@ -330,24 +334,3 @@ class _RankCut:
 def _types(topology: Topology) -> list[str]:
     """Of the devices that compute."""
     return [spec.type for spec in topology.devices if spec.computes]
-
-
-def _fill(module: StageModule, got: Mapping[str, torch.Tensor]) -> None:
-    """Give the module the data of these weights, under all of their names."""
-    of = {
-        id(module.get_parameter(name) if _is_parameter(module, name) else module.get_buffer(name)): tensor
-        for name, tensor in got.items()
-    }
-    made: dict[int, Any] = {}
-    for part in module.modules():
-        for table in (part._parameters, part._buffers):
-            for name, old in table.items():
-                if old is not None and id(old) in of:
-                    data = of[id(old)]
-                    new = nn.Parameter(data, old.requires_grad) if isinstance(old, nn.Parameter) else data
-                    table[name] = made.setdefault(id(old), new)
-
-
-def _is_parameter(module: nn.Module, name: str) -> bool:
-    path, _, own = name.rpartition(".")
-    return own in module.get_submodule(path)._parameters

@@ -5,12 +5,12 @@ Tensors whose first size is that of the batch are divided; all else goes with ea
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from graphplan.capture.signature import BoundCall
-from graphplan.capture.structure import unflatten
 from graphplan.errors import InputError
 
 
@@ -45,14 +45,9 @@ def microbatches_of(call: BoundCall, count: int) -> list[BoundCall]:
             f"{-(-rows // count) * count} rows, or choose other microbatches"
         )
     each = rows // count
-    return [_part(call, rows, at, at + each) for at in range(0, rows, each)]
 
-
-def _part(call: BoundCall, rows: int, start: int, stop: int) -> BoundCall:
-    def part(leaf: Any) -> Any:
+    def part(leaf: Any, start: int) -> Any:
         divided = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows
-        return leaf[start:stop] if divided else leaf
+        return leaf[start : start + each] if divided else leaf
 
-    leaves = tuple(map(part, call.leaves))
-    args, kwargs = unflatten(leaves, call.spec)
-    return BoundCall(tuple(args), dict(kwargs), leaves, call.spec)
+    return [call.mapped(partial(part, start=at)) for at in range(0, rows, each)]

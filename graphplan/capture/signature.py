@@ -49,11 +49,15 @@ class BoundCall:
         tensors = self.tensors
         return tensors[0].device if tensors else None
 
-    def on_cpu(self) -> BoundCall:
-        """The same with tensors on the CPU, those of the meta device as zeros."""
-        leaves = tuple(map(leaf_on_cpu, self.leaves))
+    def mapped(self, function: Callable[[Any], Any]) -> BoundCall:
+        """The same with another value for each leaf."""
+        leaves = tuple(map(function, self.leaves))
         args, kwargs = unflatten(leaves, self.spec)
         return BoundCall(args, kwargs, leaves, self.spec)
+
+    def on_cpu(self) -> BoundCall:
+        """The same with tensors on the CPU, those of the meta device as zeros."""
+        return self.mapped(leaf_on_cpu)
 
 
 def leaf_on_cpu(leaf: Any) -> Any:

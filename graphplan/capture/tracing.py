@@ -21,7 +21,7 @@ from graphplan._compat.torch import global_hooks, in_transform, read_functions
 from graphplan.capture.autocast import write_casts
 from graphplan.capture.captured_graph import Capture, Prepare, Without, bound_call
 from graphplan.capture.dynamic_sizes import sizes_of_example
-from graphplan.capture.eager_error import eager_error
+from graphplan.capture.eager_run import eager_error
 from graphplan.capture.exported_program import from_exported
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.model_methods import UntracedMethodError

@@ -63,11 +63,11 @@ class Captures:
         return known.annotators[-1]
 
     def adopt(self, annotator: Annotator) -> None:
-        """Let a capture that was made elsewhere serve the calls of its signature."""
+        """Let a capture that was made elsewhere, as of a stage, serve the calls of its signature."""
         self.known.append(Captured(self.model_copy.modes, annotator.capture, [annotator]))
 
     def drop(self, annotator: Annotator) -> None:
-        """Undo :meth:`adopt`."""
+        """Undo :meth:`adopt`, where there was no room."""
         self.known[:] = [known for known in self.known if annotator not in known.annotators]
 
     def traced(self, call: BoundCall | None, entry: str = "") -> Captured:

@@ -25,7 +25,7 @@ from graphplan.capture.modes import Modes
 from graphplan.capture.signature import BoundCall
 from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.compiler.activation_choice import place_step
-from graphplan.compiler.capture_cache import Captured, Captures
+from graphplan.compiler.capture_cache import Captures
 from graphplan.compiler.code_generation import Planned, lower_planned
 from graphplan.compiler.compile_state import Choice, CompileState, Member
 from graphplan.compiler.earlier_plans import Commitments
@@ -84,6 +84,9 @@ class Compiler:
         known: the assignment that has put them there.
         mappable: the parameters that can stay on disk; None for all.
         given: a plan to carry out in place of a search, of the first calls.
+
+    Attributes:
+        captures: what has been traced so far.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class Compiler:
         self.given = given
         types = [spec.type for spec in topology.devices if spec.computes]
         model_copy.compute_on(types)
-        self._captures = Captures(model_copy, options)
+        self.captures = Captures(model_copy, options)
         self._committed = Commitments(homes, known)
 
     @property
@@ -108,23 +111,10 @@ class Compiler:
         """Where weights live; None until a plan has decided."""
         return self._committed.homes
 
-    @property
-    def captures(self) -> list[Captured]:
-        """What has been traced so far."""
-        return self._captures.known
-
     @one_at_a_time
     def trace(self, call: BoundCall, entry: str = "") -> Capture:
         """What is captured of a call, for all sizes."""
-        return self._captures.traced(call, entry).capture
-
-    def adopt(self, annotator: Annotator) -> None:
-        """Let a capture that was made elsewhere, as of a stage, serve the calls of its signature."""
-        self._captures.adopt(annotator)
-
-    def drop(self, annotator: Annotator) -> None:
-        """Undo :meth:`adopt`, where there was no room."""
-        self._captures.drop(annotator)
+        return self.captures.traced(call, entry).capture
 
     def layout(self) -> Layout:
         """Where the first plans have put the weights, and which of them they stream."""
@@ -133,7 +123,7 @@ class Compiler:
     @one_at_a_time
     def annotated(self, call: BoundCall, ahead: float = 0.0) -> Annotator:
         """What is captured of a call, annotated for its sizes, or larger ones: ``ahead`` as for captures."""
-        return self._captures.annotated(call, ahead=ahead)
+        return self.captures.annotated(call, ahead=ahead)
 
     @one_at_a_time
     def plan(self, call: BoundCall | None, entry: str = "", aheads: Sequence[float] | None = None) -> Planned:
@@ -144,7 +134,7 @@ class Compiler:
         """
         placed, tried = self.homes is not None, list[Annotator]()
         for ahead in aheads or ((*AHEAD, 0.0) if placed else (0.0,)):
-            annotator = self._captures.annotated(call, entry, ahead)
+            annotator = self.captures.annotated(call, entry, ahead)
             if annotator in tried:  # the caller has set the limits
                 continue
             tried.append(annotator)
@@ -174,7 +164,7 @@ class Compiler:
         """
         members: dict[tuple[int, DeviceKey], Member] = {}
         for one in calls:
-            annotator = self._captures.annotated(one.call, one.entry)
+            annotator = self.captures.annotated(one.call, one.entry)
             key = id(annotator), host_key(self.topology, one.call)
             before = members[key].weight if key in members else 0.0
             members[key] = Member(annotator, before + one.weight, one.call)
@@ -197,12 +187,12 @@ class Compiler:
             LimitError: it is larger than the caller's limits.
             CaptureError: it cannot be traced, or measured.
         """
-        return self._formulation.plain(self._captures.annotated(asked.call, asked.entry), asked.call)
+        return self._formulation.plain(self.captures.annotated(asked.call, asked.entry), asked.call)
 
     @one_at_a_time
     def has_room(self, planned: Planned, call: BoundCall) -> bool:
         """Whether a plan of a call, as it is, keeps the budgets for the next larger sizes too."""
-        problem = self._formulation.plain(self._captures.annotated(call, ahead=AHEAD[0]), call)
+        problem = self._formulation.plain(self.captures.annotated(call, ahead=AHEAD[0]), call)
         known = planned.plan.schedule.assignment
         parted = known.weights.keys() != problem.graph.weights.keys()
         return not parted and evaluate(problem, known).feasible

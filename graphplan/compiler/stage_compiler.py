@@ -98,16 +98,16 @@ class StageSource:
     def adopt_in(self, compiler: Compiler) -> None:
         """Let a compiler serve calls of the stage; it plans the training step first if there is one."""
         compiler.model_copy.step = None
-        compiler.adopt(self.annotator)
+        compiler.captures.adopt(self.annotator)
         if self.step is not None:
             compiler.model_copy.step = self.how
-            compiler.adopt(self.step)
+            compiler.captures.adopt(self.step)
 
     def drop_from(self, compiler: Compiler) -> None:
         """Undo :meth:`adopt_in`, where there was no room."""
         for annotator in (self.annotator, self.step):
             if annotator is not None:
-                compiler.drop(annotator)
+                compiler.captures.drop(annotator)
 
 
 def stage_source(

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphplan.capture.eager_error import is_same
+from graphplan.capture.eager_run import is_same
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.modes import Modes, read_modes, write_modes
 from graphplan.capture.shared_attributes import copy_to_run

@@ -154,7 +154,7 @@ def rebuild_with_slots(placed: Any, slots: int) -> None:
     schedule = build_schedule(planned.graph, planned.topology, assignment, planned.schedule.host)
     check_schedule(planned.graph, planned.topology, schedule)
     made = replace(planned, schedule=schedule)
-    captured = compiler.captures[0].capture
+    captured = compiler.captures.known[0].capture
     state.programs[0] = compiler.lower(graphplan.compiler.pipeline.Planned(captured, made))
 
 

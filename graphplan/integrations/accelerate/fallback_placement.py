@@ -19,7 +19,7 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from graphplan.analysis.plan import Plan
-from graphplan.capture.eager_error import is_same
+from graphplan.capture.eager_run import is_same
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.model_weights import tensor_bytes

@@ -1,0 +1,89 @@
+"""One run of a model in eager, to learn of it: what it raises, and what autograd saves.
+
+What eager raises too is the user's error, and comes through a capture unchanged. The copy of the model is
+run, whose weights are zero: on fake tensors, which cost nothing; and where these refuse, with real kernels
+if the model is small, since fake tensors have limits of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from graphplan.capture.model_copy import ModelCopy
+from graphplan.capture.quiet import quiet
+from graphplan.capture.signature import BoundCall
+from graphplan.capture.structure import unflatten
+from graphplan.devices.machine import suspended
+from graphplan.errors import GraphplanError
+
+_SMALL = 1 << 28  # elements of weights, above which real kernels are not tried
+
+
+def eager_error(model_copy: ModelCopy, call: BoundCall) -> Exception | None:
+    """What the model itself raises for a call, ready to be raised; None where it runs, or nobody can tell."""
+    with torch.no_grad():
+        found = _raised(model_copy, *_on_fakes(call), call)
+        if found is None or type(found).__module__.startswith("torch.") or isinstance(found, GraphplanError):
+            return None  # a limit of fake tensors, which says nothing about the inputs
+        return _raised(model_copy, call.leaves, nullcontext(), call) if _is_small(model_copy) else found
+
+
+def is_same(error: Exception, other: Exception | None) -> bool:
+    """Whether two runs of a model raised the same."""
+    return type(error) is type(other) and str(error) == str(other)
+
+
+def saved_bytes(model_copy: ModelCopy, call: BoundCall) -> int | None:
+    """Bytes of the storages that autograd saves beside weights and inputs; None where nobody can tell."""
+    found = _counted(model_copy, *_on_fakes(call), call)
+    if found is None and _is_small(model_copy):  # the data decides what it computes, say
+        return _counted(model_copy, call.leaves, nullcontext(), call)
+    return found
+
+
+def _on_fakes(call: BoundCall) -> tuple[list[Any], FakeTensorMode]:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    return [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in call.leaves], mode
+
+
+def _is_small(model_copy: ModelCopy) -> bool:
+    return sum(tensor.numel() for tensor in model_copy.weights.tensors.values()) <= _SMALL
+
+
+def _raised(
+    model_copy: ModelCopy, leaves: Sequence[Any], mode: AbstractContextManager[Any], call: BoundCall
+) -> Exception | None:
+    args, kwargs = unflatten(leaves, call.spec)
+    module, method = model_copy.module, model_copy.method
+    run = module if method == "forward" else getattr(module, method)
+    try:
+        with quiet(), mode:
+            run(*args, **kwargs)
+    except Exception as error:  # the model's own code may raise anything
+        return error
+    return None
+
+
+def _counted(
+    model_copy: ModelCopy, leaves: Sequence[Any], mode: AbstractContextManager[Any], call: BoundCall
+) -> int | None:
+    tensors = [*model_copy.module.parameters(), *(x for x in leaves if isinstance(x, torch.Tensor))]
+    known, sizes = {tensor.untyped_storage()._cdata for tensor in tensors}, dict[int, int]()
+    held: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            sizes[storage._cdata] = storage.nbytes()
+            held.append(tensor)  # so that no other storage gets its address
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with suspended(), torch.enable_grad(), hooks:
+        failed = _raised(model_copy, leaves, mode, call)
+    return sum(sizes.values()) if failed is None else None
