@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,24 +63,14 @@ def load(
             shapes.
         GraphplanError: as in :func:`graphplan.partition`.
     """
-    opened = open_pretrained(
+    model, source = open_pretrained(
         path,
         dtype=dtype,
         model_class=model_class,
         trust_remote_code=trust_remote_code,
         strict=strict is not False,
     )
-    return partition(
-        opened.model, max_memory, args, kwargs, checkpoint=opened.source, strict=strict, **options
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class OpenedFolder:
-    """A model on the meta device, but for what no checkpoint has, and the source of its weights."""
-
-    model: nn.Module
-    source: ConvertedCheckpoint
+    return partition(model, max_memory, args, kwargs, checkpoint=source, strict=strict, **options)
 
 
 def open_pretrained(
@@ -91,8 +80,8 @@ def open_pretrained(
     model_class: type[nn.Module] | None = None,
     trust_remote_code: bool = False,
     strict: bool = True,
-) -> OpenedFolder:
-    """As :func:`load`, without reading any weight."""
+) -> tuple[nn.Module, ConvertedCheckpoint]:
+    """A model on the meta device, but for what no checkpoint has, and the source of its weights."""
     folder = Path(path)
     config = _read_config(folder, trust_remote_code)
     tensors = _tensors_of(folder, config)
@@ -104,7 +93,7 @@ def open_pretrained(
     finish_weights(model, matched)
     _judge(folder, cls, matched, strict=strict)
     _finish_model(folder, model)
-    return OpenedFolder(model, ConvertedCheckpoint(ModelWeights(model), matched.found, matched.made))
+    return model, ConvertedCheckpoint(ModelWeights(model), matched.found, matched.made)
 
 
 def _read_config(folder: Path, trust_remote_code: bool) -> Any:

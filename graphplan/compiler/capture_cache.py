@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.differentiate import differentiate
 from graphplan.capture.model_copy import ModelCopy
-from graphplan.capture.modes import Differentiation, Modes
+from graphplan.capture.modes import Modes
 from graphplan.capture.signature import BoundCall, leaf_names
 from graphplan.capture.size_limits import bounded
 from graphplan.capture.tracing import capture
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.progress import enter_stage
-from graphplan.compiler.saved_captures import SavedCaptures, is_known, origin_of
+from graphplan.compiler.saved_captures import is_known, origin_of
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.frontend.simplify import simplify
 from graphplan.passes.training.weight_views import read_weights_anew
@@ -94,72 +93,36 @@ class Captures:
         return self.known[-1]
 
     def _trace(self, call: BoundCall | None, entry: str, *, sizes: bool) -> Capture:
-        options = self.options
-        shapes = None if entry else options.dynamic_shapes  # they are of forward's arguments
-        part, how = self.model_copy.part(entry), self.model_copy.step
-        keep_grad = options.grad or how is not None
-        settings = _Settings(shapes, keep_grad, how, sizes)
-        saved = options.saved_captures
-        if saved is None or call is None:
-            found = _trace_anew(part, call, settings)
-        else:
-            found = _saved_or_traced(saved, part, call, settings)
+        """A call, from the folder of captures; or traced and simplified, and saved there."""
+        part, how, saved = self.model_copy.part(entry), self.model_copy.step, self.options.saved_captures
+        shapes = None if entry else self.options.dynamic_shapes  # they are of forward's arguments
+        keep_grad, step = self.options.grad or how is not None, how is not None
+        origin = None
+        if saved is not None and call is not None:
+            origin = origin_of(part, call, shapes, keep_grad, how, sizes, part.entry in part.fixed)
+        found = saved.read(origin, call, part) if saved and call and origin else None
+        if found is None:
+            with overheard() as warnings:
+                traced = capture(part, call, shapes, keep_grad=keep_grad, step=step, sizes=sizes)
+                known = origin is not None and is_known(traced, origin)
+                found = self._finished(traced, part, call, keep_grad=keep_grad)
+            if saved and call and origin and known:
+                saved.write(origin, found, call, warnings, fixed=part.entry in part.fixed)
         _unify_names(found, [other.capture for other in self.known])
         return found
 
-
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """Of one trace: as for :func:`graphplan.capture.tracing.capture`, and what is differentiated."""
-
-    dynamic_shapes: Any
-    keep_grad: bool
-    step: Differentiation | None
-    sizes: bool
-
-
-def _trace_anew(
-    part: ModelCopy,
-    call: BoundCall | None,
-    settings: _Settings,
-    traced: Callable[[Capture], None] = lambda _: None,
-) -> Capture:
-    """A call, traced and simplified; ``traced`` is told of the trace before that."""
-    how, keep_grad = settings.step, settings.keep_grad
-    found = capture(
-        part,
-        call,
-        settings.dynamic_shapes,
-        keep_grad=keep_grad,
-        step=how is not None,
-        sizes=settings.sizes,
-    )
-    traced(found)
-    simplify(found, keep_grad=keep_grad)
-    if how is not None:
+    def _finished(
+        self, traced: Capture, part: ModelCopy, call: BoundCall | None, *, keep_grad: bool
+    ) -> Capture:
+        """A trace, simplified; with its backward pass where a training step is asked for."""
+        simplify(traced, keep_grad=keep_grad)
+        if part.step is None:
+            return traced
         assert call is not None
-        found = differentiate(found, part.weights, call, how)
+        found = differentiate(traced, part.weights, call, part.step)
         simplify(found)
         read_weights_anew(found)
-    return found
-
-
-def _saved_or_traced(saved: SavedCaptures, part: ModelCopy, call: BoundCall, settings: _Settings) -> Capture:
-    """A call, from the folder of captures; or traced, and saved there."""
-    fixed = part.entry in part.fixed
-    origin = origin_of(part, call, settings, fixed)
-    if origin is None:
-        return _trace_anew(part, call, settings)
-    found = saved.read(origin, call, part)
-    if found is not None:
-        logger.info("the capture of %s was read from %s", type(part.module).__name__, saved.folder)
         return found
-    known: list[bool] = []
-    with overheard() as warnings:
-        found = _trace_anew(part, call, settings, lambda one: known.append(is_known(one, origin)))
-    if all(known):
-        saved.write(origin, found, call, warnings, fixed=part.entry in part.fixed)
-    return found
 
 
 def _unify_names(capture: Capture, others: Sequence[Capture]) -> None:

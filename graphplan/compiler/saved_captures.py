@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import logging
 import os
 import platform
 import sys
@@ -39,6 +40,8 @@ from graphplan.errors import InputError, PlanError, first_line
 from graphplan.passes import frontend, training
 from graphplan.versioned_json import Format
 from graphplan.warnings import warn
+
+logger = logging.getLogger("graphplan")
 
 _FORMAT = Format("graphplan-capture", 1, "captured graph")
 _JSON, _TENSORS = "capture.json", "constants.safetensors"
@@ -96,6 +99,7 @@ class SavedCaptures:
         except NotSavedError as error:
             warn(f"{path} cannot be used here, so that the model is traced anew: {error}")
             return None
+        logger.info("the capture of %s was read from %s", type(model_copy.module).__name__, self.folder)
         if plain["fixed"]:
             model_copy.fixed.add(model_copy.entry)
         for message in plain["warnings"]:

@@ -43,10 +43,9 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def on_the_cpu(folder: Path, **options: Any) -> nn.Module:
-    opened = open_pretrained(folder, **options)
-    weights = opened.source.weights
-    layout = Layout(dict.fromkeys(weights.tensors, torch.device("cpu")))
-    return place_model(opened.model, weights, layout, source=opened.source).module
+    model, source = open_pretrained(folder, **options)
+    layout = Layout(dict.fromkeys(source.weights.tensors, torch.device("cpu")))
+    return place_model(model, source.weights, layout, source=source).module
 
 
 def assert_same_tensors(ours: nn.Module, theirs: nn.Module) -> None:
@@ -120,7 +119,7 @@ def test_generation_settings_come_from_the_folder(tmp_path: Path) -> None:
     model = small_llama()
     model.generation_config.max_new_tokens = 7
     model.save_pretrained(tmp_path)
-    assert open_pretrained(tmp_path).model.generation_config.max_new_tokens == 7
+    assert open_pretrained(tmp_path)[0].generation_config.max_new_tokens == 7
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.warns(UserWarning, match=r"generation_config\.json cannot be read"):
         open_pretrained(tmp_path)
@@ -214,8 +213,8 @@ def test_code_in_the_folder_is_run_only_where_it_is_trusted(tmp_path: Path, monk
     ):
         open_pretrained(tmp_path)
     assert os.environ["GRAPHPLAN_TEST_RAN"] == "no"
-    opened = open_pretrained(tmp_path, trust_remote_code=True)
-    assert type(opened.model).__name__ == "OwnModel"
+    opened, _ = open_pretrained(tmp_path, trust_remote_code=True)
+    assert type(opened).__name__ == "OwnModel"
     assert os.environ["GRAPHPLAN_TEST_RAN"] == "yes"
 
 
