@@ -15,17 +15,15 @@ though the system takes them back when it needs them.
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -41,6 +39,7 @@ from graphplan.capture.model_weights import ModelWeights
 from graphplan.runtime.checkpoint.checkpoint_files import read_checkpoint
 from graphplan.runtime.weights.storage import Layout, place_model
 
+T = TypeVar("T")
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
 LARGE = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16}
 IDS = {"input_ids": torch.ones(1, 128, dtype=torch.long)}
@@ -107,22 +106,22 @@ def memory(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def peak(way: str, folder: str) -> dict[str, Any]:
+def peak(way: str, folder: str) -> int:
     """The growth while it loads, whatever it is afterwards."""
     task, before = Task.of(Path(folder)), memory("VmRSS")
     kept = WAYS[way](task)
     grown = memory("VmHWM") - before
     del kept
-    return {"grown": grown}
+    return grown
 
 
-def load(folder: str, cpu: str) -> dict[str, Any]:
+def load(folder: str, cpu: int) -> dict[str, Any]:
     """``graphplan.load``, after all is imported and a small model has been planned and loaded."""
     with tempfile.TemporaryDirectory() as small:
         write_checkpoint(Path(small), SMALL, layers=2)
         graphplan.load(small, {"cpu": "8GiB", "disk": "8GiB"}, kwargs=IDS)(**IDS)
     before, start = memory("VmRSS"), time.perf_counter()
-    plan = graphplan.load(folder, {"cpu": int(cpu), "disk": "16GiB"}, kwargs=IDS).plan
+    plan = graphplan.load(folder, {"cpu": cpu, "disk": "16GiB"}, kwargs=IDS).plan
     seconds, grown = time.perf_counter() - start, memory("VmHWM") - before
     homes = plan.schedule.assignment.weights
     on_host = sum(weight.nbytes for weight in plan.graph.weights.values() if homes[weight.name] == "cpu")
@@ -130,14 +129,10 @@ def load(folder: str, cpu: str) -> dict[str, Any]:
     return {"seconds": seconds, "grown": grown, "on_host": on_host, "over_host": grown / on_host}
 
 
-WORK: dict[str, Callable[..., dict[str, Any]]] = {"peak": peak, "load": load}
-
-
-def alone(*work: str) -> dict[str, Any]:
-    """What one piece of ``WORK`` returns in a process of its own."""
-    command = [sys.executable, __file__, "--work", *work]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+def alone(work: Callable[..., T], *given: Any) -> T:
+    """What some work returns in a process of its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(work, given)
 
 
 # -- the measurement -------------------------------------------------------------------------------
@@ -159,17 +154,13 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--layers", type=int, default=11)
     parser.add_argument("--rounds", type=int, default=9, help="fresh memory is slow in some of them")
-    parser.add_argument("--work", nargs="+", help="measure one thing in this process")
     chosen = parser.parse_args()
-    if chosen.work:
-        print(json.dumps(WORK[chosen.work[0]](*chosen.work[1:])))
-        return
     torch.set_num_threads(os.cpu_count() or 1)  # safetensors' copy may use what our reads use
     with tempfile.TemporaryDirectory() as folder:
         size = write_checkpoint(Path(folder), LARGE, chosen.layers)
         taken = rounds_of(Task.of(Path(folder)), chosen.rounds)
-        peaks = {way: alone("peak", way, folder)["grown"] / size for way in WAYS}
-        loads = [alone("load", folder, str(int(size * share))) for share in (1.2, 0.6)]
+        peaks = {way: alone(peak, way, folder) / size for way in WAYS}
+        loads = [alone(load, folder, int(size * share)) for share in (1.2, 0.6)]
     rows = []
     for way, each in taken.items():
         figures = {"seconds": min(each), "median_seconds": statistics.median(each)}

@@ -66,6 +66,7 @@ def read_request(
     Raises:
         InputError: an argument is not what :func:`graphplan.plan` takes.
     """
+    asked.require_flags()
     constraints = read_constraints(asked, topology)
     model = read_model(model)
     model_copy = ModelCopy(model)
@@ -114,12 +115,9 @@ def read_constraints(asked: PlanOptions, topology: Topology | None) -> Constrain
     A pin may name a device as torch does, ``"cuda:0"`` or ``torch.device("cuda", 0)``, for its key.
 
     Raises:
-        InputError: ``pin`` is no mapping of names, ``together`` no list of them, or a flag no flag.
+        InputError: ``pin`` is no mapping of names, or ``together`` no list of them.
     """
     pin, together = asked.pin, asked.together
-    for what in ("offload", "cpu_compute", "balance"):
-        if not isinstance(flag := getattr(asked, what), bool):
-            raise InputError(f"{what} must be True or False, not {flag!r}")
     if pin is not None and not isinstance(pin, Mapping):
         raise InputError(f"pin must map names to device keys, as {{'lm_head': 0}}, not be {pin!r}")
     if isinstance(together, str) or not isinstance(together, Sequence):

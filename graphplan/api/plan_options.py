@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
@@ -93,6 +93,12 @@ class PlanOptions:
     recompute: bool = True
     offload_activations: bool = True
 
+    def require_flags(self) -> None:
+        """Raise InputError for a flag that is none."""
+        for one in fields(self):
+            if isinstance(one.default, bool) and not isinstance(flag := getattr(self, one.name), bool):
+                raise InputError(f"{one.name} must be True or False, not {flag!r}")
+
     @property
     def size_limits(self) -> SizeLimits:
         """``max_batch`` and ``max_length``; InputError where they are no such sizes."""
@@ -117,8 +123,8 @@ def shows_options(function: _Function) -> _Function:
     """The function; its signature has the fields of :class:`PlanOptions` in place of ``**options``."""
     own = inspect.signature(function)
     named = [one for one in own.parameters.values() if one.kind is not one.VAR_KEYWORD]
-    fields = inspect.signature(PlanOptions).parameters.values()
-    shared = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in fields]
+    options = inspect.signature(PlanOptions).parameters.values()
+    shared = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in options]
     function.__signature__ = own.replace(parameters=[*named, *shared])  # type: ignore[attr-defined]
     return function
 

@@ -25,9 +25,6 @@ def read_training(
     Raises:
         InputError: an argument is not what it should be, or no parameter requires a gradient.
     """
-    for what in ("train", "recompute", "offload_activations"):
-        if not isinstance(flag := getattr(asked, what), bool):
-            raise InputError(f"{what} must be True or False, not {flag!r}")
     if not asked.train:
         _require_defaults(asked)
         return None

@@ -176,7 +176,8 @@ class _Tracing:
         for node in graph.nodes:
             if node.op == "get_attr":
                 raise NoGraphError(f"the training step computes with {node.target!r}, which is no weight")
-            if self.how.portable and _is_of_cpus(node):
+            kernel = str(node.target)
+            if self.how.portable and ("_for_cpu" in kernel or "mkldnn" in kernel):
                 raise NoGraphError(f"the training step was traced with {node.target}, which only CPUs have")
         names = [node.name for node in placeholders]
         renamed = dict(zip((node.name for node in nodes), names, strict=False))
@@ -212,11 +213,6 @@ class _Tracing:
             roles=(),
             step=step,
         )
-
-
-def _is_of_cpus(node: fx.Node) -> bool:
-    """Whether it calls a kernel that only CPUs have."""
-    return "_for_cpu" in str(node.target) or "mkldnn" in str(node.target)
 
 
 def _fake(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:

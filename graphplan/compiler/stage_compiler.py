@@ -143,10 +143,7 @@ def buffer_bytes(received: int, sent: int, flight: Flight, *, last: bool) -> int
 
 def with_buffers(topology: Topology, nbytes: int) -> Topology:
     """The devices of a machine, less what its network buffers take of the CPU's budget, if it has one."""
-    devices = (
-        replace(spec, taken=spec.taken + nbytes) if spec.device == CPU else spec for spec in topology.devices
-    )
-    return replace(topology, devices=tuple(devices))
+    return withholding(topology, {spec.key: nbytes for spec in topology.devices if spec.device == CPU})
 
 
 def withholding(topology: Topology, nbytes: Mapping[DeviceKey, int]) -> Topology:

@@ -148,7 +148,8 @@ class Description:
                 self.note(name)
                 self.add(one, f"{where}.{name}")
         else:
-            raise NotSavedError(f"{where} is {_article(type(value))}, which says nothing of its value")
+            kind = _name(type(value))
+            raise NotSavedError(f"{where} is an object of {kind}, which says nothing of its value")
 
     def _tensor(self, tensor: torch.Tensor, where: str) -> None:
         if id(tensor) in self._weights:
@@ -282,7 +283,8 @@ class Description:
         elif (function := function_of(value)) is not None:
             self._function(function, function.__qualname__)
         elif isinstance(value, Mapping):
-            for key, one in sorted(value.items(), key=str) if _finite(value) else ():
+            weak = isinstance(value, weakref.WeakValueDictionary)  # what is in it comes and goes
+            for key, one in () if weak else sorted(value.items(), key=str):
                 self.note(key)
                 if (function := function_of(one)) is not None:
                     self.note(*code_parts(function.__code__))
@@ -312,13 +314,5 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
                 yield name, getattr(value, name)
 
 
-def _finite(value: Any) -> bool:
-    return isinstance(value, Mapping) and not isinstance(value, weakref.WeakValueDictionary)
-
-
 def _name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _article(cls: type) -> str:
-    return f"an object of {_name(cls)}"

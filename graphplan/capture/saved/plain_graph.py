@@ -92,8 +92,9 @@ class GraphWriter:
             plain = plain_expression(expression)
         except KeyError as error:
             raise NotSavedError(f"a graph with the size {expression} is not saved: {error}") from error
-        hint = size.node.hint
-        return ["size", self._number("sizes", [kind, plain, None if hint is None else plain_hint(hint)])]
+        hint = size.node.hint  # its value in the example
+        known = hint is None or isinstance(hint, bool | int | float)
+        return ["size", self._number("sizes", [kind, plain, hint if known else plain_expression(hint)])]
 
     def _number(self, table: str, entry: Any) -> int:
         key = json.dumps(entry)
@@ -101,11 +102,6 @@ class GraphWriter:
         if place == len(self.tables[table]):
             self.tables[table].append(entry)
         return place
-
-
-def plain_hint(hint: Any) -> Any:
-    """The value of a size in the example."""
-    return plain_expression(hint) if not isinstance(hint, bool | int | float) else hint
 
 
 def _text(entry: Any) -> str:
