@@ -29,6 +29,10 @@ import graphplan
 PICTURES = Path(__file__).parents[1] / "pictures"
 _WIDTH, _HEIGHT = 1440, 1000  # CSS pixels of the window
 _CHOSEN = 2  # the stage whose details the numbered picture shows
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "vocab_size"),
+)
 _SCALE = 1200 / _WIDTH  # image pixels for each
 
 # what the callouts of the how-to frame: CSS selectors of the page, in the order of their numbers
@@ -65,28 +69,19 @@ _CALLOUT = """([selector, number]) => {
 
 def example() -> graphplan.Plan:
     """Llama 3 8B in bfloat16 on two mixed GPUs, with the speeds of an RTX 4090 and an RTX 3090."""
-    config = LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-    )
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
-        ids = torch.ones(1, 512, dtype=torch.long)
+    model, ids = _llama(4096, 14336, 32, 32, 8, 128256), torch.ones(1, 512, dtype=torch.long, device="meta")
     speeds = {
         0: graphplan.Speed(flops=165e12, bandwidth=1008e9),
         1: graphplan.Speed(flops=71e12, bandwidth=936e9),
     }
-    inputs = {"input_ids": ids, "use_cache": False}
-    return graphplan.plan(model, {0: "9GiB", 1: "7GiB"}, kwargs=inputs, devices=speeds)
+    placed = model.to(torch.bfloat16).eval()
+    return graphplan.plan(placed, {0: "9GiB", 1: "7GiB"}, kwargs={"input_ids": ids}, devices=speeds)
 
 
-def _llama(**sizes: int) -> LlamaForCausalLM:
+def _llama(*sizes: int) -> LlamaForCausalLM:
+    """Widths, layers, heads of queries and of keys, vocabulary."""
     with torch.device("meta"):
-        return LlamaForCausalLM(LlamaConfig(use_cache=False, **sizes))
+        return LlamaForCausalLM(LlamaConfig(use_cache=False, **dict(zip(_SIZES, sizes, strict=True))))
 
 
 def segformer() -> graphplan.Plan:
@@ -100,14 +95,7 @@ def segformer() -> graphplan.Plan:
 
 def training() -> graphplan.Plan:
     """A training step of a small Llama with AdamW, on two GPUs."""
-    model = _llama(
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=4,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        vocab_size=32000,
-    )
+    model = _llama(1024, 2816, 4, 16, 16, 32000)
     ids = torch.ones(4, 256, dtype=torch.long, device="meta")
     inputs = {"input_ids": ids, "labels": ids}
     memory = {0: "1600MiB", 1: "1GiB", "cpu": "8GiB"}
@@ -116,14 +104,7 @@ def training() -> graphplan.Plan:
 
 def streamed() -> graphplan.Plan:
     """Llama 3.2 1B in bfloat16 on a GPU with room for half of it."""
-    model = _llama(
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-    )
+    model = _llama(2048, 8192, 16, 32, 8, 128256)
     ids = torch.ones(1, 2048, dtype=torch.long, device="meta")
     memory = {0: "1500MiB", "cpu": "16GiB"}
     return graphplan.plan(model.to(torch.bfloat16).eval(), memory, kwargs={"input_ids": ids})

@@ -50,22 +50,18 @@ def know(cls: type, flatten: Flatten, unflatten: Unflatten, key: Callable[[Any],
 def know_containers(tree: Any) -> None:
     """Look inside every plain dataclass instance and every ``UserDict`` (a ``BatchEncoding``) in ``tree``."""
     for leaf in leaves_of(tree):
-        if isinstance(leaf, UserDict):
-            _know_mapping(type(leaf))
-            know_containers(list(leaf.values()))
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            _know_dataclass(type(leaf))
-            know_containers([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+        if know_class(type(leaf)):
+            know_containers(_node_of(type(leaf)).flatten_fn(leaf)[0])
 
 
 def know_class(cls: type) -> bool:
     """Whether the objects of a class are looked into; plain dataclasses and ``UserDict`` are from now on."""
-    if node_of(namedtuple if pytree.is_namedtuple_class(cls) else cls) is None:
+    if _node_of(cls) is None:
         if issubclass(cls, UserDict):
             _know_mapping(cls)
         elif dataclasses.is_dataclass(cls):
             _know_dataclass(cls)
-    return node_of(namedtuple if pytree.is_namedtuple_class(cls) else cls) is not None
+    return _node_of(cls) is not None
 
 
 def _know_mapping(cls: type[UserDict[Any, Any]]) -> None:
@@ -102,10 +98,8 @@ def node_of(cls: Any) -> pytree.NodeDef | None:
     return _own.get(cls) or pytree.SUPPORTED_NODES.get(cls)
 
 
-def _node(value: Any, is_leaf: IsLeaf | None) -> pytree.NodeDef | None:
-    if is_leaf is not None and is_leaf(value):
-        return None
-    cls = type(value)
+def _node_of(cls: type) -> Any:
+    """As :func:`node_of`; of all named tuples as of one class."""
     return node_of(namedtuple if pytree.is_namedtuple_class(cls) else cls)
 
 
@@ -116,7 +110,7 @@ def flatten(tree: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], pytree
 
 
 def _flatten(tree: Any, leaves: list[Any], is_leaf: IsLeaf | None) -> pytree.TreeSpec:
-    node = _node(tree, is_leaf)
+    node = None if is_leaf is not None and is_leaf(tree) else _node_of(type(tree))
     if node is None:
         leaves.append(tree)
         return pytree.treespec_leaf()
@@ -155,7 +149,7 @@ def flatten_with_path(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
 
 
 def _with_path(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    node = _node(tree, None)
+    node = _node_of(type(tree))
     if node is None:
         yield path, tree
         return

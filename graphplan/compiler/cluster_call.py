@@ -39,7 +39,7 @@ class Wires:
         Raises:
             CaptureError: it is no tensor.
         """
-        described = describe(self.nodes[name].meta.get("val"), self.sizes)
+        described = self._described(name)
         if not isinstance(described, TensorMeta):
             raise CaptureError(
                 f"a result is {described!r}, no tensor, which no machine can send: leave it out of what the "
@@ -49,20 +49,19 @@ class Wires:
 
     def nbytes(self, name: str) -> int:
         """Bytes of a value of the graph that is sent."""
-        described = describe(self.nodes[name].meta.get("val"), self.sizes)
+        described = self._described(name)
         return described.copy_bytes if isinstance(described, TensorMeta) else 0
-
-    def given(self, name: str, call: BoundCall) -> Any:
-        """An input of a call that is a result too."""
-        return traced_inputs(self.capture, call)[name]
 
     def absent(self, name: str) -> Any:
         """A value that another rank has: a size as it is, or zeros that take no memory for a tensor."""
-        described = describe(self.nodes[name].meta.get("val"), self.sizes)
+        described = self._described(name)
         if isinstance(described, int):
             return described
         wire = self.of(name)
         return torch.zeros((), dtype=wire.dtype).expand(wire.shape)
+
+    def _described(self, name: str) -> Any:
+        return describe(self.nodes[name].meta.get("val"), self.sizes)
 
     def example(self, name: str) -> Any:
         """A value that a stage takes: an input, or a tensor of the sizes of what it receives."""
@@ -88,7 +87,7 @@ def rebuild_result(
         elif item.name in results:
             flat.append(results[item.name])
         elif item.name in wires.inputs:
-            flat.append(wires.given(item.name, call))
+            flat.append(traced_inputs(capture, call)[item.name])
         else:
             flat.append(wires.absent(item.name))
     caches = {name: call.kwargs[name] for name in capture.caches}
