@@ -91,6 +91,7 @@ Meta = Annotated[
     bool, typer.Option("--meta", help="Call the factory on torch's meta device: shapes without memory.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page of the plan.")]
 PlanFile = Annotated[
     Path, typer.Argument(metavar="PLAN", help="A file that `graphplan plan --out` or plan.save_json wrote.")
 ]

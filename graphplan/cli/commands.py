@@ -145,7 +145,7 @@ def plan(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the plan to this JSON file.")
     ] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page of the plan.")] = None,
+    html: options.Html = None,
     as_json: options.Json = False,
 ) -> None:
     """Plan a placement without running it. The devices need not exist on this machine."""
@@ -162,7 +162,10 @@ def plan(
             time_limit=time_limit,
             capture_cache=capture_cache,
         )
-    _write_plan(found, out, html, named.name)
+    if out is not None:
+        found.save_json(out)
+    if html is not None:
+        found.save_html(html, title=named.name)
     if as_json:
         print_json({"model": named.name, "inputs": named.inputs, **plan_digest(found)})
         return
@@ -209,7 +212,7 @@ def run_saved(
 @app.command()
 def show(
     path: options.PlanFile,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page of the plan.")] = None,
+    html: options.Html = None,
     dot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a Graphviz file.")] = None,
     bottleneck: Annotated[
         bool,
@@ -340,11 +343,3 @@ def _planned(named: NamedModel, topology: Topology, **constraints: Any) -> Plan:
     except Exception as error:  # the model's own code may raise anything
         raise of_model(error) from error
     return made
-
-
-def _write_plan(found: Plan, out: Path | None, html: Path | None, title: str) -> None:
-    """Write a plan to the files that were asked for."""
-    if out is not None:
-        found.save_json(out)
-    if html is not None:
-        found.save_html(html, title=title)

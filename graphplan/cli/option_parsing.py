@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from accelerate.utils import convert_file_size_to_int
 
@@ -125,11 +125,6 @@ def read_plan(path: Path) -> Plan:
     return _read(path, Plan.from_json, repr(str(path)), "plan")
 
 
-def read_measurements(path: Path) -> Measurements:
-    """What the file that ``--measured`` names holds; raises as :func:`read_plan`."""
-    return _read(path, Measurements.from_json, f"--measured {str(path)!r}", "measurements")
-
-
 def _read(path: Path, decode: Callable[[str], Held], where: str, noun: str) -> Held:
     try:
         return decode(path.read_text(encoding="utf-8"))
@@ -151,5 +146,7 @@ def read_topology(
     links = read_links(link or (), budgets)
     if measured is not None and device:
         raise DeviceError("give --measured or --device, not both")
-    speeds = read_speeds(device or ()) if measured is None else read_measurements(measured)
-    return with_speeds(read_max_memory(budgets, links, reserve), speeds or None)
+    speeds: Any = read_speeds(device or ()) or None
+    if measured is not None:
+        speeds = _read(measured, Measurements.from_json, f"--measured {str(measured)!r}", "measurements")
+    return with_speeds(read_max_memory(budgets, links, reserve), speeds)

@@ -27,7 +27,7 @@ from graphplan.compiler.stage_compiler import (
     with_buffers,
     withholding,
 )
-from graphplan.compiler.stage_step import Kept, plan_step, with_step
+from graphplan.compiler.stage_step import Kept, StepPlan, plan_step, with_step
 from graphplan.compiler.training import trainable, trained_values
 from graphplan.devices.topology import Link, Topology
 from graphplan.errors import CaptureError, InfeasibleError, InputError, readable_bytes
@@ -104,19 +104,6 @@ _Stage = tuple[int, int, int, int]
 """Class of machines, candidate cuts where it starts and ends, microbatches that a training step keeps."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A stage on a class of machines.
-
-    Attributes:
-        plan: of it.
-        kept_bytes: as of :class:`graphplan.ir.cluster_plan_data.MachineStage`.
-    """
-
-    plan: Plan
-    kept_bytes: Kept
-
-
 @dataclass
 class _Search:
     model_copy: ModelCopy
@@ -127,8 +114,8 @@ class _Search:
     boundaries: Boundaries = field(init=False)
     estimates: Estimates = field(init=False)
     sources: dict[tuple[int, int, int], StageSource] = field(default_factory=dict)
-    placed: dict[_Stage, _Placed | None] = field(default_factory=dict)
-    known: dict[Hashable, _Placed | None] = field(default_factory=dict)
+    placed: dict[_Stage, StepPlan | None] = field(default_factory=dict)
+    known: dict[Hashable, StepPlan | None] = field(default_factory=dict)
     refused: CaptureError | None = None
 
     def run(self) -> ClusterPlan:
@@ -211,7 +198,7 @@ class _Search:
         else:
             self.estimates.exact[c, start, end] = math.inf
 
-    def _search(self, c: int, start: int, end: int, kept: int) -> _Placed:
+    def _search(self, c: int, start: int, end: int, kept: int) -> StepPlan:
         """Place a stretch.
 
         Raises:
@@ -220,15 +207,14 @@ class _Search:
         """
         source, topology = self._source(c, start, end), self._topology(c, start, end)
         if source.step is None:
-            return _Placed(source.compiler(topology, self.options).plan(source.example()).plan, {})
+            return StepPlan(source.compiler(topology, self.options).plan(source.example()).plan, {}, {})
 
         def plan_beside(others: Kept) -> Plan:
             return source.compiler(withholding(topology, others), self.options).plan(source.example()).plan
 
-        found = plan_step(plan_beside, kept - 1, self._shared(start, end))
-        return _Placed(found.plan, found.kept_bytes)
+        return plan_step(plan_beside, kept - 1, self._shared(start, end))
 
-    def _own_plan(self, c: int, start: int, end: int, kept: int) -> _Placed:
+    def _own_plan(self, c: int, start: int, end: int, kept: int) -> StepPlan:
         """The plan of a stretch, in its own names, that was placed as an equal one was."""
         placed, source = self.placed[c, start, end, kept], self._source(c, start, end)
         assert placed is not None

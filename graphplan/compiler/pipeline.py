@@ -139,7 +139,7 @@ class Compiler:
                 continue
             tried.append(annotator)
             try:
-                return self._plan(call, annotator)
+                return self._planned([Member(annotator, 1.0, call)])[0]
             except InfeasibleError as error:  # there is no room for what is to come: what is there may fit
                 lacking = error.with_traceback(None)  # its frames hold the caller's tensors
                 logger.info("no room for such sizes: %s", error)
@@ -234,9 +234,6 @@ class Compiler:
     @property
     def _formulation(self) -> Formulation:
         return Formulation(self.topology, self.options, self._committed, self.mappable)
-
-    def _plan(self, call: BoundCall | None, annotator: Annotator) -> Planned:
-        return self._planned([Member(annotator, 1.0, call)])[0]
 
     def _passes(self) -> Sequence[Callable[[CompileState], CompileState]]:
         if self.given is None or self.homes is not None:

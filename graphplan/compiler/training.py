@@ -73,8 +73,7 @@ def trained_values(capture: Capture, parameters: Set[str]) -> frozenset[str]:
     for node in capture.graph.nodes:
         if capture.weights.get(node.name) in parameters or not found.isdisjoint(node.all_input_nodes):
             found.add(node)
-    return frozenset(node.name for node in found if _is_floating(node.meta.get("val")))
-
-
-def _is_floating(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+    values = {node.name: node.meta.get("val") for node in found}
+    return frozenset(
+        name for name, val in values.items() if isinstance(val, torch.Tensor) and val.is_floating_point()
+    )
