@@ -1,5 +1,7 @@
 """The published throughput workloads, cut into contiguous stages by the planner's own dynamic programming.
 
+python tests/helpers/throughput.py [--folder FOLDER] [--seconds 3]
+
 Operator and layer graphs of Tarnawski et al., "Efficient algorithms for device placement of DNN graph
 operators" (NeurIPS 2020), and layer graphs of Tarnawski et al., "Piper" (NeurIPS 2021), these without its
 data and tensor parallelism. The objective is the load of the busiest device: what it computes, and the costs
@@ -12,12 +14,15 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import networkx as nx
 import numpy as np
