@@ -6,6 +6,8 @@ activations: where the evaluator finds a device over its budget, they are asked 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -30,6 +32,12 @@ def baselines(problem: Problem) -> list[Baseline]:
         judged(problem, "sequential fill", "readers together", lambda: together),
     ]
     return [best(ways), *device_maps(problem, skeleton(problem.graph), [Block.__name__])]
+
+
+def faster(others: Iterable[Baseline], seconds: float | None) -> list[str]:
+    """Names of those that keep the budgets in less time, or at all where there are no seconds to beat."""
+    most = math.inf if seconds is None else seconds * (1 - 1e-9)
+    return [one.name for one in others if one.feasible and one.seconds is not None and one.seconds < most]
 
 
 def _readers_together(problem: Problem, assignment: Assignment) -> Assignment:

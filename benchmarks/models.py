@@ -152,10 +152,6 @@ def _whisper_inputs() -> Inputs:
     return {"input_features": torch.zeros(1, 128, 3000), "decoder_input_ids": _ids(64)}
 
 
-def _clip_inputs() -> Inputs:
-    return {"input_ids": _ids(77), **_image(224)()}
-
-
 _FLOAT = torch.float32
 
 MODELS: dict[str, Model] = {
@@ -163,7 +159,7 @@ MODELS: dict[str, Model] = {
     "mixtral-8x7b": Model(hf.MixtralForCausalLM, _MIXTRAL, _text(128)),
     "t5-11b": Model(hf.T5ForConditionalGeneration, _T5, _t5_inputs),
     "whisper-large": Model(hf.WhisperForConditionalGeneration, _WHISPER, _whisper_inputs),
-    "clip-l": Model(hf.CLIPModel, _CLIP, _clip_inputs, _FLOAT),
+    "clip-l": Model(hf.CLIPModel, _CLIP, lambda: _text(77)() | _image(224)(), _FLOAT),
     "segformer-b5": Model(hf.SegformerForSemanticSegmentation, _SEGFORMER, _image(512), _FLOAT),
     "resnet-152": Model(
         hf.ResNetForImageClassification, partial(hf.ResNetConfig, depths=[3, 8, 36, 3]), _image(224), _FLOAT

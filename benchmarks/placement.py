@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import report
-from baselines import baselines
+from baselines import baselines, faster
 from instances import INSTANCES, Instance, random_chain
 from report import RESULTS, parser_of, table, write
 
@@ -28,8 +28,6 @@ from graphplan.integrations.accelerate.comparison import LESS, Baseline
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.limits import Limits
 from graphplan.report.text import size_text
-
-_EQUAL = 1 + 1e-9  # ratio up to which two times are equal
 
 # milliseconds of the best plan known of the first set; of the second, the results file has them
 BEST = {
@@ -93,8 +91,7 @@ class Result:
 
     def beaten_by(self) -> list[str]:
         """Names of the baselines within the budgets that are faster."""
-        feasible = [other for other in self.others if other.feasible]
-        return [other.name for other in feasible if self.error or (self.ratio(other) or 0.0) > _EQUAL]
+        return faster(self.others, None if self.main is None else self.main.seconds)
 
 
 def measure(instance: Instance, limits: Sequence[float | None], *, compare: bool = True) -> Result:
@@ -178,8 +175,8 @@ def _ratio_cell(result: Result, other: Baseline) -> str:
         ms += f"; first {1e3 * (other.first_seconds or 0.0):.3f} ms, over by {size_text(other.first_over)}"
     if other.over:
         return f"over by {size_text(other.over)} ({ms})"
-    ratio = result.ratio(other)
-    return ms if ratio is None else f"{ratio:.4f} ({ms})" + ("  !" if ratio > _EQUAL else "")
+    ratio, mark = result.ratio(other), "  !" if other.name in result.beaten_by() else ""
+    return ms if ratio is None else f"{ratio:.4f} ({ms}){mark}"
 
 
 # -- results ---------------------------------------------------------------------------------------
@@ -226,10 +223,6 @@ def keep(found: Sequence[Result], results: Path = RESULTS) -> Path:
     return write("placement", {"beaten": beaten, "results": kept}, results)
 
 
-def _read_limit(text: str) -> float | None:
-    return None if text == "default" else float(text)
-
-
 def main(
     makers: Mapping[str, Callable[[], Instance]] = INSTANCES, words: Sequence[str] | None = None
 ) -> None:
@@ -243,7 +236,8 @@ def main(
     chosen = options.instances.split(",") if options.instances else list(makers)
     if unknown := set(chosen) - set(makers):
         parser.error(f"no instance {min(unknown)!r}: there are {', '.join(makers)}")
-    limits = sorted({_read_limit(text) for text in options.limits.split(",")}, key=lambda t: t or 0.0)
+    seconds = {None if text == "default" else float(text) for text in options.limits.split(",")}
+    limits = sorted(seconds, key=lambda limit: limit or 0.0)
     place(random_chain(30, 2).problem, Limits.within(1.0))  # imports and first-use caches
     results: list[Result] = []
     for name in chosen:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from baselines import peak_activation
+from baselines import faster, peak_activation
 from instances import GIB, A, B, C, Card, Speed, devices
 from models import MODELS
 from report import RESULTS, parser_of, recorded, table, write
@@ -74,11 +74,7 @@ class Row:
 
     def beaten_by(self) -> list[str]:
         """Names of those whose map keeps the budgets and is faster."""
-        return [
-            other.name
-            for other in self.others
-            if other.feasible and (self.error or (other.seconds or 0.0) < self.makespan * (1 - 1e-9))
-        ]
+        return faster(self.others, None if self.error else self.makespan)
 
 
 class Measured:
@@ -120,17 +116,13 @@ class Measured:
         else:
             row.planning = time.perf_counter() - start
             problem = Problem(found.graph, topology, CPU)
-            _fill(row, found, problem)
+            row.offloaded = offloaded_weights(problem, found.schedule.assignment)
+            row.buffer = sum(buffer.nbytes for buffer in found.schedule.prefetch_buffers)
+            row.within = all(found.peak_bytes[spec.key] <= spec.room for spec in found.topology.devices)
+            row.makespan, row.gap, row.proof = found.makespan, found.gap, found.proof
         no_split = getattr(self.model, "_no_split_modules", None) or []
         row.others = device_maps(problem, self.model, sorted(no_split))
         return row
-
-
-def _fill(row: Row, found: Plan, problem: Problem) -> None:
-    row.offloaded = offloaded_weights(problem, found.schedule.assignment)
-    row.buffer = sum(buffer.nbytes for buffer in found.schedule.prefetch_buffers)
-    row.within = all(found.peak_bytes[spec.key] <= spec.room for spec in found.topology.devices)
-    row.makespan, row.gap, row.proof = found.makespan, found.gap, found.proof
 
 
 # -- tables and results ----------------------------------------------------------------------------
