@@ -72,7 +72,7 @@ def read_request(
     model_copy = ModelCopy(model)
     training = read_training(asked, model_copy, {"grad": own.grad, **(unsupported or {})})
     if training is not None and topology is not None:
-        model_copy.step = training.differentiation([s.type for s in topology.devices if s.computes])
+        model_copy.step = training.differentiation(topology.computing_types)
     options = replace(
         own,
         dynamic_shapes=asked.dynamic_shapes,

@@ -196,10 +196,10 @@ class Placer:
         return Compiler(model_copy, recipe.topology, recipe.options, homes, mappable, known, self.plan)
 
     def _training_reader(self) -> TrainingReader | None:
-        training, devices = self.recipe.options.training, self.recipe.topology.devices
+        training = self.recipe.options.training
         if training is None:
             return None
-        return TrainingReader(training.outputs, [spec.type for spec in devices if spec.computes])
+        return TrainingReader(training.outputs, self.recipe.topology.computing_types)
 
     @property
     def _may_move(self) -> bool:

@@ -154,7 +154,7 @@ class RankBuilder:
             cut, model_copy=model_copy, annotator=cut.annotator.of(cut.cut.capture, model_copy.weights)
         )
         if self.cluster.flight.train:
-            cut = with_step(cut, _types(topology))
+            cut = with_step(cut, topology.computing_types)
         self.compiler = cut.compiler(topology, self.request.options, stage.plan)
         placer = Placer(
             Recipe(topology, self.request.options, strict=True), self.source, compiler=self.compiler
@@ -238,7 +238,7 @@ class RankBuilder:
             return _RankCut(cut, crossing)
         values, usual = [wires.example(name) for name in cut.cut.inputs], self.compiler.topology
         if trains:
-            cut = with_step(cut, _types(usual), values)
+            cut = with_step(cut, usual.computing_types, values)
             if self._has_step(cut, values):
                 return _RankCut(cut, crossing)
         cut.adopt_in(self.compiler)
@@ -329,8 +329,3 @@ class _RankCut:
 
     source: StageSource | None
     crossing: tuple[str, ...]
-
-
-def _types(topology: Topology) -> list[str]:
-    """Of the devices that compute."""
-    return [spec.type for spec in topology.devices if spec.computes]

@@ -265,8 +265,7 @@ class _Search:
             cuts, weights = self.estimates.cuts, self.model_copy.weights
             first, last = int(cuts[start]), int(cuts[end])
             made = stage_source(self.annotator, self.boundaries, weights, first, last, self._trained)
-            types = [spec.type for spec in self.estimates.machines[c].devices if spec.computes]
-            self.sources[key] = with_step(made, types)
+            self.sources[key] = with_step(made, self.estimates.machines[c].computing_types)
         return self.sources[key]
 
     def _buffer_bytes(self, c: int, start: int, end: int) -> int:

@@ -101,8 +101,7 @@ class Compiler:
     ) -> None:
         self.model_copy, self.topology, self.options, self.mappable = model_copy, topology, options, mappable
         self.given = given
-        types = [spec.type for spec in topology.devices if spec.computes]
-        model_copy.compute_on(types)
+        model_copy.compute_on(topology.computing_types)
         self.captures = Captures(model_copy, options)
         self._committed = Commitments(homes, known)
 

@@ -213,6 +213,11 @@ class Topology:
         """The caller's keys, in the caller's order."""
         return tuple(spec.key for spec in self.devices)
 
+    @property
+    def computing_types(self) -> list[str]:
+        """The types of the devices that compute."""
+        return [spec.type for spec in self.devices if spec.computes]
+
     def scaled(self, factor: float) -> Topology:
         """The same devices with every budget times ``factor``."""
         grown = (replace(spec, memory=int(spec.memory * factor)) for spec in self.devices)

@@ -129,7 +129,11 @@ def _export(module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool,
 def _patched_for_export(
     module: nn.Module, inputs: Any, flags: Any, *, keep_grad: bool, uniform: bool
 ) -> Iterator[None]:
-    """What the exporter of transformers, and we, change of torch and the model while it is traced."""
+    """What the exporter of transformers, and we, change of torch and the model while it is traced.
+
+    Left out is what lets sliding layers keep every token.
+    """
+    from transformers.cache_utils import DynamicSlidingWindowLayer  # optional package
     from transformers.exporters.exporter_dynamo import (  # optional package
         patch_forward_signature,
         patch_model_config,
@@ -139,7 +143,7 @@ def _patched_for_export(
     with (
         torch.set_grad_enabled(keep_grad),
         symbolic_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]  # a config module
-        _patches(),
+        patched(*(Patch.of(*one) for one in export_patches() if one[0] is not DynamicSlidingWindowLayer)),
         masks_as_in_eager(),
         segments_as_in_eager(uniform=uniform),
         recurrences_whole(module),
@@ -211,15 +215,6 @@ def _with_caches(result: Any, caches: dict[str, Any]) -> Any:
             if id(value) in marks:
                 result[name] = marks[id(value)]
     return result, caches
-
-
-@contextmanager
-def _patches() -> Iterator[None]:
-    """The exporters' patches, but for those that let sliding layers keep every token."""
-    from transformers.cache_utils import DynamicSlidingWindowLayer  # optional package
-
-    with patched(*(Patch.of(*one) for one in export_patches() if one[0] is not DynamicSlidingWindowLayer)):
-        yield
 
 
 def _same_lengths(places: Sequence[int]) -> Guard:
