@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from graphplan.analysis.plan import Plan
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.model_weights import ModelWeights
 from graphplan.capture.modes import Differentiation
-from graphplan.capture.partial_model import StageModule, partial_model
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.compile_state import Choice, CompileState, Member
 from graphplan.compiler.earlier_plans import Commitments
@@ -29,6 +29,14 @@ from graphplan.passes.pipeline.estimates import Flight
 from graphplan.passes.placement.certificate import Bound, certify
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.joint import Call
+
+
+class StageModule(nn.Module):
+    """Holds weights under the names that they have in the model; its placed copy runs the stage's graph."""
+
+    def forward(self, *values: torch.Tensor) -> Any:
+        """Nothing: only its graph says what it computes."""
+        raise NotImplementedError("a stage runs as a graph only")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +131,38 @@ def stage_source(
     """
     cut = cut_capture(annotator.capture, boundaries, start, end)
     read = dict.fromkeys(cut.capture.weights.values())
-    module = partial_model(weights, [name for name in read if name not in cut.capture.constants])
+    module = _partial_model(weights, [name for name in read if name not in cut.capture.constants])
     model_copy = ModelCopy(module)
     own = annotator.of(cut.capture, model_copy.weights)
     return StageSource(cut, module, model_copy, own, frozenset(trained & {*cut.inputs, *cut.outputs}))
+
+
+def _partial_model(weights: ModelWeights, names: Iterable[str]) -> StageModule:
+    """A module with these weights of a model, which it shares with it.
+
+    Args:
+        weights: of the model.
+        names: first names of those that it holds; it holds them under all of their names.
+    """
+    root, wanted = StageModule(), set(names)
+    for name, first in weights.first.items():  # in the order of the model, so that first names stay first
+        if first in wanted:
+            path, _, own = name.rpartition(".")
+            part, tensor = _part(root, path), weights.tensors[first]
+            if name in weights.parameters:
+                part.register_parameter(own, tensor)  # type: ignore[arg-type]  # it is one in the model
+            else:
+                part.register_buffer(own, tensor, persistent=name in weights.persistent)
+    return root.eval()
+
+
+def _part(root: nn.Module, path: str) -> nn.Module:
+    found = root
+    for step in path.split(".") if path else ():
+        if step not in found._modules:
+            found.add_module(step, nn.Module())
+        found = found._modules[step]  # type: ignore[assignment]  # just added
+    return found
 
 
 def buffer_bytes(received: int, sent: int, flight: Flight, *, last: bool) -> int:
