@@ -24,6 +24,7 @@ from graphplan.capture.modes import Differentiation, Modes, autocast_of, read_mo
 from graphplan.capture.shared_attributes import copy_to_trace
 from graphplan.capture.signature import BoundCall, bind_call
 from graphplan.capture.transformers.caches import know_caches
+from graphplan.warnings import warn
 
 
 class ModelCopy:
@@ -98,6 +99,12 @@ class ModelCopy:
         """
         write_modes(self.module, modes)
         self.step, self.autocast = modes.step, modes.autocast
+
+    def warn_once(self, text: str) -> None:
+        """Warn, unless the model's user has been warned of that."""
+        if text not in self.told:
+            self.told.add(text)
+            warn(text)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:
         """Arguments in canonical form."""

@@ -35,7 +35,6 @@ from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.capture.transformers.exporter import export_transformers
 from graphplan.devices.machine import suspended
 from graphplan.errors import CaptureError, GraphplanError, NoGraphError, first_line
-from graphplan.warnings import warn
 
 _DATA_DECIDES = (
     "\nThe values of tensors decide what this line does, and a graph does not see them: torch.cond keeps "
@@ -184,10 +183,7 @@ def _not_captured(model_copy: ModelCopy, failures: Mapping[str, Exception]) -> s
 
 
 def _tell_of_fixed_sizes(model_copy: ModelCopy, why: str) -> None:
-    text = f"{type(model_copy.module).__name__}: {why}, so that each is captured anew"
-    if text not in model_copy.told:
-        model_copy.told.add(text)
-        warn(text)
+    model_copy.warn_once(f"{type(model_copy.module).__name__}: {why}, so that each is captured anew")
 
 
 @contextmanager

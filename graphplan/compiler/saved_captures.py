@@ -103,9 +103,7 @@ class SavedCaptures:
         if plain["fixed"]:
             model_copy.fixed.add(model_copy.entry)
         for message in plain["warnings"]:
-            if message not in model_copy.told:
-                model_copy.told.add(message)
-                warn(message)
+            model_copy.warn_once(message)
         return found
 
     def write(
@@ -160,10 +158,7 @@ def origin_of(model_copy: ModelCopy, call: BoundCall, *beside: Any) -> Origin | 
         found.add_torch()
         found.add(module, type(module).__name__)
     except NotSavedError as error:
-        text = f"capture_cache is not used for {type(module).__name__}: {error}"
-        if text not in model_copy.told:
-            model_copy.told.add(text)
-            warn(text)
+        model_copy.warn_once(f"capture_cache is not used for {type(module).__name__}: {error}")
         return None
     return Origin(found.digest(), frozenset(found.tensors))
 
