@@ -213,6 +213,7 @@ def run_saved(
 def show(
     path: options.PlanFile,
     html: options.Html = None,
+    other: options.Other = None,
     dot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a Graphviz file.")] = None,
     bottleneck: Annotated[
         bool,
@@ -222,10 +223,12 @@ def show(
 ) -> None:
     """Show a saved plan."""
     require_writable(html, dot)
-    found = read_plan(path)
+    if other is not None and html is None:
+        raise InputError("--other is shown on the page: add --html FILE")
+    found, beside = read_plan(path), None if other is None else read_plan(other)
     wanted = found.bottleneck(progress=sys.stderr.isatty()) if bottleneck else None
     if html is not None:
-        found.save_html(html, title=path.stem, bottleneck=wanted)
+        found.save_html(html, title=path.stem, bottleneck=wanted, other=beside)
     if dot is not None:
         found.save_dot(dot)
     if as_json:

@@ -162,10 +162,25 @@ def _devices(plan: PlanData) -> list[str]:
         share = f"{100 * peak.nbytes / spec.memory:.0f} %" if spec.memory else "-"
         budget, most, weights = size_text(spec.memory), size_text(peak.nbytes), size_text(peak.weights)
         rows.append(
-            [str(spec.key), spec.device, budget, most, share, weights, str(count), peak.operation or "-"]
+            [
+                str(spec.key),
+                spec.device,
+                budget,
+                most,
+                share,
+                weights,
+                str(count),
+                _where(plan, peak.operation),
+            ]
         )
     header = ["key", "device", "budget", "peak", "used", "weights", "operations", "peak at"]
     return table_lines(header, rows)
+
+
+def _where(plan: PlanData, operation: str) -> str:
+    """What runs at a peak: an operation by its module, the optimizer, or nothing yet."""
+    found = plan.graph.operations.get(operation)
+    return operation_text(found) if found is not None else operation or "-"
 
 
 def _stages(plan: PlanData) -> list[str]:

