@@ -70,11 +70,14 @@ class Boundaries:
 
     def crossing(self, position: int) -> tuple[str, ...]:
         """The values that cross a cut here, in the order in which they are made."""
-        found = []
-        for name, (start, end) in self._spans.items():
-            if start < position <= end:
-                found.append(name)
-        return tuple(found)
+        starts, ends = self._span_ends
+        names = list(self._spans)
+        return tuple(names[at] for at in np.flatnonzero((starts < position) & (position <= ends)))
+
+    @cached_property
+    def _span_ends(self) -> NDArray[np.int64]:
+        """(2, values that may cross) positions, of their producers and of what needs them last."""
+        return np.array(list(self._spans.values()), dtype=np.int64).reshape(-1, 2).T
 
     @cached_property
     def _spans(self) -> dict[str, tuple[int, int]]:

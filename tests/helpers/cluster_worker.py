@@ -6,6 +6,7 @@ python tests/helpers/cluster_worker.py CASE [ARGUMENT ...] [-- CASE [ARGUMENT ..
 from __future__ import annotations
 
 import copy
+import ctypes
 import datetime
 import inspect
 import itertools
@@ -13,6 +14,7 @@ import os
 import pickle
 import signal
 import socket
+import struct
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -32,6 +34,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import graphplan
 
 SECONDS = 180  # the timeout of the process group
+SO_ATTACH_FILTER = 26  # of Linux; the socket module has no name for it
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 QUICK = graphplan.Link(1e12, 0.0)  # so that small models are worth dividing
 
@@ -176,8 +179,8 @@ def fault(kind: str, rank: str) -> None:
             os._exit(9)
         if here and kind == "stops":
             os.kill(os.getpid(), signal.SIGSTOP)
-        if here and kind == "unreachable":
-            lose_network()
+        if kind == "unreachable":
+            lose_network(int(rank))
         if kind == "forms":  # both sizes are known to both ranks
             placed(x[:2])
             x = x[:2] if here else x
@@ -186,7 +189,7 @@ def fault(kind: str, rank: str) -> None:
         say("no error")
     except (graphplan.GraphplanError, ZeroDivisionError) as error:
         say(f"{type(error).__name__}: {error}")
-    os._exit(0)
+    sys.exit()
 
 
 def loss_that_fails(result: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -195,36 +198,38 @@ def loss_that_fails(result: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.mse_loss(result, wanted)
 
 
-def lose_network() -> None:
-    """Let what this process sends vanish, and nothing arrive, while its connections stay open."""
-    for number in sockets_of(connected=True):
-        os.dup(number)
-        dead, _ = (one.detach() for one in socket.socketpair())
-        os.dup2(dead, number)
+def lose_network(rank: int) -> None:
+    """All ranks call this: of what a rank and the others send each other from now on, the kernel drops all.
+
+    The connections stay open, as behind a cut cable.
+    """
+    ports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ports, [one.getsockname()[1] for one in sockets_of(connected=True)])
+    dist.barrier()
+    drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # BPF: return 0 bytes
+    program = struct.pack("HP", 1, ctypes.addressof(drop_all))
+    for one in sockets_of(connected=True):
+        if dist.get_rank() == rank or one.getpeername()[1] in ports[rank]:
+            one.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
 
 
-def sockets_of(*, connected: bool) -> list[int]:
-    """The descriptors of this process's TCP sockets: those with a peer, or those that listen."""
+def sockets_of(*, connected: bool) -> list[socket.socket]:
+    """Duplicates of this process's TCP sockets: those with a peer, or those that listen."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
-            with socket.socket(fileno=os.dup(int(name))) as one:
-                internet = one.family in (socket.AF_INET, socket.AF_INET6)
-                listens = bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+            one = socket.socket(fileno=os.dup(int(name)))
+            listens = bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
         except OSError:  # no socket, or the folder's own
             continue
-        if internet and listens != connected:
-            found.append(int(name))
+        if one.family in (socket.AF_INET, socket.AF_INET6) and listens != connected:
+            found.append(one)
     return found
 
 
 def listening() -> set[tuple[object, ...]]:
     """The addresses at which this process can be reached."""
-    found = set()
-    for number in sockets_of(connected=False):
-        with socket.socket(fileno=os.dup(number)) as one:
-            found.add(one.getsockname())
-    return found
+    return {one.getsockname() for one in sockets_of(connected=False)}
 
 
 def closed() -> None:

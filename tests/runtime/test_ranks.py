@@ -146,8 +146,6 @@ def test_a_rank_that_does_not_answer_is_named(kind: str) -> None:
     assert re.match(r"ClusterError: rank 2 \(stage 2 of 3\) waited for rank 1 to send 'linear_\d'", last)
 
 
-# Of five runs one passed: a rank then ends without a word, or hangs. Whether gloo or the exchanged sockets of
-# the test are to blame is not known.
 @pytest.mark.slow
 def test_a_rank_that_cannot_be_reached_ends_all_ranks() -> None:
     with Ranks(3, "fault", "unreachable", "1") as group:
