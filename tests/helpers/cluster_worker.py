@@ -46,7 +46,8 @@ def difference(found: Any, expected: Any) -> float:
 
 
 def say(text: str) -> None:
-    print(f"[{dist.get_rank()}] {text}", flush=True)
+    # one write: torchrun runs "python -u", which writes a newline by itself, and lines of ranks merged
+    print(f"[{dist.get_rank()}] {text}\n", end="", flush=True)
 
 
 def divided(model: Any, inputs: dict[str, Any], microbatches: int, **options: Any) -> Any:
