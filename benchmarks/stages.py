@@ -4,10 +4,11 @@ python benchmarks/stages.py [--rounds 15] [--microbatches 8]
 
 Two processes on this machine, each held to one core and one thread, run five models whose layers are unequal.
 All three cuts run on the same engine, with the same schedule: the planner is given one cut where there would
-be many. Layers are those that a pipeline would be cut into by hand; a cut by parameters is before the layer
-that passes half of their bytes. The three take turns. Ratios are those of the least seconds of a batch, since
-other work on the machine only adds to them, and of the processor seconds of the busiest process, which bound
-the throughput.
+be many. It plans by a profile of one microbatch, which says what the model's own types of operation reach: at
+sizes as small as these that is far from what they reach at the usual ones. Layers are those that a pipeline
+would be cut into by hand; a cut by parameters is before the layer that passes half of their bytes. The three
+take turns. Ratios are those of the least seconds of a batch, since other work on the machine only adds to
+them, and of the processor seconds of the busiest process, which bound the throughput.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ from torch import nn
 from transformers import LlamaForCausalLM, SegformerConfig, SegformerForSemanticSegmentation
 
 import graphplan
+from graphplan.devices.speeds import Measurements
 from graphplan.passes.pipeline.boundaries import Boundaries
 
 RANKS = 2
 WARM = 2  # rounds that are not counted
+PROFILES = 40  # of which the quickest counts
 LOOPBACK = graphplan.Link(1.5e9, 100e-6)  # what gloo reaches between two processes of one machine, about
 CUTS = ("ours", "even layers", "even parameters")
 
@@ -151,7 +154,7 @@ def only_before(model: Model, layer: int, boundaries: Boundaries, *_: object) ->
     return np.array([boundaries.allowed[0], nearest, boundaries.allowed[-1]])
 
 
-def placed_by(model: Model, kind: str, microbatches: int, speeds: Any) -> nn.Module:
+def placed_by(model: Model, kind: str, microbatches: int, speeds: Measurements) -> nn.Module:
     """The model over all ranks, cut by a rule."""
     partition = functools.partial(
         graphplan.partition,
@@ -171,6 +174,19 @@ def placed_by(model: Model, kind: str, microbatches: int, speeds: Any) -> nn.Mod
         return partition()  # type: ignore[no-any-return]
 
 
+def profiled(model: Model, microbatches: int, devices: Measurements) -> Measurements:
+    """The figures of the devices, with what the model's types of operation reach in one microbatch."""
+    micro = {
+        name: value[: len(value) // microbatches] if isinstance(value, torch.Tensor) else value
+        for name, value in model.inputs.items()
+    }
+    placed = graphplan.partition(model.module.eval(), {"cpu": "2GiB"}, kwargs=micro, devices=devices)
+    with torch.no_grad():
+        placed(**micro)
+        profiles = [placed.profile(**micro) for _ in range(PROFILES)]
+    return min(profiles, key=lambda profile: profile.seconds).measurements
+
+
 def seconds_of(call: Callable[[], Any]) -> tuple[float, float]:
     """Of the slowest process, and of the processor in the busiest."""
     dist.barrier()
@@ -181,7 +197,9 @@ def seconds_of(call: Callable[[], Any]) -> tuple[float, float]:
     return float(spent[0]), float(spent[1])
 
 
-def measure(rank: int, port: int, arguments: argparse.Namespace, speeds: Any, rows: Any) -> None:
+def measure(
+    rank: int, port: int, arguments: argparse.Namespace, speeds: Sequence[Measurements], rows: Any
+) -> None:
     """What one process does; the first keeps the rows."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
@@ -194,10 +212,10 @@ def measure(rank: int, port: int, arguments: argparse.Namespace, speeds: Any, ro
         rank=rank,
         world_size=RANKS,
     )
-    for make in MODELS:
+    for make, own in zip(MODELS, speeds, strict=True):
         torch.manual_seed(0)
         model = make()
-        placed = {kind: placed_by(model, kind, arguments.microbatches, speeds) for kind in CUTS}
+        placed = {kind: placed_by(model, kind, arguments.microbatches, own) for kind in CUTS}
         seconds: dict[str, list[tuple[float, float]]] = {kind: [] for kind in CUTS}
         for turn in range(arguments.rounds + WARM):
             for kind, module in placed.items():
@@ -227,7 +245,8 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    speeds = graphplan.measure_devices({"cpu": "4GiB"})
+    devices = graphplan.measure_devices({"cpu": "4GiB"})
+    speeds = [profiled(make(), arguments.microbatches, devices) for make in MODELS]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
