@@ -16,8 +16,10 @@ from graphplan.analysis.cluster_plan import ClusterPlan
 from graphplan.api.arguments import Request, read_example, read_given_plan, read_request, read_source
 from graphplan.api.plan_options import PlanOptions
 from graphplan.api.rank_builder import RankBuilder
+from graphplan.capture.captured_graph import Capture
+from graphplan.capture.dynamic_axes import BATCH
 from graphplan.capture.microbatches import batch_of, microbatches_of
-from graphplan.capture.signature import BoundCall
+from graphplan.capture.signature import BoundCall, leaf_names
 from graphplan.compiler.cluster_call import Wires
 from graphplan.compiler.cluster_planning import Cluster, plan_cluster, whole_compiler
 from graphplan.compiler.formulation import Options
@@ -117,16 +119,37 @@ class _Example:
         """The example's microbatch, traced.
 
         Raises:
-            InputError: results of microbatches are not those of the batch in parts.
+            InputError: results of microbatches are not those of the batch in parts, or an input that would be
+                divided has as many rows by chance.
         """
+        whole = self.compiler.trace(self.call)
+        if self.microbatches > 1 and any(whole.roles):
+            self._require_batch_axes(whole)
         found = self.annotator(self.micro)
         if self.microbatches > 1:
-            whole, part = self.compiler.trace(self.call), found.capture
+            part = found.capture
             after, before = Wires(whole, self.call), Wires(part, self.micro)
             for large, small in zip(whole.outputs, part.outputs, strict=True):
                 if isinstance(large, fx.Node) and isinstance(small, fx.Node):
                     _require_part(after.of(large.name), before.of(small.name), self.microbatches)
         return found
+
+    def _require_batch_axes(self, whole: Capture) -> None:
+        """All inputs that are divided vary with the batch, if the trace lets any vary."""
+        rows, leaves = batch_of(self.call), self.call.leaves
+        divided = [
+            (name, whole.roles[at].get(0) == BATCH and whole.signature.leaves[at].shape[0] is None)
+            for at, (name, leaf) in enumerate(zip(leaf_names(self.call), leaves, strict=True))
+            if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows
+        ]
+        if any(varies for _, varies in divided):
+            for name, varies in divided:
+                if not varies:
+                    raise InputError(
+                        f"{name} has {rows} rows, as the batch has, but they are not those of the batch, and "
+                        "would be divided with them: give an example of another number of rows, or "
+                        "microbatches=1"
+                    )
 
     def annotator(self, micro: BoundCall, ahead: float = 0.0) -> Annotator:
         """The whole model's call of one microbatch, traced; ``ahead`` as for captures."""

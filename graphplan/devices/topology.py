@@ -51,13 +51,16 @@ class Efficiency:
     Attributes:
         flops: of the device's FLOP/s, where arithmetic takes longer than memory.
         bandwidth: of its bytes/s, where memory does.
+        overhead: seconds that the smallest of the type takes; None for those of the device.
     """
 
     flops: float = 1.0
     bandwidth: float = 1.0
+    overhead: float | None = None
 
     def __post_init__(self) -> None:
-        if not (is_figure(self.flops) and is_figure(self.bandwidth)):
+        overhead = self.overhead is None or is_figure(self.overhead, may_be_zero=True)
+        if not (is_figure(self.flops) and is_figure(self.bandwidth) and overhead):
             raise DeviceError(f"{self}: write positive numbers")
 
 

@@ -2,7 +2,7 @@
 
 An operation takes the longer of its arithmetic and its memory traffic (the roofline model: Williams,
 Waterman, Patterson, CACM 2009), plus the device's overhead; one that only makes views takes none. Where it is
-known what a type of operation reaches of both figures, that counts.
+known what a type of operation reaches of both figures, and its own overhead, that counts.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ def _seconds(operation: Operation, device: DeviceSpec) -> float:
         return 0.0
     arithmetic, memory = operation.flops / device.flops, operation.bytes_accessed / device.bandwidth
     reached = device.efficiency.get(operation.type) if device.efficiency else None
+    overhead = device.overhead
     if reached is not None:
         arithmetic, memory = arithmetic / reached.flops, memory / reached.bandwidth
-    return device.overhead + max(arithmetic, memory)
+        overhead = overhead if reached.overhead is None else reached.overhead
+    return overhead + max(arithmetic, memory)
 
 
 def move_seconds(move: Move | Load, topology: Topology) -> float:

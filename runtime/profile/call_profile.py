@@ -75,14 +75,13 @@ class Profile:
         for event in self.timeline.events:
             operation = graph.operations.get(event.name) if event.kind == "run" else None
             if operation is not None and topology[event.device].type != SIMULATED:
-                cost = operation.flops, operation.bytes_accessed, event.end - event.start
+                seconds = event.end - event.start - self.measured.mark_seconds.get(event.device, 0.0)
+                cost = operation.flops, operation.bytes_accessed, seconds
                 samples.setdefault(event.device, []).append(Sample(operation.type, *cost))
         speeds = {}
         for key, found in samples.items():
             spec = topology[key]
-            overhead = spec.overhead + self.measured.mark_seconds.get(key, 0.0)
-            reached = efficiencies(found, replace(spec, overhead=overhead))
-            reached = {**spec.efficiency, **reached}
+            reached = {**spec.efficiency, **efficiencies(found, spec)}
             speeds[key] = replace(Speed.of(spec), efficiency=reached, origin="measured")
         return Measurements(speeds, topology.links)
 

@@ -278,6 +278,28 @@ def test_results_that_mix_rows_are_not_divided() -> None:
     assert planned([{0: "1GiB"}], model=Contrastive(), x=x).stages
 
 
+class Biased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + bias
+
+
+@pytest.mark.parametrize("microbatches", [4, 8])
+def test_an_input_that_has_as_many_rows_by_chance_is_not_divided(microbatches: int) -> None:
+    """Rows of one each would be added silently, and wrongly."""
+
+    def plan(rows: int) -> graphplan.ClusterPlan:
+        inputs = (torch.ones(rows, 8), torch.ones(8))
+        return graphplan.plan(Biased(), machines=[{0: "1GiB"}], args=inputs, microbatches=microbatches)
+
+    with pytest.raises(graphplan.InputError, match="bias has 8 rows, as the batch has, but"):
+        plan(8)
+    assert plan(16).stages
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [

@@ -36,6 +36,18 @@ def test_samples_tell_of_arithmetic_and_of_memory_apart() -> None:
     assert (found["add"].flops, found["add"].bandwidth) == pytest.approx((1.0, 1.0))
 
 
+def test_many_samples_of_a_type_tell_of_an_overhead_of_its_own() -> None:
+    """Each takes 50 µs, and twice as long as by the figures: small ones are not taken for inefficient."""
+    moved = [(10**size, 50e-6 + 2 * 10**size / CARD.bandwidth) for size in range(3, 9)]
+    found = efficiencies([Sample("conv2d", 0, nbytes, seconds) for nbytes, seconds in moved], CARD)
+    assert found["conv2d"].bandwidth == pytest.approx(0.5)
+    assert found["conv2d"].overhead == pytest.approx(50e-6)
+    spec = replace(CARD, efficiency=found)
+    for nbytes, seconds in moved:
+        operation = Operation("a", "conv2d", flops=0, bytes_accessed=nbytes)
+        assert operation_seconds(operation, spec) == pytest.approx(seconds)
+
+
 def test_operations_cost_what_their_type_reaches() -> None:
     spec = replace(CARD, efficiency={"add": SLOW})
     for target in ("add.Tensor", "add_.Tensor", "add"):
