@@ -31,15 +31,24 @@ class Solution:
 
 
 def certify(evaluation: Evaluation, bound: Bound) -> Solution:
-    """A placement with its bound. One that is above it is a bug, which must show: it is never clamped."""
-    if bound.seconds > evaluation.seconds * (1 + ROUNDING):
+    """A placement with its bound, as far as :func:`checked` lets it pass."""
+    found = checked(bound, evaluation.seconds)
+    return Solution(evaluation, found.seconds, found.proof)
+
+
+def checked(bound: Bound, seconds: float) -> Bound:
+    """The bound of a plan. One that is above it is a bug, which must show: it is never clamped.
+
+    Args:
+        bound: that was proved.
+        seconds: of the plan.
+    """
+    if bound.seconds > seconds * (1 + ROUNDING):
         warn(
             f"the planner proved a lower bound of {bound.seconds:.6g} s ({bound.proof}) and found a plan of "
-            f"{evaluation.seconds:.6g} s: one of the two is wrong. The plan keeps its budgets, and is "
-            "returned without a bound; please report this with the model and max_memory"
+            f"{seconds:.6g} s: one of the two is wrong. The plan keeps its budgets, and is "
+            "returned without a bound; please report this with the model and the budgets"
         )
-        return Solution(evaluation, 0.0, "no bound: the one that was found contradicts the plan")
+        return Bound(0.0, "no bound: the one that was found contradicts the plan")
     # sums in another order may differ in the last bits
-    return Solution(
-        evaluation, bound.seconds if bound.seconds < evaluation.seconds else evaluation.seconds, bound.proof
-    )
+    return Bound(bound.seconds if bound.seconds < seconds else seconds, bound.proof)

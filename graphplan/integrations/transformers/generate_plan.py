@@ -23,6 +23,7 @@ from graphplan.devices.topology import DISK
 from graphplan.errors import CaptureError, InfeasibleError, LimitError
 from graphplan.integrations.rehearsal import Rehearsed
 from graphplan.integrations.transformers.generate_calls import calls_of_generate, generates
+from graphplan.passes.placement.certificate import Bound, checked
 from graphplan.passes.placement.driver import ON_ACCELERATORS
 from graphplan.warnings import warn
 
@@ -87,7 +88,8 @@ def _with_bound(made: Planned, free: Plan) -> Planned:
     """A plan beside settled weights, with the bound of one without, which holds wherever the weights are."""
     if ON_ACCELERATORS in free.proof and not _on_cpu(made.plan) <= _on_cpu(free):
         return made
-    return replace(made, plan=replace(made.plan, lower_bound=free.lower_bound, proof=free.proof))
+    bound = checked(Bound(free.lower_bound, free.proof), made.plan.makespan)
+    return replace(made, plan=replace(made.plan, lower_bound=bound.seconds, proof=bound.proof))
 
 
 def _on_cpu(plan: Plan) -> set[str]:
