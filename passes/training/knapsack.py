@@ -76,7 +76,8 @@ def items_of(
         ways = []
         if operation_seconds is not None:
             saved, again = repeated(segment)
-            seconds = sum(operation_seconds(node.name) for node in again if node.name in graph.operations)
+            names = [node.name for node in segment.nodes if node in again and node.name in graph.operations]
+            seconds = sum(map(operation_seconds, names))
             ways.append(Item(segment.path, True, _nbytes(graph, saved), seconds))
         if copy_seconds is not None:
             sizes = [_nbytes(graph, [node]) for node in offloadable(segment)]

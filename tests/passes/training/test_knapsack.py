@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from graphplan.passes.training.knapsack import Item, Savings, cheapest
+import torch
+from torch import fx
+
+from graphplan.ir.graph import Graph
+from graphplan.ir.graph_elements import Operation, Value
+from graphplan.passes.training.knapsack import Item, Savings, cheapest, items_of
+from graphplan.passes.training.segments import ModuleSegment
 
 CHEAP = [Item(f"layers.{i}", True, 100, 1.0) for i in range(4)]
 DEAR = Item("head", False, 100, 9.0)
@@ -15,3 +21,21 @@ def test_the_cheapest_bytes_are_freed_first_and_equal_segments_evenly() -> None:
     assert cheapest(items, 0.3) == Savings(again=("layers.1", "layers.3"))  # one would free too little
     assert cheapest(items, 0.8) == Savings(again=tuple(item.path for item in CHEAP))
     assert cheapest(items, 1.0) == Savings(tuple(item.path for item in CHEAP), ("head",))
+
+
+def test_equal_segments_take_equally_long() -> None:
+    """Sums in another order differ in their last bits: segments that do are not spread evenly."""
+    traced, count = fx.Graph(), 50
+    seconds = {f"n{i}": 0.1 * i**3 for i in range(count)}
+    segments = []
+    for path in ("layers.0", "layers.1", "layers.2"):
+        nodes = []
+        for _ in range(count):
+            node = traced.call_function(torch.ops.aten.relu.default, (nodes[-1] if nodes else None,))
+            traced.call_function(torch.ops.aten.relu.default, (node,)).meta["backward"] = True
+            nodes.append(node)
+        segments.append(ModuleSegment(path, tuple(nodes), frozenset(nodes)))
+    order = {node.name: f"n{i % count}" for i, node in enumerate(n for s in segments for n in s.nodes)}
+    graph = Graph([Operation(n, "relu", (), (n,)) for n in order], [Value(n, 4) for n in order])
+    items = items_of(segments, graph, lambda name: seconds[order[name]], None)
+    assert len({item.seconds for item in items}) == 1
