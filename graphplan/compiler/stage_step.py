@@ -85,14 +85,16 @@ def plan_step(plan_beside: Callable[[Kept], Plan], others: int, shared: Set[str]
     high: Kept | None = None
     tried: Kept = {}
     best: StepPlan | None = None
+    short: StepPlan | None = None  # for which too little was withheld
+    lacking: InfeasibleError | None = None
     alone = math.inf  # seconds of a step that has the machine for itself
     for _ in range(_TRIES):
         try:
             plan = plan_beside(tried)
-        except InfeasibleError:
+        except InfeasibleError as error:
             if not tried:
                 raise
-            high = tried
+            high, lacking = tried, error.with_traceback(None)
         else:
             alone = min(alone, plan.makespan)
             kept = kept_bytes(plan, others, shared)
@@ -102,17 +104,34 @@ def plan_step(plan_beside: Callable[[Kept], Plan], others: int, shared: Set[str]
                 if plan.makespan <= _NEAR * alone:
                     break
             else:
-                low = tried
+                low, short = tried, StepPlan(plan, tried, kept)
         if high is None:
             tried = {key: max(kept.get(key, 0), tried.get(key, 0)) for key in {*kept, *tried}}
         else:
             tried = {key: (low.get(key, 0) + nbytes + 1) // 2 for key, nbytes in high.items()}
     if best is None:
-        raise InfeasibleError(
-            f"there is no room beside a training step for {others} other microbatches in flight, which save "
-            f"{readable_bytes(sum(tried.values()))} or more: use schedule='1f1b', or smaller microbatches"
-        )
+        assert short is not None  # what is needed beside a step is known of its plan
+        raise _no_room(short, others, lacking)
     return best
+
+
+def _no_room(short: StepPlan, others: int, lacking: InfeasibleError | None) -> InfeasibleError:
+    """The error, with the tightest device: as what failed last says, or the plan that withheld too little."""
+    plan, topology = short.plan, short.plan.topology
+    memory = {spec.key: spec.memory for spec in topology.devices}
+    beside = {key: topology[key].withheld - short.withheld.get(key, 0) for key in short.kept_bytes}
+    needed = {key: plan.peak_bytes[key] + n + beside[key] for key, n in short.kept_bytes.items()}
+    device = max(needed, key=lambda key: needed[key] / max(1, memory[key]))
+    said = f"needs {readable_bytes(needed[device])} and may hold {readable_bytes(memory[device])}"
+    error = lacking or InfeasibleError(
+        f"device {device!r} {said}", needed=needed, available=memory, device=device
+    )
+    error.args = (
+        f"there is no room beside a training step for {others} other microbatches in flight, which save "
+        f"{readable_bytes(short.kept_bytes[device])} or more on device {device!r}: {error}. "
+        "Use schedule='1f1b', or smaller microbatches",
+    )
+    return error
 
 
 def kept_bytes(plan: Plan, others: int, shared: Set[str]) -> dict[DeviceKey, int]:
