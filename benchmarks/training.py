@@ -35,11 +35,9 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 import graphplan
-from graphplan.compiler.activation_choice import member_with
+from graphplan.compiler.activation_choice import Trial, member_with
 from graphplan.compiler.capture_cache import Captures
 from graphplan.errors import InfeasibleError
-from graphplan.passes.training.knapsack import Savings
-from graphplan.passes.training.segments import segments_of
 
 ADAMW = torch.optim.AdamW
 
@@ -110,12 +108,11 @@ def blocks_row(length: int) -> dict[str, Any]:
     planned = partial(graphplan.plan, model, kwargs=inputs, train=True, optimizer=ADAMW)
     roomy = planned({0: "1000GiB"})
 
-    def every_block(choice: Any) -> list[Any]:
-        segments = segments_of(choice.member.annotator.capture)
-        blocks = tuple(segment.path for segment in segments if ".layers." in segment.path)
-        return [member_with(choice.member, Savings(again=blocks))]
+    def every_block(choice: Any) -> list[Trial]:
+        savings, _ = choice.every_block()
+        return [Trial(member_with(choice.member, savings), None)]
 
-    with patch("graphplan.compiler.activation_choice._Choice.members", every_block):
+    with patch("graphplan.compiler.activation_choice._Choice.trials", every_block):
         blocks = planned({0: "1000GiB"})
     half = planned({0: roomy.peak_bytes[0] // 2, "cpu": "2000GiB"})
     rows = {"roomy": roomy, "every block again": blocks, "half of the memory": half}

@@ -1,9 +1,11 @@
 """Keep what a training step saves, compute it again, or move it to CPU memory: the fastest that fits.
 
-Segments are treated whole (:mod:`graphplan.passes.training.segments`), the cheapest of them first
-(:mod:`graphplan.passes.training.knapsack`). As many are tried as free the bytes that are lacking, corrected
-by the bytes that are lacking then (secant method); and, by a bisection of estimated seconds, between what was
-tried. A quick search places each step. Where the accelerators hold the step as it is, nothing else is tried.
+Segments are treated whole (:mod:`graphplan.passes.training.segments`). The step as it is, and the one that
+computes every block again, are tried first, the latter unless its operations alone take longer than what is
+known. Then the cheapest segments are treated (:mod:`graphplan.passes.training.knapsack`): as many as free the
+bytes that are lacking, corrected by the bytes that are lacking then (secant method); of a large step that
+streams weights, some beside the faster of the two. A quick search places each step. Where the accelerators
+hold the step as it is, nothing else is tried.
 """
 
 from __future__ import annotations
@@ -11,13 +13,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from graphplan.compiler.compile_state import CompileState, Member
+from graphplan.compiler.fixed_point import place_calls
 from graphplan.compiler.slicing_choice import place_whole_or_sliced
 from graphplan.errors import InfeasibleError
 from graphplan.passes.frontend.slicing import copied
+from graphplan.passes.placement.certificate import Bound, certify
 from graphplan.passes.placement.driver import probe
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
+from graphplan.passes.placement.params import SearchParams
 from graphplan.passes.placement.problem import Problem, cpu_key
 from graphplan.passes.placement.residence import reside
 from graphplan.passes.training.knapsack import Item, Savings, cheapest, items_of
@@ -25,7 +31,7 @@ from graphplan.passes.training.offload import offload
 from graphplan.passes.training.recompute import recompute
 from graphplan.passes.training.segments import segments_of
 
-_STEPS = 3  # shares that are tried
+_STEPS = 3  # of the secant method, to a share that fits
 _EACH_ALONE = "each operation where it takes least, whatever is saved"
 
 
@@ -39,13 +45,26 @@ def place_step(state: CompileState) -> CompileState:
         return place_whole_or_sliced(state)
     choice = _Choice(state)
     lacking: InfeasibleError | None = None
-    for member in choice.members():
+    for trial in choice.trials():
         try:
-            return choice.with_bound(place_whole_or_sliced(replace(state, members=[member])))
+            return choice.placed(trial)
         except InfeasibleError as error:  # the moves that a placement brings made operations take more
             lacking = lacking or error.with_traceback(None)
     assert lacking is not None
     raise lacking
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A step that saves less, or as much as it is, and the placement that a quick search finds."""
+
+    member: Member
+    found: Evaluation | None
+
+    @property
+    def seconds(self) -> float:
+        """Infinite where nothing is found."""
+        return math.inf if self.found is None else self.found.seconds
 
 
 @dataclass
@@ -54,15 +73,16 @@ class _Choice:
 
     Attributes:
         state: with the step as its only member.
-        found: share of what could be freed -> seconds that a quick search finds, and the step.
+        tried: share of what could be freed -> the trial.
     """
 
     state: CompileState
-    found: dict[float, tuple[float, Member]] = field(default_factory=dict)
+    tried: dict[float, Trial] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         (self.member,) = self.state.members
         self.problem = self._posed(self.member)
+        self.least = _least_seconds(self.problem)
         options, topology = self.state.formulation.options, self.problem.topology
         assert options.training is not None
         self.recomputes = options.training.recompute
@@ -70,20 +90,46 @@ class _Choice:
         self.offloads &= cpu_key(topology) is not None
         self.offloads &= any(spec.is_accelerator for spec in topology.devices)
 
-    def members(self) -> list[Member]:
-        """Steps to place, those first that a quick search finds the fastest placements of."""
+    def trials(self) -> list[Trial]:
+        """Steps to place, the fastest first."""
         if self._fits_as_it_is():
-            return [self.member]
+            return [self.tried[0.0]]
         items = self._items()
         if items:
             self._search(items)
-        found = sorted((one for one in self.found.values() if math.isfinite(one[0])), key=lambda one: one[0])
+        found = sorted((one for one in self.tried.values() if one.found), key=lambda one: one.seconds)
         if found:
-            return [member for _, member in found]
+            return found
         # the most that the caller allows to free, whose budgets an error is to name
         paths = tuple(item.path for item in items)
         savings = Savings(paths if self.recomputes else (), paths if self.offloads else ())
-        return [member_with(self.member, savings)]
+        return [Trial(member_with(self.member, savings), None)]
+
+    def placed(self, trial: Trial) -> CompileState:
+        """The placement of a trial, or one that a search of all operations finds faster.
+
+        Raises:
+            InfeasibleError: it does not fit with the moves that it brings.
+        """
+        state, bound = replace(self.state, members=[trial.member]), self.bound
+        if trial.found is None or not self.large or not bound.seconds:
+            searched = self._with_bound(place_whole_or_sliced(state))
+            (choice,) = searched.choices
+            if trial.found is None or choice.seconds <= trial.seconds:
+                return searched
+            bound = Bound(choice.solution.lower_bound, choice.solution.proof)
+        return place_calls(state, [certify(trial.found, bound)])
+
+    @property
+    def large(self) -> bool:
+        """Whether the default effort does not grow with the operations any more: a quick search is all."""
+        params, operations = SearchParams(), self.problem.graph.operations
+        return self.state.limits.deadline is None and params.visits(len(operations)) >= params.most_visits
+
+    @cached_property
+    def bound(self) -> Bound:
+        """One that holds for steps that save less, too, if there may be any: all run these operations."""
+        return Bound(sum(self.least.values()), _EACH_ALONE) if self.recomputes or self.offloads else Bound()
 
     def _items(self) -> list[Item]:
         """What can save less, priced for the fastest accelerator."""
@@ -105,54 +151,72 @@ class _Choice:
             topology.link(k, cpu).seconds(nbytes) + topology.link(cpu, k).seconds(nbytes) for k in keys
         )
 
-    def with_bound(self, state: CompileState) -> CompileState:
-        """The placement, with a bound that holds for steps that save less, too: all run these operations."""
+    def _with_bound(self, state: CompileState) -> CompileState:
+        """The placement, with the lower of its bound and the one that holds for steps that save less."""
         (choice,) = state.choices
-        if not (self.recomputes or self.offloads):
+        if not self.bound.seconds or self.bound.seconds >= choice.solution.lower_bound:
             return state
-        least = _least_seconds(self.problem)
-        if least >= choice.solution.lower_bound:
-            return state
-        solution = replace(choice.solution, lower_bound=least, proof=_EACH_ALONE)
+        solution = replace(choice.solution, lower_bound=self.bound.seconds, proof=self.bound.proof)
         return replace(state, choices=[replace(choice, solution=solution)])
 
     def _fits_as_it_is(self) -> bool:
         """Whether the accelerators hold the step: anything else takes longer."""
-        best = self._probe(self.problem)
-        self.found[0.0] = (math.inf if best is None else best.seconds), self.member
+        best = self._tried(0.0, self.member, self.problem).found
         if best is None or best.schedule.prefetch_buffers:
             return False
         cpu = cpu_key(self.problem.topology)
         return not any(run.device == cpu for run in best.schedule.runs())
 
     def _search(self, items: Sequence[Item]) -> None:
-        """Try what should be enough, then what it lacks or has too much of, then beside the fastest."""
-        whole = sum(item.nbytes for item in items)
-        share = self._lacking(self.problem) / whole
-        for _ in range(_STEPS):
-            share = min(share, 1.0)
-            if share <= 0 or share in self.found:
-                share = self._between()
-            share += self._try(items, share) / whole
-        if not any(math.isfinite(seconds) for seconds, _ in self.found.values()):
-            self._try(items, 1.0)
+        """Try every block, then what should be enough, and what it lacks or has too much of.
 
-    def _between(self) -> float:
-        """The middle between the best share and the better one beside it."""
-        shares = sorted({*self.found, 1.0})
-        seconds = {share: self.found[share][0] if share in self.found else math.inf for share in shares}
+        Of a large step that streams weights, only the share beside the faster of what was tried.
+        """
+        whole = sum(item.nbytes for item in items)
+        savings, again = self.every_block()
+        if again and sum(self.least.values()) + again < self.tried[0.0].seconds:
+            self._try(1.0, savings)
+        share, steps = self._lacking(self.problem) / whole, _STEPS
+        if self.large and self.tried[0.0].found:
+            share, steps = self._beside(), 1
+        for _ in range(steps):
+            share = min(share, 1.0)
+            if share <= 0 or share in self.tried:
+                share = self._beside()
+            share += self._try(share, cheapest(items, share)) / whole
+        if not any(trial.found for trial in self.tried.values()):
+            self._try(1.0, cheapest(items, 1.0))
+
+    def every_block(self) -> tuple[Savings, float]:
+        """The layers of stacks, each computed again, as torch.utils.checkpoint on each; the seconds at least.
+
+        Where no layer is numbered, all submodules; none where that is forbidden.
+        """
+        segments = segments_of(self.member.annotator.capture) if self.recomputes else []
+        numbered = [segment for segment in segments if segment.path.rpartition(".")[2].isdigit()]
+        blocks = items_of(numbered or segments, self.problem.graph, self.least.__getitem__, None)
+        return Savings(tuple(block.path for block in blocks)), sum(block.seconds for block in blocks)
+
+    def _beside(self) -> float:
+        """A quarter of the way from the best share to the better one beside it."""
+        shares = sorted({*self.tried, 1.0})
+        seconds = {share: self.tried[share].seconds if share in self.tried else math.inf for share in shares}
         best = min(shares, key=seconds.__getitem__)
         at = shares.index(best)
         beside = shares[max(0, at - 1) : at] + shares[at + 1 : at + 2]
-        return (best + min(beside, key=seconds.__getitem__)) / 2
+        return best + (min(beside, key=seconds.__getitem__) - best) / 4
 
-    def _try(self, items: Sequence[Item], share: float) -> int:
+    def _try(self, share: float, savings: Savings) -> int:
         """Find a placement for this share; the bytes that are lacking then, below 0 where some are left."""
-        member = member_with(self.member, cheapest(items, share))
+        member = member_with(self.member, savings)
         problem = self._posed(member)
-        best = self._probe(problem)
-        self.found[share] = (math.inf if best is None else best.seconds), member
+        self._tried(share, member, problem)
         return self._lacking(problem)
+
+    def _tried(self, share: float, member: Member, problem: Problem) -> Trial:
+        found = probe(problem, deadline=self.state.limits.deadline, climbs=True)
+        self.tried[share] = Trial(member, found)
+        return self.tried[share]
 
     def _lacking(self, problem: Problem) -> int:
         """Bytes that all accelerators together lack, were the step on one of them."""
@@ -163,22 +227,19 @@ class _Choice:
         peak = evaluate(problem, everything).memory.peaks[roomiest.key]
         return peak.nbytes - sum(spec.room for spec in devices)
 
-    def _probe(self, problem: Problem) -> Evaluation | None:
-        return probe(problem, deadline=self.state.limits.deadline)
-
     def _posed(self, member: Member) -> Problem:
         return self.state.formulation.constrained(member.annotator, member.call)
 
 
-def _least_seconds(problem: Problem) -> float:
+def _least_seconds(problem: Problem) -> dict[str, float]:
     """The least time of each operation by itself, with the way of its results to the caller."""
     graph, host = problem.graph, problem.host
     computing = [spec for spec in problem.topology.devices if spec.computes]
     returned = set(graph.outputs) if problem.returns_to_host else set()
-    least = 0.0
+    least = dict[str, float]()
     for name, operation in graph.operations.items():
         sizes = [graph.values[n].copy_bytes for n in operation.outputs if n in returned]
-        least += min(
+        least[name] = min(
             problem.clock(spec)[name]
             + sum(problem.topology.link(spec.key, host).seconds(n) for n in sizes if spec.key != host)
             for spec in computing

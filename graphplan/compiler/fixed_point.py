@@ -25,8 +25,8 @@ _NOT_ON_DISK = (
 )
 
 
-def place_calls(state: CompileState) -> CompileState:
-    """Place the calls, all over one placement of weights.
+def place_calls(state: CompileState, known: Sequence[Solution] | None = None) -> CompileState:
+    """Place the calls, all over one placement of weights; as is ``known``, if it is.
 
     The graphs of the choices are those of the returned placement: their bytes are exact.
 
@@ -41,7 +41,8 @@ def place_calls(state: CompileState) -> CompileState:
     near: list[Assignment] | None = None
     bounds: list[Bound] = []  # of the plain graphs, whose operations take least
     for _ in range(_ROUNDS):
-        solutions = _place(state, calls, near)
+        solutions = known or _place(state, calls, near)
+        known = None
         bounds = bounds or [Bound(one.lower_bound, one.proof) for one in solutions]
         near = [one.evaluation.schedule.assignment for one in solutions]
         exact = [

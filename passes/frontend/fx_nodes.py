@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 
 def argument_nodes(node: fx.Node) -> list[fx.Node]:
     """Its arguments that are nodes, in order, each as often as it is given."""
-    leaves = pytree.tree_leaves((node.args, dict(node.kwargs)))
-    return [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
 
 
 def is_tensor_node(node: fx.Node) -> bool:

@@ -64,13 +64,20 @@ def place(
     raise explain_infeasible(problem, advice)
 
 
-def probe(problem: Problem, effort: Effort | None = None, deadline: float | None = None) -> Evaluation | None:
+def probe(
+    problem: Problem,
+    effort: Effort | None = None,
+    deadline: float | None = None,
+    *,
+    climbs: bool = False,
+) -> Evaluation | None:
     """A placement that fits, found with a tenth of the default work; None where that finds none.
 
     Args:
         problem: what to place.
         effort: what is charged, if it is limited.
         deadline: ``time.monotonic()`` at which to stop, where no effort is given.
+        climbs: whether one that streams weights is improved, with half of the default work.
     """
     if not _runs(problem):
         only = _without_operations(problem)
@@ -85,6 +92,8 @@ def probe(problem: Problem, effort: Effort | None = None, deadline: float | None
         effort.charge(part.done)
         found = search.best if isinstance(search, StreamedSearch) else search.evaluation()
         if found is not None and found.feasible:
+            if climbs and isinstance(search, StreamedSearch):
+                return climb_streamed(search.arrays, found, Effort(5 * visits, deadline))
             return found
     return None
 
@@ -109,9 +118,10 @@ def _bound_without_operations(found: Evaluation) -> Bound:
 def _attempts(problem: Problem, alone: Problem | None) -> Iterator[tuple[Problem, bool]]:
     """Problems to try in turn, and whether with streaming."""
     accelerators = any(spec.is_accelerator for spec in problem.topology.devices)
-    if alone is not None:
+    offloads = problem.offload and accelerators and cpu_key(problem.topology) is not None
+    if alone is not None and not (offloads and _lack_memory(alone)):
         yield alone, _streams_anyway(alone)
-    if problem.offload and accelerators and cpu_key(problem.topology) is not None:
+    if offloads:
         # each weight resides somewhere, streamed ones in CPU memory
         if problem.graph.held_bytes <= sum(spec.room for spec in problem.topology.devices if spec.computes):
             yield problem, True
@@ -144,6 +154,21 @@ def accelerators_alone(problem: Problem) -> Problem | None:
     alone = replace(problem, allowed=rules, offload=False)
     room = sum(problem.topology[key].room for key in keys)
     return alone if _least_held(alone, keys) <= room else None
+
+
+def _lack_memory(problem: Problem) -> bool:
+    """Whether accelerators hold too little even as one device, but for bases of views that are moved away.
+
+    Where weights have homes already, nothing is said.
+    """
+    specs = [spec for spec in problem.topology.devices if spec.is_accelerator]
+    one, keys = specs[0].key, {spec.key for spec in specs}
+    if problem.fixed_weights:
+        return False
+    elsewhere = problem.obey(dict.fromkeys(problem.graph.operations, one))
+    there = {name: one for name, allowed in problem.allowed.items() if allowed & keys}
+    found = evaluate(problem, reside(problem, {**elsewhere, **there}))
+    return found.peak(one).nbytes > sum(spec.room for spec in specs)
 
 
 def _least_held(problem: Problem, keys: frozenset[DeviceKey]) -> int:

@@ -48,7 +48,6 @@ class StreamedSearch:
     bound: Bound = field(default_factory=Bound)
     nearest: Evaluation | None = None
     arrays: Arrays = field(init=False)
-    coarse: Arrays = field(init=False)
     guide: Frontier = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,11 +55,16 @@ class StreamedSearch:
 
     def _search_on(self, arrays: Arrays) -> None:
         self.arrays = arrays
+        self.__dict__.pop("coarse", None)  # that of other arrays
         self.guide = Frontier(self.arrays, streaming=True, guide=True)
+
+    @cached_property
+    def coarse(self) -> Arrays:
+        """With pieces of the order tied together: what the beams search."""
         tied = coarsen(self.arrays)
-        self.coarse = self.arrays
-        if tied is not self.arrays.problem:
-            self.coarse = Arrays(tied, self.effort.params, folded=self.arrays.folded)
+        if tied is self.arrays.problem:
+            return self.arrays
+        return Arrays(tied, self.effort.params, folded=self.arrays.folded)
 
     @cached_property
     def proving(self) -> Arrays:

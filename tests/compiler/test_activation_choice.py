@@ -1,0 +1,96 @@
+"""How much of a training step is saved: never a slower step than with every block computed again."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from shortcuts import short_search
+from torch import nn
+from training_steps import ROOMY, needed
+
+import graphplan
+from graphplan.compiler.activation_choice import Trial, _Choice
+
+CHOICE = "graphplan.compiler.activation_choice._Choice"
+
+
+class Block(nn.Module):
+    """A residual block, of linear layers or of convolutions."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.gelu = inner, nn.GELU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gelu(self.inner(self.gelu(x)))
+
+
+def linear() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(*(Block(nn.Linear(64, 64)) for _ in range(6))), torch.randn(256, 64)
+
+
+def convolutions() -> tuple[nn.Module, torch.Tensor]:
+    blocks = (Block(nn.Conv2d(8, 8, 3, padding=1)) for _ in range(4))
+    return nn.Sequential(nn.Conv2d(3, 8, 3), *blocks, nn.Flatten(), nn.LazyLinear(4)), torch.randn(
+        4, 3, 16, 16
+    )
+
+
+def attention() -> tuple[nn.Module, torch.Tensor]:
+    layers = (nn.TransformerEncoderLayer(32, 4, 64, batch_first=True) for _ in range(4))
+    return nn.Sequential(*layers), torch.randn(4, 32, 32)
+
+
+@pytest.mark.parametrize("made", [linear, convolutions, attention])
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("large", [False, True])
+def test_no_step_is_slower_than_every_block_again_by_the_same_search(
+    made: Any, devices: int, large: bool
+) -> None:
+    torch.manual_seed(0)
+    model, example = made()
+    model(example)  # lazy parameters
+    options: dict[str, Any] = {"kwargs": {"input": example}, "train": True, "optimizer": torch.optim.AdamW}
+    size = needed(model, {"input": example}, optimizer=torch.optim.AdamW)
+    trials, blocks = _Choice.trials, list[float]()
+
+    def beside(choice: _Choice) -> list[Trial]:
+        other = _Choice(choice.state)
+        other._try(1.0, other.every_block()[0])
+        blocks.append(other.tried[1.0].seconds)
+        return trials(choice)
+
+    for share in (0.9, 0.7, 0.5):
+        budgets = dict.fromkeys(range(devices), int(share * size / devices))
+        with (
+            graphplan.simulate({**budgets, "cpu": ROOMY}) as machine,
+            short_search(),
+            patch(f"{CHOICE}.large", large),
+            patch(f"{CHOICE}.trials", beside),
+        ):
+            plan = graphplan.plan(model, machine.max_memory, **options)
+        assert plan.makespan <= blocks[-1] * (1 + 1e-9)
+    assert any(map(math.isfinite, blocks))
+
+
+def test_every_block_is_tried_unless_its_operations_alone_take_longer() -> None:
+    model, example = linear()
+    size = needed(model, {"input": example})
+    tried: list[dict[float, Trial]] = []
+    trials = _Choice.trials
+
+    def kept(choice: _Choice) -> list[Trial]:
+        found = trials(choice)
+        savings, again = choice.every_block()
+        tried.append(choice.tried)
+        assert len(savings.again) == 6
+        assert 1.0 in choice.tried or sum(choice.least.values()) + again >= found[0].seconds
+        return found
+
+    with graphplan.simulate({0: int(0.6 * size), "cpu": ROOMY}) as machine, patch(f"{CHOICE}.trials", kept):
+        graphplan.plan(model, machine.max_memory, kwargs={"input": example}, train=True)
+    assert len(tried) == 1
