@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.program_run import explain_moved_weights, take_inputs, without_autocast
 from graphplan.runtime.weights.storage import named_tensors
 
+_VERSION = attrgetter("_version")  # how often a tensor was written to
 _TWICE = (
     "Trying to backward through a placed model a second time: what its forward pass has saved is freed. "
     "Call the model again (retain_graph=True does not keep what a plan frees)"
@@ -51,6 +53,7 @@ class _StepCall:
     results: Sequence[Any] = ()
     saved: list[Any] | None = None
     versions: list[tuple[str, torch.Tensor, int]] = field(default_factory=list)
+    watched: list[torch.Tensor] = field(default_factory=list)
     saved_versions: list[int] = field(default_factory=list)
 
     def forward(self) -> Sequence[Any]:
@@ -70,7 +73,9 @@ class _StepCall:
         self.versions = [
             (n, named[n], named[n]._version) for n in self.program.backward.weights if n in named
         ]
-        self.saved_versions = [_version(value) for value in self.saved]
+        # those of inference mode do not count how often they are written to
+        self.watched = [v for v in self.saved if isinstance(v, torch.Tensor) and not v.is_inference()]
+        self.saved_versions = list(map(_VERSION, self.watched))
         return self.results
 
     def backward(self, tangents: Sequence[torch.Tensor]) -> Sequence[Any]:
@@ -81,19 +86,16 @@ class _StepCall:
         for name, tensor, version in self.versions:
             if tensor._version != version:
                 raise RuntimeError(_CHANGED.format(repr(name), "the optimizer steps"))
-        if [_version(value) for value in saved] != self.saved_versions:
+        watched, self.watched = self.watched, []  # the backward pass frees what it has read
+        if list(map(_VERSION, watched)) != self.saved_versions:
             raise RuntimeError(_CHANGED.format("An input or a result", "you write to it, or pass a copy"))
+        del watched
         assert self.code.backward is not None
         host = self.program.host
         given = [t if t.device == host else t.to(host) for t in tangents]
         with self.state.turns, torch.no_grad(), without_autocast(self.program):
             found = self.code.backward([saved, *given])
         return [gradient.to(host) for gradient in found]
-
-
-def _version(value: Any) -> int:
-    """How often a tensor was written to; those of inference mode do not count that."""
-    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 
 
 class _Step(torch.autograd.Function):
