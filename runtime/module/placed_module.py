@@ -141,7 +141,7 @@ class PlacedModule(ShortNames):
             if served is not None:
                 with state.running:  # before it looks at start, which is set before weights move
                     if state.start is None:
-                        return _run(self, state, served, record)
+                        return _run(self, state, served, record, step)
         return self._graphplan_enter(entry, signature, args, kwargs, record)  # errors keep tensors no longer
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
@@ -162,10 +162,14 @@ class PlacedModule(ShortNames):
 
 
 def _run(
-    module: PlacedModule, state: ModuleState, served: Served | ServedByModules, record: Record | None
+    module: PlacedModule,
+    state: ModuleState,
+    served: Served | ServedByModules,
+    record: Record | None,
+    step: Differentiation | None,
 ) -> Any:
     if isinstance(served, ServedByModules):
-        with state.turns:
+        with state.turns, torch.set_grad_enabled(torch.is_grad_enabled() or step is not None):
             return _run_modulewise(module, served, record)
     program = state.programs[served.index]
     with state.turns if program.streams else nullcontext():

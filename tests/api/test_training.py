@@ -178,6 +178,25 @@ def test_hooks_of_parameters_see_gradients_as_in_eager() -> None:
         assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
 
 
+def test_hooks_of_submodules_that_come_later_see_both_passes() -> None:
+    eager, own = stack(), stack()
+    with graphplan.simulate({0: ROOMY}) as machine, short_search():
+        placed = partitioned(machine, own, kwargs=batch())
+        seen: dict[nn.Module, list[str]] = {placed: [], eager: []}
+        for model, calls in seen.items():
+            first, second, *_ = model.layers
+            first.register_forward_hook(lambda *_, calls=calls: calls.append("forward"))
+            second.register_full_backward_hook(lambda *_, calls=calls: calls.append("backward"))
+        with pytest.warns(graphplan.GraphplanWarning, match="hooks were added"):
+            step_of(placed, batch())
+        with torch.no_grad(), pytest.warns(graphplan.GraphplanWarning, match="hooks were added"):
+            assert not placed(**batch())["loss"].requires_grad
+        step_of(eager, batch())
+        assert seen[eager] == ["forward", "backward"]
+        assert seen[placed] == [*seen[eager], "forward"]
+        assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
+
+
 def test_custom_loss_of_results_outside_of_the_model() -> None:
     eager, own, inputs = stack(), stack(), {"ids": batch()["ids"]}
     with graphplan.simulate({0: ROOMY}) as machine, short_search():
