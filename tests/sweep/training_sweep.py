@@ -1,6 +1,7 @@
 """Training steps of small models beside eager, on budgets that are too small for them; writes JSON.
 
-PYTHONPATH=.:tests/helpers:tests/sweep python tests/sweep/training_sweep.py [--only STEM ...] [--resume]
+PYTHONPATH=.:benchmarks:tests/helpers:tests/sweep python tests/sweep/training_sweep.py [--only STEM ...]
+                                                                                 [--resume]
 
 Every transformers architecture of tests/helpers/architectures.py, shrunken, in train mode, and every plain
 module: each with half, and 0.7, of what its step takes on one simulated accelerator, and the CPU, and on two
