@@ -110,7 +110,7 @@ def place_jointly(
             break  # the others are for budgets that are hard to keep
     if not starts:
         raise _infeasible(calls, limits, advise=advise)
-    exchanged = [exchange(problems, weights, start, limits.until(1 / (2 * len(starts)))) for start in starts]
+    exchanged = [exchange(problems, weights, start, limits.one_of(2 * len(starts))) for start in starts]
     best = min(exchanged, key=partial(weighted_seconds, weights))
     if not limits.over:
         best = _placed_again(calls, best, part)
