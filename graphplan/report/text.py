@@ -26,19 +26,21 @@ def device_colours(topology: Topology) -> dict[DeviceKey, tuple[str, str]]:
 
 def size_text(nbytes: int) -> str:
     """Bytes for people: ``1536 -> "1.5 KiB"``."""
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    value = nbytes / 1024
+    for unit in ("KiB", "MiB", "GiB"):
+        if round(value, 1) < 1024:
+            return f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
 
 
 def time_text(seconds: float) -> str:
     """Seconds for people: ``0.0015 -> "1.50 ms"``."""
-    if seconds < 1e-3:
+    if round(seconds * 1e6, 1) < 1000:
         return f"{seconds * 1e6:.1f} µs"
-    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.2f} ms" if round(seconds * 1e3, 2) < 1000 else f"{seconds:.2f} s"
 
 
 def device_text(key: DeviceKey) -> str:

@@ -70,10 +70,11 @@ class DeferredReads(TorchDispatchMode):
     def requests(self, made: torch.Tensor, target: torch.Tensor) -> list[Request] | None:
         """The reads that fill ``target`` with what the block has made; None where it must be computed."""
         order = _memory_order(made)
-        if order is None:
+        source, joined = self._sources.get(_memory(made)), self._joined.get(_memory(made))
+        whole = source if joined is None else joined.tensor
+        if order is None or whole is None or made.dtype != whole.dtype:  # or its bytes as another dtype
             return None
         target = target.permute(order)
-        source, joined = self._sources.get(_memory(made)), self._joined.get(_memory(made))
         if source is not None:  # of which it may be some rows
             start = source.start + int(made.storage_offset()) * source.dtype.itemsize
             nbytes = made.numel() * source.dtype.itemsize

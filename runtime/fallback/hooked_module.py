@@ -110,25 +110,31 @@ class HookedModule(ShortNames):
         found = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", "")
         for name, tensor in found.items():
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == "meta":
+            empty = isinstance(tensor, torch.Tensor) and tensor.device.type == "meta"
+            if empty and name.startswith(prefix):  # a parent's own are there too
                 found[name] = _kept_by_hooks(self, name.removeprefix(prefix))
         return found
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        return _hooked_again, (_plain(self), self._graphplan)
+        return _hooked_again, (plain_copy(self), self._graphplan)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        memo[id(self)] = copied = _hooked_again(_plain(self), self._graphplan)
+        memo[id(self)] = copied = _hooked_again(plain_copy(self), self._graphplan)
         return copied
 
 
-def _plain(module: HookedModule) -> nn.Module:
-    """A copy of the model without hooks, of its own class, with weights of its own on the CPU."""
+def plain_copy(module: HookedModule, *, shares: bool = False) -> nn.Module:
+    """A copy of the model without hooks, of its own class, with weights on the CPU.
+
+    Args:
+        module: the hooked one.
+        shares: whether weights that are on the CPU are those of ``module``, not copies.
+    """
     memo: dict[int, Any] = {}
     for name, tensor in named_tensors(module).items():
         if id(tensor) not in memo:
             value = _kept_by_hooks(module, name) if tensor.device.type == "meta" else tensor
-            here = value.detach().to("cpu", copy=True)
+            here = value.detach().to("cpu", copy=not shares)
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(here, tensor.requires_grad) if is_parameter else here
     added = module._graphplan.added

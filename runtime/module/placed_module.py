@@ -28,6 +28,7 @@ from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mode
 from graphplan.errors import InfeasibleError, PlanError
 from graphplan.ir.plan_data import PlanData
+from graphplan.runtime.fallback.hooked_module import HookedModule, plain_copy
 from graphplan.runtime.fallback.short_names import ShortNames, made_class, original_class, unplaced
 from graphplan.runtime.memory.host_pages import Pages
 from graphplan.runtime.module.code_assembly import code_of
@@ -319,6 +320,8 @@ def unplace(module: nn.Module) -> nn.Module:
     Raises:
         PlanError: it is no placed module.
     """
+    if isinstance(module, HookedModule):
+        return plain_copy(module, shares=True)
     if not isinstance(module, PlacedModule):
         raise PlanError(f"{type(module).__name__} is not a placed module")
     plain, memo = unplaced(module), dict[int, Any]()

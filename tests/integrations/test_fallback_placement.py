@@ -358,3 +358,32 @@ def test_models_that_hooks_run_are_copied_and_pickled_whole(copied: Any, shares:
         del placed, again, twice, other, found, tensor
         gc.collect()
         assert not any(machine.live_bytes(i) for i in budgets)
+
+
+class _Pair(nn.Module):
+    def __init__(self, placed: nn.Module) -> None:
+        super().__init__()
+        self.empty, self.placed = nn.Linear(2, 2, device="meta"), placed
+
+
+def test_a_state_of_a_parent_has_its_other_children_as_they_are() -> None:
+    model = Undecided().eval()
+    with graphplan.simulate({0: 10_000, "cpu": 1 << 24}) as machine:
+        found = _Pair(placed_on(model, machine.max_memory)).state_dict()
+        assert found["empty.weight"].device.type == "meta"
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(found[f"placed.{name}"].cpu(), tensor)
+
+
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_unplace_gives_the_plain_model_of_hooks_back(share: float) -> None:
+    model = Undecided().eval()
+    with torch.no_grad():
+        expected = model(X)
+    with graphplan.simulate({0: 10_000 + int(share * bytes_of(model)), "cpu": 1 << 24}) as machine:
+        placed = placed_on(model, machine.max_memory)
+        plain = graphplan.unplace(placed)
+        assert type(plain) is Undecided
+        assert {tensor.device.type for tensor in plain.state_dict().values()} == {"cpu"}
+        assert torch.equal(plain(X), expected)
+        assert largest_difference(placed(X), expected) < 1e-6
