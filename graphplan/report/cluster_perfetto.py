@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from graphplan.ir.cluster_plan_data import ClusterPlanData
+from graphplan.report.perfetto import metadata
 
 _LANES = {"stage": 1, "wait": 1, "receive": 2}
 
@@ -70,10 +71,9 @@ def _events(
 ) -> Iterator[dict[str, Any]]:
     for index in sorted({slot.stage for slot in slots}):
         name = f"machine {plan.stages[index].machine} (stage {index}{what})"
-        yield {"ph": "M", "name": "process_name", "pid": first + index, "tid": 0, "args": {"name": name}}
-        for lane, title in ((1, "microbatches"), (2, "receives")):
-            named = {"ph": "M", "name": "thread_name", "pid": first + index, "tid": lane}
-            yield {**named, "args": {"name": title}}
+        yield metadata("process_name", first + index, 0, name=name)
+        yield metadata("thread_name", first + index, 1, name="microbatches")
+        yield metadata("thread_name", first + index, 2, name="receives")
     for slot in slots:
         receives = plan.stages[slot.stage].receives if slot.kind == "receive" else ()
         yield {

@@ -48,11 +48,11 @@ class _TraceWriter:
         return 3 * self.device[event.device] + _TRACKS[event.kind]
 
     def process(self, pid: int, name: str, timeline: Timeline) -> Iterator[dict[str, Any]]:
-        yield _metadata("process_name", pid, 0, name=f"{name} forward pass")
+        yield metadata("process_name", pid, 0, name=f"{name} forward pass")
         tracks = {self._track(event): f"{event.device} {_TITLES[event.kind]}" for event in timeline.events}
         for tid in sorted(tracks):
-            yield _metadata("thread_name", pid, tid, name=tracks[tid])
-            yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
+            yield metadata("thread_name", pid, tid, name=tracks[tid])
+            yield metadata("thread_sort_index", pid, tid, sort_index=tid)
         for event in timeline.events:
             yield {
                 "ph": "X",
@@ -116,7 +116,8 @@ class _TraceWriter:
                 yield {"ph": phase, "name": "transfer", "cat": "transfer", "id": number, **place, **end}
 
 
-def _metadata(kind: str, pid: int, tid: int, **arguments: Any) -> dict[str, Any]:
+def metadata(kind: str, pid: int, tid: int, **arguments: Any) -> dict[str, Any]:
+    """What a process or a track is called, or its place."""
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": arguments}
 
 

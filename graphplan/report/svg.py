@@ -6,15 +6,18 @@ of operations, with its budget.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from html import escape
+from itertools import groupby
+from operator import itemgetter
 
 from graphplan.devices.topology import DeviceKey, DeviceSpec
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.timeline import Measured
 from graphplan.report.data_flows import Flow, find_flows
 from graphplan.report.module_tree import stage_groups
+from graphplan.report.svg_elements import INK, MUTED, TRANSFER, opening, rect, text, titled
 from graphplan.report.text import (
     count_text,
     device_colours,
@@ -28,9 +31,7 @@ from graphplan.report.text import (
 
 _WIDTH, _LEFT, _RIGHT = 1180, 150, 24
 _LANE, _BOX, _STREAM, _CHART, _HEAD = 92, 40, 10, 84, 66
-_INK, _MUTED, _LINE, _TRANSFER, _ACTIVATION, _BUDGET, _MEASURED = (
-    "#1b2330", "#5f6b7c", "#e1e5eb", "#c75d1c", "#e3a94a", "#c4372c", "#7a3fc0",
-)  # fmt: skip
+_LINE, _ACTIVATION, _BUDGET, _MEASURED = "#e1e5eb", "#e3a94a", "#c4372c", "#7a3fc0"
 
 
 def to_svg(plan: PlanData, title: str = "Plan", measured: Measured | None = None) -> str:
@@ -58,15 +59,11 @@ class _Picture:
         self.height = self.memory_top + _CHART * len(self.specs) + 12
 
     def lines(self) -> Iterator[str]:
-        yield (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{self.height}" '
-            f'viewBox="0 0 {_WIDTH} {self.height}" font-family="system-ui, sans-serif" font-size="12">'
-        )
+        yield opening(_WIDTH, self.height)
         yield (
             '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
-            f'orient="auto"><path d="M0,0L8,4L0,8Z" fill="{_TRANSFER}"/></marker></defs>'
+            f'orient="auto"><path d="M0,0L8,4L0,8Z" fill="{TRANSFER}"/></marker></defs>'
         )
-        yield f'<rect width="{_WIDTH}" height="{self.height}" fill="#fff"/>'
         yield from self._head()
         for index, spec in enumerate(self.specs):
             yield from self._lane(index, spec)
@@ -74,7 +71,7 @@ class _Picture:
         yield from self._streams()
         for arrow in self._arrows():
             yield from self._arrow(arrow)
-        yield _text(20, self.memory_top - 14, "Memory over the order of operations", _INK, weight=600)
+        yield text(20, self.memory_top - 14, "Memory over the order of operations", INK, weight=600)
         for index, spec in enumerate(self.specs):
             yield from self._memory(index, spec)
         yield "</svg>"
@@ -86,23 +83,23 @@ class _Picture:
 
     def _head(self) -> Iterator[str]:
         plan = self.plan
-        yield _text(20, 26, self.title, _INK, size=16, weight=600)
+        yield text(20, 26, self.title, INK, size=16, weight=600)
         took = "" if self.measured is None else f", {time_text(self.measured.timeline.seconds)} measured"
         about = (
             f"{time_text(plan.makespan)} estimated{took}; {gap_text(plan)}; "
             f"{size_text(plan.transfer_bytes)} transferred, {size_text(plan.streamed_bytes)} streamed"
         )
-        yield _text(20, 46, about, _MUTED)
+        yield text(20, 46, about, MUTED)
 
     def _lane(self, index: int, spec: DeviceSpec) -> Iterator[str]:
         top = _HEAD + index * _LANE
         colour, name = self.colours[spec.key][0], device_name(spec.key)
-        yield _rect(0, top, _WIDTH, _LANE, colour, opacity=0.05)
+        yield rect(0, top, _WIDTH, _LANE, colour, opacity=0.05)
         yield f'<line x1="0" x2="{_WIDTH}" y1="{top}" y2="{top}" stroke="{_LINE}"/>'
-        yield _text(20, top + 30, name, colour, weight=600, size=13)
+        yield text(20, top + 30, name, colour, weight=600, size=13)
         peak = size_text(self.plan.peak_bytes[spec.key])
-        yield _text(20, top + 48, peak, _MUTED)
-        yield _text(20, top + 64, f"of {size_text(spec.memory)}", _MUTED)
+        yield text(20, top + 48, peak, MUTED)
+        yield text(20, top + 64, f"of {size_text(spec.memory)}", MUTED)
 
     def _stages(self) -> Iterator[str]:
         runs = {e.name: e for e in self.plan.timeline.events if e.kind == "run"}
@@ -112,14 +109,16 @@ class _Picture:
             width = max(1.5, self._x(runs[stage.operations[-1]].end) - start)
             top = _HEAD + index * _LANE + 18
             seconds = runs[stage.operations[-1]].end - runs[stage.operations[0]].start
-            yield f"<g><title>{escape(f'stage {stage.index}: {group.label}, {time_text(seconds)}')}</title>"
-            yield _rect(start, top, width, _BOX, colour, opacity=0.28, stroke=colour)
-            for row, text in enumerate(
-                (group.label, f"{time_text(seconds)}, {count_text(len(stage.operations), 'op')}")
-            ):
-                if len(text) * 6.6 < width:
-                    yield _text(start + width / 2, top + 17 + 15 * row, text, _INK, anchor="middle", size=11)
-            yield "</g>"
+            lines = (group.label, f"{time_text(seconds)}, {count_text(len(stage.operations), 'op')}")
+            yield titled(
+                f"stage {stage.index}: {group.label}, {time_text(seconds)}",
+                rect(start, top, width, _BOX, colour, opacity=0.28, stroke=colour),
+                *(
+                    text(start + width / 2, top + 17 + 15 * row, line, INK, anchor="middle", size=11)
+                    for row, line in enumerate(lines)
+                    if len(line) * 6.6 < width
+                ),
+            )
 
     def _streams(self) -> Iterator[str]:
         for flow in self.flows:
@@ -128,18 +127,8 @@ class _Picture:
                 top = _HEAD + index * _LANE + 18 + _BOX + 8
                 width = max(0.75, self._x(flow.end) - self._x(flow.start) - 0.5)
                 note = f"{', '.join(flow.names)}: {size_text(flow.nbytes)} from {device_text(flow.source)}"
-                yield f"<g><title>{escape(note)}</title>"
-                yield (
-                    _rect(
-                        self._x(flow.start),
-                        top,
-                        width,
-                        _STREAM,
-                        self.colours[flow.destination][0],
-                        opacity=0.5,
-                    )
-                    + "</g>"
-                )
+                colour = self.colours[flow.destination][0]
+                yield titled(note, rect(self._x(flow.start), top, width, _STREAM, colour, opacity=0.5))
 
     def _arrows(self) -> Sequence[Flow]:
         """Transfers; those between the same devices that follow one another closely are one."""
@@ -164,12 +153,12 @@ class _Picture:
         x1, x2 = self._x(arrow.start), self._x(arrow.end)
         size = size_text(arrow.nbytes)
         yield (
-            f'<path d="M{x1:.1f},{start}L{x2:.1f},{end}" stroke="{_TRANSFER}" stroke-width="1.8" '
+            f'<path d="M{x1:.1f},{start}L{x2:.1f},{end}" stroke="{TRANSFER}" stroke-width="1.8" '
             f'fill="none" marker-end="url(#head)"><title>{size}</title></path>'
         )
         place = (x1 + x2) / 2 + 8, (start + end) / 2 + 4
         if self._is_free(*place, len(size) * _LETTER):
-            yield _text(*place, size, _TRANSFER, size=11, weight=600, halo=True)
+            yield text(*place, size, TRANSFER, size=11, weight=600, halo=True)
 
     def _is_free(self, left: float, top: float, width: float) -> bool:
         """Whether a text has room there, which it then takes; the arrow's title says it in any case."""
@@ -194,14 +183,8 @@ class _Picture:
         def y(nbytes: float) -> float:
             return bottom - room * nbytes / scale
 
-        yield _text(
-            20,
-            bottom - room / 2 + 4,
-            device_name(spec.key),
-            self.colours[spec.key][0],
-            weight=600,
-            size=13,
-        )
+        colour, name = self.colours[spec.key][0], device_name(spec.key)
+        yield text(20, bottom - room / 2 + 4, name, colour, weight=600, size=13)
         path = "".join(
             f"V{y(max(nbytes, peak.weights)):.1f}H{_LEFT + (i + 1) * across:.1f}"
             for i, nbytes in _changes(levels)
@@ -209,16 +192,14 @@ class _Picture:
         yield f'<path d="M{_LEFT},{y(0):.1f}{path}V{y(0):.1f}Z" fill="{_ACTIVATION}"/>'
         if peak.weights:
             high = y(peak.weights)
-            yield _rect(
-                _LEFT, high, _WIDTH - _LEFT - _RIGHT, y(0) - high, self.colours[spec.key][0], opacity=0.9
-            )
+            yield rect(_LEFT, high, _WIDTH - _LEFT - _RIGHT, y(0) - high, colour, opacity=0.9)
         budget = f"budget {size_text(spec.memory)}" + (", above this chart" if far else "")
         top = bottom - room if far else y(spec.memory)
         if not far:
             yield _dashed(top, _BUDGET)
-        yield _text(_WIDTH - _RIGHT, top - 4, budget, _BUDGET, anchor="end", size=11, halo=True)
+        yield text(_WIDTH - _RIGHT, top - 4, budget, _BUDGET, anchor="end", size=11, halo=True)
         at = _LEFT + (max(0, peak.step) + 0.5) * across
-        yield f'<circle cx="{at:.1f}" cy="{y(peak.nbytes):.1f}" r="3.5" fill="{_INK}" stroke="#fff"/>'
+        yield f'<circle cx="{at:.1f}" cy="{y(peak.nbytes):.1f}" r="3.5" fill="{INK}" stroke="#fff"/>'
         known = plan.graph.operations.get(peak.operation or "")
         where = peak.operation if known is None else operation_text(known)
         note = f"peak {size_text(peak.nbytes)}" + (f" at {where}" if where else "")
@@ -226,47 +207,15 @@ class _Picture:
             nbytes = self.measured.peak_bytes[spec.key]
             yield _dashed(y(nbytes), _MEASURED)
             note += f", measured peak {size_text(nbytes)}"
-        yield _text(_LEFT + 4, bottom - room - 4, note, _INK, size=11, halo=True)
+        yield text(_LEFT + 4, bottom - room - 4, note, INK, size=11, halo=True)
 
 
 def _changes(levels: Iterable[int]) -> Iterator[tuple[int, int]]:
     """The last position of each run of equal levels, and its level."""
-    position, before = -1, None
-    for now in levels:
-        if before is not None and now != before:
-            yield position, before
-        position, before = position + 1, now
-    if before is not None:
-        yield position, before
+    for _, run in groupby(enumerate(levels), key=itemgetter(1)):
+        yield deque(run, maxlen=1)[0]
 
 
 def _dashed(y: float, colour: str) -> str:
     ends = f'x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"'
     return f'<line {ends} stroke="{colour}" stroke-dasharray="6 4"/>'
-
-
-def _rect(
-    x: float, y: float, width: float, height: float, fill: str, *, opacity: float = 1.0, stroke: str = "none"
-) -> str:
-    return (
-        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="3" fill="{fill}" '
-        f'fill-opacity="{opacity}" stroke="{stroke}"/>'
-    )
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    fill: str,
-    *,
-    size: int = 12,
-    weight: int = 400,
-    anchor: str = "start",
-    halo: bool = False,
-) -> str:
-    around = ' stroke="#fff" stroke-width="3" paint-order="stroke"' if halo else ""
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" fill="{fill}" font-size="{size}" font-weight="{weight}" '
-        f'text-anchor="{anchor}"{around}>{escape(text)}</text>'
-    )

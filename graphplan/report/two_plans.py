@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -90,37 +90,34 @@ def _memory(plan: PlanData, other: PlanData) -> list[dict[str, Any]]:
 
 def _moved_operations(plan: PlanData, other: PlanData) -> list[dict[str, Any]]:
     here, there = plan.schedule.assignment.operations, other.schedule.assignment.operations
-    shared = [name for name in plan.graph.operations if name in there and name in here]
-    if plan.graph.operations and not shared:
+    if plan.graph.operations and here.keys().isdisjoint(there):
         raise PlanError("other=: a plan of another model: it has none of the operations of this one")
     position = {name: index for index, name in enumerate(plan.graph.operations)}
-    seconds, before = run_seconds(plan.timeline), run_seconds(other.timeline)
-    paths = {name: plan.graph.operations[name].module_path for name in shared}
-    moved = moved_together({name: (there[name], here[name]) for name in shared}, paths)
+    seconds = run_seconds(other.timeline), run_seconds(plan.timeline)
+    paths = {name: operation.module_path for name, operation in plan.graph.operations.items()}
     return [
         {
-            "module": path or "(root)",
+            **ends,
             "operations": [position[name] for name in names],
-            "from": device_name(pair[0]),
-            "to": device_name(pair[1]),
-            "seconds": [sum(known.get(name, 0.0) for name in names) for known in (before, seconds)],
+            "seconds": [sum(known.get(name, 0.0) for name in names) for known in seconds],
         }
-        for (path, pair), names in moved.items()
+        for ends, names in _moved(here, there, paths)
     ]
 
 
 def _moved_weights(plan: PlanData, other: PlanData) -> list[dict[str, Any]]:
     here, there = plan.schedule.assignment.weights, other.schedule.assignment.weights
-    shared = [name for name in plan.graph.weights if name in there and name in here]
-    paths = {name: name.rpartition(".")[0] for name in shared}
-    moved = moved_together({name: (there[name], here[name]) for name in shared}, paths)
+    paths = {name: name.rpartition(".")[0] for name in plan.graph.weights}
     return [
-        {
-            "module": path or "(root)",
-            "names": names,
-            "from": device_name(pair[0]),
-            "to": device_name(pair[1]),
-            "bytes": sum(plan.graph.weights[name].nbytes for name in names),
-        }
-        for (path, pair), names in moved.items()
+        {**ends, "names": names, "bytes": sum(plan.graph.weights[name].nbytes for name in names)}
+        for ends, names in _moved(here, there, paths)
     ]
+
+
+def _moved(
+    here: Mapping[str, DeviceKey], there: Mapping[str, DeviceKey], paths: Mapping[str, str]
+) -> Iterator[tuple[dict[str, str], list[str]]]:
+    """What moved together: its module and devices, for people, and the names; ``paths`` is in their order."""
+    pairs = {name: (there[name], here[name]) for name in paths if name in there and name in here}
+    for (path, (before, now)), names in moved_together(pairs, paths).items():
+        yield {"module": path or "(root)", "from": device_name(before), "to": device_name(now)}, names

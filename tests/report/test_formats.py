@@ -236,14 +236,16 @@ def test_to_networkx_is_a_copy(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "text"), [(1023, "1023 B"), (1536, "1.5 KiB"), (1 << 20, "1.0 MiB"), ((1 << 20) - 1, "1.0 MiB")]
+    ("nbytes", "text"),
+    [(1023, "1023 B"), (1536, "1.5 KiB"), (1 << 20, "1.0 MiB"), ((1 << 20) - 1, "1.0 MiB")],
 )
 def test_sizes_are_rounded_before_their_unit_is_chosen(nbytes: int, text: str) -> None:
     assert size_text(nbytes) == text
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(1.5e-3, "1.50 ms"), (0.9999999, "1.00 s"), (9.9999e-4, "1.00 ms"), (2.5e-6, "2.5 µs")]
+    ("seconds", "text"),
+    [(1.5e-3, "1.50 ms"), (0.9999999, "1.00 s"), (9.9999e-4, "1.00 ms"), (2.5e-6, "2.5 µs")],
 )
 def test_times_are_rounded_before_their_unit_is_chosen(seconds: float, text: str) -> None:
     assert time_text(seconds) == text
