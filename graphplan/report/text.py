@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from graphplan.devices.topology import CPU, DISK, DeviceKey, Topology
 from graphplan.ir.graph_elements import Operation, Value
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import PrefetchBuffer
+from graphplan.report.data_flows import find_flows
 
 COLOURS = ("#3b6fd4", "#0f8b7d", "#8350c8", "#c2417a", "#4b8b3b", "#2a8fb3")
 """One for each accelerator, in the order of ``max_memory``; the palette of the page, SVG and DOT."""
@@ -186,20 +188,16 @@ def _where(plan: PlanData, operation: str) -> str:
 
 
 def _stages(plan: PlanData) -> list[str]:
+    first_read: Counter[str] = Counter()  # by operation
+    for flow in find_flows(plan):
+        if flow.kind == "activation" and flow.reader is not None:
+            first_read[flow.reader] += flow.nbytes
     rows = []
     for stage in plan.stages:
         paths = [plan.graph.operations[name].module_path for name in stage.operations]
-        arriving = sum(
-            move.nbytes
-            for move in plan.transfers
-            if _first_reader(plan, move.value, stage.operations) and move.destination == stage.device
-        )
+        arriving = sum(first_read[name] for name in stage.operations)
         first, last = paths[0] or "(root)", paths[-1] or "(root)"
         ends = first if first == last else f"{first} .. {last}"
         rows.append([str(stage.index), str(stage.device), str(len(paths)), size_text(arriving), ends])
     shown = rows if len(rows) <= 24 else [*rows[:12], ["...", "", "", "", ""], *rows[-11:]]
     return table_lines(["stage", "device", "operations", "reads", "modules"], shown)
-
-
-def _first_reader(plan: PlanData, value: str, operations: Sequence[str]) -> bool:
-    return any(name in operations for name in plan.graph.consumers.get(value, ()))

@@ -14,11 +14,12 @@ from typing import Any
 
 import networkx as nx
 import pytest
-from builders import chain
+from builders import KIB, chain
 from plans import HOSTILE, by_hand, hostile_plan, large_plan, llama_plan, unet_plan
 
 from graphplan import Plan
 from graphplan.capture.source_lines import source_line
+from graphplan.ir.graph import Graph
 from graphplan.report.dot import MOST_MODULES
 from graphplan.report.module_tree import MOST_CHILDREN, Group, stage_groups
 from graphplan.report.page_data import page_data
@@ -67,6 +68,18 @@ def test_what_hooks_run_has_no_bound_in_words(plan: Plan) -> None:
     hooked = replace(plan, method="hooks", lower_bound=0.0, proof="hooks run the model")
     for text in (hooked.summary(), hooked._repr_html_()):
         assert "gap unknown (hooks run the model)" in text
+
+
+def test_a_value_that_arrives_once_is_read_once_in_the_table_of_stages() -> None:
+    made = chain(4)
+    last = replace(made.operations["v3"], inputs=("v2", "w3", "v0"))
+    operations = [*list(made.operations.values())[:3], last]
+    graph = Graph(operations, list(made.values.values()), list(made.weights.values()), ["x"], ["v3"])
+    budgets: dict[Any, Any] = {0: "1MiB", 1: "1MiB", "cpu": "1MiB"}
+    plan = by_hand(graph, budgets, {"v0": 0, "v1": 1, "v2": 0, "v3": 1})
+    assert plan.transfer_bytes == 3 * KIB
+    read = re.findall(r"(\S+ \S+)  layer\d$", plan.summary(), re.MULTILINE)
+    assert read == ["0 B", "1.0 KiB", "1.0 KiB", "1.0 KiB"]
 
 
 # -- SVG ------------------------------------------------------------------------------------------
