@@ -77,9 +77,7 @@ class DeferredReads(TorchDispatchMode):
         target = target.permute(order)
         if source is not None:  # of which it may be some rows
             start = source.start + int(made.storage_offset()) * source.dtype.itemsize
-            nbytes = made.numel() * source.dtype.itemsize
-            part = replace(source, shape=tuple(target.shape), start=start, nbytes=nbytes)
-            return [Request(part, target)]
+            return [Request(replace(source, shape=tuple(target.shape), start=start), target)]
         if joined is None or made.numel() != joined.tensor.numel():
             return None
         return self._parts(joined, target)

@@ -46,17 +46,7 @@ class MappedFile(Pages):
 
     def check(self) -> None:
         """Raise CheckpointError if the file has changed since its header was read."""
-        now, then = os.fstat(self._file), self.state
-        if now.st_size != then.size:
-            raise CheckpointError(
-                f"{then.path} had {then.size} bytes when it was opened and has {now.st_size} now: weights "
-                "that are on 'disk' are read from it at each call. Partition the model again"
-            )
-        if now.st_mtime_ns != then.changed_ns:
-            raise CheckpointError(
-                f"{then.path} was written to since it was opened: weights that are on 'disk' are read from "
-                "it at each call. Partition the model again"
-            )
+        self.state.check(self._file)
 
     def tensor(self, tensor: FileTensor) -> torch.Tensor:
         """A tensor of the file, in place."""

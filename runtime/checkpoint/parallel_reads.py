@@ -24,7 +24,7 @@ import torch
 from graphplan.devices.topology import CPU, round_up
 from graphplan.errors import CheckpointError
 from graphplan.runtime.checkpoint.safetensors_header import FileState, FileTensor
-from graphplan.runtime.memory.copy_queues import Queues, queues_of
+from graphplan.runtime.memory.copy_queues import queues_of
 from graphplan.runtime.memory.pinned_buffers import Staging, flat_bytes
 
 _CHUNK = 8 << 20  # bytes of one read
@@ -80,9 +80,7 @@ def _opened(states: Iterable[FileState]) -> Iterator[Files]:
         for state in dict.fromkeys(states):
             files[state] = state.open()
             stack.callback(os.close, files[state])
-            now = os.fstat(files[state])
-            if (now.st_size, now.st_mtime_ns) != (state.size, state.changed_ns):
-                raise CheckpointError(f"{state.path} has changed since its header was read: load it again")
+            state.check(files[state])
         yield files
 
 
@@ -132,9 +130,8 @@ def _pieces(request: Request) -> Iterator[Request]:
         return
     start = source.start
     for part in target.view(-1).split(_CHUNK // source.dtype.itemsize):
-        nbytes = part.numel() * source.dtype.itemsize
-        yield Request(replace(source, shape=tuple(part.shape), start=start, nbytes=nbytes), part)
-        start += nbytes
+        yield Request(replace(source, shape=tuple(part.shape), start=start), part)
+        start += part.numel() * source.dtype.itemsize
 
 
 def _nbytes(batch: Sequence[Request]) -> int:
@@ -159,7 +156,7 @@ def _read_staged(
     pool: ThreadPoolExecutor,
     progress: Progress,
 ) -> None:
-    queues = Queues() if device.type == CPU else queues_of(device)
+    queues = queues_of(device)
     queues.join()  # the memory that is filled may have had other readers
     largest = max(sum(round_up(piece.source.nbytes) for piece in batch) for batch in batches)
     staging = Staging(queues, largest, min(_BUFFERS, len(batches)), pinned=device.type == "cuda")

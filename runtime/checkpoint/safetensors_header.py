@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,17 +34,31 @@ class FileState:
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
 
+    def check(self, descriptor: int) -> None:
+        """Raise CheckpointError if the open file has changed since its header was read."""
+        now, again = os.fstat(descriptor), "weights are read from it: load the model again"
+        if now.st_size != self.size:
+            raise CheckpointError(
+                f"{self.path} had {self.size} bytes when it was opened and has {now.st_size} now, and {again}"
+            )
+        if now.st_mtime_ns != self.changed_ns:
+            raise CheckpointError(f"{self.path} was written to since it was opened, and {again}")
+
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor in a file: ``nbytes`` bytes from ``start`` on, counted from the file's beginning."""
+    """A tensor in a file: its bytes are those from ``start`` on, counted from the file's beginning."""
 
     file: FileState
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
-    nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def end(self) -> int:
@@ -68,6 +83,6 @@ def read_header(path: Path) -> dict[str, FileTensor]:
     file, found = FileState(path, state.st_size, state.st_mtime_ns), {}
     start = state.st_size - sum(tensor.nbytes for tensor in mapped.values())  # the data ends with the file
     for name, tensor in mapped.items():
-        found[name] = FileTensor(file, name, tensor.dtype, tuple(tensor.shape), start, tensor.nbytes)
+        found[name] = FileTensor(file, name, tensor.dtype, tuple(tensor.shape), start)
         start += tensor.nbytes
     return found

@@ -98,16 +98,11 @@ class HostPages(Pages):
 
     def reserve(self, like: torch.Tensor) -> torch.Tensor:
         """The next free place, as what a copy of ``like`` would be; not written to yet."""
-        nbytes = like.numel() * like.element_size()
-        if not nbytes:
+        if not like.nbytes:
             return torch.empty_strided(like.size(), dense_strides(like), dtype=like.dtype)
-        place = self._bytes(self._used, nbytes)
-        self._used += round_up(nbytes)
+        place = self._bytes(self._used, like.nbytes)
+        self._used += round_up(like.nbytes)
         return shaped(place, like)
-
-    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor at the next free place."""
-        return self.reserve(tensor).copy_(tensor)
 
 
 def _forget_error() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import torch
 from torch import fx, nn
 
 from graphplan.capture.captured_graph import OWN_NAMES
@@ -12,7 +13,7 @@ from graphplan.runtime.module.module_state import Code, ModuleState
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.result_structure import given_layouts, rebuilder
 from graphplan.runtime.module.weight_binding import BoundCode
-from graphplan.runtime.weights.resident_parts import rows_of
+from graphplan.runtime.weights.resident_parts import ResidentPart, rows_of
 from graphplan.runtime.weights.storage import named_tensors
 
 
@@ -96,5 +97,8 @@ def _bind_parts(module: nn.Module, state: ModuleState, program: Program, code: f
     for index, part in enumerate(plan.graph.parts):
         if home[part.name] != home[part.part_of]:
             device = plan.devices[home[part.name]]
-            kept = state.parts.keep(part, weights[part.part_of], device)
-            code.__dict__[part_attribute(index)] = kept
+            place = part.name, device
+            if place not in state.parts:
+                with torch.inference_mode(False), torch.no_grad():
+                    state.parts[place] = ResidentPart(part, weights[part.part_of], device)
+            code.__dict__[part_attribute(index)] = state.parts[place]

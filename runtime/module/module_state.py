@@ -24,7 +24,7 @@ from graphplan.runtime.module.running_calls import RunningCalls
 from graphplan.runtime.module.training_reader import TrainingReader
 from graphplan.runtime.module.weight_binding import BoundCode
 from graphplan.runtime.profile.call_profile import Recorder
-from graphplan.runtime.weights.resident_parts import ModuleParts
+from graphplan.runtime.weights.resident_parts import ResidentPart
 from graphplan.runtime.weights.weight_streams import ModuleStreams
 
 
@@ -97,6 +97,7 @@ class ModuleState:
     module at its next call: where there were no inputs to plan with, and where pickling has dropped the
     programs. ``restart`` is what pickling keeps for that. ``as_written`` are methods that run as they are.
     ``turns`` is held by a run that streams weights, or goes module by module: they use the same memory.
+    ``parts`` of sliced weights are kept on accelerators, by name and device, for the calls of all structures.
     ``training`` reads what a training step differentiates, where steps are planned. ``move`` is None where
     weights are to stay. ``running`` has the calls that read the weights now. What is added to
     ``programs`` is added under the capture lock; nothing is ever taken away.
@@ -119,7 +120,7 @@ class ModuleState:
     reader: ModeReader | None = None
     guard: ModuleGuard | None = None
     streams: ModuleStreams = field(default_factory=ModuleStreams)
-    parts: ModuleParts = field(default_factory=ModuleParts)
+    parts: dict[tuple[str, torch.device], ResidentPart] = field(default_factory=dict)
     modulewise: Modulewise = field(default_factory=Modulewise)
     turns: threading.RLock = field(default_factory=threading.RLock)
     training: TrainingReader | None = None
@@ -152,7 +153,7 @@ class ModuleState:
         copied = replace(self, programs=programs, codes={}, routes=[], by_sizes={}, reader=None, guard=None)
         copied.modulewise = self.modulewise.renewed()
         copied.training = None if self.training is None else self.training.of(None)
-        copied.streams, copied.parts, copied.turns = ModuleStreams(), ModuleParts(), threading.RLock()
+        copied.streams, copied.parts, copied.turns = ModuleStreams(), {}, threading.RLock()
         copied.running = RunningCalls()
         return copied
 

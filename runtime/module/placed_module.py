@@ -232,7 +232,7 @@ def _start(
     state.reader = state.guard = state.compile = state.move = None
     state.codes.clear()
     state.streams.storages.clear()
-    state.parts.kept.clear()
+    state.parts.clear()
     started = state.start(module, args, kwargs, entry)
     object.__setattr__(module, "__dict__", started.__dict__)  # at once, for other threads
     if not isinstance(started, PlacedModule):  # hooks run it

@@ -57,18 +57,3 @@ class ResidentPart:
 def _state(tensor: torch.Tensor) -> tuple[int, int]:
     """Where a tensor is, and how often it was written to; inference tensors do not count that."""
     return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
-
-
-class ModuleParts:
-    """The parts that a module keeps on accelerators, shared by its calls of all structures."""
-
-    def __init__(self) -> None:
-        self.kept: dict[tuple[str, torch.device], ResidentPart] = {}
-
-    def keep(self, part: Weight, whole: torch.Tensor, device: torch.device) -> ResidentPart:
-        """A part on a device; the one that is there already if it is."""
-        place = part.name, device
-        if place not in self.kept:
-            with torch.inference_mode(False), torch.no_grad():
-                self.kept[place] = ResidentPart(part, whole, device)
-        return self.kept[place]

@@ -32,8 +32,6 @@ from graphplan.runtime.memory.host_pages import HostPages, Pages
 from graphplan.runtime.memory.pinned_buffers import Staging, flat_bytes
 from graphplan.runtime.weights.weight_changes import require_planned
 
-Find = Callable[[PrefetchSegment, Sequence[int]], torch.Tensor | None]
-
 _BUFFERS = 2
 
 
@@ -170,8 +168,7 @@ class WeightStream:
         storage: of the accelerator.
         buffer: slots and segments, as planned.
         weights: name -> tensor on the host, of every weight in ``buffer``.
-        find: where a segment's bytes lie in one piece in host memory, or None.
-        in_file: whether a weight is in a file.
+        memory: where they are.
     """
 
     def __init__(
@@ -179,8 +176,7 @@ class WeightStream:
         storage: _Storage,
         buffer: PrefetchBuffer,
         weights: Mapping[str, torch.Tensor],
-        find: Find,
-        in_file: Callable[[torch.Tensor], bool] = lambda _: False,
+        memory: ModuleStreams,
     ) -> None:
         self.call = _CallProgress(storage)
         new = storage.queues.event
@@ -192,16 +188,14 @@ class WeightStream:
         for segment in buffer.segments:
             here = [weights[name] for name in segment.weights]
             slot, parts = slots[segment.slot], dict[int, torch.Tensor]()
-            if all(in_file(weight) for weight in here):
+            if all(map(memory.in_file, here)):
                 parts = dict(zip(segment.offsets, map(flat_bytes, here), strict=True))
                 storage.stage(segment.nbytes)
-            source = None if parts else find(segment, [weight.data_ptr() for weight in here])
+            source = None if parts else memory.in_one_piece(segment, [weight.data_ptr() for weight in here])
             self.segments.append(_LoadedSegment(segment, slot, self.call, here, source, parts))
 
     def __deepcopy__(self, memo: dict[int, object]) -> WeightStream:
-        return (
-            self  # a copy of generated code uses the same prefetch buffer; a copy of the module makes its own
-        )
+        return self  # a copy of generated code uses the same buffer; a copy of the module makes its own
 
     def load(self, index: int, weights: tuple[torch.Tensor, ...]) -> _LoadedSegment:
         """Enqueue the copy of a segment; that of the first begins a call."""
@@ -266,7 +260,7 @@ class ModuleStreams:
         total = sum(round_up(t.numel() * t.element_size()) for t in wanted)
         pages = HostPages(total, pinned=any(device.type == "cuda" for device in prefetch_buffers))
         for tensor in wanted:
-            tensor.data = pages.adopt(tensor.data)
+            tensor.data = pages.reserve(tensor.data).copy_(tensor.data)
         self.pages.append(pages)
 
     def _pages_of(self, tensor: torch.Tensor) -> Pages | None:
@@ -277,12 +271,14 @@ class ModuleStreams:
     ) -> WeightStream:
         """The stream that one call structure's code uses."""
         with torch.inference_mode(False), torch.no_grad():
-            return WeightStream(self._storage(device), buffer, weights, self._find, self._in_file)
+            return WeightStream(self._storage(device), buffer, weights, self)
 
-    def _in_file(self, weight: torch.Tensor) -> bool:
+    def in_file(self, weight: torch.Tensor) -> bool:
+        """Whether a weight is in a file."""
         return isinstance(self._pages_of(weight), MappedFile)
 
-    def _find(self, segment: PrefetchSegment, addresses: Sequence[int]) -> torch.Tensor | None:
+    def in_one_piece(self, segment: PrefetchSegment, addresses: Sequence[int]) -> torch.Tensor | None:
+        """A segment's bytes, where its weights lie in host memory as they do in the segment; else None."""
         first = addresses[0]
         for pages in self.pages:
             if pages.holds(first) and first + segment.nbytes <= pages.end:

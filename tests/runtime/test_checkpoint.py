@@ -259,7 +259,7 @@ def test_a_file_that_changed_since_it_was_opened(tmp_path: Path) -> None:
     save_file({"t": torch.ones(100)}, path)
     requests = requests_of(path, {"t": torch.zeros(100)})
     os.truncate(path, 300)
-    with pytest.raises(graphplan.CheckpointError, match="has changed since"):
+    with pytest.raises(graphplan.CheckpointError, match="was opened"):
         read_into(requests, lambda _: None)
     path.unlink()
     with pytest.raises(graphplan.CheckpointError, match="cannot be read"):

@@ -41,12 +41,16 @@ def mapped(address: int) -> bool:
     return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
 
 
+def adopted_by(pages: HostPages, tensor: torch.Tensor) -> torch.Tensor:
+    return pages.reserve(tensor).copy_(tensor)
+
+
 def test_neighbours_with_storages_of_their_own() -> None:
     tensors = [torch.randn(5, 7), torch.randint(0, 9, (3,)), torch.rand(4) > 0.5, torch.tensor(2.5)]
     tensors.append(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
     total = sum(round_up(t.numel() * t.element_size()) for t in tensors)
     made = HostPages(total, pinned=False)
-    adopted = [made.adopt(tensor) for tensor in tensors]
+    adopted = [adopted_by(made, tensor) for tensor in tensors]
     place = made.start
     for tensor, copied in zip(tensors, adopted, strict=True):
         assert torch.equal(tensor, copied)
@@ -62,7 +66,7 @@ def test_neighbours_with_storages_of_their_own() -> None:
 
 
 def test_tensors_keep_the_memory_alive() -> None:
-    tensor = HostPages(512, pinned=False).adopt(torch.arange(100.0))
+    tensor = adopted_by(HostPages(512, pinned=False), torch.arange(100.0))
     gc.collect()
     assert torch.equal(tensor, torch.arange(100.0))
 
@@ -73,7 +77,7 @@ def test_memory_is_registered_once_and_given_back_with_the_last_tensor(monkeypat
     made = HostPages(1000, pinned=True)
     assert made.pinned
     assert cudart.registered == {made.start: 1000}  # as large as it is, not a power of two
-    tensor = made.adopt(torch.ones(100))
+    tensor = adopted_by(made, torch.ones(100))
     del made
     gc.collect()
     assert cudart.registered
@@ -90,4 +94,4 @@ def test_what_cannot_be_page_locked_is_used_as_it_is(monkeypatch: Any) -> None:
         made = HostPages(1000, pinned=True)
     assert not made.pinned
     assert forgotten
-    assert torch.equal(made.adopt(torch.ones(3)), torch.ones(3))
+    assert torch.equal(adopted_by(made, torch.ones(3)), torch.ones(3))

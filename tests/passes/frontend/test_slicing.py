@@ -461,7 +461,7 @@ def test_a_further_structure_uses_the_same_parts() -> None:
         first, second = placed.plans
         assert second.parts == first.parts
         assert machine.peak_bytes(0) <= second.peak_bytes[0] <= memory[0]
-        kept = placed._graphplan.parts.kept
+        kept = placed._graphplan.parts
         assert len(kept) == list(first.parts.values()).count(0)  # each copied once, for both
 
 
