@@ -37,7 +37,8 @@ def advice(plan: PlanData) -> str:
 def _fastest(search: BottleneckSearch) -> Growth | None:
     """The link or device that saves most if it is twice as fast, everything staying where it is."""
     now, found = search.now, []
-    for what, devices, topology in search.faster():
+    for what, devices in search.faster():
+        topology = search.topology_with_faster(what, devices)
         seconds = sum(
             one.call_weight * call_seconds(one.graph, topology, one.schedule) for one in search.plan.calls
         )

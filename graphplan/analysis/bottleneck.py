@@ -107,7 +107,6 @@ class BottleneckSearch:
         self.calls = [Call(plain_problem(one), one.constraints, one.call_weight) for one in plan.calls]
         self.now = plan.weighted_makespan
         self.near = [one.schedule.assignment for one in plan.calls]
-        self.tried: dict[tuple[str, tuple[DeviceKey, ...]], Topology] = {}
         self.share = 1.0  # of a plan's effort, for each plan
 
     def _place(self, topology: Topology, near: Sequence[Assignment] | None = None) -> _Found | None:
@@ -149,9 +148,7 @@ class BottleneckSearch:
         """The answer with the fewest bytes that do, and what a plan that is made with them saves."""
         self.share = _ANSWER
         if answer.what != "memory":
-            found = self._place(self.tried[answer.what, answer.devices])
-            again = self._growth(answer.what, answer.devices, found, answer.like)
-            return max(answer, again, key=lambda growth: growth.gain)
+            return max(answer, self.sped(answer.what, answer.devices), key=lambda growth: growth.gain)
         fewest = self.with_fewest_bytes(answer, _PRECISION)
         self.share = _ANSWER
         found = self._place(self._grown(self.topology[answer.devices[0]], fewest.increase))
@@ -229,31 +226,35 @@ class BottleneckSearch:
 
     # -- speed ------------------------------------------------------------------------------------
 
-    def faster(self) -> Iterator[tuple[Thing, tuple[DeviceKey, ...], Topology]]:
-        """Each link and each device that is used, and the devices with that one twice as fast."""
+    def faster(self) -> Iterator[tuple[Thing, tuple[DeviceKey, ...]]]:
+        """Each link and each device that is used."""
         pairs: dict[tuple[DeviceKey, DeviceKey], None] = {}
         for one in self.plan.calls:
             for copy in one.schedule.copies():
                 if (copy.destination, copy.source) not in pairs:
                     pairs[copy.source, copy.destination] = None
         for pair in pairs:
-            yield "link", pair, self.topology.with_faster_link(*pair, _TWICE)
+            yield "link", pair
         used = {run.device for one in self.plan.calls for run in one.schedule.runs()}
         for spec in self.topology.devices:
             if spec.key in used:
-                yield "speed", (spec.key,), self._with_faster(spec)
+                yield "speed", (spec.key,)
 
-    def _with_faster(self, spec: DeviceSpec) -> Topology:
+    def topology_with_faster(self, what: Thing, devices: tuple[DeviceKey, ...]) -> Topology:
+        """The devices with a link, or one of them, twice as fast."""
+        if what == "link":
+            source, destination = devices
+            return self.topology.with_faster_link(source, destination, _TWICE)
+        spec = self.topology[devices[0]]
         faster = replace(
             spec,
             flops=spec.flops * _TWICE,
             bandwidth=spec.bandwidth * _TWICE,
             overhead=spec.overhead / _TWICE,
         )
-        devices = tuple(faster if one.key == spec.key else one for one in self.topology.devices)
-        return replace(self.topology, devices=devices)
+        changed = tuple(faster if one.key == spec.key else one for one in self.topology.devices)
+        return replace(self.topology, devices=changed)
 
-    def sped(self, what: Thing, devices: tuple[DeviceKey, ...], topology: Topology) -> Growth:
-        """What a plan for faster devices or links saves."""
-        self.tried[what, devices] = topology
-        return self._growth(what, devices, self._place(topology))
+    def sped(self, what: Thing, devices: tuple[DeviceKey, ...]) -> Growth:
+        """What a plan for a faster device or link saves."""
+        return self._growth(what, devices, self._place(self.topology_with_faster(what, devices)))

@@ -26,6 +26,7 @@ from graphplan.capture.signature import BoundCall, bind_call
 from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.errors import CaptureError, InputError
+from graphplan.runtime.fallback.short_names import made_class
 from graphplan.runtime.module.module_state import ModuleState
 from graphplan.runtime.module.placed_parts import as_written, link, unlink
 from graphplan.runtime.module.result_structure import given_layouts, rebuilder
@@ -179,9 +180,7 @@ def _shell_of(rehearsal: Rehearsal) -> Any:
     model_copy = rehearsal.compiler.model_copy
     module: nn.Module = model_copy.module
     original = type(module)
-    names = ("__module__", "__qualname__", "__doc__")
-    body = {name: getattr(original, name) for name in names} | answers(_OnStage, original)
-    shell: Any = object.__new__(type(original.__name__, (_OnStage, original), body))
+    shell: Any = object.__new__(made_class(original, _OnStage, lambda: answers(_OnStage, original)))
     shell.__dict__.update(module.__dict__)
     shell.__dict__.update(
         _graphplan=ModuleState([], refused=lambda _error: None),  # its parts are traced instead

@@ -91,15 +91,12 @@ def _span(paths: Sequence[str]) -> str:
 
 def _children(names: Sequence[str], path: str, paths: dict[str, str]) -> tuple[Group | str, ...]:
     start = len(path) + 1 if path else 0
-    inside: dict[str, list[str]] = {}
+    inside: dict[tuple[str, str], list[str]] = {}
     for name in names:
         child = paths[name][start:].partition(".")[0]
-        # an operation of the module's own is a child by itself; a module's name has no colon of ours
-        inside.setdefault((child and f"m:{child}") or f"o:{name}", []).append(name)
-    found: list[Group | str] = []
-    for key, members in inside.items():
-        kind, _, child = key.partition(":")
-        found.append(child if kind == "o" else _module(child, path, members, paths))
+        own = "" if child else name  # an operation of the module's own is a child by itself
+        inside.setdefault((child, own), []).append(name)
+    found = [own or _module(child, path, members, paths) for (child, own), members in inside.items()]
     return _in_runs(found, path)
 
 

@@ -33,7 +33,6 @@ from graphplan.capture.structure import map_leaves
 from graphplan.capture.transformers.caches import is_cache
 from graphplan.errors import CaptureError, GraphplanError, first_line
 from graphplan.runtime.memory.arena import moved
-from graphplan.runtime.simulate.simulated_tensor import SimulatedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +275,7 @@ class _Swapped:
             for name, tensor in table.items():
                 if tensor is not None and tensor.device != device:
                     self.kept.append((table, name, tensor))
-                    table[name] = _on(device, tensor)  # type: ignore[assignment]  # read while it runs
+                    table[name] = moved(tensor, device)  # type: ignore[assignment]  # read while it runs
         _tell_recurrent(module)
 
     def put_back(self, module: nn.Module) -> None:
@@ -287,11 +286,6 @@ class _Swapped:
                     tensor.copy_(table[name])
             table[name] = tensor
         _tell_recurrent(module)
-
-
-def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    simulated = isinstance(tensor, SimulatedTensor)  # its parts are no tensors to be moved one by one
-    return tensor.to(device) if simulated else moved(tensor, device)
 
 
 def _tell_recurrent(module: nn.Module) -> None:

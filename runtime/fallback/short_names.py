@@ -18,7 +18,7 @@ _made: dict[tuple[type, type], type[nn.Module]] = {}
 
 def made_class(
     original: type[nn.Module],
-    base: type[nn.Module],
+    base: type,
     body: Callable[[], Mapping[str, Any]] = dict,
     *,
     in_place: bool = False,

@@ -36,7 +36,7 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     own ``.to`` need not know the device.
     """
     flatten: Any = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None or type(tensor) is torch.nn.Parameter:
+    if flatten is None or isinstance(tensor, torch.nn.Parameter | SimulatedTensor):
         return tensor.to(device, copy=True)
     names, context = flatten()
     inner = {name: moved(getattr(tensor, name).detach(), device) for name in names}

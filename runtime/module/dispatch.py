@@ -97,14 +97,11 @@ def serve(
         return _by_modules(state, entry, bind_call(signature, args, kwargs), modes)
     sizes = _sizes(entry, args, kwargs)
     likely = state.by_sizes.get(sizes, ())
-    for known in likely:
+    for number, known in enumerate(chain(likely, state.routes)):
         served = _routed(state, known, entry, modes, args, kwargs)
         if served is not None:
-            return served
-    for known in state.routes:
-        served = _routed(state, known, entry, modes, args, kwargs)
-        if served is not None:
-            _remember(state, sizes, known)
+            if number >= len(likely):
+                _remember(state, sizes, known)
             return served
     call = bind_call(signature, args, kwargs)
     index = _find(state, entry, call, modes, [known.index for known in likely])

@@ -13,12 +13,12 @@ compared. Hooks that are added to submodules are in no graph: while there are an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, repeat
 from operator import attrgetter, getitem, is_
 from typing import Any
 
+import torch
 from torch import nn
 
 from graphplan._compat.torch import global_hooks
@@ -75,7 +75,7 @@ class _Snapshot:
         self._shapes = list(map(_shape, self._tensors))
         self._versions = list(map(_version, reading.tensors))
         self._contents = [reading.facts[name].value for name in reading.containers]
-        self._shared = list(_shared_entries(reading.weights))
+        self._shared = list(_shared(self._tensors))
 
     def hook_count(self) -> int:
         """Hooks of submodules, now."""
@@ -97,7 +97,7 @@ class _Snapshot:
                 and list(map(_shape, self._tensors)) == self._shapes
                 and list(map(_version, reading.tensors)) == self._versions
                 and list(reading.containers.values()) == self._contents
-                and all(one.same() for one in self._shared)
+                and all(identity(one) == identity(other) for one, other in self._shared)
             )
         except (KeyError, IndexError):
             return False
@@ -115,29 +115,13 @@ def _difference(before: Mapping[str, Fact], now: Mapping[str, Fact]) -> str | No
     return None if gone is None else f"{gone} is gone"
 
 
-@dataclass(frozen=True, slots=True)
-class _SharedEntry:
-    """Two entries of tables of weights that are one weight."""
-
-    table: dict[str, Any]
-    name: str
-    other_table: dict[str, Any]
-    other_name: str
-
-    def same(self) -> bool:
-        """Whether they are one weight still."""
-        one, other = self.table[self.name], self.other_table[self.other_name]
-        return one is other or (one is not None and other is not None and identity(one) == identity(other))
-
-
-def _shared_entries(tables: list[dict[str, Any]]) -> Iterator[_SharedEntry]:
-    first: dict[Any, tuple[dict[str, Any], str]] = {}
-    for table in tables:
-        for name, tensor in table.items():
-            if tensor is not None:
-                known = first.setdefault(identity(tensor), (table, name))
-                if known[0] is not table or known[1] != name:
-                    yield _SharedEntry(table, name, *known)
+def _shared(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each that is one weight with an earlier one, of another object, and that one."""
+    first: dict[Any, torch.Tensor] = {}
+    for tensor in tensors:
+        known = first.setdefault(identity(tensor), tensor)
+        if known is not tensor:
+            yield known, tensor
 
 
 def _equal(before: Any, now: Any) -> bool:

@@ -48,11 +48,8 @@ class TrainingReader:
         if trained:
             self._last = flags, found
             return found
-        return found if any(map(_requires_gradient, leaves_of(inputs))) else None
-
-
-def _requires_gradient(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        tensors = (leaf for leaf in leaves_of(inputs) if isinstance(leaf, torch.Tensor))
+        return found if any(tensor.requires_grad for tensor in tensors) else None
 
 
 def _entries(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, str]]:

@@ -37,7 +37,7 @@ from graphplan.ir.module_map import entry_of
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.frontend.graph_weights import weight_of
 from graphplan.passes.placement.evaluate import evaluate
-from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.problem import Problem, cpu_key
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.fallback.hooked_module import dispatch
 from graphplan.runtime.fallback.module_profile import CallProfile, profile_call
@@ -186,8 +186,7 @@ class _Fallback:
 
     def _splits(self, profile: CallProfile, failures: Sequence[str]) -> Iterator[_Split]:
         """Ways of splitting, those that use the accelerators best first; on the CPU alone at last."""
-        host = next((spec.key for spec in self.topology.devices if spec.type == CPU), None)
-        found = False
+        host, found = cpu_key(self.topology), False
         for share in _SHARES:
             for split in self._over_accelerators(share, profile.peak, host):
                 found = True
@@ -265,8 +264,8 @@ class _Fallback:
             for key in (_device_of(split.entries, graph.operations[name].module_path or name),)
         }
         homes = {name: _device_of(split.entries, name) for name in graph.weights}
-        host = next((spec.key for spec in self.topology.devices if spec.type == CPU), CPU)
-        problem = Problem(graph, self.topology, host, self.options.return_outputs, streaming=False)
+        cpu, returns = cpu_key(self.topology), self.options.return_outputs
+        problem = Problem(graph, self.topology, CPU if cpu is None else cpu, returns, streaming=False)
         judged = evaluate(problem, Assignment(runs, homes))
         return Plan(
             graph,

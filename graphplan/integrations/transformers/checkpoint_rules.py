@@ -95,14 +95,9 @@ def _make(model: nn.Module, name: str, group: _Gathered, tensors: Sequence[Any])
     """Run one of transformers' converters."""
     converter = copy.deepcopy(group.converter)
     for pattern, tensor in zip(group.patterns, tensors, strict=True):
-        converter.add_tensor(name, name, pattern, partial(_itself, tensor))
+        converter.add_tensor(name, name, pattern, lambda tensor=tensor: tensor)  # something to call for it
     made: Mapping[str, Any] = converter.convert(name, model=model, config=model.config)
     return made
-
-
-def _itself(tensor: Any) -> Any:
-    """The converter expects something to call for a tensor."""
-    return tensor
 
 
 def _add_conversion(
