@@ -115,6 +115,19 @@ class HookedModule(ShortNames):
                 found[name] = _kept_by_hooks(self, name.removeprefix(prefix))
         return found
 
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As the model's own; values are written to where weights are, also where ``assign`` is true."""
+        del assign  # other tensors would be where hooks do not look
+        with unwarned("for "):  # that nothing is written to weights on the meta device: it is, below
+            found = super().load_state_dict(state_dict, strict)
+        with torch.no_grad():
+            for name, tensor in named_tensors(self).items():
+                if tensor.device.type == "meta" and name in state_dict:
+                    _kept_by_hooks(self, name).copy_(state_dict[name])
+        return found
+
     def __reduce_ex__(self, _protocol: Any) -> Any:
         return _hooked_again, (plain_copy(self), self._graphplan)
 

@@ -387,3 +387,17 @@ def test_unplace_gives_the_plain_model_of_hooks_back(share: float) -> None:
         assert {tensor.device.type for tensor in plain.state_dict().values()} == {"cpu"}
         assert torch.equal(plain(X), expected)
         assert largest_difference(placed(X), expected) < 1e-6
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_values_are_loaded_to_where_hooks_keep_them(share: float, assign: bool) -> None:
+    model = Undecided().eval()
+    state = {name: 1.5 * tensor for name, tensor in model.state_dict().items()}
+    with graphplan.simulate({0: 10_000 + int(share * bytes_of(model)), "cpu": 1 << 24}) as machine:
+        placed = placed_on(model, machine.max_memory)
+        assert any(tensor.device.type == "meta" for tensor in placed.parameters()) == (share < 1)
+        placed.load_state_dict(state, assign=assign)
+        with torch.no_grad():
+            model.load_state_dict(state)
+            assert largest_difference(placed(X), model(X)) < 1e-6
