@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from graphplan.devices.topology import Link
 from graphplan.ir.cluster_plan_data import ClusterPlanData, MachineStage
 from graphplan.report.text import count_text, size_text, table_lines, time_text
 
@@ -16,18 +17,22 @@ def cluster_summary(plan: ClusterPlanData[Any]) -> str:
     used = len(plan.stages)
     idle = f", {plan.machines - used} of {plan.machines} not used" if used < plan.machines else ""
     parts = count_text(plan.microbatches, "microbatch", "microbatches")
-    speed = f"{size_text(int(plan.network.bandwidth))}/s and {time_text(plan.network.latency)}"
     lines = [
         f"{count_text(used, 'machine')}{idle}, {parts}, schedule {plan.schedule}, for {plan.objective}",
         "",
         *table_lines(HEADER, machine_rows(plan)),
         "",
-        f"network: {size_text(plan.network_bytes)} per microbatch, at {speed}",
+        f"network: {size_text(plan.network_bytes)} per microbatch, at {network_text(plan.network)}",
         f"time: {time_text(plan.makespan)} estimated for a batch, {time_text(plan.latency)} for one "
         f"microbatch; machines wait {100 * plan.bubble:.0f} % of it",
         f"lower bound {time_text(plan.lower_bound)}, gap {100 * plan.gap:.1f} % ({plan.proof})",
     ]
     return "\n".join(lines)
+
+
+def network_text(network: Link) -> str:
+    """What a network can do."""
+    return f"{size_text(int(network.bandwidth))}/s and {time_text(network.latency)}"
 
 
 def machine_rows(plan: ClusterPlanData[Any]) -> list[tuple[str, ...]]:

@@ -66,23 +66,22 @@ class _TraceWriter:
             }
 
     def _arguments(self, event: Event) -> dict[str, Any]:
-        operation = self.plan.graph.operations.get(event.name)
-        if event.kind != "run" or operation is None:
-            weights = self.plan.graph.weights
-            if event.weights:
-                return {
-                    "weights": list(event.weights),
-                    "bytes": sum(weights[n].nbytes for n in event.weights),
-                }
-            value = self.plan.graph.values.get(event.name)
-            return {} if value is None else {"bytes": value.copy_bytes}
-        return {
-            "module": operation.module_path,
-            "target": operation.target,
-            "flops": operation.flops,
-            "bytes made": made_bytes(self.plan.graph, operation),
-            "source": operation.source,
-        }
+        graph = self.plan.graph
+        if event.kind == "run":
+            operation = graph.operations.get(event.name)
+            if operation is None:  # a compiled stage, measured as a whole
+                return {}
+            return {
+                "module": operation.module_path,
+                "target": operation.target,
+                "flops": operation.flops,
+                "bytes made": made_bytes(graph, operation),
+                "source": operation.source,
+            }
+        if event.name in graph.values:
+            return {"bytes": graph.values[event.name].copy_bytes}
+        weights = event.weights or (event.name,)  # copied ahead, or by itself
+        return {"weights": list(weights), "bytes": sum(graph.weights[name].nbytes for name in weights)}
 
     def memory(self) -> Iterator[dict[str, Any]]:
         """A counter for each device: weights, and all else that it holds during a step."""

@@ -19,10 +19,15 @@ from plans import HOSTILE, by_hand, hostile_plan, large_plan, llama_plan, unet_p
 
 from graphplan import Plan
 from graphplan.capture.source_lines import source_line
+from graphplan.devices.max_memory import read_max_memory
 from graphplan.ir.graph import Graph
+from graphplan.ir.schedule import Assignment
+from graphplan.passes.placement.evaluate import evaluate
+from graphplan.passes.placement.problem import Problem
 from graphplan.report.dot import MOST_MODULES
 from graphplan.report.module_tree import MOST_CHILDREN, Group, stage_groups
 from graphplan.report.page_data import page_data
+from graphplan.report.perfetto import to_trace
 from graphplan.report.svg import to_svg
 from graphplan.report.text import size_text, time_text
 
@@ -159,6 +164,16 @@ def test_trace_is_the_estimated_timeline(plan: Plan, tmp_path: Path) -> None:
         levels = [e["args"] for e in events if e["ph"] == "C" and e["name"] == f"memory of {key}"]
         assert max(sum(level.values()) for level in levels) <= peak.nbytes
         assert max(sum(level.values()) for level in levels) == max(plan.memory.profile[key])
+
+
+def test_a_weight_that_is_moved_has_its_bytes_in_the_trace() -> None:
+    graph, topology = chain(1), read_max_memory({0: "1MiB", "cpu": "1MiB"})
+    problem = Problem(graph, topology, "cpu", streaming=False)
+    found = evaluate(problem, Assignment({"v0": 0}, {"w0": "cpu"}))
+    plan = Plan(graph, topology, found.schedule, found.seconds, 0.0, "by hand", "hand", streaming=False)
+    events = check_trace(to_trace(plan))
+    moved = [event["args"] for event in events if event["name"] == "w0"]
+    assert moved == [{"weights": ["w0"], "bytes": 4 * KIB}]
 
 
 # -- Model Explorer -------------------------------------------------------------------------------
