@@ -18,6 +18,7 @@ from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.fallback.short_names import ShortNames, made_class, unplaced
 from graphplan.runtime.memory.shared_memory import join_memory
 from graphplan.runtime.weights.storage import named_tensors
+from graphplan.runtime.weights.weight_changes import KeptInPlace
 from graphplan.warnings import silenced, unwarned
 
 
@@ -83,7 +84,7 @@ class HookedView:
         raise PlanError(f"there is no graph to profile, hooks run the model: {self._known.reason}")
 
 
-class HookedModule(ShortNames):
+class HookedModule(ShortNames, KeptInPlace):
     """What :func:`graphplan.partition` makes of a model that cannot be captured."""
 
     _graphplan: _Hooked

@@ -11,12 +11,11 @@ captured under the capture lock, for which no other call waits.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,7 +48,7 @@ from graphplan.runtime.module.program_run import run
 from graphplan.runtime.module.training_reader import TrainingReader
 from graphplan.runtime.module.training_step import run_step
 from graphplan.runtime.module.transformers_methods import answers
-from graphplan.runtime.weights.weight_changes import require_in_place
+from graphplan.runtime.weights.weight_changes import KeptInPlace
 from graphplan.warnings import warn
 
 _FULL = (
@@ -69,32 +68,11 @@ logger = logging.getLogger("graphplan")
 Record = Callable[[Program, Code], Code]
 
 
-def _kept_in_place(name: str) -> Callable[..., Any]:
-    """A method of modules that moves or converts: an error where it would change a placed weight.
-
-    A model that says its ``device`` may be moved there: its own code does that before each of its calls.
-    """
-    method = getattr(nn.Module, name)
-
-    @functools.wraps(method)
-    def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # the property that answers for placed models, not an attribute that is called so
-        welcome = self.device if "device" in vars(type(self)) else None
-        require_in_place(self, lambda probe: method(probe, *args, **kwargs), welcome)
-        return self
-
-    return convert
-
-
-class PlacedModule(ShortNames):
+class PlacedModule(ShortNames, KeptInPlace):
     """What :func:`graphplan.partition` makes of a model's class."""
 
     _graphplan: ModuleState
     _graphplan_view = PlacedView
-
-    to, cpu, cuda = map(_kept_in_place, ("to", "cpu", "cuda"))
-    half, bfloat16, float, double = map(_kept_in_place, ("half", "bfloat16", "float", "double"))
-    type, to_empty = map(_kept_in_place, ("type", "to_empty"))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the placed model on the model's own arguments."""
@@ -144,11 +122,6 @@ class PlacedModule(ShortNames):
                     if state.start is None:
                         return _run(self, state, served, record, step)
         return self._graphplan_enter(entry, signature, args, kwargs, record)  # errors keep tensors no longer
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """What a parent's ``.to`` calls: to the CPU, where calls may come from, it moves nothing."""
-        require_in_place(self, lambda probe: probe._apply(fn, recurse), torch.device("cpu"))
-        return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # of torch

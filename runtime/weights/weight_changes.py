@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 
+from graphplan.devices.topology import CPU
 from graphplan.errors import PlanError
 
 
@@ -33,7 +35,7 @@ def require_in_place(
         convert: what would be done to it.
         welcome: a move to this device is taken to mean that calls come from there.
     """
-    forms = dict.fromkeys((t.device, t.dtype) for t in (*module.parameters(), *module.buffers()))
+    forms = dict.fromkeys(_form(t) for t in (*module.parameters(), *module.buffers()))
     for device, dtype in forms:
         probe = nn.Module()
         probe.register_buffer("weight", torch.empty(0, device=device, dtype=dtype))
@@ -46,3 +48,38 @@ def require_in_place(
                 f"be {made.dtype} on {made.device}. graphplan.unplace(model) gives back the plain model on "
                 "the CPU, to convert and to partition again"
             )
+
+
+def _form(tensor: torch.Tensor) -> tuple[torch.device, torch.dtype]:
+    """Where a weight is, and of what; accelerate's hooks have the values of meta ones on the CPU."""
+    return torch.device(CPU) if tensor.is_meta else tensor.device, tensor.dtype
+
+
+def _kept_in_place(name: str) -> Callable[..., Any]:
+    """A method of modules that moves or converts: an error where it would change a placed weight.
+
+    A model that says its ``device`` may be moved there: its own code does that before each of its calls.
+    """
+    method = getattr(nn.Module, name)
+
+    @functools.wraps(method)
+    def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # the property that answers for placed models, not an attribute that is called so
+        welcome = self.device if "device" in vars(type(self)) else None
+        require_in_place(self, lambda probe: method(probe, *args, **kwargs), welcome)
+        return self
+
+    return convert
+
+
+class KeptInPlace(nn.Module):
+    """A module that is neither moved nor converted."""
+
+    to, cpu, cuda = map(_kept_in_place, ("to", "cpu", "cuda"))
+    half, bfloat16, float, double = map(_kept_in_place, ("half", "bfloat16", "float", "double"))
+    type, to_empty = map(_kept_in_place, ("type", "to_empty"))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """What a parent's ``.to`` calls: to the CPU, where calls may come from, it moves nothing."""
+        require_in_place(self, lambda probe: probe._apply(fn, recurse), torch.device("cpu"))
+        return self

@@ -401,3 +401,17 @@ def test_values_are_loaded_to_where_hooks_keep_them(share: float, assign: bool) 
         with torch.no_grad():
             model.load_state_dict(state)
             assert largest_difference(placed(X), model(X)) < 1e-6
+
+
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_what_hooks_run_is_neither_moved_nor_converted(share: float) -> None:
+    model = Undecided().eval()
+    with torch.no_grad():
+        expected = model(X)
+    with graphplan.simulate({0: 10_000 + int(share * bytes_of(model)), "cpu": 1 << 24}) as machine:
+        placed = placed_on(model, machine.max_memory)
+        for convert in (placed.cpu, placed.half, nn.Sequential(placed).double):
+            with pytest.raises(graphplan.PlanError, match="unplace"):
+                convert()
+        nn.Sequential(placed).cpu()
+        assert largest_difference(placed(X), expected) < 1e-6
