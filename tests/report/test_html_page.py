@@ -102,6 +102,14 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Open]:
         opened.page.close()
 
 
+def test_figures_just_below_a_unit_are_rounded_to_it(show: Open) -> None:
+    opened = show(llama_plan())
+    sizes = [opened.js("n => Format.bytes(n)", n) for n in (1023, 1024, (1 << 20) - 1, (1 << 30) - 1)]
+    assert sizes == ["1023 B", "1.0 KiB", "1.0 MiB", "1.0 GiB"]
+    times = [opened.js("s => Format.seconds(s)", s) for s in (9.996e-4, 9.99e-4, 0.99996, 1.5)]
+    assert times == ["1.00 ms", "999 µs", "1.00 s", "1.50 s"]
+
+
 def test_opens_with_stages_lanes_and_summary(show: Open) -> None:
     plan = llama_plan()
     opened = show(plan, title="Llama")
