@@ -141,7 +141,7 @@ def kept_bytes(plan: Plan, others: int, shared: Set[str]) -> dict[DeviceKey, int
         plan: of the step.
         others: microbatches that are in flight beside it.
         shared: parameters that other stages read too: while their gradients are summed over the ranks,
-            earlier ones are set aside, and one at a time passes host memory.
+            earlier ones are kept, and one at a time passes host memory.
     """
     saved = saved_bytes(plan.graph, plan.topology, plan.schedule)
     found = {key: others * nbytes for key, nbytes in saved.items() if others * nbytes}

@@ -70,7 +70,7 @@ class MachineStage(Generic[AnyPlan]):
         plan: of one microbatch on this machine, in the keys of its own ``max_memory``.
         kept_bytes: of a training step, device -> what the other microbatches in flight have saved there for
             their backward passes, which the plan withholds; and earlier gradients of weights that other
-            stages read, which are set aside while those of a batch are summed.
+            stages read, which are kept while those of a batch are summed.
     """
 
     machine: int

@@ -28,7 +28,7 @@ from graphplan.passes.placement.params import ROUNDING, Effort
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """What is set aside of the accelerators' memory before a search.
+    """What is reserved of the accelerators' memory before a search.
 
     Attributes:
         slots: (devices,) of the prefetch buffers; 0 where nothing is streamed.
@@ -65,7 +65,7 @@ class Relaxation:
     Args:
         frontier: whose steps are placed.
         stages: of it.
-        buffers: prefetch buffers that are set aside; None for a bound that holds whatever their sizes.
+        buffers: prefetch buffers that are reserved; None for a bound that holds whatever their sizes.
 
     Attributes:
         room: (devices,) bytes for weights at most.

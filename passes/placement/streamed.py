@@ -277,7 +277,7 @@ class StreamedSearch:
     def _search(self, relaxation: Relaxation, width: int, effort: Effort) -> Relaxation | None:
         """Search a configuration; the one that improved the best placement, if any did.
 
-        Where exact peaks pass a budget, more is set aside for activations, at prices of their own.
+        Where exact peaks pass a budget, more is reserved for activations, at prices of their own.
         """
         before = self.seconds
         for _ in range(1 + self.effort.params.retries):

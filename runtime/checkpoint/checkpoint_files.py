@@ -12,7 +12,7 @@ from torch import nn
 from graphplan.capture.model_weights import ModelWeights
 from graphplan.errors import CheckpointError
 from graphplan.runtime.checkpoint.mapped_files import MappedFile
-from graphplan.runtime.checkpoint.parallel_reads import Request, read_into
+from graphplan.runtime.checkpoint.parallel_reads import Read, read_into
 from graphplan.runtime.checkpoint.safetensors_header import FileTensor, read_header
 
 _INDEX = "model.safetensors.index.json"
@@ -68,7 +68,7 @@ class Checkpoint:
             targets: first name -> what is filled.
             progress: called with bytes as they are read.
         """
-        read_into([Request(self.found[name], target) for name, target in targets.items()], progress)
+        read_into([Read(self.found[name], target) for name, target in targets.items()], progress)
 
 
 def read_checkpoint(model: nn.Module, weights: ModelWeights, path: str | Path, *, strict: bool) -> Checkpoint:

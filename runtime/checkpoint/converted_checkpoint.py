@@ -17,7 +17,7 @@ from graphplan.errors import CheckpointError
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.checkpoint.deferred_reads import DeferredReads
 from graphplan.runtime.checkpoint.mapped_files import MappedFile
-from graphplan.runtime.checkpoint.parallel_reads import Request, read_into
+from graphplan.runtime.checkpoint.parallel_reads import Read, read_into
 from graphplan.runtime.checkpoint.safetensors_header import FileTensor
 from graphplan.runtime.memory.pinned_buffers import flat_bytes
 
@@ -45,7 +45,7 @@ class Conversion:
     def results(self, progress: Callable[[int], object]) -> Mapping[str, Any]:
         """The weights, made of sources that are read into host memory."""
         sources = [torch.empty(source.shape, dtype=self.dtype) for source in self.sources]
-        read_into(list(map(Request, self.sources, sources)), progress)
+        read_into(list(map(Read, self.sources, sources)), progress)
         return self.make(sources)
 
 
@@ -73,7 +73,7 @@ class ConvertedCheckpoint(Checkpoint):
 
     def read(self, targets: Mapping[str, torch.Tensor], progress: Callable[[int], object]) -> None:
         """As :meth:`Checkpoint.read`."""
-        requests = [Request(self.found[name], targets[name]) for name in targets if name in self.found]
+        requests = [Read(self.found[name], targets[name]) for name in targets if name in self.found]
         computed: dict[Conversion, list[str]] = {}
         outlines: dict[Conversion, tuple[DeferredReads, Mapping[str, Any]]] = {}
         for name, target in targets.items():

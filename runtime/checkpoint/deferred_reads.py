@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphplan.runtime.checkpoint.parallel_reads import Request
+from graphplan.runtime.checkpoint.parallel_reads import Read
 from graphplan.runtime.checkpoint.safetensors_header import FileTensor
 
 aten = torch.ops.aten
@@ -67,7 +67,7 @@ class DeferredReads(TorchDispatchMode):
             self._joined[_memory(result)] = _Joined(result, *_CUTS[func](*args))
         return result
 
-    def requests(self, made: torch.Tensor, target: torch.Tensor) -> list[Request] | None:
+    def requests(self, made: torch.Tensor, target: torch.Tensor) -> list[Read] | None:
         """The reads that fill ``target`` with what the block has made; None where it must be computed."""
         order = _memory_order(made)
         source, joined = self._sources.get(_memory(made)), self._joined.get(_memory(made))
@@ -77,12 +77,12 @@ class DeferredReads(TorchDispatchMode):
         target = target.permute(order)
         if source is not None:  # of which it may be some rows
             start = source.start + int(made.storage_offset()) * source.dtype.itemsize
-            return [Request(replace(source, shape=tuple(target.shape), start=start), target)]
+            return [Read(replace(source, shape=tuple(target.shape), start=start), target)]
         if joined is None or made.numel() != joined.tensor.numel():
             return None
         return self._parts(joined, target)
 
-    def _parts(self, joined: _Joined, target: torch.Tensor) -> list[Request] | None:
+    def _parts(self, joined: _Joined, target: torch.Tensor) -> list[Read] | None:
         """As :meth:`requests`, of all of a joined tensor, in the order of its memory."""
         order = _memory_order(joined.tensor)
         assert order is not None, "what torch makes has no gaps"
@@ -92,7 +92,7 @@ class DeferredReads(TorchDispatchMode):
                 return None
             target = target.view(shape)
         back = [order.index(dim) for dim in range(len(order))]
-        found: list[Request] = []
+        found: list[Read] = []
         for part, piece in zip(joined.parts, joined.cut(target.permute(back)), strict=True):
             reads = self.requests(part, piece)
             if reads is None:

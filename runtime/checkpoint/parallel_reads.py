@@ -38,7 +38,7 @@ Files = Mapping[FileState, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class Read:
     """A tensor of a file, and the tensor of the same shape that is to hold it."""
 
     source: FileTensor
@@ -51,14 +51,14 @@ class Request:
         return same and self.target.device.type == CPU and type(self.target) is torch.Tensor
 
 
-def read_into(requests: Sequence[Request], progress: Progress) -> None:
+def read_into(requests: Sequence[Read], progress: Progress) -> None:
     """Read every requested tensor.
 
     Raises:
         CheckpointError: a file is gone, or has changed since its header was read.
     """
     filled = [request for request in requests if request.source.nbytes]
-    by_device: dict[torch.device, list[Request]] = {}
+    by_device: dict[torch.device, list[Read]] = {}
     for request in filled:
         if not request.direct:
             by_device.setdefault(request.target.device, []).append(request)
@@ -84,7 +84,7 @@ def _opened(states: Iterable[FileState]) -> Iterator[Files]:
         yield files
 
 
-def _read(files: Files, batch: Sequence[Request], buffers: Iterable[torch.Tensor]) -> None:
+def _read(files: Files, batch: Sequence[Read], buffers: Iterable[torch.Tensor]) -> None:
     """Fill buffers one after another with what a batch has in its file."""
     state, start = batch[0].source.file, batch[0].source.start
     left = deque(memoryview(buffer.numpy().data) for buffer in buffers)
@@ -102,10 +102,10 @@ def _read(files: Files, batch: Sequence[Request], buffers: Iterable[torch.Tensor
             left[0] = left[0][count:]
 
 
-def _batches(requests: Iterable[Request]) -> Iterator[list[Request]]:
+def _batches(requests: Iterable[Read]) -> Iterator[list[Read]]:
     """Pieces that lie next to each other in a file, as many as one read takes."""
     pieces = chain.from_iterable(map(_pieces, requests))
-    batch: list[Request] = []
+    batch: list[Read] = []
     for piece in sorted(pieces, key=lambda piece: (str(piece.source.file.path), piece.source.start)):
         if batch and not _goes_on(batch, piece):
             yield batch
@@ -115,14 +115,14 @@ def _batches(requests: Iterable[Request]) -> Iterator[list[Request]]:
         yield batch
 
 
-def _goes_on(batch: Sequence[Request], piece: Request) -> bool:
+def _goes_on(batch: Sequence[Read], piece: Read) -> bool:
     """Whether a piece is behind a batch, and may be read with it."""
     last, source = batch[-1].source, piece.source
     behind = (last.file, last.end) == (source.file, source.start)
     return behind and source.end - batch[0].source.start <= _CHUNK and len(batch) < _MOST
 
 
-def _pieces(request: Request) -> Iterator[Request]:
+def _pieces(request: Read) -> Iterator[Read]:
     """A tensor in parts of at most one read each; one that is not contiguous in whole."""
     source, target = request.source, request.target
     if source.nbytes <= _CHUNK or not target.is_contiguous():
@@ -130,18 +130,18 @@ def _pieces(request: Request) -> Iterator[Request]:
         return
     start = source.start
     for part in target.view(-1).split(_CHUNK // source.dtype.itemsize):
-        yield Request(replace(source, shape=tuple(part.shape), start=start), part)
+        yield Read(replace(source, shape=tuple(part.shape), start=start), part)
         start += part.numel() * source.dtype.itemsize
 
 
-def _nbytes(batch: Sequence[Request]) -> int:
+def _nbytes(batch: Sequence[Read]) -> int:
     return batch[-1].source.end - batch[0].source.start
 
 
 def _read_direct(
-    batches: Iterable[Sequence[Request]], files: Files, pool: ThreadPoolExecutor, progress: Progress
+    batches: Iterable[Sequence[Read]], files: Files, pool: ThreadPoolExecutor, progress: Progress
 ) -> None:
-    def read(batch: Sequence[Request]) -> int:
+    def read(batch: Sequence[Read]) -> int:
         _read(files, batch, (flat_bytes(piece.target) for piece in batch))
         return _nbytes(batch)
 
@@ -151,7 +151,7 @@ def _read_direct(
 
 def _read_staged(
     device: torch.device,
-    batches: Sequence[Sequence[Request]],
+    batches: Sequence[Sequence[Read]],
     files: Files,
     pool: ThreadPoolExecutor,
     progress: Progress,
@@ -160,7 +160,7 @@ def _read_staged(
     queues.join()  # the memory that is filled may have had other readers
     largest = max(sum(round_up(piece.source.nbytes) for piece in batch) for batch in batches)
     staging = Staging(queues, largest, min(_BUFFERS, len(batches)), pinned=device.type == "cuda")
-    under_way: deque[tuple[Sequence[Request], int, Future[None]]] = deque()
+    under_way: deque[tuple[Sequence[Read], int, Future[None]]] = deque()
 
     def finish() -> None:
         batch, index, reading = under_way.popleft()
@@ -183,7 +183,7 @@ def _read_staged(
         queues.drain()  # before the buffers go
 
 
-def _places(batch: Sequence[Request], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+def _places(batch: Sequence[Read], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
     """Where a buffer has each piece: at an aligned place."""
     at = 0
     for piece in batch:
@@ -191,7 +191,7 @@ def _places(batch: Sequence[Request], buffer: torch.Tensor) -> Iterator[torch.Te
         at += round_up(piece.source.nbytes)
 
 
-def _converted(piece: Request, part: torch.Tensor) -> torch.Tensor:
+def _converted(piece: Read, part: torch.Tensor) -> torch.Tensor:
     """What was read, in the target's dtype; on the host, where the accelerator's memory is not needed."""
     data = part.view(piece.source.dtype).view(piece.target.shape)
     return data if piece.target.device.type == CPU else data.to(piece.target.dtype)

@@ -16,7 +16,7 @@ from torch import nn
 import graphplan
 from graphplan.runtime.checkpoint import parallel_reads
 from graphplan.runtime.checkpoint.mapped_files import MappedFile
-from graphplan.runtime.checkpoint.parallel_reads import Request, read_into
+from graphplan.runtime.checkpoint.parallel_reads import Read, read_into
 from graphplan.runtime.checkpoint.safetensors_header import read_header
 
 
@@ -191,9 +191,9 @@ def test_every_missing_and_unexpected_name_is_told(tmp_path: Path) -> None:
 # -- reading ----------------------------------------------------------------------------------------------
 
 
-def requests_of(path: Path, targets: dict[str, torch.Tensor]) -> list[Request]:
+def requests_of(path: Path, targets: dict[str, torch.Tensor]) -> list[Read]:
     header = read_header(path)
-    return [Request(header[name], target) for name, target in targets.items()]
+    return [Read(header[name], target) for name, target in targets.items()]
 
 
 @pytest.mark.parametrize("chunk", [64, 4096, 1 << 20])
