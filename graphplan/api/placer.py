@@ -269,9 +269,7 @@ class Placer:
         planned = mover.plan(call, entry, mover.aheads(call, entry))
         mover.commit(planned)
         recipe = replace(self.recipe, homes=mover.homes, known_plan=planned.plan)
-        return WeightMove(
-            recipe, warm=self.warm, in_place=True, moved_for=nbytes, mover=mover, planned=planned
-        )
+        return WeightMove(recipe, warm=self.warm, moved_for=nbytes, mover=mover, planned=planned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +286,8 @@ class WeightMove(Placer):
 
     def __call__(self, module: nn.Module, *_call: Any, **_named: Any) -> nn.Module:
         """The module with its weights moved, by way of host memory, whatever call comes next."""
-        placed = self.attached(unplaced(module), self.mover, [self.planned])
+        # a move holds the inputs that it was planned for: it must not stay with the module
+        placer = Placer(self.recipe, warm=self.warm, in_place=True, moved_for=self.moved_for)
+        placed = placer.attached(unplaced(module), self.mover, [self.planned])
         self.mover.model_copy.weights.tensors.update(ModelWeights(placed).tensors)
         return placed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -53,6 +54,20 @@ def test_a_call_without_room_moves_weights_once() -> None:
         same(model, placed, 4, 100, 128)
         assert machine.peak_bytes(0) <= machine.max_memory[0]
         assert isinstance(placed[0][0].weight, nn.Parameter)
+
+
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_a_move_lets_go_of_the_inputs_that_it_was_made_for() -> None:
+    model = layers()
+    with torch.no_grad(), graphplan.simulate({0: spare(model), "cpu": "1GiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, args=(torch.randn(4, 64),), cpu_compute=False)
+        x = torch.randn(100, 64)
+        gone = weakref.ref(x)
+        placed(x)
+        del x
+        gc.collect()
+        assert "cpu" in placed.plan.placement.values()
+        assert gone() is None
 
 
 def test_a_move_that_was_interrupted_is_tried_again() -> None:
