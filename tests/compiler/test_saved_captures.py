@@ -457,6 +457,23 @@ def test_a_step_that_is_read_knows_what_has_no_gradient(tmp_path: Path, exports:
     assert steps[0][1] == {0: "scores"}
 
 
+def test_calls_that_code_makes_read_their_traces(sources: Sources, exports: Counter) -> None:
+    def made() -> Plan:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", graphplan.GraphplanWarning)
+            found: Plan = graphplan.plan(
+                sources.load().Block(),
+                BUDGETS,
+                calls=lambda m: m.linear(m(X)["y"]),
+                capture_cache=sources.folder / "captures",
+            )
+        return found
+
+    counts, plans = zip(*(exports.during(made) for _ in range(2)), strict=True)
+    assert counts == (2, 0)
+    assert len(plans[1].calls) == 2
+
+
 @pytest.mark.slow
 def test_generate_reads_its_traces(tmp_path: Path, exports: Counter) -> None:
     transformers = pytest.importorskip("transformers")
