@@ -42,6 +42,10 @@ class Format:
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
+            if text.endswith(".json"):
+                raise PlanError(
+                    f"{text!r} is the name of a file: pass its text, Path(...).read_text()"
+                ) from error
             raise PlanError(f"this is no JSON: {error}") from error
         return self.checked(data)
 

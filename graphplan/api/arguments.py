@@ -284,6 +284,8 @@ def read_example(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any
     Raises:
         InputError: they are not what :func:`graphplan.plan` takes, or do not fit the model.
     """
+    if isinstance(args, Mapping):
+        raise InputError("args must be a tuple of inputs; these have names: write kwargs=inputs")
     if not isinstance(args, tuple | list):
         raise InputError("args must be a tuple of inputs, as in torch.export: write args=(x,)")
     if kwargs is not None and not isinstance(kwargs, Mapping):

@@ -23,7 +23,7 @@ from graphplan.api.arguments import (
 )
 from graphplan.api.machines import partition_machines
 from graphplan.api.placer import Placer, Recipe
-from graphplan.api.plan_options import PlanKeywords, PlanOptions, refuse_with_machines, shows_options
+from graphplan.api.plan_options import PlanKeywords, read_options, refuse_with_machines, shows_options
 from graphplan.capture.shared_attributes import copy_to_run, of_class
 from graphplan.capture.thread_patches import outside_inference_mode
 from graphplan.compiler.formulation import Options
@@ -114,7 +114,7 @@ def partition(
             InputError for a meta model without a checkpoint.
         Exception: what the model itself raises for the example inputs, unchanged.
     """
-    asked = PlanOptions(**options)
+    asked = read_options(partition, options)
     if machines is not None:
         refuse_with_machines(asked, max_memory=max_memory, compile=compile, check=check, warm=warm)
         return partition_machines(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -127,6 +128,21 @@ def shows_options(function: _Function) -> _Function:
     shared = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in options]
     function.__signature__ = own.replace(parameters=[*named, *shared])  # type: ignore[attr-defined]
     return function
+
+
+def read_options(function: Callable[..., Any], given: Mapping[str, Any]) -> PlanOptions:
+    """The options of a call of a function that :func:`shows_options`.
+
+    Raises:
+        TypeError: the function takes no argument of that name; the error suggests a similar one.
+    """
+    known = inspect.signature(function).parameters
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}")
+    return PlanOptions(**given)
 
 
 def refuse_with_machines(asked: PlanOptions, **given: object) -> None:

@@ -11,7 +11,7 @@ from graphplan.analysis.cluster_plan import ClusterPlan
 from graphplan.analysis.plan import Plan
 from graphplan.api.arguments import read_example, read_examples, read_request
 from graphplan.api.machines import plan_machines
-from graphplan.api.plan_options import PlanKeywords, PlanOptions, refuse_with_machines, shows_options
+from graphplan.api.plan_options import PlanKeywords, read_options, refuse_with_machines, shows_options
 from graphplan.capture.thread_patches import outside_inference_mode
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler
@@ -84,7 +84,7 @@ def plan(
         balance: spread the work evenly over the accelerators instead of moving the fewest bytes.
         reserve: bytes, or text such as ``"1GiB"``, to leave free on every device; or device key -> either.
         devices: device key -> :class:`graphplan.Speed`, or what :func:`graphplan.measure_devices` found.
-            Without, known cards count at their makers' figures and others at a common one.
+            Without, known GPUs count at their datasheet values and others at a common one.
         calls: several example calls, in place of ``args`` and ``kwargs``: each a mapping of named
             inputs, a pair ``(args, kwargs)``, or ``("vae.decode", args, kwargs)`` for another method or a
             submodule than ``forward``. One placement of the weights serves them all, keeps
@@ -136,7 +136,7 @@ def plan(
         InfeasibleError: no placement fits; the smallest budgets that would do are in the error.
         Exception: what the model itself raises for the example inputs, unchanged.
     """
-    asked = PlanOptions(**options)
+    asked = read_options(plan, options)
     if machines is not None:
         refuse_with_machines(asked, max_memory=max_memory)
         return plan_machines(model, machines, asked, args, kwargs)

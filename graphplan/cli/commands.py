@@ -171,15 +171,15 @@ def plan(
         return
     print(f"{named.name}, example inputs: {named.inputs}")
     say(found.summary())
-    for path in (out, html):
-        if path is not None:
-            print(f"\nwrote {path}")
+    written = [str(path) for path in (out, html) if path is not None]
+    if written:
+        print(f"\nwrote {' and '.join(written)}")
 
 
 @app.command("run")
 def run_saved(
     path: options.PlanFile,
-    model: options.Model,
+    model: options.ModelToRun,
     simulate: Annotated[
         bool,
         typer.Option("--simulate", help="Simulate the plan's accelerators on the CPU: same peaks, slow."),

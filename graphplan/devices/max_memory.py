@@ -155,6 +155,8 @@ def _spec(key: object, memory: int) -> DeviceSpec:
         return _accelerator(key, f"{accelerator_type() or 'cuda'}:{key}", memory)
     if key == DISK:
         return DeviceSpec(key, DISK, memory, 0.0, 0.0, 0.0)
+    if key.isdecimal():
+        raise DeviceError(f"{key!r} is text: write the accelerator's index as a number, {int(key)}")
     try:
         device = torch.device(key)
     except RuntimeError as error:

@@ -538,3 +538,19 @@ def test_a_later_call_that_does_not_fit_says_what_to_do() -> None:
             placed(torch.randn(64, 64))
         assert caught.value.needed[0] > 40_000
         placed(torch.randn(2, 64))
+
+
+def test_an_unknown_argument_is_named_with_a_similar_one() -> None:
+    model, x = nn.Linear(4, 4), torch.ones(1, 4)
+    plan: Any = graphplan.plan
+    partition: Any = graphplan.partition
+    with pytest.raises(TypeError, match=r"plan\(\) got .* 'togehter'; did you mean 'together'\?"):
+        plan(model, {"cpu": "1GiB"}, (x,), togehter=["a"])
+    with pytest.raises(TypeError, match=r"partition\(\) got .* 'chekpoint'; did you mean 'checkpoint'\?"):
+        partition(model, {"cpu": "1GiB"}, (x,), chekpoint="file")
+
+
+def test_named_inputs_in_the_place_of_a_tuple() -> None:
+    inputs: Any = {"input": torch.ones(1, 4)}
+    with pytest.raises(graphplan.InputError, match="kwargs=inputs"):
+        graphplan.plan(nn.Linear(4, 4), {"cpu": "1GiB"}, inputs)

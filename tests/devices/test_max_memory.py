@@ -50,6 +50,13 @@ def test_bad_keys_are_named(key: object) -> None:
         read_max_memory({key: 10})  # type: ignore[dict-item]  # what is tested
 
 
+def test_an_index_in_text_is_told_to_be_a_number() -> None:
+    with pytest.raises(
+        graphplan.DeviceError, match="'1' is text: write the accelerator's index as a number, 1"
+    ):
+        read_max_memory({0: 10, "1": 10})
+
+
 def test_one_device_under_two_names() -> None:
     with pytest.raises(graphplan.DeviceError, match="both cuda:0"):
         read_max_memory({"cuda:0": 10, "cuda": 10})

@@ -32,6 +32,7 @@ def test_json_round_trip(plan: Plan) -> None:
     ("text", "message"),
     [
         ("nonsense", "no JSON"),
+        ("plan.json", "name of a file: pass its text"),
         ("[]", "no plan"),
         ("{}", "no plan"),
         ('{"format": "graphplan.plan", "version": 99}', "version 99"),
