@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from graphplan.devices.topology import CPU, DISK, DeviceKey, Topology
 from graphplan.ir.graph_elements import Operation, Value
-from graphplan.ir.plan_data import PlanData
+from graphplan.ir.plan_data import PlanData, Stage
 from graphplan.ir.schedule import PrefetchBuffer
 from graphplan.report.data_flows import find_flows
 
@@ -108,7 +108,7 @@ def summary_text(plan: PlanData) -> str:
     lines += [*_sliced(plan), *_saved_less(plan)]
     if not plan.activations_known:
         lines.append(
-            "no example inputs were given: activation sizes are unknown, and peaks count weights only"
+            "no example inputs were given: activation sizes are unknown; peaks and times count weights only"
         )
     return "\n".join(lines)
 
@@ -187,6 +187,12 @@ def _where(plan: PlanData, operation: str) -> str:
     return operation_text(found) if found is not None else operation or "-"
 
 
+def module_range(plan: PlanData, stage: Stage) -> str:
+    """The modules of the first and the last operation of a stage."""
+    ends = (plan.graph.operations[stage.operations[at]].module_path or "(root)" for at in (0, -1))
+    return " .. ".join(dict.fromkeys(ends))
+
+
 def _stages(plan: PlanData) -> list[str]:
     first_read: Counter[str] = Counter()  # by operation
     for flow in find_flows(plan):
@@ -194,10 +200,8 @@ def _stages(plan: PlanData) -> list[str]:
             first_read[flow.reader] += flow.nbytes
     rows = []
     for stage in plan.stages:
-        paths = [plan.graph.operations[name].module_path for name in stage.operations]
         arriving = sum(first_read[name] for name in stage.operations)
-        first, last = paths[0] or "(root)", paths[-1] or "(root)"
-        ends = first if first == last else f"{first} .. {last}"
-        rows.append([str(stage.index), str(stage.device), str(len(paths)), size_text(arriving), ends])
+        count, ends = str(len(stage.operations)), module_range(plan, stage)
+        rows.append([str(stage.index), str(stage.device), count, size_text(arriving), ends])
     shown = rows if len(rows) <= 24 else [*rows[:12], ["...", "", "", "", ""], *rows[-11:]]
     return table_lines(["stage", "device", "operations", "reads", "modules"], shown)

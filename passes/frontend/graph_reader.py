@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.model_weights import ModelWeights, is_wrapper
+from graphplan.capture.model_weights import ModelWeights, is_wrapper, tensor_bytes
 from graphplan.capture.source_lines import source_line
 from graphplan.devices.topology import CPU, DeviceKey, round_up
 from graphplan.ir.graph import Graph
@@ -144,7 +144,7 @@ class GraphReader:
         return [user for user in node.users if self._is_part(user)]
 
     def _operation(self, node: fx.Node, effect: Effect | None) -> None:
-        """Write down an operation and its values; without ``effect`` nothing is known of their bytes."""
+        """Write down an operation and its values; without ``effect`` only the weights' bytes are known."""
         parts = self._parts(node)
         made = parts or [node]
         self.name_of.update({part: part.name for part in made})
@@ -154,7 +154,8 @@ class GraphReader:
             mutates += self._module_buffers(str(node.target))
         self.written.update(map(self._storage_of, mutates))
         if effect is None:
-            values, cost = [unknown_value(part, node, self.name_of) for part in made], _Cost()
+            values = [unknown_value(part, node, self.name_of) for part in made]
+            cost = _Cost(bytes_accessed=self._weight_bytes(inputs))
         else:
             values = values_of(node, parts, effect, self.name_of)
             cost = self._cost(node, parts, effect, writes=bool(mutates))
@@ -209,6 +210,9 @@ class GraphReader:
         beside = unnamed_bytes(parts, effect) + self._unwrapped_bytes(node)
         workspace = {kind: nbytes + beside for kind, nbytes in effect.workspace.items()}
         return _Cost(effect.flops, self._bytes_accessed(node, effect, writes), workspace)
+
+    def _weight_bytes(self, names: Sequence[str]) -> int:
+        return sum(tensor_bytes(self.model.tensors[name]) for name in names if name in self.model.tensors)
 
     def _names(self, nodes: Iterable[fx.Node]) -> list[str]:
         return list(dict.fromkeys(self.name_of[node] for node in nodes if node in self.name_of))

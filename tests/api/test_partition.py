@@ -277,6 +277,14 @@ def test_without_inputs_a_symbolic_trace_is_placed() -> None:
             assert largest_difference(placed(x), model(x)) < 1e-5
 
 
+def test_without_inputs_accelerators_are_filled_before_the_cpu() -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    plan = graphplan.plan(model, {**budgets_of(model, {0: 0.6}), "cpu": "1GiB"})
+    assert plan.method == "symbolic_trace"
+    assert plan.peak_bytes[0] >= 0.8 * plan.topology[0].memory
+    assert plan.makespan > 0
+
+
 class Sized(nn.Module):
     """Cannot be traced without inputs: it decides by a size."""
 
