@@ -20,7 +20,7 @@ from graphplan.ir.schedule import Run
 from graphplan.ir.timeline import Measured, Timeline
 from graphplan.report.data_flows import find_flows, made_bytes, run_seconds
 from graphplan.report.module_tree import Group, stage_groups
-from graphplan.report.text import device_colours, device_name, shape_text
+from graphplan.report.text import device_colours, device_name, module_range, shape_text
 from graphplan.report.time_parts import time_parts, what_takes_the_time
 from graphplan.report.two_plans import comparison
 
@@ -79,7 +79,12 @@ class _PageWriter:
             "phases": self._phases(),
             "links": self._links(),
             "stages": [
-                {"group": group, "device": self.device[stage.device], "elsewhere": self._elsewhere(stage)}
+                {
+                    "group": group,
+                    "device": self.device[stage.device],
+                    "modules": module_range(self.plan, stage),
+                    "elsewhere": self._elsewhere(stage),
+                }
                 for group, stage in zip(stages, self.plan.stages, strict=True)
             ],
             "groups": self.groups,

@@ -27,6 +27,7 @@ from plans import (
 import graphplan
 from graphplan import Plan, PlanError
 from graphplan.report.html_page import _SCRIPTS, to_html
+from graphplan.report.text import module_range
 from graphplan.report.time_parts import time_parts, what_takes_the_time
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the browser's driver is missing: playwright")
@@ -593,6 +594,7 @@ def test_devices_say_what_fills_them_and_what_is_left(show: Open) -> None:
     for key, text in plan.remarks().elsewhere[1].items():
         name = f"GPU {key}" if isinstance(key, int) else "CPU"
         assert f"on {name} instead\n{text}" in details
+    assert f"modules\n{module_range(plan, plan.stages[1])}" in details
 
 
 def test_two_plans_side_by_side(show: Open, tmp_path: Path) -> None:

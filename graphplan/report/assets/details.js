@@ -46,7 +46,7 @@ const Details = (() => {
       kind: item.kind === "run" ? "consecutive operations" : item.kind,
       title: Model.isStage(node) ? `${Model.label(node)} on ${Model.deviceName(Model.device(node))}` : item.label,
       rows: some([
-        ["modules", Model.isStage(node) ? item.label : ""],
+        ["modules", Model.isStage(node) ? Plan.stages[Model.stage(node)].modules : ""],
         ["module", item.path],
         ["device", Model.deviceName(Model.device(node))],
         ["time", Format.seconds(item.seconds)],
