@@ -111,7 +111,8 @@ def serve(
     route = find_route(signature, program.signature, program.prepare, args, kwargs)
     known = KnownForm(route, index, () if route is None else _places(signature, program.caches, kwargs))
     if route is not None:
-        state.routes = [known, *state.routes[: _ROUTES - 1]]
+        # the first plan whose sizes are a call's is the best for it: later ones are for what has less room
+        state.routes = sorted([known, *state.routes[: _ROUTES - 1]], key=lambda one: one.index)
     if route is not None or all(one.index != index for one in likely):
         _remember(state, sizes, known)
     given = {name: call.kwargs[name] for name in program.caches}

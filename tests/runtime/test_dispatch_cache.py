@@ -265,6 +265,21 @@ def test_modes_and_devices_choose_among_routes() -> None:
         assert len(placed.plans) == 2
 
 
+def test_small_calls_run_the_first_plan_after_a_large_one() -> None:
+    """The plan of the large call streams weights or computes on the CPU; those of small ones do not."""
+    model = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(256, 256), nn.ReLU()))).eval()
+    with graphplan.simulate({0: "700KiB"}) as machine:
+        placed: Any = graphplan.partition(
+            model, {**machine.max_memory, "cpu": "64MiB"}, (torch.randn(2, 256),)
+        )
+        for rows in (2, 3, 700, 4):
+            placed(torch.randn(rows, 256))
+        _, small, large = placed.plans
+        assert small.makespan < large.makespan
+        forms = placed._graphplan.by_sizes.values()
+        assert [[known.index for known in each] for each in forms] == [[0], [1], [2], [1]]
+
+
 def test_many_sizes_are_found_without_a_search(monkeypatch: Any) -> None:
     model = nn.Linear(4, 4).eval()
     inputs = [torch.ones(size, 4) for size in range(1, 41)]
