@@ -119,6 +119,27 @@ def search_labels(
     return _LabelSearch(relaxation, width, below, effort, margin, every).run()
 
 
+def widest(relaxation: Relaxation, visits: float) -> int:
+    """Labels that a search with so many visits can keep after each step; below 1 where there are too few."""
+    devices, steps = relaxation.frontier.devices, max(1, len(relaxation.frontier.steps))
+    fixed, of_label = (
+        _visits(_options(relaxation), devices, 0),
+        _visits(1, devices, 1) - _visits(1, devices, 0),
+    )
+    return int((visits / steps - fixed) / (of_label * _options(relaxation)))
+
+
+def _visits(options: int, devices: int, labels: int) -> float:
+    """What a step takes."""
+    return options * (1500.0 + 600.0 * devices + 4.0 * devices * labels)
+
+
+def _options(relaxation: Relaxation) -> int:
+    """Of the weights of a step: they stay, or are streamed."""
+    streams = relaxation.buffers is not None and relaxation.streams and not relaxation.on_clock
+    return 2 if streams else 1
+
+
 @dataclass
 class _LabelSearch:
     relaxation: Relaxation
@@ -132,7 +153,8 @@ class _LabelSearch:
         relaxation = self.relaxation
         self.frontier = relaxation.frontier
         self.buffers = relaxation.buffers or Buffers.none(self.frontier.devices)
-        self.streams = relaxation.buffers is not None and relaxation.streams and not relaxation.on_clock
+        self.options = _options(relaxation)
+        self.streams = self.options > 1
         self.room = relaxation.room + relaxation.least - (0.0 if self.margin is None else self.margin)
         self.per_byte, self.weight = relaxation.prices.per_byte, relaxation.prices.queue
         self.dropped = np.inf
@@ -172,8 +194,7 @@ class _LabelSearch:
         relaxation, step = self.relaxation, self.frontier.steps[i]
         stage, rest = relaxation.stages[i], relaxation.rest[i + 1]
         after, seconds = self.frontier.extend(step, labels.state)
-        options = 2.0 if self.streams else 1.0  # weights stay, or are streamed
-        self.effort.charge(options * (1500.0 + 600.0 * len(seconds) + 4.0 * seconds.size))
+        self.effort.charge(_visits(self.options, *seconds.shape))
         grown = []
         needs = np.maximum(labels.needs, step.needs[:, None])
         for d in range(self.frontier.devices):

@@ -12,7 +12,7 @@ from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.arrays import Arrays, Ints
 from graphplan.passes.placement.certificate import Bound
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
-from graphplan.passes.placement.label_dp import Completion, search_labels
+from graphplan.passes.placement.label_dp import Completion, search_labels, widest
 from graphplan.passes.placement.local_search import LocalSearch
 from graphplan.passes.placement.params import ROUNDING, Effort
 from graphplan.passes.placement.problem import Problem
@@ -222,13 +222,12 @@ class ResidentSearch:
         """Labels that a wider search keeps, within half of the effort; 0 where that is not worth it."""
         if not relaxations:
             return 0
-        params, devices, steps = self.effort.params, self.arrays.computing, len(relaxations[0].frontier.steps)
-        each = self.effort.visits / 2 / len(relaxations) / steps  # of a step, as labels charge them
-        widest = int(min((each - 1500.0 - 600.0 * devices) / (4.0 * devices), 20_000))
+        params = self.effort.params
+        most = min(widest(relaxations[0], self.effort.visits / 2 / len(relaxations)), 20_000)
         least = int(1.5 * width if width else params.first_width / params.width_growth)
-        if widest < least:
+        if most < least:
             return 0 if self.devices is not None else least
-        return min(widest, int(max(width, params.first_width) * params.width_growth))
+        return min(most, int(max(width, params.first_width) * params.width_growth))
 
     def _search(self, relaxation: Relaxation, width: int) -> bool:
         """Search labels, again with margins where peaks pass a budget; whether a wider search is the same."""

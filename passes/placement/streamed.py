@@ -20,7 +20,7 @@ from graphplan.passes.placement.certificate import Bound
 from graphplan.passes.placement.coarsen import coarsen
 from graphplan.passes.placement.evaluate import Evaluation, evaluate_filled
 from graphplan.passes.placement.frontier import DpStage, Frontier, settled_frontiers
-from graphplan.passes.placement.label_dp import Completion, search_labels
+from graphplan.passes.placement.label_dp import Completion, search_labels, widest
 from graphplan.passes.placement.params import ROUNDING, Effort
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.relaxation import Buffers, Relaxation, relax
@@ -111,17 +111,28 @@ class StreamedSearch:
     def _begin(self, near: Assignment | None) -> bool:
         if near is not None and (known := self._adopted(near)) is not None:
             self.offer(self._evaluate(known))
-        for streaming, use_cpu, loose in ((1, 1, 0), (0, 1, 0), (1, 0, 0), (1, 1, 1)):
+        complete = False  # whether no cut was left out
+        for streaming, use_cpu, loose, in_order in (
+            (True, True, False, False),
+            (True, True, False, True),
+            (False, True, False, False),
+            (True, False, False, False),
+            (True, True, True, False),
+        ):
             if self.effort.over or (self.best is not None and (loose or self._spent_much)):
                 break
+            if in_order and complete:
+                continue
             search = SegmentDP(
-                self.arrays, self.effort, streaming=bool(streaming), use_cpu=bool(use_cpu), loose=bool(loose)
+                self.arrays,
+                self.effort,
+                streaming=streaming,
+                use_cpu=use_cpu,
+                loose=loose,
+                in_order=in_order,
             )
-            for homes in search.homes() if search.classes else ():
-                if self.effort.over or (self.best is not None and self._spent_much):
-                    break
-                for segments, devices in search.placements(homes):
-                    self._stream_excess(segments, devices)
+            complete = len(search.cuts) == search.possible_cuts
+            self._offer_segments(search)
         for device, *_ in device_classes(self.arrays):
             if self.best is None or not self.arrays.specs[device].is_accelerator:
                 self._all_on(device)
@@ -129,6 +140,13 @@ class StreamedSearch:
             with self.effort.share(self.effort.params.local_share) as part:
                 self.offer(climb_streamed(self.arrays, self.nearest, part))
         return self.best is not None
+
+    def _offer_segments(self, search: SegmentDP) -> None:
+        for homes in search.homes() if search.classes else ():
+            if self.effort.over or (self.best is not None and self._spent_much):
+                return
+            for segments, devices in search.placements(homes):
+                self._stream_excess(segments, devices)
 
     @property
     def _spent_much(self) -> bool:
@@ -281,7 +299,8 @@ class StreamedSearch:
         """
         before = self.seconds
         for _ in range(1 + self.effort.params.retries):
-            if effort.over or not relaxation.possible:
+            width = min(width, widest(relaxation, effort.visits))
+            if width < 1 or effort.late or not relaxation.possible:
                 break
             found = search_labels(relaxation, width, 1.5 * self.seconds, effort)
             if not found.completions:
@@ -357,8 +376,7 @@ class StreamedSearch:
         width = self.effort.params.first_width
         while not effort.over:
             width = int(width * self.effort.params.width_growth)
-            each = 2000.0 + 10.0 * width * best.frontier.devices
-            if each * len(best.frontier.steps) > effort.visits:
+            if width > widest(best, effort.visits):
                 return
             best = self._search(best, width, effort) or best
 
