@@ -22,8 +22,8 @@ def allocating(device: torch.device, what: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise GraphplanError(
-            f"{device} has no room for {what}, though the budget allows it: other programs or tensors use "
-            f"the device. {str(error).splitlines()[0]}"
+            f"{device} has no room for {what}, though the budget allows it: other programs, or tensors "
+            f"such as results of earlier calls, use the device. {str(error).splitlines()[0]}"
         ) from error
 
 
