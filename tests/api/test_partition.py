@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import io
 import warnings
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from builders import assert_kept, bytes_of, largest_difference, run_placed
 from torch import nn
 
 import graphplan
+from graphplan.api.plan_options import PlanKeywords, PlanOptions
 
 
 class Tied(nn.Module):
@@ -476,3 +479,12 @@ def test_a_model_without_operations(budgets: dict[Any, str]) -> None:
         assert (placed(x) == x).all()
         assert placed.plan.lower_bound == placed.plan.makespan == 0
         assert placed.plan.summary()
+
+
+def test_the_types_of_options_are_those_of_their_values() -> None:
+    """One list is for type checkers, the other has the defaults: no name may be in one of them alone."""
+    written = {name: hint.__forward_arg__ for name, hint in PlanKeywords.__annotations__.items()}
+    assert written == {one.name: one.type for one in fields(PlanOptions)}
+    shown = inspect.signature(graphplan.partition).parameters
+    assert written.keys() <= shown.keys()
+    assert all(shown[one.name].default == one.default for one in fields(PlanOptions))

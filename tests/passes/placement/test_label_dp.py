@@ -14,7 +14,7 @@ from graphplan.devices.topology import CPU, Topology
 from graphplan.ir.graph import Graph
 from graphplan.passes.placement.arrays import Arrays
 from graphplan.passes.placement.frontier import Frontier, make_stages
-from graphplan.passes.placement.label_dp import Completion, LabelSearch, search_labels
+from graphplan.passes.placement.label_dp import Completion, LabelSearch, search_labels, widest
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.relaxation import Buffers, Relaxation
 
@@ -148,6 +148,20 @@ def test_a_margin_leaves_room() -> None:
             assert (arrays.resident(arrays.homes(devices, chosen)) <= arrays.room - margin).all()
             assert (completion.spare >= 0).all()
     assert not search_labels(relaxation, WIDE, 1e3, ample(), np.full(2, 4.0 * MIB)).completions
+
+
+@pytest.mark.parametrize("visits", [2e5, 1e6])
+def test_a_search_as_wide_as_its_effort_allows_is_finished(visits: float) -> None:
+    tried = 0
+    for arrays in resident_problems(TINY, 40):
+        relaxation = relax(arrays)
+        if relaxation.possible and (width := widest(relaxation, visits)) > 0:
+            tried += 1
+            effort = ample(visits)
+            found = search_labels(relaxation, width, 1e3, effort)
+            assert not effort.over
+            assert found.completions or found.bound > 0  # what ends too early has neither
+    assert tried > 10
 
 
 def test_it_ends_where_no_effort_is_left() -> None:
