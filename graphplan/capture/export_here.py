@@ -12,17 +12,31 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from graphplan._compat.export_work import less_work
 from graphplan._compat.torch import export_tracer, mask_reader, without_left_hooks
+from graphplan.capture.repeated_modules import RepeatedModules
 from graphplan.capture.source_lines import calling_line
 from graphplan.capture.structure import torch_knows
 from graphplan.capture.thread_patches import Patch, patched
 
 
+def export(keep_grad: bool, module: nn.Module, *args: Any, **kwargs: Any) -> torch.export.ExportedProgram:
+    """As ``torch.export.export``, of what graphplan can look inside; ``keep_grad`` as in ``capture``."""
+    repeated = RepeatedModules()
+    try:
+        with _exporting(repeated, keep_grad=keep_grad):
+            return torch.export.export(module, *args, **kwargs, strict=False)
+    except Exception:  # the tracer runs the model's own code, which may raise anything
+        if not repeated.used:
+            raise
+    with _exporting(None, keep_grad=keep_grad):
+        return torch.export.export(module, *args, **kwargs, strict=False)
+
+
 @contextmanager
-def exporting(*, keep_grad: bool) -> Iterator[None]:
-    """A block for a ``torch.export`` of what graphplan can look inside; ``keep_grad`` as in ``capture``."""
+def _exporting(repeated: RepeatedModules | None, *, keep_grad: bool) -> Iterator[None]:
     tracer: Any = export_tracer()
     flags = torch.compiler
     with (
@@ -31,7 +45,8 @@ def exporting(*, keep_grad: bool) -> Iterator[None]:
         patched(
             Patch(flags, "is_exporting", _not_here, flags.is_exporting),
             Patch(flags, "is_compiling", flags.is_dynamo_compiling, flags.is_compiling),
-            Patch(tracer, "call_module", _call, tracer.call_module),
+            Patch(tracer, "call_module", _call, _calling(tracer.call_module, repeated)),
+            *(repeated.patches() if repeated else ()),
             Patch(tracer, "getattr", _value, tracer.getattr),
             Patch.of(tracer, "create_node", _with_calling_line),
             Patch.of(*mask_reader(), lambda _: _said_to_be_causal),
@@ -52,6 +67,20 @@ def _said_to_be_causal(_mask: Any, is_causal: bool | None = None, _size: int | N
 
 def _call(_tracer: Any, _module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
     return forward(*args, **kwargs)
+
+
+def _calling(own: Callable[..., Any], repeated: RepeatedModules | None) -> Callable[..., Any]:
+    """``call_module`` that leaves to ``repeated`` what a call traces."""
+    if repeated is None:
+        return own
+
+    def call_module(tracer: Any, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return repeated.call(tracer, module, forward, args, kwargs)
+
+        return own(tracer, module, run, args, kwargs)
+
+    return call_module
 
 
 def _value(_tracer: Any, _name: str, value: Any, _known: Any) -> Any:

@@ -29,7 +29,7 @@ from graphplan._compat.torch import hide_tracer
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.dynamic_axes import SIZE, Roles, conditions, plain_roles, shapes_for
 from graphplan.capture.dynamic_sizes import values_of
-from graphplan.capture.export_here import exporting
+from graphplan.capture.export_here import export
 from graphplan.capture.exported_program import from_program
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.model_methods import RunAsItIs, pure_method, with_forward
@@ -232,11 +232,8 @@ def _export(
         torch.set_grad_enabled(keep_grad),
         masks,
         with_forward(module, forward),
-        exporting(keep_grad=keep_grad),
     ):
-        program = torch.export.export(
-            module, call.args, dict(call.kwargs), dynamic_shapes=shapes, strict=False
-        )
+        program = export(keep_grad, module, call.args, dict(call.kwargs), dynamic_shapes=shapes)
     if any(changed):
         warn(
             f"{type(module).__name__} puts something into a list or dict that it is given: a placed model "

@@ -28,7 +28,7 @@ from graphplan._compat.torch import hide_tracer
 from graphplan._compat.transformers import export_patches
 from graphplan.capture.captured_graph import bound_call
 from graphplan.capture.dynamic_axes import BATCH, LENGTH, Roles, conditions, shapes_for, text_roles
-from graphplan.capture.export_here import exporting
+from graphplan.capture.export_here import export
 from graphplan.capture.model_methods import with_forward
 from graphplan.capture.signature import BoundCall, Guard
 from graphplan.capture.structure import (
@@ -111,10 +111,9 @@ def _export(module: nn.Module, method: str, call: BoundCall, *, keep_grad: bool,
     with (
         with_forward(module, forward),
         _patched_for_export(module, inputs, flags, keep_grad=keep_grad, uniform=uniform),
-        exporting(keep_grad=keep_grad),
     ):
         traced = forwards_of(module)
-        program = torch.export.export(module, (), copy.deepcopy(inputs), dynamic_shapes=shapes, strict=False)
+        program = export(keep_grad, module, (), copy.deepcopy(inputs), dynamic_shapes=shapes)
     refuse_what_reads_less(module, codes, traced, _weights_read(program))
     found = flatten_with_path(inputs)
     paths = ["L" + pytree.keystr(path) for path, _ in found]

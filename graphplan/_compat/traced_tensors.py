@@ -1,0 +1,57 @@
+"""What ``torch.export`` knows of tensors while it traces. Tested with torch 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental import proxy_tensor
+from torch.utils import _python_dispatch
+
+from graphplan._compat import private
+
+_TESTED = "2.13"
+
+
+def node_of(tensor: torch.Tensor, tracer: Any) -> fx.Node | None:
+    """The node that has made a tensor; None for one that is not traced, or is a constant."""
+    slot = private(proxy_tensor, "get_proxy_slot", "torch", _TESTED)(tensor, tracer, None)
+    if slot is None or private(slot, "constant", "torch", _TESTED) is not None:
+        return None
+    node: fx.Node = slot.proxy.node
+    return node
+
+
+def set_node(tensor: torch.Tensor, node: fx.Node, tracer: Any) -> None:
+    """Let the trace take a tensor for what a node has made."""
+    track = private(proxy_tensor, "track_tensor_tree", "torch", _TESTED)
+    track(tensor, fx.Proxy(node, tracer), constant=None, tracer=tracer)
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a value is a tensor without memory, of the kind that traces compute with."""
+    return isinstance(value, FakeTensor)
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """A block in which nothing is traced."""
+    without_modes = private(_python_dispatch, "_disable_current_modes", "torch", _TESTED)
+    with without_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def fake_like(tensor: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
+    """A fake tensor like another, over the memory that ``base`` stands for, or its own; for an untraced block.
+
+    The operations of torch that do the same take twenty times as long.
+    """
+    size, stride = tensor.size(), tensor.stride()
+    made = torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
+    if base is not None:
+        made.set_(base.untyped_storage(), tensor.storage_offset(), size, stride)
+    return FakeTensor(private(tensor, "fake_mode", "torch", _TESTED), made, tensor.device)

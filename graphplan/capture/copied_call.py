@@ -1,0 +1,117 @@
+"""A call of a module, as the copy of one that was traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from graphplan._compat.traced_tensors import fake_like, set_node, untraced
+from graphplan.capture.recorded_call import InnerCall, RecordedCall
+from graphplan.capture.traced_values import is_symbolic, take_apart
+
+
+class NotRepeatedError(Exception):
+    """A block is not what the copies before it have taken it for."""
+
+
+class CallCopy:
+    """Copies a recorded call over the arguments and weights of another, which is not traced."""
+
+    def __init__(
+        self, recorded: RecordedCall, other: RecordedCall, tracer: Any, shared: tuple[type, ...]
+    ) -> None:
+        self._recorded, self._other = recorded, other
+        self._tracer, self._shared = tracer, shared
+        self._graph: fx.Graph = tracer.graph
+        self._nodes = dict(zip(recorded.nodes, other.nodes, strict=True))
+        self._tensors = dict(zip(recorded.nodes, other.tensors, strict=True))
+        self._storages = {
+            _storage(old): new for old, new in zip(recorded.tensors, other.tensors, strict=True)
+        }
+        *_, (self._old_path, _) = recorded.outer.values()
+        *_, (self._path, _) = other.outer.values()
+        self._untracked: set[fx.Node] = set()
+
+    def run(self) -> Any:
+        """The result of the call."""
+        pending: list[fx.Node] = []
+        for event in self._recorded.events:
+            if isinstance(event, fx.Node):
+                pending.append(event)
+                continue
+            self._copy(pending)
+            self._run(event)
+            pending = []
+        self._copy(pending)
+        assert self._recorded.result is not None
+        tensors = self._tracked(self._recorded.result.nodes)
+        for place, node in self._recorded.rebound.items():
+            with untraced():
+                set_node(self._other.tensors[place], self._nodes[node], self._tracer)
+        self._recorded.copies += 1
+        return self._recorded.result.rebuilt(tensors, self._other.traits.integers())
+
+    def _copy(self, nodes: list[fx.Node]) -> None:
+        if not nodes:
+            return
+        with untraced():
+            for node in nodes:
+                value = node.meta.get("val")
+                if is_symbolic(value):  # one number of sizes is like another
+                    self._nodes[node] = node
+                    continue
+                copied = self._graph.node_copy(node, lambda source: self._nodes.get(source, source))
+                made = pytree.tree_map_only(torch.Tensor, self._stand_in, value)
+                copied.meta = {**node.meta, "val": made, "nn_module_stack": self._stack(node)}
+                self._nodes[node] = copied
+                if isinstance(made, torch.Tensor):
+                    self._tensors[node] = made
+                    self._untracked.add(node)
+
+    def _stack(self, node: fx.Node) -> dict[str, tuple[str, Any]]:
+        inner = list(node.meta["nn_module_stack"].items())[len(self._recorded.outer) :]
+        moved = ((self._moved(key), (self._moved(path), kind)) for key, (path, kind) in inner)
+        outer = {key: (path, _name(kind)) for key, (path, kind) in self._other.outer.items()}
+        return {**outer, **dict(moved)}
+
+    def _moved(self, path: str) -> str:
+        return self._path + path.removeprefix(self._old_path)
+
+    def _stand_in(self, old: torch.Tensor) -> torch.Tensor:
+        """A tensor like one of the recorded call, over the memory that stands for its memory."""
+        base = self._storages.get(_storage(old))
+        new = fake_like(old, base)
+        if base is None:
+            self._storages[_storage(old)] = new
+        return new
+
+    def _run(self, event: InnerCall) -> None:
+        args, kwargs = event.given.rebuilt(self._tracked(event.given.nodes), self._other.traits.integers())
+        result = take_apart(event.method(*args, **kwargs), self._tracer, [], self._shared)
+        if result.description() != event.result.description():
+            raise NotRepeatedError(f"{self._path}: what a cache returns is not as in {self._old_path}")
+        self._nodes.update(zip(event.result.nodes, result.nodes, strict=True))
+        self._tensors.update(zip(event.result.nodes, result.tensors, strict=True))
+        for old, new in zip(event.result.tensors, result.tensors, strict=True):
+            self._storages.setdefault(_storage(old), new)
+
+    def _tracked(self, nodes: list[fx.Node]) -> list[torch.Tensor]:
+        """The tensors that stand for the results of recorded nodes, of which the trace knows."""
+        for node in nodes:
+            if node in self._untracked:
+                with untraced():
+                    set_node(self._tensors[node], self._nodes[node], self._tracer)
+                self._untracked.remove(node)
+        return [self._tensors[node] for node in nodes]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    found: int = tensor.untyped_storage()._cdata
+    return found
+
+
+def _name(kind: Any) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else kind

@@ -1,0 +1,216 @@
+"""A call of a module as it was traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphplan._compat.traced_tensors import node_of
+from graphplan.capture.module_traits import ModuleTraits, UnlikeError
+from graphplan.capture.traced_values import TracedValue, describe, is_symbolic, take_apart
+from graphplan.capture.watched_integer import WatchedInteger, plain
+
+_OF_SIZES = (
+    torch.ops.aten.sym_size.int,
+    torch.ops.aten.sym_stride.int,
+    torch.ops.aten.sym_numel.default,
+    torch.ops.aten.sym_storage_offset.default,
+)
+"""Operations that make a number of a tensor without reading its values."""
+
+
+@dataclass(frozen=True, slots=True)
+class InnerCall:
+    """A method of an object that all blocks share, such as a cache: it is run for each block.
+
+    Attributes:
+        method: takes its arguments, and ``result`` is what it returned.
+        given: its positional and its named arguments.
+        result: what it returned.
+    """
+
+    method: Callable[..., Any]
+    given: TracedValue
+    result: TracedValue
+
+
+@dataclass(slots=True)
+class RecordedCall:
+    """What a call has traced.
+
+    Attributes:
+        traits: of the module.
+        watched: its integer attributes, in the order of ``traits.places``.
+        given: the arguments.
+        before: what else code can read of them, of the module, and of torch.
+        weights: of the module.
+        weight_nodes: what stands for them.
+        outer: the modules that were being called, this one the last: ``nn_module_stack`` of a node.
+        events: nodes, and calls between them, in order.
+        result: what the call has returned.
+        rebound: for arguments and weights, by number, the node that has changed or replaced them.
+        copies: how often it was copied.
+    """
+
+    traits: ModuleTraits
+    watched: list[WatchedInteger]
+    given: TracedValue
+    before: tuple[Hashable, ...]
+    weights: list[torch.Tensor]
+    weight_nodes: list[fx.Node]
+    outer: dict[str, tuple[str, Any]]
+    events: list[fx.Node | InnerCall] = field(default_factory=list)
+    result: TracedValue | None = None
+    rebound: dict[int, fx.Node] = field(default_factory=dict)
+    copies: int = 0
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Arguments and weights."""
+        return [*self.given.tensors, *self.weights]
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """What stood for ``tensors`` before."""
+        return [*self.given.nodes, *self.weight_nodes]
+
+    def serves(self, other: RecordedCall) -> bool:
+        """Whether the code could read nothing that differs in another call, of which nothing is traced yet."""
+        values = other.traits.integers()
+        return self.before == other.before and all(
+            watched.same_from(value) for watched, value in zip(self.watched, values, strict=True)
+        )
+
+    def lines(self) -> Iterator[Any]:
+        """What was traced, with numbers in the place of names: equal for calls that have traced the same."""
+        number: dict[fx.Node, int] = {}
+        for node in self.nodes:
+            number.setdefault(node, len(number))
+
+        def numbered(node: fx.Node) -> Any:
+            value = node.meta.get("val")
+            return describe(value) if is_symbolic(value) else f"%{number[node]}"
+
+        for event in self.events:
+            if isinstance(event, InnerCall):
+                yield event.given.part, *map(numbered, event.given.nodes), event.result.description()
+                for node in event.result.nodes:
+                    number.setdefault(node, len(number))
+            elif not is_symbolic(event.meta.get("val")):
+                yield event.target, *_plain((event.args, event.kwargs), numbered), describe(event.meta.get("val"))
+                number[event] = len(number)
+        assert self.result is not None
+        yield self.result.part, *map(numbered, self.result.nodes)
+        yield {place: numbered(node) for place, node in self.rebound.items()}
+
+    def require_closed(self) -> None:
+        """Raise UnlikeError where nodes read what is neither given nor a weight, or the values of tensors."""
+        known = set(self.nodes)
+        for event in self.events:
+            if isinstance(event, InnerCall):
+                known.update(event.result.nodes)
+                continue
+            if event.op != "call_function" or "unbacked_bindings" in event.meta:
+                raise UnlikeError(f"{event.name} is a constant, or of a size that data decides")
+            symbolic = is_symbolic(event.meta.get("val"))
+            if symbolic and event.target not in _OF_SIZES and not all(
+                is_symbolic(node.meta.get("val")) for node in event.all_input_nodes
+            ):
+                raise UnlikeError(f"{event.name} is a number that data decides")
+            for node in event.all_input_nodes:
+                if node not in known and not is_symbolic(node.meta.get("val")):
+                    raise UnlikeError(f"{event.name} reads {node.name}, which is no argument")
+            known.add(event)
+
+
+def _plain(value: Any, numbered: Callable[[fx.Node], Any]) -> Any:
+    return fx.map_arg(value, numbered)
+
+
+class Recorder:
+    """Watches a call while it is traced.
+
+    Attributes:
+        call: what was traced, once it has been run.
+    """
+
+    def __init__(
+        self, tracer: Any, traits: ModuleTraits, args: Any, kwargs: Any, shared: tuple[type, ...]
+    ) -> None:
+        self._tracer, self._shared = tracer, shared
+        weights = traits.weights()
+        nodes = [node for weight in weights if (node := node_of(weight, tracer)) is not None]
+        if len(nodes) < len(weights):
+            raise UnlikeError("a weight is a constant")
+        given = take_apart((args, kwargs), tracer, [], shared)
+        places = [nodes.index(node) if node in nodes else None for node in given.nodes]
+        settings = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
+        before = (given.description(), *places, settings, traits.held())
+        watched = [WatchedInteger(value) for value in traits.integers()]
+        self.call = RecordedCall(traits, watched, given, before, weights, nodes, dict(tracer.module_stack))
+        self._last = _end(tracer.graph)
+        self._inside = False
+
+    def run(self, forward: Callable[[], Any]) -> Any:
+        """Trace the call, in which the varying integers are watched."""
+        attributes = [(self.call.traits.parts[part], name) for part, name in self.call.traits.places]
+        for (part, name), watched in zip(attributes, self.call.watched, strict=True):
+            part[name] = watched
+        try:
+            return forward()
+        finally:
+            for (part, name), watched in zip(attributes, self.call.watched, strict=True):
+                if part[name] is watched:
+                    part[name] = watched.value
+
+    def inner(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a method of an object that all blocks share."""
+        if self._inside:
+            return method(*args, **kwargs)
+        given = take_apart((args, kwargs), self._tracer, self.call.watched, self._shared)
+        self._take_nodes()
+        self._inside = True
+        try:
+            result = method(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
+        finally:
+            self._inside = False
+        self._last = _end(self._tracer.graph)
+        self.call.events.append(InnerCall(method, given, take_apart(result, self._tracer, [], self._shared)))
+        return result
+
+    def finish(self, result: Any, state: tuple[Hashable, ...]) -> RecordedCall:
+        """What was traced.
+
+        Raises:
+            UnlikeError: it reads or changes what a copy would not.
+        """
+        call = self.call
+        self._take_nodes()
+        if call.traits.state() != state:
+            raise UnlikeError("the call changes attributes")
+        if [describe(tensor) for tensor in call.given.tensors] != list(call.given.description()[1:]):
+            raise UnlikeError("the call changes sizes of its arguments")
+        call.result = take_apart(result, self._tracer, call.watched, self._shared)
+        if any(tensor.requires_grad for tensor in call.result.tensors):
+            raise UnlikeError("autograd sees the call")
+        for place, (tensor, node) in enumerate(zip(call.tensors, call.nodes, strict=True)):
+            now = node_of(tensor, self._tracer)
+            if now is not None and now is not node:
+                call.rebound[place] = now
+        call.require_closed()
+        return call
+
+    def _take_nodes(self) -> None:
+        end = _end(self._tracer.graph)
+        while self._last is not end:
+            self._last = self._last.next
+            self.call.events.append(self._last)
+
+
+def _end(graph: fx.Graph) -> fx.Node:
+    """The last node of a graph that is being made."""
+    return next(iter(reversed(graph.nodes)))

@@ -1,0 +1,166 @@
+"""The blocks of a stack are traced once: for the others, what was traced is copied.
+
+A trace runs the Python code of a model, and for each operation much of torch's. Eighty layers of one class
+are the same code over other weights. So the second call of a block is recorded; a later one whose code could
+read nothing else copies the nodes over its own arguments and weights::
+
+    layers.1    mul_18 = mul(to_8, rsqrt_2)         recorded
+                linear_7 = linear(mul_18, p_layers_1_q_proj_weight)
+    layers.2    mul_30 = mul(to_14, rsqrt_4)        copied
+                linear_14 = linear(mul_30, p_layers_2_q_proj_weight)
+
+"Nothing else" means: modules of the same traits (``module_traits``), arguments that differ in the values of
+tensors alone, and integers, such as the index of a layer, that answer as the recorded one did
+(``watched_integer``). What a cache of transformers does in a block is run for each. The last block of a stack
+is traced as ever, and must be what a copy would have been. Where that fails, or anything raises, the model is
+traced again without copies.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any
+
+from torch import nn
+
+from graphplan.capture.copied_call import CallCopy, NotRepeatedError
+from graphplan.capture.module_traits import ModuleTraits, UnlikeError, traits_of
+from graphplan.capture.recorded_call import RecordedCall, Recorder
+from graphplan.capture.thread_patches import Patch
+
+_FEWEST = 4
+"""Blocks of a stack: the first, the recorded and the last are traced, so that fewer have nothing to copy."""
+
+_RECORDINGS = 3
+"""Recordings of one stack that serve no other block, after which it is traced as it is."""
+
+_OF_CACHES = ("update", "update_conv_state", "update_recurrent_state", "update_indexer", "get_seq_length")
+"""Methods of a cache that are told the index of the layer."""
+
+
+@dataclass(slots=True)
+class _Stack:
+    """Modules of one container that have the same traits."""
+
+    members: list[ModuleTraits]
+    calls: int = 0
+    failures: int = 0
+    recordings: list[RecordedCall] = field(default_factory=list)
+
+
+class RepeatedModules:
+    """Runs the calls of modules in one trace, or copies what they would trace.
+
+    Attributes:
+        used: whether anything was recorded.
+    """
+
+    def __init__(self) -> None:
+        self.used = False
+        self._stacks: dict[int, tuple[_Stack, ModuleTraits]] | None = None
+        self._recorder: Recorder | None = None
+        caches = sys.modules.get("transformers.cache_utils")  # without it, nobody has one
+        self._shared: tuple[type, ...] = () if caches is None else (caches.Cache,)
+
+    def patches(self) -> Iterator[Patch]:
+        """What tells of calls of caches inside a block."""
+        for cache in self._shared:
+            yield from (Patch.of(cache, name, self._told) for name in _OF_CACHES if hasattr(cache, name))
+
+    def call(
+        self, tracer: Any, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """The result of a module's call."""
+        if self._stacks is None:
+            self._stacks = _stacks_of(module)
+        stack, traits = self._stacks.get(id(vars(module)), (None, None))
+        if stack is None or traits is None or self._recorder is not None:
+            return forward(*args, **kwargs)
+        stack.calls += 1
+        if stack.calls == 1 or stack.failures + len(stack.recordings) == _RECORDINGS:
+            return forward(*args, **kwargs)
+        try:
+            state = traits.state()
+            recorder = Recorder(tracer, traits, args, kwargs, self._shared)
+        except UnlikeError:
+            stack.failures += 1
+            return forward(*args, **kwargs)
+        known = next((one for one in stack.recordings if one.serves(recorder.call)), None)
+        if known is not None and traits is not stack.members[-1]:
+            return CallCopy(known, recorder.call, tracer, self._shared).run()
+        return self._recorded(stack, recorder, known, partial(forward, *args, **kwargs), state)
+
+    def _recorded(
+        self,
+        stack: _Stack,
+        recorder: Recorder,
+        known: RecordedCall | None,
+        forward: Callable[[], Any],
+        state: tuple[Hashable, ...],
+    ) -> Any:
+        """The result of a call that is traced; where another is ``known``, it must have traced the same."""
+        self.used, self._recorder = True, recorder
+        try:
+            result = recorder.run(forward)
+        finally:
+            self._recorder = None
+        try:
+            call = recorder.finish(result, state)
+        except UnlikeError as error:
+            if known is not None and known.copies:
+                raise NotRepeatedError(str(error)) from None
+            stack.failures += 1
+            return result
+        if known is None:
+            stack.recordings.append(call)
+        elif list(known.lines()) != list(call.lines()):
+            raise NotRepeatedError(f"{type(call.traits.module).__name__}: the last is traced to something else")
+        return result
+
+    def _told(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(own)
+        def method(cache: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._recorder is None:
+                return own(cache, *args, **kwargs)
+            return self._recorder.inner(partial(own, cache), args, kwargs)
+
+        return method
+
+
+def _stacks_of(root: nn.Module) -> dict[int, tuple[_Stack, ModuleTraits]]:
+    """By the identity of the attributes of each block: its stack, and its traits."""
+    found: dict[int, tuple[_Stack, ModuleTraits]] = {}
+    seen: set[int] = set()
+    pending: list[Any] = [root]
+    while pending:
+        children = [child for child in vars(pending.pop())["_modules"].values() if child is not None]
+        pending += [child for child in children if id(vars(child)) not in seen]
+        seen.update(id(vars(child)) for child in children)
+        for stack in _alike(children):
+            found.update((id(one.parts[0]), (stack, one)) for one in stack.members)
+    return found
+
+
+def _alike(modules: list[nn.Module]) -> Iterator[_Stack]:
+    of_one_class: dict[type, list[nn.Module]] = defaultdict(list)
+    for module in {id(vars(one)): one for one in modules}.values():
+        of_one_class[type(module)].append(module)
+    of_one_kind: dict[Hashable, list[ModuleTraits]] = defaultdict(list)
+    for modules in of_one_class.values():
+        for module in modules if len(modules) >= _FEWEST else ():
+            try:
+                traits = traits_of(module)
+            except UnlikeError:
+                continue
+            of_one_kind[traits.kind].append(traits)
+    for members in of_one_kind.values():
+        if len(members) >= _FEWEST:
+            values = zip(*(one.integers() for one in members), strict=True)
+            varying = [place for place, column in enumerate(values) if len(set(column)) > 1]
+            for one in members:
+                one.places = [one.places[place] for place in varying]
+            yield _Stack(members)
