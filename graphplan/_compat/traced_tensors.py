@@ -37,6 +37,21 @@ def is_fake(value: Any) -> bool:
     return isinstance(value, FakeTensor)
 
 
+def constant_of(node: fx.Node, tracer: Any) -> torch.Tensor | None:
+    """The tensor with values that a node stands for; None where it stands for anything else."""
+    if node.op != "get_attr":
+        return None
+    found = getattr(tracer.root, str(node.target), None)
+    return found if isinstance(found, torch.Tensor) and not is_fake(found) else None
+
+
+def new_constant(tensor: torch.Tensor, tracer: Any) -> str:
+    """Keep a tensor with values beside the trace, under a name that is returned."""
+    name: str = private(tracer, "get_fresh_qualname", "torch", _TESTED)("_tensor_constant")
+    setattr(tracer.root, name, tensor)
+    return name
+
+
 @contextmanager
 def untraced() -> Iterator[None]:
     """A block in which nothing is traced."""

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from graphplan._compat.traced_tensors import fake_like, set_node, untraced
+from graphplan._compat.traced_tensors import fake_like, new_constant, set_node, untraced
 from graphplan.capture.recorded_call import InnerCall, RecordedCall
 from graphplan.capture.traced_values import is_symbolic, take_apart
 
@@ -48,9 +48,9 @@ class CallCopy:
         self._copy(pending)
         assert self._recorded.result is not None
         tensors = self._tracked(self._recorded.result.nodes)
-        for place, node in self._recorded.rebound.items():
-            with untraced():
-                set_node(self._other.tensors[place], self._nodes[node], self._tracer)
+        with untraced():
+            for before, after in self._recorded.rebound.items():
+                set_node(self._tensors[before], self._nodes[after], self._tracer)
         self._recorded.copies += 1
         return self._recorded.result.rebuilt(tensors, self._other.traits.integers())
 
@@ -64,18 +64,21 @@ class CallCopy:
                     self._nodes[node] = node
                     continue
                 copied = self._graph.node_copy(node, lambda source: self._nodes.get(source, source))
+                if node in self._recorded.constants:
+                    copied.target = new_constant(self._recorded.constants[node].clone(), self._tracer)
                 made = pytree.tree_map_only(torch.Tensor, self._stand_in, value)
-                copied.meta = {**node.meta, "val": made, "nn_module_stack": self._stack(node)}
+                copied.meta = {**node.meta, "val": made, "nn_module_stack": self._stack(node.meta["nn_module_stack"])}
                 self._nodes[node] = copied
                 if isinstance(made, torch.Tensor):
                     self._tensors[node] = made
                     self._untracked.add(node)
 
-    def _stack(self, node: fx.Node) -> dict[str, tuple[str, Any]]:
-        inner = list(node.meta["nn_module_stack"].items())[len(self._recorded.outer) :]
-        moved = ((self._moved(key), (self._moved(path), kind)) for key, (path, kind) in inner)
-        outer = {key: (path, _name(kind)) for key, (path, kind) in self._other.outer.items()}
-        return {**outer, **dict(moved)}
+    def _stack(self, recorded: dict[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
+        """The modules that would be being called: those of the copied call, then what the recorded one called."""
+        inner = list(recorded.items())[len(self._recorded.outer) :]
+        moved = {self._moved(key): (self._moved(path), kind) for key, (path, kind) in inner}
+        stack = {**self._other.outer, **moved}
+        return {key: (path, _name(kind)) for key, (path, kind) in stack.items()}
 
     def _moved(self, path: str) -> str:
         return self._path + path.removeprefix(self._old_path)
@@ -90,7 +93,11 @@ class CallCopy:
 
     def _run(self, event: InnerCall) -> None:
         args, kwargs = event.given.rebuilt(self._tracked(event.given.nodes), self._other.traits.integers())
-        result = take_apart(event.method(*args, **kwargs), self._tracer, [], self._shared)
+        last = next(iter(reversed(self._graph.nodes)))
+        returned = event.method(*args, **kwargs)
+        while (last := last.next).op != "root":
+            last.meta["nn_module_stack"], last.meta["stack_trace"] = self._stack(event.stack), event.line
+        result = take_apart(returned, self._tracer, [], self._shared)
         if result.description() != event.result.description():
             raise NotRepeatedError(f"{self._path}: what a cache returns is not as in {self._old_path}")
         self._nodes.update(zip(event.result.nodes, result.nodes, strict=True))

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphplan._compat.traced_tensors import node_of
+from graphplan._compat.traced_tensors import constant_of, node_of, untraced
 from graphplan.capture.module_traits import ModuleTraits, UnlikeError
+from graphplan.capture.source_lines import calling_line
 from graphplan.capture.traced_values import TracedValue, describe, is_symbolic, take_apart
 from graphplan.capture.watched_integer import WatchedInteger, plain
 
@@ -31,11 +32,20 @@ class InnerCall:
         method: takes its arguments, and ``result`` is what it returned.
         given: its positional and its named arguments.
         result: what it returned.
+        stack: the modules that were being called: ``nn_module_stack`` of a node.
+        line: of the code that called it.
     """
 
     method: Callable[..., Any]
     given: TracedValue
     result: TracedValue
+    stack: dict[str, tuple[str, Any]]
+    line: str | None
+
+    @property
+    def values(self) -> tuple[TracedValue, TracedValue]:
+        """The arguments, and the result."""
+        return self.given, self.result
 
 
 @dataclass(slots=True)
@@ -51,8 +61,9 @@ class RecordedCall:
         weight_nodes: what stands for them.
         outer: the modules that were being called, this one the last: ``nn_module_stack`` of a node.
         events: nodes, and calls between them, in order.
+        constants: tensors that the code makes of numbers, by the nodes that stand for them.
         result: what the call has returned.
-        rebound: for arguments and weights, by number, the node that has changed or replaced them.
+        rebound: for a tensor, by its node, another that has changed or replaced it.
         copies: how often it was copied.
     """
 
@@ -64,8 +75,9 @@ class RecordedCall:
     weight_nodes: list[fx.Node]
     outer: dict[str, tuple[str, Any]]
     events: list[fx.Node | InnerCall] = field(default_factory=list)
+    constants: dict[fx.Node, torch.Tensor] = field(default_factory=dict)
     result: TracedValue | None = None
-    rebound: dict[int, fx.Node] = field(default_factory=dict)
+    rebound: dict[fx.Node, fx.Node] = field(default_factory=dict)
     copies: int = 0
 
     @property
@@ -100,12 +112,16 @@ class RecordedCall:
                 yield event.given.part, *map(numbered, event.given.nodes), event.result.description()
                 for node in event.result.nodes:
                     number.setdefault(node, len(number))
+            elif event in self.constants:
+                with untraced():
+                    yield describe(self.constants[event]), self.constants[event].tolist()
+                number[event] = len(number)
             elif not is_symbolic(event.meta.get("val")):
                 yield event.target, *_plain((event.args, event.kwargs), numbered), describe(event.meta.get("val"))
                 number[event] = len(number)
         assert self.result is not None
         yield self.result.part, *map(numbered, self.result.nodes)
-        yield {place: numbered(node) for place, node in self.rebound.items()}
+        yield {numbered(before): numbered(after) for before, after in self.rebound.items()}
 
     def require_closed(self) -> None:
         """Raise UnlikeError where nodes read what is neither given nor a weight, or the values of tensors."""
@@ -114,8 +130,10 @@ class RecordedCall:
             if isinstance(event, InnerCall):
                 known.update(event.result.nodes)
                 continue
-            if event.op != "call_function" or "unbacked_bindings" in event.meta:
-                raise UnlikeError(f"{event.name} is a constant, or of a size that data decides")
+            if "unbacked_bindings" in event.meta:
+                raise UnlikeError(f"{event.name} is of a size that data decides")
+            if event.op != "call_function" and event not in self.constants:
+                raise UnlikeError(f"{event.name} is no operation")
             symbolic = is_symbolic(event.meta.get("val"))
             if symbolic and event.target not in _OF_SIZES and not all(
                 is_symbolic(node.meta.get("val")) for node in event.all_input_nodes
@@ -148,7 +166,7 @@ class Recorder:
             raise UnlikeError("a weight is a constant")
         given = take_apart((args, kwargs), tracer, [], shared)
         places = [nodes.index(node) if node in nodes else None for node in given.nodes]
-        settings = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
+        settings = calling_line(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
         before = (given.description(), *places, settings, traits.held())
         watched = [WatchedInteger(value) for value in traits.integers()]
         self.call = RecordedCall(traits, watched, given, before, weights, nodes, dict(tracer.module_stack))
@@ -173,13 +191,15 @@ class Recorder:
             return method(*args, **kwargs)
         given = take_apart((args, kwargs), self._tracer, self.call.watched, self._shared)
         self._take_nodes()
+        stack, line = dict(self._tracer.module_stack), calling_line()
         self._inside = True
         try:
             result = method(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
         finally:
             self._inside = False
         self._last = _end(self._tracer.graph)
-        self.call.events.append(InnerCall(method, given, take_apart(result, self._tracer, [], self._shared)))
+        taken = take_apart(result, self._tracer, [], self._shared)
+        self.call.events.append(InnerCall(method, given, taken, stack, line))
         return result
 
     def finish(self, result: Any, state: tuple[Hashable, ...]) -> RecordedCall:
@@ -197,10 +217,12 @@ class Recorder:
         call.result = take_apart(result, self._tracer, call.watched, self._shared)
         if any(tensor.requires_grad for tensor in call.result.tensors):
             raise UnlikeError("autograd sees the call")
-        for place, (tensor, node) in enumerate(zip(call.tensors, call.nodes, strict=True)):
-            now = node_of(tensor, self._tracer)
-            if now is not None and now is not node:
-                call.rebound[place] = now
+        values = [value for event in call.events if isinstance(event, InnerCall) for value in event.values]
+        for part in (call, *values):
+            for tensor, node in zip(part.tensors, part.nodes, strict=True):
+                now = node_of(tensor, self._tracer)
+                if now is not None and now is not node:
+                    call.rebound[node] = now
         call.require_closed()
         return call
 
@@ -209,6 +231,9 @@ class Recorder:
         while self._last is not end:
             self._last = self._last.next
             self.call.events.append(self._last)
+            constant = constant_of(self._last, self._tracer)
+            if constant is not None:
+                self.call.constants[self._last] = constant
 
 
 def _end(graph: fx.Graph) -> fx.Node:

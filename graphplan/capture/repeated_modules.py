@@ -18,6 +18,7 @@ traced again without copies.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
@@ -38,8 +39,8 @@ _FEWEST = 4
 _RECORDINGS = 3
 """Recordings of one stack that serve no other block, after which it is traced as it is."""
 
-_OF_CACHES = ("update", "update_conv_state", "update_recurrent_state", "update_indexer", "get_seq_length")
-"""Methods of a cache that are told the index of the layer."""
+_OF_A_LAYER = "layer_idx"
+"""The argument of a cache's methods that says to which block they belong."""
 
 
 @dataclass(slots=True)
@@ -69,7 +70,10 @@ class RepeatedModules:
     def patches(self) -> Iterator[Patch]:
         """What tells of calls of caches inside a block."""
         for cache in self._shared:
-            yield from (Patch.of(cache, name, self._told) for name in _OF_CACHES if hasattr(cache, name))
+            for one in (cache, *cache.__subclasses__()):
+                for name, method in vars(one).items():
+                    if inspect.isfunction(method) and _OF_A_LAYER in inspect.signature(method).parameters:
+                        yield Patch.of(one, name, self._told)
 
     def call(
         self, tracer: Any, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
@@ -137,10 +141,11 @@ def _stacks_of(root: nn.Module) -> dict[int, tuple[_Stack, ModuleTraits]]:
     seen: set[int] = set()
     pending: list[Any] = [root]
     while pending:
-        children = [child for child in vars(pending.pop())["_modules"].values() if child is not None]
+        module = pending.pop()
+        children = [child for child in vars(module)["_modules"].values() if child is not None]
         pending += [child for child in children if id(vars(child)) not in seen]
         seen.update(id(vars(child)) for child in children)
-        for stack in _alike(children):
+        for stack in _alike(children) if isinstance(module, nn.ModuleList | nn.Sequential) else ():
             found.update((id(one.parts[0]), (stack, one)) for one in stack.members)
     return found
 
