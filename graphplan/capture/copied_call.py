@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan._compat.traced_tensors import fake_like, new_constant, set_node, untraced
 from graphplan.capture.recorded_call import InnerCall, RecordedCall
-from graphplan.capture.traced_values import is_symbolic, take_apart
+from graphplan.capture.traced_values import TracedValue, is_symbolic, take_apart
 
 
 class NotRepeatedError(Exception):
@@ -47,7 +47,7 @@ class CallCopy:
             pending = []
         self._copy(pending)
         assert self._recorded.result is not None
-        tensors = self._tracked(self._recorded.result.nodes)
+        tensors = self._tracked(self._recorded.result)
         with untraced():
             for before, after in self._recorded.rebound.items():
                 set_node(self._tensors[before], self._nodes[after], self._tracer)
@@ -67,14 +67,15 @@ class CallCopy:
                 if node in self._recorded.constants:
                     copied.target = new_constant(self._recorded.constants[node].clone(), self._tracer)
                 made = pytree.tree_map_only(torch.Tensor, self._stand_in, value)
-                copied.meta = {**node.meta, "val": made, "nn_module_stack": self._stack(node.meta["nn_module_stack"])}
+                stack = self._stack(node.meta["nn_module_stack"])
+                copied.meta = {**node.meta, "val": made, "nn_module_stack": stack}
                 self._nodes[node] = copied
                 if isinstance(made, torch.Tensor):
                     self._tensors[node] = made
                     self._untracked.add(node)
 
     def _stack(self, recorded: dict[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
-        """The modules that would be being called: those of the copied call, then what the recorded one called."""
+        """The modules that would be being called: those around the copy, then those in the recorded call."""
         inner = list(recorded.items())[len(self._recorded.outer) :]
         moved = {self._moved(key): (self._moved(path), kind) for key, (path, kind) in inner}
         stack = {**self._other.outer, **moved}
@@ -92,7 +93,7 @@ class CallCopy:
         return new
 
     def _run(self, event: InnerCall) -> None:
-        args, kwargs = event.given.rebuilt(self._tracked(event.given.nodes), self._other.traits.integers())
+        args, kwargs = event.given.rebuilt(self._tracked(event.given), self._other.traits.integers())
         last = next(iter(reversed(self._graph.nodes)))
         returned = event.method(*args, **kwargs)
         while (last := last.next).op != "root":
@@ -105,14 +106,16 @@ class CallCopy:
         for old, new in zip(event.result.tensors, result.tensors, strict=True):
             self._storages.setdefault(_storage(old), new)
 
-    def _tracked(self, nodes: list[fx.Node]) -> list[torch.Tensor]:
+    def _tracked(self, value: TracedValue) -> list[torch.Tensor]:
         """The tensors that stand for the results of recorded nodes, of which the trace knows."""
-        for node in nodes:
-            if node in self._untracked:
-                with untraced():
+        with untraced():
+            for node, recorded in zip(value.nodes, value.tensors, strict=True):
+                if node in self._untracked:
+                    self._untracked.remove(node)
+                    if recorded.requires_grad:  # as what autograd has made, which may be written to
+                        self._tensors[node] = self._tensors[node].requires_grad_().clone()
                     set_node(self._tensors[node], self._nodes[node], self._tracer)
-                self._untracked.remove(node)
-        return [self._tensors[node] for node in nodes]
+        return [self._tensors[node] for node in value.nodes]
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -56,6 +56,7 @@ class ModuleTraits:
         kind: all but the integers, and what other objects hold.
         places: the integer attributes: of which part, and the name.
         objects: other objects that attributes refer to.
+        classes: of the parts.
     """
 
     module: nn.Module
@@ -63,6 +64,7 @@ class ModuleTraits:
     kind: tuple[Hashable, ...] = ()
     places: list[tuple[int, str]] = field(default_factory=list)
     objects: dict[int, Any] = field(default_factory=dict)
+    classes: dict[type, None] = field(default_factory=dict)
 
     def integers(self) -> list[int]:
         """The values at ``places``, as they are now."""
@@ -79,9 +81,12 @@ class ModuleTraits:
         ]
 
     def held(self) -> tuple[Hashable, ...]:
-        """What the other objects hold, as they are now."""
-        each = (getattr(one, "__dict__", {}) for one in self.objects.values())
-        return tuple((name, id(value)) for attributes in each for name, value in attributes.items())
+        """What the other objects, the classes and the files of the code hold, as they are now."""
+        codes = (getattr(getattr(one, "forward", None), "__globals__", {}) for one in self.classes)
+        files = {id(names): names for names in codes}.values()
+        objects = (getattr(one, "__dict__", {}) for one in self.objects.values())
+        each = (*objects, *map(vars, self.classes), *files)
+        return tuple((name, id(value)) for names in each for name, value in names.items())
 
     def state(self) -> tuple[Hashable, ...]:
         """All of it, as it is now: a call that leaves it as it was has no effect on the module.
@@ -104,15 +109,16 @@ def traits_of(module: nn.Module) -> ModuleTraits:
     return found
 
 
-def _module(module: nn.Module, found: ModuleTraits, met: dict[int, int]) -> list[Hashable]:
+def _module(module: nn.Module, found: ModuleTraits, met: dict[int, int]) -> list[Any]:
     """``met`` has a number for each submodule and weight, in the order in which they were met first."""
     own = vars(module)
-    number = met.setdefault(id(own), len(met))
-    kind: list[Hashable] = [type(module), number]
-    if number != len(met) - 1:
-        return kind
+    if id(own) in met:
+        return [met[id(own)]]
+    met[id(own)] = len(met)
+    kind: list[Any] = [type(module)]
     part = len(found.parts)
     found.parts.append(own)
+    found.classes[type(module)] = None
     for name, value in own.items():
         if type(value) is int:
             found.places.append((part, name))

@@ -91,7 +91,7 @@ class RecordedCall:
         return [*self.given.nodes, *self.weight_nodes]
 
     def serves(self, other: RecordedCall) -> bool:
-        """Whether the code could read nothing that differs in another call, of which nothing is traced yet."""
+        """Whether the code could read nothing that differs in another call, which is not traced yet."""
         values = other.traits.integers()
         return self.before == other.before and all(
             watched.same_from(value) for watched, value in zip(self.watched, values, strict=True)
@@ -117,7 +117,8 @@ class RecordedCall:
                     yield describe(self.constants[event]), self.constants[event].tolist()
                 number[event] = len(number)
             elif not is_symbolic(event.meta.get("val")):
-                yield event.target, *_plain((event.args, event.kwargs), numbered), describe(event.meta.get("val"))
+                args, kwargs = fx.map_arg((event.args, event.kwargs), numbered)
+                yield event.target, args, kwargs, describe(event.meta.get("val"))
                 number[event] = len(number)
         assert self.result is not None
         yield self.result.part, *map(numbered, self.result.nodes)
@@ -135,18 +136,16 @@ class RecordedCall:
             if event.op != "call_function" and event not in self.constants:
                 raise UnlikeError(f"{event.name} is no operation")
             symbolic = is_symbolic(event.meta.get("val"))
-            if symbolic and event.target not in _OF_SIZES and not all(
-                is_symbolic(node.meta.get("val")) for node in event.all_input_nodes
+            if (
+                symbolic
+                and event.target not in _OF_SIZES
+                and not all(is_symbolic(node.meta.get("val")) for node in event.all_input_nodes)
             ):
                 raise UnlikeError(f"{event.name} is a number that data decides")
             for node in event.all_input_nodes:
                 if node not in known and not is_symbolic(node.meta.get("val")):
                     raise UnlikeError(f"{event.name} reads {node.name}, which is no argument")
             known.add(event)
-
-
-def _plain(value: Any, numbered: Callable[[fx.Node], Any]) -> Any:
-    return fx.map_arg(value, numbered)
 
 
 class Recorder:
@@ -160,18 +159,25 @@ class Recorder:
         self, tracer: Any, traits: ModuleTraits, args: Any, kwargs: Any, shared: tuple[type, ...]
     ) -> None:
         self._tracer, self._shared = tracer, shared
+        self._given = args, kwargs
         weights = traits.weights()
         nodes = [node for weight in weights if (node := node_of(weight, tracer)) is not None]
         if len(nodes) < len(weights):
             raise UnlikeError("a weight is a constant")
         given = take_apart((args, kwargs), tracer, [], shared)
         places = [nodes.index(node) if node in nodes else None for node in given.nodes]
-        settings = calling_line(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
-        before = (given.description(), *places, settings, traits.held())
+        settings = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
+        before = (given.description(), *places, calling_line(), *settings, traits.held())
         watched = [WatchedInteger(value) for value in traits.integers()]
         self.call = RecordedCall(traits, watched, given, before, weights, nodes, dict(tracer.module_stack))
         self._last = _end(tracer.graph)
         self._inside = False
+        self._state: tuple[Hashable, ...] = ()
+        self._unlike: UnlikeError | None = None
+
+    def begin(self) -> None:
+        """Note what the module is like before the call."""
+        self._state = self.call.traits.state()
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """Trace the call, in which the varying integers are watched."""
@@ -189,40 +195,48 @@ class Recorder:
         """Run a method of an object that all blocks share."""
         if self._inside:
             return method(*args, **kwargs)
-        given = take_apart((args, kwargs), self._tracer, self.call.watched, self._shared)
-        self._take_nodes()
         stack, line = dict(self._tracer.module_stack), calling_line()
+        self._take_nodes()
+        before = self._taken((args, kwargs))
         self._inside = True
         try:
             result = method(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
         finally:
             self._inside = False
         self._last = _end(self._tracer.graph)
-        taken = take_apart(result, self._tracer, [], self._shared)
-        self.call.events.append(InnerCall(method, given, taken, stack, line))
+        after = self._taken(result)
+        if before is not None and after is not None:
+            self.call.events.append(InnerCall(method, before, after, stack, line))
         return result
 
-    def finish(self, result: Any, state: tuple[Hashable, ...]) -> RecordedCall:
+    def _taken(self, value: Any) -> TracedValue | None:
+        try:
+            return take_apart(value, self._tracer, self.call.watched, self._shared)
+        except UnlikeError as error:  # the call goes on, and finish() tells of it
+            self._unlike = error
+            return None
+
+    def finish(self, result: Any) -> RecordedCall:
         """What was traced.
 
         Raises:
             UnlikeError: it reads or changes what a copy would not.
         """
         call = self.call
+        if self._unlike is not None:
+            raise self._unlike
         self._take_nodes()
-        if call.traits.state() != state:
+        if call.traits.state() != self._state:
             raise UnlikeError("the call changes attributes")
-        if [describe(tensor) for tensor in call.given.tensors] != list(call.given.description()[1:]):
-            raise UnlikeError("the call changes sizes of its arguments")
+        if take_apart(self._given, self._tracer, [], self._shared).description() != call.before[0]:
+            raise UnlikeError("the call changes its arguments other than in values")
         call.result = take_apart(result, self._tracer, call.watched, self._shared)
-        if any(tensor.requires_grad for tensor in call.result.tensors):
-            raise UnlikeError("autograd sees the call")
-        values = [value for event in call.events if isinstance(event, InnerCall) for value in event.values]
-        for part in (call, *values):
-            for tensor, node in zip(part.tensors, part.nodes, strict=True):
-                now = node_of(tensor, self._tracer)
-                if now is not None and now is not node:
-                    call.rebound[node] = now
+        pairs = list(zip(call.tensors, call.nodes, strict=True))
+        for event in call.events:
+            for value in event.values if isinstance(event, InnerCall) else ():
+                pairs += zip(value.tensors, value.nodes, strict=True)
+        now = {node: node_of(tensor, self._tracer) for tensor, node in pairs}
+        call.rebound = {node: to for node, to in now.items() if to is not None and to is not node}
         call.require_closed()
         return call
 
@@ -238,4 +252,5 @@ class Recorder:
 
 def _end(graph: fx.Graph) -> fx.Node:
     """The last node of a graph that is being made."""
-    return next(iter(reversed(graph.nodes)))
+    last: fx.Node = next(iter(reversed(graph.nodes)))
+    return last

@@ -37,7 +37,7 @@ _FEWEST = 4
 """Blocks of a stack: the first, the recorded and the last are traced, so that fewer have nothing to copy."""
 
 _RECORDINGS = 3
-"""Recordings of one stack that serve no other block, after which it is traced as it is."""
+"""Of one stack, that differ or fail: so many kinds of blocks are in no model that was seen."""
 
 _OF_A_LAYER = "layer_idx"
 """The argument of a cache's methods that says to which block they belong."""
@@ -85,10 +85,10 @@ class RepeatedModules:
         if stack is None or traits is None or self._recorder is not None:
             return forward(*args, **kwargs)
         stack.calls += 1
-        if stack.calls == 1 or stack.failures + len(stack.recordings) == _RECORDINGS:
+        tried = stack.failures + len(stack.recordings)
+        if stack.calls == 1 or (tried == _RECORDINGS and not stack.recordings):
             return forward(*args, **kwargs)
         try:
-            state = traits.state()
             recorder = Recorder(tracer, traits, args, kwargs, self._shared)
         except UnlikeError:
             stack.failures += 1
@@ -96,7 +96,10 @@ class RepeatedModules:
         known = next((one for one in stack.recordings if one.serves(recorder.call)), None)
         if known is not None and traits is not stack.members[-1]:
             return CallCopy(known, recorder.call, tracer, self._shared).run()
-        return self._recorded(stack, recorder, known, partial(forward, *args, **kwargs), state)
+        if known is None and tried == _RECORDINGS:
+            return forward(*args, **kwargs)
+        recorder.begin()
+        return self._recorded(stack, recorder, known, partial(forward, *args, **kwargs))
 
     def _recorded(
         self,
@@ -104,7 +107,6 @@ class RepeatedModules:
         recorder: Recorder,
         known: RecordedCall | None,
         forward: Callable[[], Any],
-        state: tuple[Hashable, ...],
     ) -> Any:
         """The result of a call that is traced; where another is ``known``, it must have traced the same."""
         self.used, self._recorder = True, recorder
@@ -113,7 +115,7 @@ class RepeatedModules:
         finally:
             self._recorder = None
         try:
-            call = recorder.finish(result, state)
+            call = recorder.finish(result)
         except UnlikeError as error:
             if known is not None and known.copies:
                 raise NotRepeatedError(str(error)) from None
@@ -122,7 +124,7 @@ class RepeatedModules:
         if known is None:
             stack.recordings.append(call)
         elif list(known.lines()) != list(call.lines()):
-            raise NotRepeatedError(f"{type(call.traits.module).__name__}: the last is traced to something else")
+            raise NotRepeatedError(f"{type(call.traits.module).__name__}: the last is not as the others")
         return result
 
     def _told(self, own: Callable[..., Any]) -> Callable[..., Any]:

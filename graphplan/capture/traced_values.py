@@ -2,13 +2,13 @@
 
 ::
 
-    (x, None, {"mask": m, "index": 3})      ("tuple", [0], None, ("dict", ("mask", [1]), ("index", 3)))    [x, m]
+    (x, None, {"mask": m, "index": 3})       (0, None, {"mask": 1, "index": 3}) and [x, m]
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,7 @@ class _Part:
     """
 
     kind: str
-    told: Hashable
+    told: Any
     parts: tuple[_Part, ...] = ()
     value: Any = field(default=None, compare=False)
 
@@ -67,7 +67,7 @@ def is_symbolic(value: Any) -> bool:
     return isinstance(value, _SYMBOLIC)
 
 
-def describe(value: Any) -> Hashable:
+def describe(value: Any) -> Any:
     """What code can read of a tensor without its values, or of other results of an operation."""
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
@@ -79,11 +79,13 @@ def describe(value: Any) -> Hashable:
     return _size(value)
 
 
-def _size(value: Any) -> Hashable:
+def _size(value: Any) -> Any:
     return value.node.expr if is_symbolic(value) else value
 
 
-def take_apart(value: Any, tracer: Any, watched: list[WatchedInteger], shared: tuple[type, ...]) -> TracedValue:
+def take_apart(
+    value: Any, tracer: Any, watched: list[WatchedInteger], shared: tuple[type, ...]
+) -> TracedValue:
     """Take a value apart; ``shared`` are classes of objects of which only the identity counts.
 
     Raises:
@@ -126,9 +128,9 @@ def _number(tensor: torch.Tensor, found: TracedValue, tracer: Any) -> int:
 
 def _rebuilt(part: _Part, tensors: list[torch.Tensor], integers: list[int]) -> Any:
     if part.kind == "tensor":
-        return tensors[part.told]  # type: ignore[index]
+        return tensors[part.told]
     if part.kind == "watched":
-        return integers[part.told]  # type: ignore[index]
+        return integers[part.told]
     if part.kind != "container":
         return part.value
     values = [_rebuilt(one, tensors, integers) for one in part.parts]
@@ -136,4 +138,4 @@ def _rebuilt(part: _Part, tensors: list[torch.Tensor], integers: list[int]) -> A
         kind, *keys = part.told
         return kind(zip(keys, values, strict=True))
     kind = part.told
-    return kind(*values) if hasattr(kind, "_fields") else kind(values)  # type: ignore[operator]
+    return kind(*values) if hasattr(kind, "_fields") else kind(values)

@@ -1,0 +1,352 @@
+"""Blocks of a stack are traced once, and the graph is that of a trace of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import architectures
+import pytest
+import torch
+from torch import fx, nn
+
+from graphplan.capture import export_here
+from graphplan.capture.captured_graph import Capture
+from graphplan.capture.copied_call import CallCopy
+from graphplan.capture.model_copy import ModelCopy
+from graphplan.capture.tracing import capture
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers")
+_BLOCKS = 5  # of the stacks here: the first, the recorded, two copies, and the last
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The paths of the blocks that were copied."""
+    found: list[str] = []
+    run = CallCopy.run
+
+    def noted(self: CallCopy) -> Any:
+        found.append(list(self._other.outer.values())[-1][0].removeprefix("_export_root."))
+        return run(self)
+
+    monkeypatch.setattr(CallCopy, "run", noted)
+    return found
+
+
+def captured(model: nn.Module, *args: Any, train: bool = False, **kwargs: Any) -> Capture:
+    model_copy = ModelCopy(model)
+    return capture(model_copy, model_copy.bind(args, kwargs), keep_grad=train, step=train)
+
+
+def traced_whole(model: nn.Module, *args: Any, train: bool = False, **kwargs: Any) -> Capture:
+    """The capture in which each block is traced."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export_here, "_calling", lambda own, _: own)
+        return captured(model, *args, train=train, **kwargs)
+
+
+def lines(graph: fx.Graph) -> list[tuple[Any, ...]]:
+    """Each node with its value, its module and its line of code; numbers in the place of names."""
+    number = {node: index for index, node in enumerate(graph.nodes)}
+    return [
+        (
+            node.target if node.op == "call_function" else node.op,
+            str(node.meta.get("val")),
+            str(fx.map_arg((node.args, node.kwargs), lambda source: f"%{number[source]}")),
+            str(node.meta.get("nn_module_stack")),
+            node.meta.get("stack_trace"),
+        )
+        for node in graph.nodes
+    ]
+
+
+def test_blocks_are_copied_and_the_graph_is_as_ever(copies: list[str]) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(_BLOCKS)))
+    found = captured(model, torch.randn(2, 4))
+    assert copies == ["2", "3"]
+    assert lines(found.graph) == lines(traced_whole(model, torch.randn(2, 4)).graph)
+
+
+_COPIED = 62
+"""Of the architectures below, how many have at least one block that is copied."""
+
+
+def _deeper(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in _LAYERS:
+        monkeypatch.setitem(architectures.SMALL, name, _BLOCKS)
+
+
+@pytest.mark.parametrize("stem", ["Gemma3", "GPTJ", "Falcon", "Mamba"])
+def test_architectures(stem: str, copies: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    _deeper(monkeypatch)
+    (architecture,) = (one for one in architectures.TABLE if one.stem == stem)
+    model, inputs = architecture.build()
+    assert lines(captured(model, **inputs).graph) == lines(traced_whole(model, **inputs).graph)
+    assert copies
+
+
+def test_training(copies: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    _deeper(monkeypatch)
+    (architecture,) = (one for one in architectures.TABLE if one.stem == "GPT2")
+    model, inputs = architecture.build()
+    found = captured(model.train(), train=True, **inputs)
+    assert copies
+    assert lines(found.graph) == lines(traced_whole(model, train=True, **inputs).graph)
+
+
+class Block(nn.Module):
+    """A block that knows its place."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.linear(x) * 2
+
+
+class Stack(nn.Module):
+    """Calls its blocks in order."""
+
+    def __init__(self, block: Callable[[int], nn.Module], size: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(map(block, range(size)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_an_index_that_is_not_read_does_not_matter(copies: list[str]) -> None:
+    captured(Stack(Block), torch.randn(2, 4))
+    assert len(copies) == 5
+
+
+class Compares(Block):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.linear(x).relu() if self.index in (3, 5) else self.linear(x)
+
+
+class Indexes(Block):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.linear(x) * [1, 1, 1, 1, 2, 1, 1, 1][self.index]
+
+
+class Multiplies(Block):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.linear(x) * self.index
+
+
+class Keeps(Block):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.linear(x) * [self.index][0]
+
+
+class Counts(Block):
+    calls = 0
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        Counts.calls += 1
+        return self.linear(x) * (2 if Counts.calls % 3 else 1)
+
+
+_SEEN: dict[str, int] = {"calls": 0}
+_CALLS = 0
+
+
+class CountsInFile(Block):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        global _CALLS
+        _CALLS += 1
+        return self.linear(x) * (2 if _CALLS % 3 else 1)
+
+
+class Marks(Block):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        self.was_called = True
+        return self.linear(x)
+
+
+class OneDiffers(Block):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.scale = 3.0 if index == 4 else 1.0
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.linear(x) * self.scale
+
+
+class LastDiffers(Block):
+    """Depends on what nobody looks at: a dict of the file."""
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        _SEEN["calls"] += 1
+        return self.linear(x) * (2 if _SEEN["calls"] % 8 else 1)
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        (Compares, 3),
+        (Indexes, 0),
+        (Multiplies, 0),
+        (Keeps, 0),
+        (Counts, 0),
+        (CountsInFile, 0),
+        (Marks, 0),
+        (OneDiffers, 4),
+        (LastDiffers, 5),
+    ],
+)
+def test_what_a_block_reads_decides(block: type[Block], expected: int, copies: list[str]) -> None:
+    """``expected`` copies; where the last shows that they were not the same, all is traced again."""
+    Counts.calls = _SEEN["calls"] = 0
+    model = Stack(block)
+    found = captured(model, torch.randn(2, 4))
+    assert len(copies) == expected
+    Counts.calls = _SEEN["calls"] = 0
+    whole = traced_whole(model, torch.randn(2, 4))
+    if block not in (CountsInFile, LastDiffers):  # these go on counting from one trace to the next
+        assert lines(found.graph) == lines(whole.graph)
+    assert all(type(one.index) is int for one in model.blocks)
+
+
+class PassesMore(nn.Module):
+    """Passes other things than tensors to its blocks, of which ``change`` makes those of the fifth."""
+
+    def __init__(self, change: Callable[[list[Any]], None]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(map(TakesMore, range(8)))
+        self.change = change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen: list[Any] = []
+        for index, block in enumerate(self.blocks):
+            given: list[Any] = [1.0, seen, {"add": None}]
+            if index == 4:
+                self.change(given)
+            x = block(x, *given)
+        return x
+
+
+class TakesMore(Block):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        factor, seen, options = args
+        x = self.linear(x) * factor + len(seen)
+        return x if options["add"] is None else x + options["add"]
+
+
+def _doubled(given: list[Any]) -> None:
+    given[0] = 2.0
+
+
+def _longer(given: list[Any]) -> None:
+    given[1].append(1)
+
+
+def _added(given: list[Any]) -> None:
+    given[2]["add"] = torch.ones(4)
+
+
+@pytest.mark.parametrize(("change", "expected"), [(_doubled, 4), (_longer, 4), (_added, 4)])
+def test_what_a_block_is_given_decides(
+    change: Callable[[list[Any]], None], expected: int, copies: list[str]
+) -> None:
+    model = PassesMore(change)
+    found = captured(model, torch.randn(2, 4))
+    assert len(copies) == expected
+    assert lines(found.graph) == lines(traced_whole(model, torch.randn(2, 4)).graph)
+
+
+class Appends(Block):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        args[1].append(x)
+        return self.linear(x) * len(args[1])
+
+
+def test_a_block_that_changes_what_it_is_given_is_traced(copies: list[str]) -> None:
+    model = PassesMore(lambda _: None)
+    model.blocks = nn.ModuleList(map(Appends, range(8)))
+    found = captured(model, torch.randn(2, 4))
+    assert not copies
+    assert lines(found.graph) == lines(traced_whole(model, torch.randn(2, 4)).graph)
+
+
+class InPlace(Block):
+    """Writes to what it is given and to a buffer, and returns parts of it in containers."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.register_buffer("count", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        self.count.add_(1)
+        x.add_(self.linear(x).detach())
+        low, high = x.split(2, -1)
+        return {"whole": x, "parts": [low, high + torch.tensor(0.5), self.count]}
+
+
+class Unpacks(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, total = x.clone(), 0
+        for block in self.blocks:
+            found = block(x)
+            x, total = found["whole"], total + found["parts"][2] + found["parts"][0].sum()
+        return x + total
+
+
+def test_writes_constants_and_containers(copies: list[str]) -> None:
+    model, x = Unpacks(InPlace), torch.randn(2, 4)
+    found = captured(model, x)
+    assert len(copies) == 5
+    assert lines(found.graph) == lines(traced_whole(model, x).graph)
+
+
+def test_values_of_copies_have_memory_of_their_own(copies: list[str]) -> None:
+    found = captured(Stack(Block), torch.randn(2, 4))
+    made = [node.meta["val"] for node in found.graph.nodes if node.op == "call_function"]
+    storages = {value.untyped_storage()._cdata for value in made if isinstance(value, torch.Tensor)}
+    assert copies
+    assert len(storages) == len(made)
+
+
+def test_hooked_blocks_are_traced(copies: list[str]) -> None:
+    model = Stack(Block)
+    for block in model.blocks:
+        block.register_forward_hook(lambda _module, _args, result: result + 1)
+    found = captured(model, torch.randn(2, 4))
+    assert not copies
+    assert sum(node.target is torch.ops.aten.add.Tensor for node in found.graph.nodes) == 8
+
+
+def test_tied_and_shared_weights(copies: list[str]) -> None:
+    shared = nn.Linear(4, 4)
+
+    def block(index: int) -> nn.Module:
+        made = nn.Sequential(nn.Linear(4, 4), shared, nn.Linear(4, 4))
+        made[2].weight = made[0].weight if index != 4 else made[2].weight
+        return made
+
+    model = Stack(block)
+    found = captured(model, torch.randn(2, 4))
+    assert len(copies) == 4
+    assert lines(found.graph) == lines(traced_whole(model, torch.randn(2, 4)).graph)
+
+
+@pytest.mark.slow
+def test_every_architecture(copies: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    _deeper(monkeypatch)
+    with_copies = 0
+    for architecture in architectures.TABLE:
+        copies.clear()
+        try:
+            model, inputs = architecture.build()
+        except ValueError:  # a configuration that says itself how many layers there are
+            continue
+        found = captured(model, **inputs)
+        with_copies += bool(copies)
+        assert lines(found.graph) == lines(traced_whole(model, **inputs).graph), architecture.name
+    assert with_copies >= _COPIED
