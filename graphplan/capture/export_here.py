@@ -26,17 +26,18 @@ def export(keep_grad: bool, module: nn.Module, *args: Any, **kwargs: Any) -> tor
     """As ``torch.export.export``, of what graphplan can look inside; ``keep_grad`` as in ``capture``."""
     repeated = RepeatedModules()
     try:
-        with _exporting(repeated, keep_grad=keep_grad):
+        with exporting(keep_grad=keep_grad, repeated=repeated):
             return torch.export.export(module, *args, **kwargs, strict=False)
     except Exception:  # the tracer runs the model's own code, which may raise anything
         if not repeated.used:
             raise
-    with _exporting(None, keep_grad=keep_grad):
+    with exporting(keep_grad=keep_grad):
         return torch.export.export(module, *args, **kwargs, strict=False)
 
 
 @contextmanager
-def _exporting(repeated: RepeatedModules | None, *, keep_grad: bool) -> Iterator[None]:
+def exporting(*, keep_grad: bool, repeated: RepeatedModules | None = None) -> Iterator[None]:
+    """A block in which an export is made; ``repeated`` copies blocks of the model."""
     tracer: Any = export_tracer()
     flags = torch.compiler
     with (
