@@ -341,11 +341,10 @@ def test_every_architecture(copies: list[str], monkeypatch: pytest.MonkeyPatch) 
     _deeper(monkeypatch)
     with_copies = 0
     for architecture in architectures.TABLE:
-        copies.clear()
-        try:
-            model, inputs = architecture.build()
-        except (ValueError, IndexError):  # a configuration that says itself how many layers there are
+        if architecture.stem in ("GPTNeo", "Segformer"):  # lists say how many layers there are
             continue
+        copies.clear()
+        model, inputs = architecture.build()
         found = captured(model, **inputs)
         with_copies += bool(copies)
         assert lines(found.graph) == lines(traced_whole(model, **inputs).graph), architecture.name
