@@ -16,7 +16,7 @@ from torch import nn
 
 from graphplan._compat.export_work import less_work
 from graphplan._compat.torch import export_tracer, mask_reader, without_left_hooks
-from graphplan.capture.repeated_modules import RepeatedModules
+from graphplan.capture.repeated.repeated_modules import RepeatedModules
 from graphplan.capture.source_lines import calling_line
 from graphplan.capture.structure import torch_knows
 from graphplan.capture.thread_patches import Patch, patched

@@ -12,8 +12,8 @@ from torch import fx, nn
 
 from graphplan.capture import export_here
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.copied_call import CallCopy
 from graphplan.capture.model_copy import ModelCopy
+from graphplan.capture.repeated.copied_call import CallCopy
 from graphplan.capture.tracing import capture
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers")

@@ -10,10 +10,10 @@ import torch
 from torch import fx
 
 from graphplan._compat.traced_tensors import constant_of, node_of, untraced
-from graphplan.capture.module_traits import ModuleTraits, UnlikeError
+from graphplan.capture.repeated.module_traits import ModuleTraits, UnlikeError
+from graphplan.capture.repeated.traced_values import TracedValue, describe, is_symbolic, take_apart
+from graphplan.capture.repeated.watched_integer import WatchedInteger, plain
 from graphplan.capture.source_lines import calling_line
-from graphplan.capture.traced_values import TracedValue, describe, is_symbolic, take_apart
-from graphplan.capture.watched_integer import WatchedInteger, plain
 
 _OF_SIZES = (
     torch.ops.aten.sym_size.int,

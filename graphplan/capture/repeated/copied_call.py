@@ -9,8 +9,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from graphplan._compat.traced_tensors import fake_like, new_constant, set_node, untraced
-from graphplan.capture.recorded_call import InnerCall, RecordedCall
-from graphplan.capture.traced_values import TracedValue, is_symbolic, take_apart
+from graphplan.capture.repeated.recorded_call import InnerCall, RecordedCall
+from graphplan.capture.repeated.traced_values import TracedValue, is_symbolic, take_apart
 
 
 class NotRepeatedError(Exception):

@@ -112,6 +112,8 @@ def traits_of(module: nn.Module) -> ModuleTraits:
 def _module(module: nn.Module, found: ModuleTraits, met: dict[int, int]) -> list[Any]:
     """``met`` has a number for each submodule and weight, in the order in which they were met first."""
     own = vars(module)
+    if not own.keys() >= set(_TABLES):
+        raise UnlikeError(f"{type(module).__name__} is compiled")
     if id(own) in met:
         return [met[id(own)]]
     met[id(own)] = len(met)

@@ -28,9 +28,9 @@ from typing import Any
 
 from torch import nn
 
-from graphplan.capture.copied_call import CallCopy, NotRepeatedError
-from graphplan.capture.module_traits import ModuleTraits, UnlikeError, traits_of
-from graphplan.capture.recorded_call import RecordedCall, Recorder
+from graphplan.capture.repeated.copied_call import CallCopy, NotRepeatedError
+from graphplan.capture.repeated.module_traits import ModuleTraits, UnlikeError, traits_of
+from graphplan.capture.repeated.recorded_call import RecordedCall, Recorder
 from graphplan.capture.thread_patches import Patch
 
 _FEWEST = 4
@@ -90,15 +90,17 @@ class RepeatedModules:
             return forward(*args, **kwargs)
         try:
             recorder = Recorder(tracer, traits, args, kwargs, self._shared)
+            known = next((one for one in stack.recordings if one.serves(recorder.call)), None)
+            copied = known is not None and traits is not stack.members[-1]
+            if not copied:
+                recorder.begin()
         except UnlikeError:
             stack.failures += 1
             return forward(*args, **kwargs)
-        known = next((one for one in stack.recordings if one.serves(recorder.call)), None)
-        if known is not None and traits is not stack.members[-1]:
+        if known is not None and copied:
             return CallCopy(known, recorder.call, tracer, self._shared).run()
         if known is None and tried == _RECORDINGS:
             return forward(*args, **kwargs)
-        recorder.begin()
         return self._recorded(stack, recorder, known, partial(forward, *args, **kwargs))
 
     def _recorded(
@@ -144,7 +146,7 @@ def _stacks_of(root: nn.Module) -> dict[int, tuple[_Stack, ModuleTraits]]:
     pending: list[Any] = [root]
     while pending:
         module = pending.pop()
-        children = [child for child in vars(module)["_modules"].values() if child is not None]
+        children = [child for child in vars(module).get("_modules", {}).values() if child is not None]
         pending += [child for child in children if id(vars(child)) not in seen]
         seen.update(id(vars(child)) for child in children)
         for stack in _alike(children) if isinstance(module, nn.ModuleList | nn.Sequential) else ():

@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from graphplan._compat.traced_tensors import is_fake, node_of
-from graphplan.capture.module_traits import CONSTANTS, UnlikeError
-from graphplan.capture.watched_integer import WatchedInteger
+from graphplan.capture.repeated.module_traits import CONSTANTS, UnlikeError
+from graphplan.capture.repeated.watched_integer import WatchedInteger
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
