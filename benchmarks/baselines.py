@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from graphplan.devices.topology import CPU, DeviceKey, DeviceSpec, Topology
+from graphplan.devices.topology import CPU, DeviceKey
 from graphplan.integrations.accelerate.comparison import Baseline, best, device_maps, judged
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation
@@ -49,14 +49,10 @@ def _readers_together(problem: Problem, assignment: Assignment) -> Assignment:
     return reside(problem, operations)
 
 
-def accelerators(topology: Topology) -> list[DeviceSpec]:
-    """In the caller's order."""
-    return [spec for spec in topology.devices if spec.is_accelerator]
-
-
 def peak_activation(problem: Problem) -> int:
     """The most bytes beside weights when one accelerator runs the whole model."""
-    spec = replace(accelerators(problem.topology)[0], memory=1 << 62, reserve=0)
+    first = next(spec for spec in problem.topology.devices if spec.is_accelerator)
+    spec = replace(first, memory=1 << 62, reserve=0)
     alone = replace(
         problem, topology=replace(problem.topology, devices=(spec,)), fixed_weights={}, allowed={}
     )
@@ -72,7 +68,8 @@ def sequential_fill(problem: Problem) -> Assignment:
     device.
     """
     graph, activations = problem.graph, peak_activation(problem)
-    order = [*accelerators(problem.topology), *(s for s in problem.topology.devices if s.key == CPU)]
+    specs = problem.topology.devices
+    order = [*(s for s in specs if s.is_accelerator), *(s for s in specs if s.key == CPU)]
     operations: dict[str, DeviceKey] = {}
     held: dict[str, int] = {}  # weights on the device that is being filled
     for operation in graph.operations.values():

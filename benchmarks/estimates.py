@@ -16,12 +16,13 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import transformers as hf
 from models import llama_of
-from report import parser_of, table, write
+from report import in_turn, parser_of, table, write
 from torch import nn
 
 import graphplan
@@ -45,16 +46,11 @@ def models() -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
     yield "100 x Linear(16)", tiny, {"input": torch.randn(1, 16)}
 
 
-def quickest(call: Callable[[], Any], device: torch.device, rounds: int) -> float:
-    """Seconds of the quickest of some calls."""
-    found = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        call()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        found.append(time.perf_counter() - start)
-    return min(found)
+def finished(call: Callable[[], Any], device: torch.device) -> None:
+    """Call, and wait until the device has done all of it."""
+    call()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 @torch.no_grad()
@@ -70,9 +66,8 @@ def main() -> None:
     for name, model, inputs in models():
         budgets, options = {key: "8GiB"}, {"kwargs": inputs, "return_outputs": False}
         placed = graphplan.partition(model.eval(), budgets, devices=measured, **options)
-        placed(**inputs)
-        device = placed.plan.devices[key]
-        seconds = quickest(lambda: placed(**inputs), device, arguments.rounds)  # noqa: B023  # called here
+        call = partial(finished, partial(placed, **inputs), placed.plan.devices[key])
+        seconds = min(in_turn({name: call}, arguments.rounds, time.perf_counter)[name])
         profiled = placed.profile(**inputs).measurements
         again = graphplan.plan(model, budgets, devices=profiled, **options)
         rows.append(

@@ -98,10 +98,7 @@ def _segformer_two(weights: float) -> Topology:
 _FIRST_SET: dict[str, tuple[Callable[[], Graph], Callable[[float], Topology]]] = {
     "llama-8b-two": (_llama_8b, _cards((A, 10), (B, 8))),
     "llama-8b-four": (_llama_8b, _cards((A, 5), (B, 5), (B, 4), (C, 3))),
-    "llama-70b": (
-        partial(llama, 80, 8192, 28672, 1024, 128256, 512),
-        _cards(*[(A, 24)] * 4, *[(B, 16)] * 4),
-    ),
+    "llama-70b": (partial(llama, 80, 8192, 28672, 1024, 128256, 512), _cards(*[(A, 24)] * 4, *[(B, 16)] * 4)),
     "llama-405b": (
         partial(llama, 126, 16384, 53248, 1024, 128256, 512, tied=False),
         _cards(*[(TOP, 110)] * 8),
@@ -113,10 +110,7 @@ _FIRST_SET: dict[str, tuple[Callable[[], Graph], Callable[[float], Topology]]] =
         _cards((A, 2.0), (B, 1.5), (B, 1.5), (C, 1.2)),
     ),
     "moe-cpu": (partial(moe, 16, 2048, 1408, 16, 4, 64000, 1), _cards((A, 2.5), cpu_gib=64)),
-    "clip": (
-        partial(clip, (24, 1024, 257), (12, 768, 77)),
-        _cards((A, 0.40), (B, 0.25), (C, 0.25)),
-    ),
+    "clip": (partial(clip, (24, 1024, 257), (12, 768, 77)), _cards((A, 0.40), (B, 0.25), (C, 0.25))),
     "segformer-cpu": (segformer, _segformer_cpu),
     "segformer-two": (segformer, _segformer_two),
     "llama-8b-streamed": (_llama_8b, _cards((A, 6), (B, 4), cpu_gib=64)),

@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +30,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch
-from report import parser_of, table, write
+from report import in_turn, parser_of, table, write
 from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -138,18 +139,6 @@ def alone(work: Callable[..., T], *given: Any) -> T:
 # -- the measurement -------------------------------------------------------------------------------
 
 
-def rounds_of(task: Task, rounds: int) -> dict[str, list[float]]:
-    """Way -> seconds in each round."""
-    taken: dict[str, list[float]] = {name: [] for name in WAYS}
-    for _ in range(rounds):
-        for name, work in WAYS.items():
-            start = time.perf_counter()
-            result = work(task)
-            taken[name].append(time.perf_counter() - start)
-            del result
-    return taken
-
-
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--layers", type=int, default=11)
@@ -158,7 +147,9 @@ def main() -> None:
     torch.set_num_threads(os.cpu_count() or 1)  # safetensors' copy may use what our reads use
     with tempfile.TemporaryDirectory() as folder:
         size = write_checkpoint(Path(folder), LARGE, chosen.layers)
-        taken = rounds_of(Task.of(Path(folder)), chosen.rounds)
+        task = Task.of(Path(folder))
+        ways = {way: partial(work, task) for way, work in WAYS.items()}
+        taken = in_turn(ways, chosen.rounds, time.perf_counter)
         peaks = {way: alone(peak, way, folder) / size for way in WAYS}
         loads = [alone(load, folder, int(size * share)) for share in (1.2, 0.6)]
     rows = []

@@ -71,15 +71,7 @@ def llama_of(
 
 
 LLAMA_70B = llama_of(8192, 28672, 80, 64, 8, 128256, rope_theta=500000.0)
-_MIXTRAL = partial(
-    hf.MixtralConfig,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_local_experts=8,
-    vocab_size=32000,
-)
-_T5 = partial(hf.T5Config, d_model=1024, d_kv=128, d_ff=65536, num_heads=128, num_layers=24, vocab_size=32128)
+_T5 = partial(hf.T5Config, d_model=1024, d_kv=128, d_ff=65536, num_heads=128, num_layers=24)
 _WHISPER = partial(
     hf.WhisperConfig,
     d_model=1280,
@@ -94,19 +86,13 @@ _WHISPER = partial(
 )
 _CLIP = partial(
     hf.CLIPConfig,
-    text_config={
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_attention_heads": 12,
-        "num_hidden_layers": 12,
-    },
+    text_config={"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12},
     vision_config={
         "hidden_size": 1024,
         "intermediate_size": 4096,
         "num_attention_heads": 16,
         "num_hidden_layers": 24,
         "patch_size": 14,
-        "image_size": 224,
     },
     projection_dim=768,
 )
@@ -124,20 +110,9 @@ _GEMMA = partial(
     num_hidden_layers=18,
     num_attention_heads=4,
     num_key_value_heads=1,
-    head_dim=256,
     vocab_size=262144,
 )
 _FALCON_MAMBA = partial(hf.FalconMambaConfig, hidden_size=4096, num_hidden_layers=64, vocab_size=65024)
-_QWEN_MOE = partial(
-    hf.Qwen2MoeConfig,
-    hidden_size=2048,
-    num_hidden_layers=24,
-    num_experts=60,
-    num_experts_per_tok=4,
-    moe_intermediate_size=1408,
-    shared_expert_intermediate_size=5632,
-    vocab_size=151936,
-)
 
 
 def _detr() -> hf.PreTrainedConfig:
@@ -156,7 +131,7 @@ _FLOAT = torch.float32
 
 MODELS: dict[str, Model] = {
     "llama-3-70b": Model(hf.LlamaForCausalLM, LLAMA_70B, _text(512)),
-    "mixtral-8x7b": Model(hf.MixtralForCausalLM, _MIXTRAL, _text(128)),
+    "mixtral-8x7b": Model(hf.MixtralForCausalLM, hf.MixtralConfig, _text(128)),
     "t5-11b": Model(hf.T5ForConditionalGeneration, _T5, _t5_inputs),
     "whisper-large": Model(hf.WhisperForConditionalGeneration, _WHISPER, _whisper_inputs),
     "clip-l": Model(hf.CLIPModel, _CLIP, lambda: _text(77)() | _image(224)(), _FLOAT),
@@ -167,5 +142,5 @@ MODELS: dict[str, Model] = {
     "detr": Model(hf.DetrForObjectDetection, _detr, _image(800), _FLOAT),
     "gemma-3-270m": Model(hf.Gemma3ForCausalLM, _GEMMA, _text(128)),
     "falcon-mamba-7b": Model(hf.FalconMambaForCausalLM, _FALCON_MAMBA, _text(8)),  # a scan step a token
-    "qwen-moe": Model(hf.Qwen2MoeForCausalLM, _QWEN_MOE, _text(128)),
+    "qwen-moe": Model(hf.Qwen2MoeForCausalLM, hf.Qwen2MoeConfig, _text(128)),
 }

@@ -1,11 +1,11 @@
 """The planner on the benchmark's instances: estimated time, proven gap, and what planning costs.
 
-python benchmarks/placement.py [--instances unet,clip] [--limits default,10] [--no-baselines] [--best]
+python benchmarks/placement.py [--instances unet clip] [--limits default 10] [--no-baselines]
 
 Each instance is planned once for each limit: ``default`` is the search without a time limit, a number is
-a limit in seconds. Plans are compared with the best one known, and with baselines under the same
-evaluator. New results of an instance replace its old ones. ``--no-baselines`` keeps the baselines of
-earlier results; ``--best`` prints the best known plans, these included, as they are written in ``BEST``.
+a limit in seconds. Plans are compared with the best one that the results file knows, and with baselines
+under the same evaluator. New results of an instance replace its old ones. ``--no-baselines`` keeps the
+baselines of earlier results.
 """
 
 from __future__ import annotations
@@ -28,24 +28,6 @@ from graphplan.integrations.accelerate.comparison import LESS, Baseline
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.limits import Limits
 from graphplan.report.text import size_text
-
-# milliseconds of the best plan known of the first set; of the second, the results file has them
-BEST = {
-    "llama-8b-two": 38.1915,
-    "llama-8b-four": 54.1785,
-    "llama-70b": 343.5867,
-    "llama-405b": 713.4459,
-    "t5": 5.2112,
-    "unet": 5.1099,
-    "moe-four": 6.8320,
-    "moe-cpu": 35.0799,
-    "clip": 2.3575,
-    "segformer-cpu": 40.9016,
-    "segformer-two": 21.3604,
-    "llama-8b-streamed": 94.4504,
-    "deepseek-moe": 25.1309,
-    "ten-branches": 3.939,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +84,7 @@ def measure(instance: Instance, limits: Sequence[float | None], *, compare: bool
     except InfeasibleError as error:
         result.error = str(error)
     result.others = baselines(instance.problem) if compare else []
-    known = BEST.get(instance.name, math.inf) / 1e3
-    result.best = min([known, *(run.seconds for run in result.runs)])
+    result.best = min((run.seconds for run in result.runs), default=math.inf)
     return result
 
 
@@ -228,30 +209,24 @@ def main(
 ) -> None:
     """Plan instances of a set, as the words of the command line say."""
     parser = parser_of(__doc__)
-    parser.add_argument("--instances", help="names, separated by commas; by default all")
-    parser.add_argument("--limits", default="default", help="default, or seconds, separated by commas")
+    parser.add_argument("--instances", nargs="+", default=list(makers), choices=list(makers))
+    parser.add_argument("--limits", nargs="+", default=["default"], help="default, or seconds")
     parser.add_argument("--no-baselines", action="store_true")
-    parser.add_argument("--best", action="store_true")
     options = parser.parse_args(words)
-    chosen = options.instances.split(",") if options.instances else list(makers)
-    if unknown := set(chosen) - set(makers):
-        parser.error(f"no instance {min(unknown)!r}: there are {', '.join(makers)}")
-    seconds = {None if text == "default" else float(text) for text in options.limits.split(",")}
+    seconds = {None if text == "default" else float(text) for text in options.limits}
     limits = sorted(seconds, key=lambda limit: limit or 0.0)
     place(random_chain(30, 2).problem, Limits.within(1.0))  # imports and first-use caches
     results: list[Result] = []
-    for name in chosen:
+    for name in options.instances:
         results.append(measure(makers[name](), limits, compare=not options.no_baselines))
         if name in (known := recorded()):
             recall(results[-1], known[name])
         path = keep(results)
-        print(f"{len(results)}/{len(chosen)} {name}", flush=True)
+        print(f"{len(results)}/{len(options.instances)} {name}", flush=True)
     print(f"\n{plan_table(results)}\n{totals(results)}")
     print("\nOur time divided by the baselines' (at most 1 is wanted), under the same evaluator")
     print(ratio_table(results))
     print("first: the map as users ask for it, where it exceeds a budget   !: faster than ours")
-    if options.best:
-        print("\n" + "\n".join(f'    "{r.instance.name}": {1e3 * r.best:.4f},' for r in results))
     print(f"wrote {path}")
 
 

@@ -83,11 +83,7 @@ def stages(known: Model, devices: int) -> dict[str, Any]:
     timed(seconds, "capture", lambda: compiler.trace(call))
     timed(seconds, "annotate", lambda: compiler.pose(EntryCall(call)))
     planned = timed(seconds, "place", lambda: compiler.plan(call))
-    return {
-        "operations": len(planned.plan.graph.operations),
-        "gap": planned.plan.gap,
-        "seconds": seconds,
-    }
+    return {"operations": len(planned.plan.graph.operations), "gap": planned.plan.gap, "seconds": seconds}
 
 
 def exported(known: Model) -> dict[str, float]:

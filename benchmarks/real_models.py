@@ -1,6 +1,6 @@
 """Real models in their true sizes, planned on budgets that are shares of their weights.
 
-python benchmarks/real_models.py [--models clip-l,detr] [--cases 2x0.55]
+python benchmarks/real_models.py [--models clip-l detr] [--cases 2x0.55]
 
 Each card's budget is its share of the weights plus the most bytes beside weights that a call takes
 when one card runs all of it. The CPU takes what does not fit. The same budgets are given to accelerate
@@ -175,12 +175,12 @@ def keep(rows: Sequence[Row], failed: Mapping[str, str], results: Path = RESULTS
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     options = parser.parse_args()
     rows: list[Row] = []
     failed: dict[str, str] = {}
-    for name in options.models.split(","):
+    for name in options.models:
         try:
             measured = Measured(name)
         except (GraphplanError, ImportError) as error:
@@ -188,7 +188,7 @@ def main() -> None:
             print(f"{name}: {failed[name]}", flush=True)
             continue
         print(f"{name}: {len(measured.graph.operations)} operations in {measured.capture:.1f} s", flush=True)
-        for case in options.cases.split(","):
+        for case in options.cases:
             rows.append(measured.measure(case))
             print(f"  {case}: {rows[-1].planning:.1f} s", flush=True)
         del measured

@@ -19,7 +19,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import argparse
-import datetime
 import functools
 import itertools
 import socket
@@ -123,8 +122,7 @@ class Hourglass(nn.Module):
             kept.append(x)
         for layer in self.up:
             x = torch.relu(layer(torch.cat([x, kept.pop()], 1)))
-        found: torch.Tensor = self.head(x)
-        return found
+        return self.head(x)
 
 
 def hourglass() -> Model:
@@ -144,7 +142,7 @@ def layer_of_cut(model: Model, kind: str) -> int:
     return max(1, int(np.argmin(np.abs(before - sum(nbytes) / 2))))
 
 
-def only_before(model: Model, layer: int, boundaries: Boundaries, *_: object) -> np.ndarray[Any, Any]:
+def only_before(model: Model, layer: int, boundaries: Boundaries) -> np.ndarray[Any, Any]:
     """The cut before a layer, or the nearest that there is, and both ends."""
     later = tuple(f"{name}." for name in model.layers[layer:])
     paths = [f"{operation.module_path}." for operation in boundaries.graph.operations.values()]
@@ -167,11 +165,10 @@ def placed_by(model: Model, kind: str, microbatches: int, speeds: Measurements) 
         devices=speeds,
     )
     if kind == "ours":
-        found: nn.Module = partition()
-        return found
-    rule = functools.partial(only_before, model, layer_of_cut(model, kind))
-    with patch.object(Boundaries, "candidates", lambda own, *rest: rule(own, *rest)):
-        return partition()  # type: ignore[no-any-return]
+        return partition()
+    layer = layer_of_cut(model, kind)
+    with patch.object(Boundaries, "candidates", lambda own, *_: only_before(model, layer, own)):
+        return partition()
 
 
 def profiled(model: Model, microbatches: int, devices: Measurements) -> Measurements:
@@ -209,17 +206,11 @@ def measure(
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        f"tcp://127.0.0.1:{port}",
-        timeout=datetime.timedelta(seconds=300),
-        rank=rank,
-        world_size=RANKS,
-    )
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
     for make, own in zip(MODELS, speeds, strict=True):
         torch.manual_seed(0)
         model = make()
-        placed = {kind: placed_by(model, kind, arguments.microbatches, own) for kind in CUTS}
+        placed: dict[str, Any] = {kind: placed_by(model, kind, arguments.microbatches, own) for kind in CUTS}
         seconds: dict[str, list[tuple[float, float]]] = {kind: [] for kind in CUTS}
         for turn in range(arguments.rounds + WARM):
             for kind, module in placed.items():
@@ -227,7 +218,7 @@ def measure(
                 if turn >= WARM:
                     seconds[kind].append(spent)
         if rank == 0:
-            plans: dict[str, Any] = {kind: module.plan for kind, module in placed.items()}
+            plans = {kind: module.plan for kind, module in placed.items()}
             rows.append(
                 {
                     "model": make.__name__.replace("_", " "),

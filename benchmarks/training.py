@@ -1,7 +1,6 @@
 """Training steps: how long one takes to plan, and what one costs beside eager.
 
-python benchmarks/training.py [--layers 32] [--length 2048] [--rounds 20] [--skip-plan] [--skip-blocks]
-                              [--skip-overhead]
+python benchmarks/training.py [--layers 32] [--length 2048] [--rounds 20] [--parts overhead blocks plans]
 
 A step of Llama-8B with AdamW is planned on the meta device, over four devices: with room for everything, and
 with three quarters and half of what the roomy plan takes. A step of eight such layers (32,000 words, four
@@ -21,6 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import copy
+import json
 import statistics
 import time
 from collections.abc import Mapping
@@ -40,6 +40,7 @@ from graphplan.compiler.capture_cache import Captures
 from graphplan.errors import InfeasibleError
 
 ADAMW = torch.optim.AdamW
+PARTS = ("overhead", "blocks", "plans")
 
 
 def step_of_llama(
@@ -164,22 +165,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--skip-plan", action="store_true")
-    parser.add_argument("--skip-blocks", action="store_true")
-    parser.add_argument("--skip-overhead", action="store_true")
-    arguments = parser.parse_args()
-    found: dict[str, Any] = {}
-    if not arguments.skip_overhead:
-        found["overhead"] = overhead_row(arguments.rounds)
-        print({key: round(value, 3) for key, value in found["overhead"].items()})
-    if not arguments.skip_blocks:
-        found["blocks"] = blocks_row(arguments.length)
-        for item in found["blocks"].items():
-            print(*item)
-    if not arguments.skip_plan:
-        found["plans"] = plan_rows(arguments.layers, arguments.length)
-        for row in found["plans"]:
-            print(row)
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    asked = parser.parse_args()
+    makers = {
+        "overhead": lambda: overhead_row(asked.rounds),
+        "blocks": lambda: blocks_row(asked.length),
+        "plans": lambda: plan_rows(asked.layers, asked.length),
+    }
+    found = {part: makers[part]() for part in asked.parts}
+    print(json.dumps(found, indent=1))
     write("training", found)
 
 

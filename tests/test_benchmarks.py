@@ -12,7 +12,7 @@ from baselines import baselines, peak_activation, sequential_fill, skeleton
 from builders import KIB, chain
 from instances import GIB, INSTANCES, A, B, C, Card, Instance, devices, random_chain, stack
 from packing import items, pack, sizes_of
-from placement import BEST, Result, Run, measure, plan_table, ratio_table, recall, recorded, totals
+from placement import Result, Run, measure, plan_table, ratio_table, recall, recorded, totals
 from placement import keep as keep_placements
 from planning_time import Row, laws
 from real_models import Measured, cells, header, keep
@@ -280,8 +280,9 @@ def test_use_counts_what_is_read_and_lives_on_accelerators(instances: dict[str, 
 # -- tables ----------------------------------------------------------------------------------------
 
 
-def test_known_plans_are_of_the_first_set() -> None:
-    assert list(BEST) == list(INSTANCES)
+def test_the_results_know_a_plan_of_each_of_the_first_set() -> None:
+    known = recorded()
+    assert all(known[name]["best"] > 0 for name in INSTANCES)
 
 
 def test_placement_prints_plans_and_ratios(instances: dict[str, Instance]) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+import runpy
 import socket
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 WORKER = Path(__file__).with_name("cluster_worker.py")
+# what each rank needs and takes seconds to import: a process that has it is forked for each rank
+PRELOADED = ("graphplan", "transformers", "torch._dynamo", "torch.export", "torch.distributed.checkpoint")
 
 
 class Ranks:
@@ -22,42 +26,48 @@ class Ranks:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        shared = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "WORLD_SIZE": str(count),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONHASHSEED": "0",
-        }
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+        self.printed = tempfile.TemporaryDirectory()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOADED))
         self.processes = [
-            subprocess.Popen(
-                [sys.executable, str(WORKER), *arguments],
-                env={**os.environ, **shared, "RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+            context.Process(target=_run, args=({**shared, "RANK": str(rank)}, arguments, self._file(rank)))
             for rank in range(count)
         ]
+        for process in self.processes:
+            process.start()
 
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
         for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+            process.kill()
+            process.join()
+        self.printed.cleanup()
+
+    def _file(self, rank: int) -> str:
+        return f"{self.printed.name}/{rank}"
 
     def outputs(self, ranks: Sequence[int] | None = None) -> list[str]:
         """What these ranks printed, once they have ended."""
-        chosen = range(len(self.processes)) if ranks is None else ranks
-        return [
-            self.processes[rank].communicate(timeout=max(0.1, self.deadline - time.monotonic()))[0]
-            for rank in chosen
-        ]
+        found = []
+        for rank in range(len(self.processes)) if ranks is None else ranks:
+            self.processes[rank].join(max(0.1, self.deadline - time.monotonic()))
+            text = Path(self._file(rank)).read_text(encoding="utf-8")
+            assert self.processes[rank].exitcode is not None, f"rank {rank} has not ended:\n{text}"
+            found.append(text)
+        return found
+
+
+def _run(environment: dict[str, str], arguments: Sequence[str], printed: str) -> None:
+    """What one process does: the worker's script, as from a shell, its output in a file."""
+    os.environ.update(environment)
+    file = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.argv = [str(WORKER), *arguments]
+    runpy.run_path(str(WORKER), run_name="__main__")
 
 
 def said(output: str) -> list[str]:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from builders import bytes_of, largest_difference
 from language_models import DECODERS, FAMILIES, build, example_of, inputs_of, padded_inputs
+from shortcuts import short_search
 
 import graphplan
 
@@ -57,18 +58,44 @@ def same_tokens(model: Any, placed: Any, inputs: dict[str, Any], **options: Any)
     assert torch.equal(placed.generate(**inputs, **options), expected)
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=[pytest.mark.slow] * (f != "t5")) for f in FAMILIES]
-)
+def check_tokens(placement: tuple[Any, Any, Any], family: str) -> None:
+    model, _, placed = placement
+    assert set(placed.plan.placement.values()) == {0, 1}
+    same_tokens(model, placed, inputs_of(family), max_new_tokens=6)
+    graphs = len(placed.plans)
+    longer = inputs_of(family, 2, 11)
+    same_tokens(model, placed, longer, max_new_tokens=6)
+    same_tokens(model, placed, inputs_of(family), max_new_tokens=6, do_sample=True)
+    assert len(placed.plans) == graphs  # neither length nor sampling is another structure
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "t5"])
 def test_tokens_are_those_of_the_model(family: str) -> None:
-    with on_two_devices(family) as (model, _, placed):
-        assert set(placed.plan.placement.values()) == {0, 1}
-        same_tokens(model, placed, inputs_of(family), max_new_tokens=6)
-        graphs = len(placed.plans)
-        longer = inputs_of(family, 2, 11)
-        same_tokens(model, placed, longer, max_new_tokens=6)
-        same_tokens(model, placed, inputs_of(family), max_new_tokens=6, do_sample=True)
-        assert len(placed.plans) == graphs  # neither length nor sampling is another structure
+    with on_two_devices(family) as placement:
+        check_tokens(placement, family)
+
+
+@pytest.fixture(scope="class")
+def t5() -> Iterator[tuple[Any, Any, Any]]:
+    with short_search(), on_two_devices("t5") as placement:
+        yield placement
+
+
+class TestOnePlacedT5:
+    """All of these call one model, which is placed once."""
+
+    def test_tokens_are_those_of_the_model(self, t5: tuple[Any, Any, Any]) -> None:
+        check_tokens(t5, "t5")
+
+    def test_parts_that_are_called_by_themselves(self, t5: tuple[Any, Any, Any]) -> None:
+        model, _, placed = t5
+        ids = inputs_of("t5")["input_ids"]
+        encoder = placed.get_encoder()
+        assert isinstance(encoder, type(model.encoder))
+        with torch.no_grad():
+            expected = model.get_encoder()(input_ids=ids).last_hidden_state
+        assert largest_difference(encoder(input_ids=ids).last_hidden_state, expected) < 1e-5
 
 
 @pytest.mark.slow
@@ -149,8 +176,50 @@ def test_caches_stay_with_their_layers_and_their_bytes_are_counted(family: str) 
                 assert moved <= 2 * 96 * 4 < bytes_of_one_layer(cache)
 
 
-def test_a_cache_that_was_passed_in_is_the_callers_own() -> None:
-    with on_two_devices("llama") as (model, _, placed):
+def check_one_made_elsewhere(model: Any, placed: Any, ids: torch.Tensor) -> None:
+    """It is brought home."""
+    with torch.no_grad():
+        cache = model(input_ids=ids, use_cache=True).past_key_values  # on the CPU
+        expected = model(input_ids=ids[:, :1], past_key_values=copy.deepcopy(cache)).logits
+    assert largest_difference(placed(input_ids=ids[:, :1], past_key_values=cache).logits, expected) < 1e-5
+    assert {layer.keys.device.type for layer in cache.layers} == {"sim"}
+
+
+# -- one model that is placed once ------------------------------------------------------------------------
+
+
+class Words:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ended = False
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+class Numbers:
+    """A tokenizer of which only ``decode`` is asked."""
+
+    def decode(self, tokens: Any, **_: Any) -> str:
+        return "".join(f"{int(token)} " for token in tokens)
+
+
+@pytest.fixture(scope="class")
+def llama() -> Iterator[tuple[Any, Any, Any]]:
+    with short_search(), on_two_devices("llama") as placement:
+        yield placement
+
+
+class TestOnePlacedLlama:
+    """None of these changes the model, its weights or where they are."""
+
+    def test_a_cache_that_was_passed_in_is_the_callers_own(self, llama: tuple[Any, Any, Any]) -> None:
+        model, _, placed = llama
         ids = inputs_of("llama")["input_ids"]
         check_one_made_elsewhere(model, placed, ids)
         ours, theirs = transformers.DynamicCache(), transformers.DynamicCache()
@@ -167,19 +236,53 @@ def test_a_cache_that_was_passed_in_is_the_callers_own() -> None:
         theirs.crop(-3)
         with torch.no_grad():
             expected = model(input_ids=ids[:, :1], past_key_values=theirs)
-        assert (
-            largest_difference(placed(input_ids=ids[:, :1], past_key_values=ours).logits, expected.logits)
-            < 1e-5
-        )
+        found = placed(input_ids=ids[:, :1], past_key_values=ours)
+        assert largest_difference(found.logits, expected.logits) < 1e-5
 
+    def test_to_leaves_weights_where_they_are(self, llama: tuple[Any, Any, Any]) -> None:
+        _, _, placed = llama
+        homes = {name: tensor.device for name, tensor in placed.named_parameters()}
+        assert placed.to("sim:0") is placed
+        assert placed.device == torch.device("sim:0")
+        assert homes == {name: tensor.device for name, tensor in placed.named_parameters()}
+        with pytest.raises(graphplan.PlanError, match="keeps its dtype"):
+            placed.to(torch.float16)
 
-def check_one_made_elsewhere(model: Any, placed: Any, ids: torch.Tensor) -> None:
-    """It is brought home."""
-    with torch.no_grad():
-        cache = model(input_ids=ids, use_cache=True).past_key_values  # on the CPU
-        expected = model(input_ids=ids[:, :1], past_key_values=copy.deepcopy(cache)).logits
-    assert largest_difference(placed(input_ids=ids[:, :1], past_key_values=cache).logits, expected) < 1e-5
-    assert {layer.keys.device.type for layer in cache.layers} == {"sim"}
+    @pytest.mark.parametrize("convert", ["half", "bfloat16", "double"])
+    def test_a_dtype_is_not_changed_in_place(self, llama: tuple[Any, Any, Any], convert: str) -> None:
+        _, _, placed = llama
+        with pytest.raises(graphplan.PlanError, match="keeps its weights where and as the plan has them"):
+            getattr(placed, convert)()
+        assert placed.float() is placed
+        assert placed.cpu() is placed
+        placed(**inputs_of("llama"))
+
+    def test_streamers_are_given_every_token(self, llama: tuple[Any, Any, Any]) -> None:
+        _, _, placed = llama
+        words = Words()
+        found = placed.generate(**inputs_of("llama", 1), max_new_tokens=5, streamer=words)
+        assert words.tokens == found.flatten().tolist()
+        assert words.ended
+
+    def test_embeddings_are_called_by_themselves(self, llama: tuple[Any, Any, Any]) -> None:
+        model, _, placed = llama
+        ids, options = inputs_of("llama")["input_ids"], {"max_new_tokens": 4, "do_sample": False}
+        with torch.no_grad():
+            made = placed.get_input_embeddings()(ids)
+            assert torch.equal(made, model.get_input_embeddings()(ids))
+            found = placed.generate(inputs_embeds=made, **options)
+            assert torch.equal(found, model.generate(inputs_embeds=made, **options))
+
+    def test_a_thread_generates_while_another_reads(self, llama: tuple[Any, Any, Any]) -> None:
+        model, _, placed = llama
+        ids = inputs_of("llama")["input_ids"][:1]
+        streamer = transformers.TextIteratorStreamer(Numbers(), timeout=60)
+        options = {"input_ids": ids, "max_new_tokens": 5, "do_sample": False}
+        thread = threading.Thread(target=placed.generate, kwargs={**options, "streamer": streamer})
+        thread.start()
+        heard = "".join(streamer)
+        thread.join()
+        assert [int(token) for token in heard.split()] == model.generate(**options)[0].tolist()
 
 
 # -- limits ----------------------------------------------------------------------------------------------
@@ -253,38 +356,6 @@ def test_it_answers_as_the_model_did(tmp_path: Path) -> None:
         assert int(model_copy.generate(**inputs_of("llama"), max_new_tokens=1)[0, -1]) == 0
 
 
-def test_to_leaves_weights_where_they_are() -> None:
-    with on_two_devices("llama") as (_model, _, placed):
-        homes = {name: tensor.device for name, tensor in placed.named_parameters()}
-        assert placed.to("sim:0") is placed
-        assert placed.device == torch.device("sim:0")
-        assert homes == {name: tensor.device for name, tensor in placed.named_parameters()}
-        with pytest.raises(graphplan.PlanError, match="keeps its dtype"):
-            placed.to(torch.float16)
-
-
-class Words:
-    """A streamer that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.ended = False
-
-    def put(self, value: torch.Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-
-    def end(self) -> None:
-        self.ended = True
-
-
-def test_streamers_are_given_every_token() -> None:
-    with on_two_devices("gpt2") as (_model, _, placed):
-        words = Words()
-        found = placed.generate(**inputs_of("gpt2", 1), max_new_tokens=5, streamer=words)
-        assert words.tokens == found.flatten().tolist()
-        assert words.ended
-
-
 @pytest.mark.slow
 def test_a_pipeline_takes_it(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
@@ -325,16 +396,6 @@ def test_a_copy_knows_the_caches_of_its_model_in_a_process_that_has_seen_none() 
     said = subprocess.run([sys.executable, "-c", FRESH], env=env, capture_output=True, text=True, check=False)
     assert said.returncode == 0, said.stderr
     assert said.stdout.split() == ["5", "True"]  # the token, and two layers of keys and values
-
-
-def test_parts_that_are_called_by_themselves() -> None:
-    with on_two_devices("t5") as (model, _, placed):
-        ids = inputs_of("t5")["input_ids"]
-        encoder = placed.get_encoder()
-        assert isinstance(encoder, type(model.encoder))
-        with torch.no_grad():
-            expected = model.get_encoder()(input_ids=ids).last_hidden_state
-        assert largest_difference(encoder(input_ids=ids).last_hidden_state, expected) < 1e-5
 
 
 def test_max_length_counts_tokens_and_not_what_the_encoder_has_heard() -> None:
@@ -398,45 +459,6 @@ def test_a_configuration_that_changes_makes_another_graph(caplog: pytest.LogCapt
         expected = copied(**inputs, output_attentions=True)
         assert len(found.attentions) == model.config.num_hidden_layers
         assert largest_difference(found.attentions, expected.attentions) < 1e-5
-
-
-@pytest.mark.parametrize("convert", ["half", "bfloat16", "double"])
-def test_a_dtype_is_not_changed_in_place(convert: str) -> None:
-    with graphplan.simulate({0: "4MiB"}) as machine:
-        placed = graphplan.partition(build("llama"), machine.max_memory, kwargs=inputs_of("llama"))
-        with pytest.raises(graphplan.PlanError, match="keeps its weights where and as the plan has them"):
-            getattr(placed, convert)()
-        assert placed.float() is placed
-        assert placed.cpu() is placed
-        placed(**inputs_of("llama"))
-
-
-def test_embeddings_are_called_by_themselves() -> None:
-    model, inputs = build("llama"), inputs_of("llama")
-    ids = inputs["input_ids"]
-    with graphplan.simulate({0: "4MiB", 1: "4MiB"}) as machine, torch.no_grad():
-        placed = graphplan.partition(model, machine.max_memory, kwargs=inputs)
-        made = placed.get_input_embeddings()(ids)
-        assert torch.equal(made, model.get_input_embeddings()(ids))
-        found = placed.generate(inputs_embeds=made, max_new_tokens=4, do_sample=False)
-        assert torch.equal(found, model.generate(inputs_embeds=made, max_new_tokens=4, do_sample=False))
-
-
-def test_a_thread_generates_while_another_reads() -> None:
-    class Numbers:
-        def decode(self, tokens: Any, **_: Any) -> str:
-            return "".join(f"{int(token)} " for token in tokens)
-
-    model, ids = build("llama"), inputs_of("llama")["input_ids"][:1]
-    with graphplan.simulate({0: "4MiB", 1: "4MiB"}) as machine:
-        placed = graphplan.partition(model, machine.max_memory, kwargs={"input_ids": ids})
-        streamer = transformers.TextIteratorStreamer(Numbers(), timeout=60)
-        options = {"input_ids": ids, "max_new_tokens": 5, "do_sample": False}
-        thread = threading.Thread(target=placed.generate, kwargs={**options, "streamer": streamer})
-        thread.start()
-        heard = "".join(streamer)
-        thread.join()
-        assert [int(token) for token in heard.split()] == model.generate(**options)[0].tolist()
 
 
 @pytest.mark.parametrize("budget", [249488])
