@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -41,21 +43,28 @@ def convolutions() -> tuple[nn.Module, torch.Tensor]:
 
 
 def attention() -> tuple[nn.Module, torch.Tensor]:
-    layers = (nn.TransformerEncoderLayer(32, 4, 64, batch_first=True) for _ in range(4))
+    layers = (nn.TransformerEncoderLayer(32, 4, 64, batch_first=True) for _ in range(2))
     return nn.Sequential(*layers), torch.randn(4, 32, 32)
 
 
-@pytest.mark.parametrize("made", [linear, convolutions, attention])
+@cache
+def made_by(make: Callable[[], tuple[nn.Module, torch.Tensor]]) -> tuple[nn.Module, torch.Tensor, int]:
+    """A model, an example, and the bytes that a step takes."""
+    torch.manual_seed(0)
+    model, example = make()
+    model(example)  # lazy parameters
+    with short_search():
+        return model, example, needed(model, {"input": example}, optimizer=torch.optim.AdamW)
+
+
+@pytest.mark.parametrize("make", [linear, convolutions, attention])
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("large", [False, True])
 def test_no_step_is_slower_than_every_block_again_by_the_same_search(
-    made: Any, devices: int, large: bool
+    make: Any, devices: int, large: bool
 ) -> None:
-    torch.manual_seed(0)
-    model, example = made()
-    model(example)  # lazy parameters
+    model, example, size = made_by(make)
     options: dict[str, Any] = {"kwargs": {"input": example}, "train": True, "optimizer": torch.optim.AdamW}
-    size = needed(model, {"input": example}, optimizer=torch.optim.AdamW)
     trials, blocks = _Choice.trials, list[float]()
 
     def beside(choice: _Choice) -> list[Trial]:

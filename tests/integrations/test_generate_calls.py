@@ -106,7 +106,7 @@ def test_with_a_disk_nothing_is_planned_together(
 
 def test_a_plan_is_that_of_the_placed_model() -> None:
     model, budgets, limits = build("llama"), {0: "100KiB", 1: "100KiB"}, SHORT
-    with graphplan.simulate(budgets) as machine:
+    with graphplan.simulate(budgets) as machine, one_trace():
         plan = graphplan.plan(model, machine.max_memory, kwargs=example_of("llama"), **limits)
         placed = graphplan.partition(model, machine.max_memory, kwargs=example_of("llama"), **limits)
         assert plan.placement == placed.plan.placement

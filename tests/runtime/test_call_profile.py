@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from plans import budgets_of, llama
+from shortcuts import short_search
 from test_formats import check_collection, check_node_data, check_trace
 
 import graphplan
@@ -19,7 +20,7 @@ from graphplan.runtime.profile.call_profile import Profile
 @pytest.fixture(scope="module")
 def profile() -> Profile:
     model, inputs = llama(2)
-    with graphplan.simulate(budgets_of(model, 0.5)) as machine:
+    with graphplan.simulate(budgets_of(model, 0.5)) as machine, short_search():
         placed = graphplan.partition(model, machine.max_memory, kwargs=inputs, pin={"lm_head": 1})
         plain = placed(**inputs).logits
         found = placed.profile(**inputs)

@@ -196,7 +196,7 @@ def test_no_more_is_on_disk_than_must_be(cpu: int) -> None:
 sizes = st.integers(1, 30).map(lambda n: n * 512)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(graphs(), st.dictionaries(st.sampled_from([0, 1, "cpu"]), sizes, min_size=1), sizes)
 def test_random_graphs_keep_their_budgets(graph: Graph, budgets: dict[Any, int], disk: int) -> None:
     topology = read_max_memory({**budgets, "disk": disk})

@@ -112,7 +112,12 @@ SEEDS = {
     ("two and the CPU", False): [0, 1, 2, 3, 5, 6, 7],
     ("two and the CPU", True): [0, 1, 2, 3, 5, 6, 7],
 }
-CASES = [(kind, ties, seed) for (kind, ties), seeds in SEEDS.items() for seed in seeds]
+SLOW_SEEDS = range(4, 10)  # draws like the first four
+CASES = [
+    pytest.param(kind, ties, seed, marks=[pytest.mark.slow] * (seed in SLOW_SEEDS))
+    for (kind, ties), seeds in SEEDS.items()
+    for seed in seeds
+]
 
 
 @pytest.mark.parametrize(("kind", "ties", "seed"), CASES)

@@ -71,8 +71,8 @@ def cheapest(problem: Problem, keys: list[Any], *, stream: bool) -> float | None
     return best
 
 
-# of these, all placements are many
-SLOW_SEEDS = {4, 5, 9, 16}
+# of 4, 5, 9 and 16, all placements are many; the others are draws like the first
+SLOW_SEEDS = {4, 5, 9, 16, *range(14, 25)}
 SEEDS = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW_SEEDS else n for n in range(25)]
 
 
