@@ -411,7 +411,7 @@ def tied() -> None:
     """GPT-2, whose embedding is its head, and eager: gradients of two steps, clipped; then AdamW; twice."""
     import transformers
 
-    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64)
+    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)
     model = transformers.GPT2LMHeadModel(config).eval()
     eager = copy.deepcopy(model)
     ids, target = torch.randint(0, 64, (4, 5)), torch.randint(0, 64, (4, 5))

