@@ -14,7 +14,7 @@ from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.capture.signature import BoundCall
 from graphplan.capture.structure import map_leaves
 from graphplan.errors import NoGraphError
-from graphplan.runtime.module.placed_module import PlacedModule
+from graphplan.runtime.module.placed_view import PlacedView
 from graphplan.warnings import warn
 
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -46,7 +46,7 @@ def require_equal(model: nn.Module, placed: nn.Module, call: BoundCall, entry: s
     args, kwargs = copy.deepcopy((call.args, call.kwargs))
     apart = compare(method_of(placed, entry)(*args, **kwargs), eager[0])
     if apart is not None:
-        what = "graph" if isinstance(placed, PlacedModule) else "model that hooks run"
+        what = "graph" if PlacedView(placed).graph_modules else "model that hooks run"
         raise NoGraphError(f"the {what} of {type(model).__name__} differs on the example inputs: {apart}")
 
 

@@ -1,8 +1,7 @@
-"""A call that no capture takes, of a module that is placed already: its modules run where their weights are.
+"""Calls that no capture takes, of a placed module: its modules run where their weights are.
 
 The placed weights are used as they are: nothing is copied but what a module needs elsewhere while it runs.
-A tree of modules that shares them has hooks: each module is given its inputs on its own device. With two
-layers on devices 0 and 1::
+Hooks give each module its inputs on its own device. With two layers on devices 0 and 1::
 
     layer0(x)        x -> 0, run
     layer1(y)        y -> 1, run, and its result -> 0 where the caller computes with it
@@ -10,6 +9,9 @@ layers on devices 0 and 1::
 What a forward computes between its modules may need things together, which nobody knows beforehand: ways of
 running are tried one after another, on copies of the arguments, and the first that runs is kept. The last
 brings each module's weights to the caller's device while it runs.
+
+A module that has graphs runs as a tree of modules of its own over the same weights, which other threads read
+meanwhile. One that has none runs itself, so that what its code keeps in attributes is kept.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf, leaf_names
 from graphplan.capture.structure import map_leaves
 from graphplan.capture.transformers.caches import is_cache
-from graphplan.errors import CaptureError, GraphplanError, first_line
+from graphplan.devices.topology import CPU, SIMULATED
+from graphplan.errors import CaptureError, GraphplanError, PlanError, first_line
 from graphplan.runtime.memory.arena import moved
 
 
@@ -57,49 +60,71 @@ _WAYS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _CallForm:
-    """A call structure that no capture takes, of any sizes."""
+@dataclass
+class CallForm:
+    """A call structure that no capture takes, of any sizes; ``way`` is known from its first call on."""
 
     entry: str
     modes: Modes
     signature: InputSignature
+    way: _Way | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Untraced:
+    """How calls of a model run that has no graph at all.
+
+    Attributes:
+        reason: why it has none.
+        main: where modules compute whose weights are on the CPU.
+        returns: whether a module's results go to where its caller computes.
+    """
+
+    reason: str
+    main: torch.device
+    returns: bool
+
+    def __str__(self) -> str:
+        return f"hooks run the model: {self.reason}"
+
+    def run(self, plain: nn.Module, entry: str, call: BoundCall) -> Any:
+        """Run a call, of any structure, of the model as its own class."""
+        _refuse_autocast(plain)
+        running = _HookedRun(_WAYS[self.returns], call.device or torch.device(CPU), self.main)
+        return _run(plain, entry, running, call.args, call.kwargs)
 
 
 @dataclass
 class Modulewise:
-    """The calls of one placed module that run module by module."""
+    """The calls of one placed module with graphs that run module by module."""
 
-    forms: list[_CallForm] = field(default_factory=list)
-    ways: dict[int, _Way] = field(default_factory=dict)
+    forms: list[CallForm] = field(default_factory=list)
     tree: nn.Module | None = None
 
     def renewed(self) -> Modulewise:
         """For a copy of the module."""
-        return Modulewise(list(self.forms), dict(self.ways))
+        return Modulewise(list(self.forms))
 
-    def note(self, entry: str, call: BoundCall, modes: Modes) -> int:
-        """Run calls of this structure module by module from now on; the index of their form."""
+    def note(self, entry: str, call: BoundCall, modes: Modes) -> CallForm:
+        """Run calls of this structure module by module from now on."""
         leaves = tuple(_any_size(leaf) for leaf in call.leaves)
-        form = _CallForm(entry, modes, InputSignature(call.spec, leaves, leaf_names(call)))
+        form = CallForm(entry, modes, InputSignature(call.spec, leaves, leaf_names(call)))
         self.forms.append(form)
-        return next(i for i, one in enumerate(self.forms) if one is form)  # other threads append too
+        return form
 
-    def find(self, entry: str, call: BoundCall, modes: Modes) -> int | None:
+    def find(self, entry: str, call: BoundCall, modes: Modes) -> CallForm | None:
         """The form that a call has, if it is one of these."""
-        for index, form in enumerate(self.forms):
+        for form in self.forms:
             if form.entry == entry and form.modes == modes and form.signature.mismatch(call) is None:
-                return index
+                return form
         return None
 
     def run(
         self,
         whole: nn.Module,
         plain: nn.Module,
-        index: int,
+        form: CallForm,
         call: BoundCall,
-        *,
-        home: bool,
         instead: torch.device | None = None,
     ) -> Any:
         """Run a call.
@@ -107,9 +132,8 @@ class Modulewise:
         Args:
             whole: the placed module, whose weights are used.
             plain: the same as its own class.
-            index: of the form that the call has.
+            form: that the call has.
             call: its arguments.
-            home: whether results go back to the device of the call.
             instead: where modules on the CPU compute; None: on the CPU.
 
         Raises:
@@ -119,16 +143,16 @@ class Modulewise:
         if self.tree is None:
             self.tree = _shared(plain)
         _follow(self.tree, whole)
-        form, device = self.forms[index], call.device or torch.device("cpu")
-        if index not in self.ways:
-            self.ways[index] = self._first_way(form, call, device, instead)
-        running = _HookedRun(self.ways[index], device, instead)
+        _refuse_autocast(self.tree)
+        device = call.device or torch.device(CPU)
+        form.way = form.way or self._first_way(form, call, device, instead)
+        running = _HookedRun(form.way, device, instead)
         result = _run(self.tree, form.entry, running, call.args, call.kwargs)
         _take_back(self.tree, whole)
-        return _sent(result, device) if home else result
+        return result
 
     def _first_way(
-        self, form: _CallForm, call: BoundCall, device: torch.device, instead: torch.device | None
+        self, form: CallForm, call: BoundCall, device: torch.device, instead: torch.device | None
     ) -> _Way:
         assert self.tree is not None
         failures: list[Exception] = []
@@ -156,6 +180,14 @@ def _is_the_models(failures: Sequence[Exception]) -> bool:
     """Whether every way of running raised the same, and not for want of memory: then eager raises it too."""
     ours = isinstance(failures[-1], GraphplanError | torch.OutOfMemoryError)
     return not ours and all(is_same(error, failures[-1]) for error in failures)
+
+
+def _refuse_autocast(tree: nn.Module) -> None:
+    if torch.is_autocast_enabled(CPU) and any(t.device.type == SIMULATED for t in tree.parameters()):
+        raise PlanError(
+            "autocast is on, and simulated devices have none where hooks run the model: leave the autocast, "
+            "or convert the model with .to(dtype) before you place it"
+        )
 
 
 def _any_size(leaf: Any) -> Any:
@@ -194,6 +226,7 @@ def _take_back(tree: nn.Module, whole: nn.Module) -> None:
             made = mine._buffers.get(name)
             if own is not None and made is not None and made is not own:
                 own.detach().copy_(made)
+                mine._buffers[name] = own
 
 
 @contextmanager
@@ -240,7 +273,7 @@ class _HookedRun:
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Bring a module's inputs, its own tensors, and its layer of the caches, to where it runs."""
         device = self.host if self.way.gathered else _device_of(module)
-        if device is not None and device.type == "cpu" and self.instead is not None:
+        if device is not None and device.type == CPU and self.instead is not None:
             device = self.instead
         self.callers.append(device or self._device_of_caller())
         self.swapped.append(_Swapped())
@@ -251,13 +284,13 @@ class _HookedRun:
         for value in (*args, *kwargs.values()):
             if isinstance(layer, int) and is_cache(value):
                 _bring_layer(value, layer, device)
-        return _sent(args, device), _sent(kwargs, device)
+        return sent(args, device), sent(kwargs, device)
 
     def after(self, module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> Any:
         """Put back what was copied."""
         self.callers.pop()
         self.swapped.pop().put_back(module)
-        return _sent(result, self._device_of_caller()) if self.way.returns else result
+        return sent(result, self._device_of_caller()) if self.way.returns else result
 
     def _device_of_caller(self) -> torch.device:
         return self.callers[-1] if self.callers else self.host
@@ -267,24 +300,27 @@ class _HookedRun:
 class _Swapped:
     """Tensors of one module that are on another device while it runs."""
 
-    kept: list[tuple[dict[str, Any], str, torch.Tensor]] = field(default_factory=list)
+    kept: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def bring(self, module: nn.Module, device: torch.device) -> None:
         """Have copies on the device in place of what is elsewhere."""
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
                 if tensor is not None and tensor.device != device:
-                    self.kept.append((table, name, tensor))
-                    table[name] = moved(tensor, device)  # type: ignore[assignment]  # read while it runs
+                    here = moved(tensor, device)
+                    self.kept.append((table, name, tensor, here))
+                    table[name] = here  # type: ignore[assignment]  # read while it runs
         _tell_recurrent(module)
 
     def put_back(self, module: nn.Module) -> None:
         """Have the tensors again, buffers with what was written to their copies."""
-        for table, name, tensor in self.kept:
-            if table is module._buffers and table[name] is not None:
+        for table, name, tensor, here in self.kept:
+            found = table[name]
+            if found is here and table is module._buffers:
                 with torch.no_grad():
-                    tensor.copy_(table[name])
-            table[name] = tensor
+                    tensor.copy_(here)
+            anew = found is not None and found is not here  # the model has made another
+            table[name] = found.to(tensor.device) if anew else tensor
         _tell_recurrent(module)
 
 
@@ -299,7 +335,7 @@ def _run(
     tree: nn.Module, entry: str, call: _HookedRun, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     hooks: list[Any] = []
-    for part in tree.modules():
+    for part in list(tree.modules())[1:]:  # a call of the whole by another thread reads those of the whole
         hooks.append(part.register_forward_pre_hook(call.before, with_kwargs=True, prepend=True))
         hooks.append(part.register_forward_hook(call.after, with_kwargs=True, always_call=True))
     try:
@@ -339,7 +375,7 @@ def _bring_layer(cache: Any, index: int, device: torch.device) -> None:
             state.update({name: device for name, value in state.items() if isinstance(value, torch.device)})
 
 
-def _sent(value: Any, device: torch.device) -> Any:
+def sent(value: Any, device: torch.device) -> Any:
     """The value with its tensors on a device; caches as they are."""
 
     def send(leaf: Any) -> Any:

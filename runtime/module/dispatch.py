@@ -17,6 +17,7 @@ from graphplan.capture.signature import BoundCall, bind_call
 from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mode
 from graphplan.errors import NoGraphError
 from graphplan.ir.schedule import prefetch_bytes
+from graphplan.runtime.fallback.module_by_module import CallForm
 from graphplan.runtime.module.dispatch_cache import find_route
 from graphplan.runtime.module.module_state import KnownForm, ModuleState
 from graphplan.runtime.module.program import Program
@@ -55,10 +56,11 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class ServedByModules:
-    """A call that no program serves: which of the forms that run module by module it has."""
+    """A call that no program serves, and its form; None where that of every call is served so."""
 
-    form: int
+    entry: str
     call: BoundCall
+    form: CallForm | None = None
 
 
 def serve(
@@ -86,6 +88,8 @@ def serve(
         TooManyPrograms: it has a new structure, and no further programs are kept.
         PlacedAnew: it has a new structure, and the module is placed anew.
     """
+    if state.untraced is not None:
+        return ServedByModules(entry, bind_call(signature, args, kwargs))
     reader = state.reader  # None in a copy, and while another thread places the module anew
     if reader is None:
         reader = state.reader = state.new_reader(module)
@@ -159,7 +163,7 @@ def _by_modules(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -
     if form is None:
         warn(_HOOKED)
         form = state.modulewise.note(entry, call, modes)
-    return ServedByModules(form, call)
+    return ServedByModules(entry, call, form)
 
 
 def _find(
@@ -186,7 +190,7 @@ def _known(
         if alike and program.takes(call.leaves):
             return index
     form = state.modulewise.find(entry, call, modes)
-    return None if form is None else ServedByModules(form, call)
+    return None if form is None else ServedByModules(entry, call, form)
 
 
 @outside_inference_mode
@@ -204,7 +208,7 @@ def _captured(state: ModuleState, entry: str, call: BoundCall, modes: Modes) -> 
         ):  # without a graph, nothing has gradients
             raise
         state.refused(error)
-        return ServedByModules(state.modulewise.note(entry, call, modes), call)
+        return ServedByModules(entry, call, state.modulewise.note(entry, call, modes))
     share_prefetch_buffers(state.programs)
     if len(state.programs) == _MANY:
         warn(_MANY_PROGRAMS)

@@ -15,7 +15,7 @@ from graphplan.capture.modes import ModeReader, Modes
 from graphplan.capture.signature import BoundCall
 from graphplan.errors import NoGraphError
 from graphplan.ir.plan_data import PlanData
-from graphplan.runtime.fallback.module_by_module import Modulewise
+from graphplan.runtime.fallback.module_by_module import Modulewise, Untraced
 from graphplan.runtime.module.dispatch_cache import Route
 from graphplan.runtime.module.module_guard import ModuleGuard
 from graphplan.runtime.module.program import Program
@@ -97,10 +97,11 @@ class ModuleState:
     module at its next call: where there were no inputs to plan with, and where pickling has dropped the
     programs. ``restart`` is what pickling keeps for that. ``as_written`` are methods that run as they are.
     ``turns`` is held by a run that streams weights, or goes module by module: they use the same memory.
-    ``parts`` of sliced weights are kept on accelerators, by name and device, for the calls of all structures.
-    ``training`` reads what a training step differentiates, where steps are planned. ``move`` is None where
-    weights are to stay. ``running`` has the calls that read the weights now. What is added to
-    ``programs`` is added under the capture lock; nothing is ever taken away.
+    ``parts`` of sliced weights are kept on accelerators, by name and device, for the calls of all
+    structures. ``untraced`` says how calls run where the model has no graph at all. ``training`` reads what
+    a training step differentiates, where steps are planned. ``move`` is None where weights are to stay.
+    ``running`` has the calls that read the weights now. What is added to ``programs`` is added under the
+    capture lock; nothing is ever taken away.
     """
 
     programs: list[Program]
@@ -122,11 +123,17 @@ class ModuleState:
     streams: ModuleStreams = field(default_factory=ModuleStreams)
     parts: dict[tuple[str, torch.device], ResidentPart] = field(default_factory=dict)
     modulewise: Modulewise = field(default_factory=Modulewise)
+    untraced: Untraced | None = None
     turns: threading.RLock = field(default_factory=threading.RLock)
     training: TrainingReader | None = None
     move: MoveWeights | None = None
     running: RunningCalls = field(default_factory=RunningCalls)
     told_of_gradients: bool = False
+
+    def watch(self, module: nn.Module) -> None:
+        """Read the module whose state this is, and notice changes of what its graphs were traced from."""
+        if self.start is None and self.untraced is None:
+            self.reader, self.guard = self.new_reader(module), ModuleGuard(module)
 
     def new_reader(self, module: nn.Module) -> ModeReader:
         """A reader of the modes of the module whose state this is, on the devices that it was placed on."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,15 +21,15 @@ import torch
 from torch import nn
 
 from graphplan._compat.torch import in_grad_transform
-from graphplan.capture.model_methods import method_of
 from graphplan.capture.modes import Differentiation
 from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mode
 from graphplan.errors import InfeasibleError, PlanError
 from graphplan.ir.plan_data import PlanData
-from graphplan.runtime.fallback.hooked_module import HookedModule, plain_copy
+from graphplan.runtime.fallback.module_by_module import Untraced, sent
 from graphplan.runtime.fallback.short_names import ShortNames, made_class, original_class, unplaced
 from graphplan.runtime.memory.host_pages import Pages
+from graphplan.runtime.memory.shared_memory import join_memory
 from graphplan.runtime.module.code_assembly import code_of
 from graphplan.runtime.module.dispatch import (
     PlacedAnew,
@@ -39,9 +39,8 @@ from graphplan.runtime.module.dispatch import (
     serve,
     share_prefetch_buffers,
 )
-from graphplan.runtime.module.module_guard import ModuleGuard
 from graphplan.runtime.module.module_state import Code, Compile, ModuleState, MoveWeights, Refused, Start
-from graphplan.runtime.module.placed_parts import link
+from graphplan.runtime.module.placed_parts import as_written, link
 from graphplan.runtime.module.placed_view import PlacedView
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.program_run import run
@@ -90,13 +89,8 @@ class PlacedModule(ShortNames, KeptInPlace):
         record: Record | None = None,
     ) -> Any:
         """Run an entry of the module on its own arguments."""
-        state = vars(self).get("_graphplan")  # None while another thread finds that hooks are to run it
-        if state is None or state.start is not None or _change(self) is not None:
+        if self._graphplan.start is not None or _change(self) is not None:
             _place_now(self, entry, args, kwargs)
-            if not isinstance(self, PlacedModule):
-                if record is not None:
-                    raise PlanError("hooks run this model: there is no graph to profile")
-                return method_of(self, entry)(*args, **kwargs)
         state = self._graphplan
         signature = signature or state.signature
         assert signature is not None
@@ -123,14 +117,22 @@ class PlacedModule(ShortNames, KeptInPlace):
                         return _run(self, state, served, record, step)
         return self._graphplan_enter(entry, signature, args, kwargs, record)  # errors keep tensors no longer
 
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As the model's own; without any graph, other tensors would not be noticed: values are written."""
+        return super().load_state_dict(state_dict, strict, assign and self._graphplan.untraced is None)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # of torch
         link(self)
-        own = self._graphplan
-        if own.start is None:
-            own.reader, own.guard = own.new_reader(self), ModuleGuard(self)
+        self._graphplan.watch(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        state = self._graphplan
+        if state.untraced is not None:
+            assert state.restart is not None
+            return state.restart, (unplace(self), (), {}, "")
         _notice_changes(self)
         return _rebuild, (original_class(self),), self.__dict__
 
@@ -184,8 +186,6 @@ def _place_now(module: PlacedModule, entry: str, args: tuple[Any, ...], kwargs: 
     """Place the module at this call of it, unless another thread has done so meanwhile."""
     while True:
         with CAPTURE_LOCK:
-            if not isinstance(module, PlacedModule):
-                return
             _notice_changes(module)  # from here on, no call begins
             state = module._graphplan
             if state.start is None:
@@ -208,11 +208,8 @@ def _start(
     state.parts.clear()
     started = state.start(module, args, kwargs, entry)
     object.__setattr__(module, "__dict__", started.__dict__)  # at once, for other threads
-    if not isinstance(started, PlacedModule):  # hooks run it
-        module.__class__ = type(started)  # type: ignore[assignment]  # of the same original
-    else:
-        started._graphplan.as_written = state.as_written
-        link(module)
+    module._graphplan.as_written = state.as_written
+    link(module)
 
 
 def _change(module: PlacedModule) -> str | None:
@@ -260,11 +257,25 @@ def _notice_changes(module: PlacedModule) -> None:
 
 
 def _run_modulewise(module: PlacedModule, served: ServedByModules, record: Record | None) -> Any:
+    state, call = module._graphplan, served.call
     if record is not None:
-        raise PlanError("modules run this call one by one, there is no graph to profile")
-    state, plain, instead = module._graphplan, unplaced(module), _computes_instead(PlacedView(module).plan)
-    home = state.return_outputs
-    return state.modulewise.run(module, plain, served.form, served.call, home=home, instead=instead)
+        why = state.untraced or "modules run this call one by one"
+        raise PlanError(f"there is no graph to profile, {why}")
+    if served.form is None:
+        assert state.untraced is not None
+        with as_written():
+            result = state.untraced.run(_as_original(module), served.entry, call)
+    else:
+        instead = _computes_instead(PlacedView(module).plan)
+        result = state.modulewise.run(module, unplaced(module), served.form, call, instead)
+    return sent(result, call.device or torch.device("cpu")) if state.return_outputs else result
+
+
+def _as_original(module: PlacedModule) -> nn.Module:
+    """The very attributes of a module, as its own class."""
+    plain = object.__new__(original_class(module))
+    object.__setattr__(plain, "__dict__", vars(module))
+    return plain
 
 
 def _computes_instead(plan: PlanData) -> torch.device | None:
@@ -293,8 +304,6 @@ def unplace(module: nn.Module) -> nn.Module:
     Raises:
         PlanError: it is no placed module.
     """
-    if isinstance(module, HookedModule):
-        return plain_copy(module, shares=True)
     if not isinstance(module, PlacedModule):
         raise PlanError(f"{type(module).__name__} is not a placed module")
     plain, memo = unplaced(module), dict[int, Any]()
@@ -302,7 +311,10 @@ def unplace(module: nn.Module) -> nn.Module:
         here = tensor.detach().cpu()
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(here, tensor.requires_grad) if is_parameter else here
-    return copy_to_run(plain, memo)
+    made = copy_to_run(plain, memo)
+    if module._graphplan.untraced is not None:  # what has graphs writes to no shared memory
+        join_memory(module, made)
+    return made
 
 
 def attach(
@@ -328,7 +340,7 @@ def attach(
     link(module)
     state.device_types = device_types
     module.__dict__["_graphplan"] = state
-    state.reader, state.guard = state.new_reader(module), ModuleGuard(module)
+    state.watch(module)
     for index in range(len(programs)):
         code_of(module, state, index)  # takes the prefetch buffer's memory now, while it is there
 
@@ -337,3 +349,18 @@ def attach_start(module: nn.Module, start: Start) -> None:
     """Give a copy that is not placed yet the way to be, at its first call."""
     link(module)
     module.__dict__["_graphplan"] = ModuleState([], start=start)
+
+
+def attach_untraced(
+    module: nn.Module,
+    untraced: Untraced,
+    signature: inspect.Signature,
+    restart: Start,
+    *,
+    keep_grad: bool,
+    return_outputs: bool,
+) -> None:
+    """Give a placed copy without any graph the way to run, and to be placed anew from a plain copy."""
+    link(module)
+    state = ModuleState([], None, signature, restart, keep_grad, return_outputs, untraced=untraced)
+    module.__dict__["_graphplan"] = state

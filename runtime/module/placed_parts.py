@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from graphplan._compat.torch import call_of, set_call
-from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError, method_of
+from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.structure import leaves_of
 from graphplan.errors import PlanError
 from graphplan.runtime.fallback.short_names import made_class, original_class, unplaced
@@ -65,12 +65,12 @@ class _Link:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         part: Any = self._part()
-        whole = self.whole()
+        whole: Any = self.whole()
         if whole is None:
             return part._call_impl(*args, **kwargs)
         if self._signature is None:
             self._signature = inspect.signature(part.forward)
-        return _enter(whole, self._path, self._signature, args, kwargs)
+        return whole._graphplan_enter(self._path, self._signature, args, kwargs)
 
     def whole(self) -> nn.Module | None:
         """The placed whole; None where the part is to run its own code: inside, or after it was replaced.
@@ -101,13 +101,6 @@ class _Link:
 
     def __reduce__(self) -> Any:
         return type(None), ()
-
-
-def _enter(whole: Any, entry: str, signature: inspect.Signature, args: Any, kwargs: Any) -> Any:
-    enter = getattr(type(whole), "_graphplan_enter", None)
-    if enter is None:  # hooks run it
-        return method_of(whole, entry)(*args, **kwargs)
-    return enter(whole, entry, signature, args, kwargs)
 
 
 class PlacedPart(nn.Module):
@@ -256,11 +249,11 @@ def _entry(original: type[nn.Module], name: str) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
         if not signature:
             signature.append(inspect.signature(method.__get__(self)))
-        whole, path = found
-        entry, own = f"{path}:{name}", whole._graphplan.as_written
+        whole: Any = found[0]
+        entry, own = f"{found[1]}:{name}", whole._graphplan.as_written
         if entry not in own:
             try:
-                return _enter(whole, entry, signature[0], args, kwargs)
+                return whole._graphplan_enter(entry, signature[0], args, kwargs)
             except RunAsItIs:
                 own.add(entry)
             except UntracedMethodError as error:

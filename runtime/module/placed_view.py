@@ -46,7 +46,9 @@ class PlacedView:
 
     @property
     def plans(self) -> tuple[PlanData, ...]:
-        """The plan of every call structure so far."""
+        """The plan of every call structure so far; the one of modules where there is no graph."""
+        if self._state.untraced is not None:
+            return (self.plan,)
         return tuple(program.plan for program in self._state.programs)
 
     @property
@@ -91,6 +93,8 @@ class PlacedView:
         return Profile(recorders[0].plan, measured)
 
     def _first(self) -> Program:
+        if self._state.untraced is not None:
+            raise PlanError(f"there is no generated code, {self._state.untraced}")
         if not self._state.programs:
             raise PlanError("nothing is planned yet: run the model once, or give partition example inputs")
         return self._state.programs[0]

@@ -9,7 +9,6 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from graphplan.devices.topology import CPU
 from graphplan.errors import PlanError
 
 
@@ -35,7 +34,7 @@ def require_in_place(
         convert: what would be done to it.
         welcome: a move to this device is taken to mean that calls come from there.
     """
-    forms = dict.fromkeys(_form(t) for t in (*module.parameters(), *module.buffers()))
+    forms = dict.fromkeys((t.device, t.dtype) for t in (*module.parameters(), *module.buffers()))
     for device, dtype in forms:
         probe = nn.Module()
         probe.register_buffer("weight", torch.empty(0, device=device, dtype=dtype))
@@ -48,11 +47,6 @@ def require_in_place(
                 f"be {made.dtype} on {made.device}. graphplan.unplace(model) gives back the plain model on "
                 "the CPU, to convert and to partition again"
             )
-
-
-def _form(tensor: torch.Tensor) -> tuple[torch.device, torch.dtype]:
-    """Where a weight is, and of what; accelerate's hooks have the values of meta ones on the CPU."""
-    return torch.device(CPU) if tensor.is_meta else tensor.device, tensor.dtype
 
 
 def _kept_in_place(name: str) -> Callable[..., Any]:

@@ -5,6 +5,8 @@ import gc
 import io
 import pickle
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -218,10 +220,12 @@ def test_a_checkpoint_is_read_to_where_hooks_want_it(tmp_path: Any) -> None:
         assert largest_difference(placed(X), model(X).detach()) < 1e-6
 
 
-def test_gradients_pass_through_hooks() -> None:
+@pytest.mark.parametrize("budgets", [{0: "1MiB"}, {0: 30_000, "cpu": 1 << 24}], ids=str)
+def test_gradients_pass_through_hooks(budgets: dict[Any, Any]) -> None:
     model = Undecided().eval()
-    with graphplan.simulate({0: "1MiB"}) as machine:
-        placed = placed_on(model, machine.max_memory, grad=True)
+    with graphplan.simulate(budgets | {0: "1MiB"}):  # what autograd saves is not planned
+        placed = placed_on(model, budgets, grad=True)
+        assert set(placed.plan.placement.values()) == budgets.keys()
         placed(X).sum().backward()
         model(X).sum().backward()
         found = dict(placed.named_parameters())
@@ -396,8 +400,10 @@ def test_values_are_loaded_to_where_hooks_keep_them(share: float, assign: bool) 
     state = {name: 1.5 * tensor for name, tensor in model.state_dict().items()}
     with graphplan.simulate({0: 10_000 + int(share * bytes_of(model)), "cpu": 1 << 24}) as machine:
         placed = placed_on(model, machine.max_memory)
-        assert any(tensor.device.type == "meta" for tensor in placed.parameters()) == (share < 1)
+        assert any(tensor.device.type == "cpu" for tensor in placed.parameters()) == (share < 1)
+        places = [(tensor.device, tensor.data_ptr()) for tensor in placed.parameters()]
         placed.load_state_dict(state, assign=assign)
+        assert [(tensor.device, tensor.data_ptr()) for tensor in placed.parameters()] == places
         with torch.no_grad():
             model.load_state_dict(state)
             assert largest_difference(placed(X), model(X)) < 1e-6
@@ -415,3 +421,75 @@ def test_what_hooks_run_is_neither_moved_nor_converted(share: float) -> None:
                 convert()
         nn.Sequential(placed).cpu()
         assert largest_difference(placed(X), expected) < 1e-6
+
+
+class Stateful(nn.Module):
+    """Keeps state in Python, and a buffer that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.block, self.last = nn.Linear(16, 64), Block(), nn.Linear(16, 8)
+        self.register_buffer("history", torch.zeros(0, 16))
+        self.calls, self.block.calls = 0, []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        y = self.block(x + self.first(x)[:, :16])
+        if isinstance(self.block, Block):
+            self.block.calls.append(tuple(y.shape))
+        self.history = torch.cat([self.history, y.detach()[:1]])
+        return self.last(y) * (2.0 if float(y.detach().sum()) > 1e6 else 1.0)
+
+    def embed(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x)[:, :16] if float(x.detach().sum()) < 1e6 else x
+
+
+BOTH = pytest.mark.parametrize("share", [0.6, 3.0])
+
+
+@contextmanager
+def stateful_on(share: float) -> Iterator[tuple[Any, Any]]:
+    """(model, what hooks run)."""
+    model = Stateful().eval()
+    budgets = {0: 10_000 + int(share * bytes_of(model)), "cpu": 1 << 24}
+    with graphplan.simulate(budgets) as machine, warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore", graphplan.GraphplanWarning)
+        placed = graphplan.partition(model, machine.max_memory, (X,))
+        warnings.simplefilter("error")
+        yield model, placed
+
+
+@BOTH
+def test_what_forward_keeps_is_kept(share: float) -> None:
+    with stateful_on(share) as (model, placed):
+        before = placed.calls, len(placed.block.calls)
+        for x in (X, X[:2]):
+            assert largest_difference(placed(x), model(x)) < 1e-6
+        assert (placed.calls, len(placed.block.calls)) == (before[0] + 2, before[1] + 2)
+        assert placed.block.calls[-2:] == [(4, 16), (2, 16)]
+        assert largest_difference(placed.history[-2:].cpu(), model.history) < 1e-6
+        assert len(placed.state_dict()["history"]) == len(placed.history)
+
+
+@BOTH
+def test_parts_and_methods_of_what_hooks_run_are_called_alone(share: float) -> None:
+    with stateful_on(share) as (model, placed):
+        assert largest_difference(placed.block(X).cpu(), model.block(X)) < 1e-6
+        assert largest_difference(placed.embed(X).cpu(), model.embed(X)) < 1e-6
+
+
+@BOTH
+def test_what_is_changed_in_what_hooks_run_holds(share: float) -> None:
+    seen: list[str] = []
+    with stateful_on(share) as (model, placed):
+        for one in (model, placed):
+            one.block.register_forward_hook(noted)
+            one.register_forward_hook(lambda *_: seen.append("whole"))
+        assert largest_difference(placed(X), model(X)) < 1e-6
+        assert seen == ["whole", "whole"]
+        for one in (model, placed):
+            one.block = nn.Identity()
+        assert largest_difference(placed(X[:2]), model(X[:2])) < 1e-6
+        with pytest.raises(graphplan.InputError, match="unexpected keyword argument"):
+            placed(X, nothing=1)

@@ -1,4 +1,4 @@
-"""What happens where no graph can be captured: modules are placed, and accelerate's hooks run them.
+"""What happens where no graph can be captured: modules are placed, and run one by one.
 
 The plan is one of modules in the order in which they run. How large activations are is measured by running
 the model once; every accelerator keeps room for all of them. Hooks bring inputs to a module, and nobody
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +23,7 @@ from graphplan.analysis.plan import Plan
 from graphplan.capture.eager_run import is_same
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.capture.model_methods import method_of
-from graphplan.capture.model_weights import tensor_bytes
+from graphplan.capture.model_weights import ModelWeights, tensor_bytes
 from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.capture.signature import leaf_on_cpu
 from graphplan.capture.structure import map_leaves
@@ -39,9 +40,10 @@ from graphplan.passes.frontend.graph_weights import weight_of
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem, cpu_key
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
-from graphplan.runtime.fallback.hooked_module import dispatch
+from graphplan.runtime.fallback.module_by_module import Untraced
 from graphplan.runtime.fallback.module_profile import CallProfile, profile_call
 from graphplan.runtime.memory.shared_memory import join_memory
+from graphplan.runtime.module.placed_module import attach_untraced, placed_class
 from graphplan.runtime.weights.storage import Layout, place_model
 from graphplan.warnings import warn
 
@@ -69,7 +71,7 @@ def fall_back(
     fallback = _Fallback(model, model_copy, asked, topology, options, source)
     placed = fallback.place(str(error))
     warn(
-        f"{error}\naccelerate's hooks run the model instead, module by module: its operations are not "
+        f"{error}\nhooks run the model instead, module by module: its operations are not "
         "planned, and weights on the CPU are copied when they are used. strict=True makes this an error"
     )
     return placed
@@ -111,6 +113,47 @@ class _Split:
 
 
 @dataclass(frozen=True, slots=True)
+class _ByModules:
+    """Places a model whose modules run one by one: now, or a plain copy of it that is unpickled.
+
+    Attributes:
+        devices: weight -> where it lives.
+        untraced: how it runs.
+        known_plan: of modules.
+        keep_grad: whether calls keep autograd alive.
+        return_outputs: whether results go back to the device of the inputs.
+        strict: never, as such a model runs without a graph.
+    """
+
+    devices: Mapping[str, torch.device]
+    untraced: Untraced
+    known_plan: Plan
+    keep_grad: bool
+    return_outputs: bool
+    strict: bool = False
+
+    def __call__(self, module: nn.Module, *_call: Any, **_named: Any) -> nn.Module:
+        """A placed copy, whatever call comes next."""
+        return self.place(module, None)
+
+    def place(self, model: nn.Module, source: Checkpoint | None) -> nn.Module:
+        """A placed copy, with weights from a checkpoint if there is one."""
+        layout = Layout(self.devices)
+        made = place_model(model, ModelWeights(model), layout, placed_class, source).module
+        join_memory(model, made)
+        signature = inspect.signature(model.forward)
+        attach_untraced(
+            made,
+            self.untraced,
+            signature,
+            self,
+            keep_grad=self.keep_grad,
+            return_outputs=self.return_outputs,
+        )
+        return made
+
+
+@dataclass(frozen=True, slots=True)
 class _Fallback:
     """Tries ways of splitting."""
 
@@ -138,11 +181,13 @@ class _Fallback:
         self, split: _Split, profile: CallProfile, reason: str, raised: Exception | None
     ) -> nn.Module | str:
         """The model with hooks; why that does not run, if it does not and eager did not raise the same."""
-        devices = {name: self.topology[key].torch_device for name, key in split.entries.items()}
-        main, plan = self.topology[split.main].torch_device, self._plan(split, profile)
+        keys = {name: _device_of(split.entries, name) for name in self.model_copy.weights.tensors}
+        devices = {name: self.topology[key].torch_device for name, key in keys.items()}
+        untraced = Untraced(reason, self.topology[split.main].torch_device, split.home)
+        options, plan = self.options, self._plan(split, profile)
+        start = _ByModules(devices, untraced, plan, options.grad, options.return_outputs)
         try:
-            model = self._with_data(devices)
-            made = dispatch(model, devices, main, plan, reason, grad=self.options.grad, home=split.home)
+            made = start.place(self.model, self.source)
             self._run(made)
         except (RuntimeError, NotImplementedError, GraphplanError) as error:
             if is_same(error, raised):
@@ -155,16 +200,6 @@ class _Fallback:
     def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Of the call; a run may change what it is given, caches say."""
         return self.asked.call.args, self.asked.call.kwargs
-
-    def _with_data(self, devices: Mapping[str, torch.device]) -> nn.Module:
-        """The model with its weights: its own, or read to where they go."""
-        if self.source is None:
-            return self.model
-        weights = self.model_copy.weights
-        layout = Layout({name: _device_of(devices, name) for name in weights.tensors})
-        made = place_model(self.model, weights, layout, source=self.source).module
-        join_memory(self.model, made)
-        return made
 
     def _profile(self) -> tuple[CallProfile, Exception | None]:
         """The call, run once: on the model's own weights where they are on the CPU, else on zeros.
