@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from graphplan.errors import PlanError
 
 _SEQUENCES = (tuple, Sequence, frozenset)
+_hints = cache(get_type_hints)
 _INTEGERS = 1 << 63  # below which, and above minus which, sums are made of them
 
 
@@ -60,6 +62,21 @@ class Format:
         return data
 
 
+def encode(value: Any) -> Any:
+    """What ``json.dumps`` takes and :func:`decode` reads: a mapping as pairs, as its keys may be numbers."""
+    if isinstance(value, Mapping):
+        return [list(item) for item in value.items()]
+    if isinstance(value, tuple):
+        return list(map(encode, value))
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def decode_fields(kind: type, names: Iterable[str], data: Mapping[str, Any]) -> dict[str, Any]:
+    """These fields of a dataclass, each as :func:`decode` reads it; KeyError where one is missing."""
+    hints = _hints(kind)
+    return {name: decode(hints[name], data[name]) for name in names}
+
+
 def decode(kind: Any, data: Any) -> Any:
     """JSON data as what a type annotation says, all the way down.
 
@@ -74,10 +91,9 @@ def decode(kind: Any, data: Any) -> Any:
     """
     origin, inner = get_origin(kind), get_args(kind)
     if isinstance(kind, type) and is_dataclass(kind) and isinstance(data, dict):
-        hints = get_type_hints(kind)
-        if unknown := set(data) - set(hints):
+        if unknown := set(data) - set(_hints(kind)):
             raise TypeError(f"{kind.__name__} has no {min(unknown)!r}")
-        return kind(**{name: decode(hints[name], value) for name, value in data.items()})
+        return kind(**decode_fields(kind, data, data))
     if origin in (Union, UnionType) and (members := [one for one in inner if _is_one(one, data)]):
         return decode(members[0], data)
     if origin is Mapping and isinstance(data, dict | list):

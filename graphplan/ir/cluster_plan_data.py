@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, Literal, Self, TypeVar
 
@@ -18,7 +18,7 @@ from graphplan.errors import GraphplanError, PlanError, VerificationError
 from graphplan.ir.liveness import saved_bytes
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.plan_json import read_plan, write_plan
-from graphplan.versioned_json import Format, decode
+from graphplan.versioned_json import Format, decode_fields, encode
 
 PipelineSchedule = Literal["gpipe", "1f1b"]
 Objective = Literal["latency", "throughput"]
@@ -26,7 +26,11 @@ AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 Bytes = Mapping[DeviceKey, int]
 
 _FORMAT = Format("graphplan.cluster_plan", 1, "plan of several machines")
-_FIGURES = ("batch", "microbatches", "schedule", "objective", "lower_bound", "proof")
+_FIGURES = (
+    *("machines", "network", "batch", "microbatches", "schedule", "objective"),
+    *("lower_bound", "proof"),
+)
+_OF_STAGES = ("machine", "start", "end", "receives", "sends", "buffer_bytes", "kept_bytes")
 
 
 def in_flight(schedule: PipelineSchedule, microbatches: int, after: int) -> int:
@@ -242,26 +246,13 @@ class ClusterPlanData(Generic[AnyPlan]):
 
     def to_json(self) -> str:
         """The plan as JSON text; :meth:`from_json` reads it back."""
-        data = {
-            **_FORMAT.head(),
-            **{name: getattr(self, name) for name in _FIGURES},
-            "machines": self.machines,
-            "network": asdict(self.network),
-            "stages": [
-                {
-                    "machine": stage.machine,
-                    "start": stage.start,
-                    "end": stage.end,
-                    "receives": [asdict(one) for one in stage.receives],
-                    "sends": [asdict(one) for one in stage.sends],
-                    "buffer_bytes": stage.buffer_bytes,
-                    "kept_bytes": list(stage.kept_bytes.items()),
-                    "plan": json.loads(write_plan(stage.plan)),
-                }
-                for stage in self.stages
-            ],
-        }
-        return json.dumps(data, indent=1)
+        figures = {name: encode(getattr(self, name)) for name in _FIGURES}
+        stages = [
+            {name: encode(getattr(stage, name)) for name in _OF_STAGES}
+            | {"plan": json.loads(write_plan(stage.plan))}
+            for stage in self.stages
+        ]
+        return json.dumps({**_FORMAT.head(), **figures, "stages": stages}, indent=1)
 
     @classmethod
     def _read(cls, kind: type[AnyPlan], text: str) -> Self:
@@ -272,17 +263,8 @@ class ClusterPlanData(Generic[AnyPlan]):
         """
         data = _FORMAT.parse(text)
         try:
-            made = cls(
-                stages=tuple(_read_stage(kind, one) for one in data["stages"]),
-                machines=decode(int, data["machines"]),
-                network=decode(Link, data["network"]),
-                batch=decode(int, data["batch"]),
-                microbatches=decode(int, data["microbatches"]),
-                schedule=decode(PipelineSchedule, data["schedule"]),
-                objective=decode(Objective, data["objective"]),
-                lower_bound=decode(float, data["lower_bound"]),
-                proof=decode(str, data["proof"]),
-            )
+            stages = tuple(_read_stage(kind, one) for one in data["stages"])
+            made = cls(stages, **decode_fields(cls, _FIGURES, data))
             made.verify()
         except (KeyError, TypeError, ValueError, AttributeError, GraphplanError) as error:
             raise PlanError(f"this plan is damaged: {type(error).__name__}: {error}") from error
@@ -290,13 +272,5 @@ class ClusterPlanData(Generic[AnyPlan]):
 
 
 def _read_stage(kind: type[AnyPlan], data: Mapping[str, Any]) -> MachineStage[AnyPlan]:
-    return MachineStage(
-        decode(int, data["machine"]),
-        decode(int, data["start"]),
-        decode(int, data["end"]),
-        decode(tuple[Crossing, ...], data["receives"]),
-        decode(tuple[Crossing, ...], data["sends"]),
-        decode(int, data["buffer_bytes"]),
-        read_plan(kind, json.dumps(data["plan"])),
-        decode(Bytes, data.get("kept_bytes", [])),
-    )
+    plan = read_plan(kind, json.dumps(data["plan"]))
+    return MachineStage(plan=plan, **decode_fields(MachineStage, _OF_STAGES, {"kept_bytes": [], **data}))

@@ -290,9 +290,9 @@ class Graph:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         return {
-            "operations": [asdict(operation) for operation in self.operations.values()],
-            "values": [asdict(value) for value in self.values.values()],
-            "weights": [asdict(weight) for weight in self.weights.values()],
+            "operations": list(map(asdict, self.operations.values())),
+            "values": list(map(asdict, self.values.values())),
+            "weights": list(map(asdict, self.weights.values())),
             "inputs": list(self.inputs),
             "outputs": list(self.outputs),
             "together": [sorted(group) for group in self.together],

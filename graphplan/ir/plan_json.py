@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 from graphplan.devices.topology import DeviceKey, DeviceSpec, Link, Topology
 from graphplan.errors import GraphplanError, PlanError
 from graphplan.ir.graph import Graph
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import Assignment, Load, Move, PrefetchBuffer, Release, Run, Schedule, Step, Wait
-from graphplan.versioned_json import Format, decode
+from graphplan.versioned_json import Format, decode, decode_fields, encode
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 
@@ -64,34 +63,26 @@ def _encode(plan: PlanData) -> dict[str, Any]:
     topology = plan.topology
     return {
         **_FORMAT.head(),
-        **{name: _plain(getattr(plan, name)) for name in (*_FIELDS, "peak_bytes")},
+        **{name: encode(getattr(plan, name)) for name in (*_FIELDS, "peak_bytes")},
         "fixed_weights": dict(plan.fixed_weights),
-        "devices": list(map(asdict, topology.devices)),
-        "links": [[a, b, asdict(link)] for (a, b), link in topology.links.items()],
-        "default_link": asdict(topology.default_link),
+        "devices": encode(topology.devices),
+        "links": [[a, b, encode(link)] for (a, b), link in topology.links.items()],
+        "default_link": encode(topology.default_link),
         **_encode_schedule(plan.schedule),
         "graph": plan.graph.to_dict(),
         "others": [_encode(other) for other in plan.others],
     }
 
 
-def _plain(value: Any) -> Any:
-    """A mapping as pairs, since its keys may be numbers; a record as a mapping of names."""
-    if isinstance(value, Mapping):
-        return [list(item) for item in value.items()]
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-
-
 def _decode(cls: type[AnyPlan], data: Mapping[str, Any]) -> AnyPlan:
     links = {(decode(DeviceKey, a), decode(DeviceKey, b)): decode(Link, link) for a, b, link in data["links"]}
     devices = decode(tuple[DeviceSpec, ...], data["devices"])
-    kinds = get_type_hints(PlanData)
     return cls(
         graph=Graph.from_dict(data["graph"]),
         topology=Topology(devices, links, decode(Link, data["default_link"])),
         schedule=_decode_schedule(data),
         others=tuple(_from_data(cls, _FORMAT.checked(other)) for other in data["others"]),
-        **{name: decode(kinds[name], data[name]) for name in (*_FIELDS, "fixed_weights")},
+        **decode_fields(PlanData, (*_FIELDS, "fixed_weights"), data),
     )
 
 
@@ -101,18 +92,17 @@ def _encode_schedule(schedule: Schedule) -> dict[str, Any]:
     return {
         "host": schedule.host,
         "returns_to_host": schedule.returns_to_host,
-        **{name: _plain(getattr(assignment, name)) for name in _PLACES},
-        "prefetch_buffers": [asdict(buffer) for buffer in schedule.prefetch_buffers],
-        "steps": [{"step": type(step).__name__.lower(), **asdict(step)} for step in schedule.steps],
+        **{name: encode(getattr(assignment, name)) for name in _PLACES},
+        "prefetch_buffers": encode(schedule.prefetch_buffers),
+        "steps": [{"step": type(step).__name__.lower(), **encode(step)} for step in schedule.steps],
     }
 
 
 def _decode_schedule(data: Mapping[str, Any]) -> Schedule:
     """The inverse; KeyError, TypeError or ValueError where it is damaged."""
-    assignment = {name: data[name] for name in _PLACES}
     return Schedule(
         tuple(map(_decode_step, data["steps"])),
-        decode(Assignment, assignment),
+        Assignment(**decode_fields(Assignment, _PLACES, data)),
         decode(DeviceKey, data["host"]),
         decode(bool, data["returns_to_host"]),
         decode(tuple[PrefetchBuffer, ...], data["prefetch_buffers"]),

@@ -27,7 +27,7 @@ from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mod
 from graphplan.errors import InfeasibleError, PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.fallback.module_by_module import Untraced, sent
-from graphplan.runtime.fallback.short_names import ShortNames, made_class, original_class, unplaced
+from graphplan.runtime.fallback.short_names import made_class, original_class, unplaced
 from graphplan.runtime.memory.host_pages import Pages
 from graphplan.runtime.memory.shared_memory import join_memory
 from graphplan.runtime.module.code_assembly import code_of
@@ -41,7 +41,7 @@ from graphplan.runtime.module.dispatch import (
 )
 from graphplan.runtime.module.module_state import Code, Compile, ModuleState, MoveWeights, Refused, Start
 from graphplan.runtime.module.placed_parts import as_written, link
-from graphplan.runtime.module.placed_view import PlacedView
+from graphplan.runtime.module.placed_view import PlacedView, ShortNames
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.program_run import run
 from graphplan.runtime.module.training_reader import TrainingReader
@@ -71,7 +71,6 @@ class PlacedModule(ShortNames, KeptInPlace):
     """What :func:`graphplan.partition` makes of a model's class."""
 
     _graphplan: ModuleState
-    _graphplan_view = PlacedView
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the placed model on the model's own arguments."""

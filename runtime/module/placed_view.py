@@ -1,12 +1,19 @@
-"""What a placed module says of itself: its plans, its generated code, what a call takes."""
+"""What a placed module says of itself: its plans, its generated code, what a call takes.
+
+::
+
+    placed.graphplan.plan      always, unless the model has a child of the name graphplan
+    placed.plan                the same, unless the model has something of its own of the name plan
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from graphplan.capture.structure import leaves_of
 from graphplan.errors import PlanError
@@ -98,3 +105,21 @@ class PlacedView:
         if not self._state.programs:
             raise PlanError("nothing is planned yet: run the model once, or give partition example inputs")
         return self._state.programs[0]
+
+
+class ShortNames(nn.Module):
+    """A placed module, which answers to the names of its view where the model itself does not."""
+
+    def __getattr__(self, name: str) -> Any:
+        """What the model has of this name, else what its view has."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name != "graphplan" and (name.startswith("_") or name not in vars(PlacedView)):
+                raise
+        view = PlacedView(self)
+        return view if name == "graphplan" else getattr(view, name)
+
+    def __dir__(self) -> Iterable[str]:
+        short = (name for name in vars(PlacedView) if not name.startswith("_"))
+        return sorted({*super().__dir__(), "graphplan", *short})  # type: ignore[no-untyped-call]  # torch's
