@@ -304,10 +304,7 @@ def read_source(
 ) -> Checkpoint | None:
     """Where weights are read from; None where the model has them.
 
-    Args:
-        request: the model.
-        checkpoint: the caller's.
-        strict: whether names that the checkpoint lacks, or the model does not know, are errors.
+    If ``strict``, names that the checkpoint lacks, or the model does not know, are errors.
 
     Raises:
         CheckpointError: it does not fit the model.

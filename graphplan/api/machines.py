@@ -204,17 +204,7 @@ def partition_machines(
 ) -> ClusterModule:
     """As :func:`graphplan.partition` with ``machines=``: every rank calls it, alike.
 
-    Args:
-        model: with data on every rank, or on rank 0; or on the meta device with ``checkpoint``.
-        machines: of all ranks.
-        asked: keyword arguments of the caller.
-        args: example inputs by position.
-        kwargs: example inputs by name.
-        grad: whether autograd runs a backward pass.
-        checkpoint: from which each rank reads its own weights.
-        strict: whether names that the checkpoint lacks, or the model does not know, are errors.
-        everywhere: whether all ranks get results, or the last only.
-        plan: to carry out, in place of a search; or the file of one.
+    ``everywhere``: whether all ranks get results, or the last only.
     """
     require_group(len(machines))
     cluster = on_all("reading machines=", lambda: read_cluster(machines, asked, grad=grad))

@@ -17,10 +17,7 @@ def read_training(
 ) -> Training | None:
     """What is to be trained, and how; None for a forward pass alone.
 
-    Args:
-        asked: by the caller.
-        model_copy: of the model.
-        unsupported: name -> value of arguments that are not combined with training.
+    ``unsupported``: name -> value of arguments that are not combined with training.
 
     Raises:
         InputError: an argument is not what it should be, or no parameter requires a gradient.

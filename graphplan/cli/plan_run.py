@@ -54,14 +54,10 @@ class RunResult:
 def run_plan(
     plan: Plan, word: str, ask: Ask, *, simulated: bool, capture_cache: Path | None = None
 ) -> RunResult:
-    """Run the example inputs of a model, placed as a plan says, without a search.
+    """Run the example inputs of a model, placed as a plan of one forward pass says, without a search.
 
-    Args:
-        plan: of one forward pass.
-        word: the model, as for :func:`load_named`.
-        ask: what the plan was made for.
-        simulated: whether the plan's accelerators are simulated on the CPU.
-        capture_cache: as in :func:`graphplan.plan`.
+    ``word`` and ``ask`` are as for :func:`load_named`; if ``simulated``, so are the plan's accelerators, on
+    the CPU.
 
     Raises:
         PlanError: the plan is of another model, other inputs, or other versions.

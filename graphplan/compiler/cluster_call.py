@@ -18,12 +18,9 @@ from graphplan.runtime.module.result_structure import given_layouts, rebuilder
 
 
 class Wires:
-    """Tensors on the network in a call: their sizes are its own, not those that the plan is for.
+    """Tensors on the network in a call of one microbatch: their sizes are its own, not those of the plan.
 
-    Args:
-        capture: of the call.
-        micro: one microbatch of it.
-        trained: values of which gradients are sent back.
+    Gradients of the values that are ``trained`` are sent back.
     """
 
     def __init__(self, capture: Capture, micro: BoundCall, trained: Set[str] = frozenset()) -> None:

@@ -83,14 +83,9 @@ def whole_compiler(model_copy: ModelCopy, cluster: Cluster, options: Options) ->
 def plan_cluster(
     model_copy: ModelCopy, annotator: Annotator, batch: int, cluster: Cluster, options: Options
 ) -> ClusterPlan:
-    """Plan one call of a model.
+    """Plan one call of a model, of which ``annotator`` has one microbatch.
 
-    Args:
-        model_copy: of the model.
-        annotator: of the call of one microbatch.
-        batch: rows of the whole batch; 0 where it is not divided.
-        cluster: the machines.
-        options: of the caller, for the placement on each machine.
+    ``batch`` has the rows of the whole batch; 0 where it is not divided.
 
     Raises:
         InfeasibleError: no cut into stages fits the machines.

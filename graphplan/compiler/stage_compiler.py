@@ -138,12 +138,7 @@ def stage_source(
 
 
 def _partial_model(weights: ModelWeights, names: Iterable[str]) -> StageModule:
-    """A module with these weights of a model, which it shares with it.
-
-    Args:
-        weights: of the model.
-        names: first names of those that it holds; it holds them under all of their names.
-    """
+    """A module with these weights of a model, which it shares: each under all of its names."""
     root, wanted = StageModule(), set(names)
     for name, first in weights.first.items():  # in the order of the model, so that first names stay first
         if first in wanted:
@@ -193,12 +188,7 @@ def plan_like(
 ) -> Plan | None:
     """The plan of a stage that is placed as an equal one was; None where it does not fit so.
 
-    Args:
-        source: the stage.
-        topology: of its machine.
-        options: of the compiler.
-        assignment: of the equal stage, in the names of this one.
-        bound: of the equal stage.
+    The assignment is that of the equal stage, in the names of this one; so is the bound.
     """
     formulation = Formulation(topology, options, Commitments())
     call = source.example()

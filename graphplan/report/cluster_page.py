@@ -18,13 +18,7 @@ from graphplan.report.text import count_text, size_text, time_text
 
 
 def to_cluster_html(plan: ClusterPlanData[Any], title: str = "", measured: Sequence[Slot] = ()) -> str:
-    """The page of a plan.
-
-    Args:
-        plan: what is shown.
-        title: of the page.
-        measured: one measured batch, shown below the estimated one.
-    """
+    """The page of a plan, with one measured batch below the estimated one if it is given."""
     title = title or "Plan"
     used = count_text(len(plan.stages), "machine")
     parts = count_text(plan.microbatches, "microbatch", "microbatches")

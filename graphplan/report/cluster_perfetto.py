@@ -55,12 +55,7 @@ def batch_slots(plan: ClusterPlanData[Any]) -> Iterator[Slot]:
 
 
 def to_cluster_trace(plan: ClusterPlanData[Any], measured: Sequence[Slot] = ()) -> str:
-    """The trace as JSON text.
-
-    Args:
-        plan: whose estimated batch is written.
-        measured: a measured batch, whose machines are written after those of the estimated one.
-    """
+    """The trace as JSON text: the estimated batch, and the machines of a measured one after its own."""
     events = [*_events(plan, list(batch_slots(plan)), 1, "")]
     events += _events(plan, measured, 1 + len(plan.stages), ", measured")
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

@@ -15,13 +15,7 @@ _WAIT = "#f1f3f6"
 
 
 def to_cluster_svg(plan: ClusterPlanData[Any], title: str = "Plan", measured: Sequence[Slot] = ()) -> str:
-    """The picture as text.
-
-    Args:
-        plan: whose batch is drawn.
-        title: above the picture.
-        measured: a measured batch, drawn in place of the estimated one.
-    """
+    """The picture of the estimated batch, or of a measured one in its place, as text."""
     return "\n".join(_lines(plan, title, measured)) + "\n"
 
 

@@ -54,14 +54,7 @@ def to_html(
     remarks: Remarks | None = None,
     other: PlanData | None = None,
 ) -> str:
-    """The page of a plan.
-
-    Args:
-        plan: what is shown.
-        title: of the page; the plan's own short text by default.
-        measured: one measured call, shown beside the estimated one.
-        remarks: what would help, and why stages are where they are.
-        other: another plan of the same model, shown beside this one.
+    """The page of a plan, with a measured call and another plan of the same model beside, if they are given.
 
     Raises:
         PlanError: the other plan has no operation of this one.

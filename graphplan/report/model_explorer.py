@@ -25,10 +25,7 @@ def to_model_explorer(
 ) -> dict[str, str]:
     """Texts of JSON: ``""`` -> the graph, and for each way to colour it, its name -> the node data.
 
-    Args:
-        plan: what is written.
-        title: of the collection.
-        measured: one measured forward pass, as one more colouring.
+    A measured forward pass is one more colouring.
     """
     graph = {"id": _GRAPH, "nodes": _nodes(plan), "groupNodeAttributes": _groups(plan)}
     texts = {"": json.dumps({"label": title, "graphs": [graph]})}

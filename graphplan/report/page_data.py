@@ -31,13 +31,7 @@ def page_data(
     remarks: Remarks | None = None,
     other: PlanData | None = None,
 ) -> dict[str, Any]:
-    """Everything that the page of a plan needs.
-
-    Args:
-        plan: what is shown.
-        measured: one measured call, to be shown beside the estimated one.
-        remarks: what would help, and why stages are where they are.
-        other: another plan of the same model, to be shown beside this one.
+    """Everything that the page of a plan needs, as for :func:`graphplan.report.html_page.to_html`.
 
     Raises:
         PlanError: the other plan has no operation of this one.

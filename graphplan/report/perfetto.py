@@ -24,12 +24,7 @@ _TRACKS = {"run": 1, "wait": 1, "move": 2, "load": 3}
 
 
 def to_trace(plan: PlanData, measured: Measured | None = None) -> str:
-    """The trace as JSON text.
-
-    Args:
-        plan: whose estimated call is written.
-        measured: a measured call, to be written beside it.
-    """
+    """The trace of the estimated call, and of a measured one beside it, as JSON text."""
     writer = _TraceWriter(plan)
     events = [*writer.process(_ESTIMATED, "estimated", plan.timeline), *writer.memory(), *writer.arrows()]
     if measured is not None:

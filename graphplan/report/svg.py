@@ -35,13 +35,7 @@ _LINE, _ACTIVATION, _BUDGET, _MEASURED = "#e1e5eb", "#e3a94a", "#c4372c", "#7a3f
 
 
 def to_svg(plan: PlanData, title: str = "Plan", measured: Measured | None = None) -> str:
-    """The picture as text.
-
-    Args:
-        plan: what is drawn.
-        title: above it.
-        measured: one measured call; its peaks are drawn beside the estimated ones.
-    """
+    """The picture as text; the peaks of a measured call are drawn beside the estimated ones."""
     return "\n".join(_Picture(plan, title, measured).lines()) + "\n"
 
 

@@ -62,11 +62,8 @@ class Checkpoint:
         return self._files[one.file.path].tensor(one)
 
     def read(self, targets: Mapping[str, torch.Tensor], progress: Callable[[int], object]) -> None:
-        """Fill tensors, on any device and of any dtype, with the weights of these names.
-
-        Args:
-            targets: first name -> what is filled.
-            progress: called with bytes as they are read.
+        """Fill tensors, on any device and of any dtype, with the weights of these first names; report bytes
+        as they come.
         """
         read_into([Read(self.found[name], target) for name, target in targets.items()], progress)
 
@@ -124,10 +121,7 @@ def _listed(names: list[str]) -> str:
 
 
 def file_entries(path: Path) -> dict[str, FileTensor]:
-    """Tensor name -> where it is.
-
-    Args:
-        path: as in :func:`read_checkpoint`.
+    """Tensor name -> where it is; ``path`` as in :func:`read_checkpoint`.
 
     Raises:
         CheckpointError: no such file, or a damaged one.

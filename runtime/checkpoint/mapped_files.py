@@ -26,9 +26,6 @@ _NORESERVE = 0x4000 if sys.platform == "linux" else 0  # mmap.MAP_NORESERVE from
 class MappedFile(Pages):
     """A safetensors file in memory.
 
-    Args:
-        state: of the file.
-
     Raises:
         CheckpointError: the file is gone, or has changed since its header was read.
     """

@@ -74,14 +74,9 @@ def serve(
 ) -> Served | ServedByModules:
     """The program that serves a call, and what it takes of it; or that no program does.
 
-    Args:
-        module: that is called.
-        state: of it.
-        entry: what is called, as in :func:`graphplan.capture.model_methods.method_of`.
-        signature: of what is called.
-        args: of the call, by position.
-        kwargs: of the call, by name.
-        step: what is differentiated, where a backward pass may follow.
+    ``entry`` and ``signature`` are of what is called, as in
+    :func:`graphplan.capture.model_methods.method_of`; ``step`` says what is differentiated, where a backward
+    pass may follow.
 
     Raises:
         GraphplanError: the call has a new structure, and cannot be captured or placed.

@@ -113,12 +113,7 @@ def find_route(
 ) -> Route | None:
     """The route of a call that was bound and served; None where its form cannot be told so quickly.
 
-    Args:
-        forward: the signature of the model's ``forward``.
-        signature: of the program that serves the call.
-        prepare: as the program's.
-        args: of the call.
-        kwargs: of the call.
+    ``forward`` is the signature of the model's own; ``signature`` and ``prepare`` are those of the program.
     """
     if prepare is not None and not isinstance(prepare, Without):
         return None  # it computes with the tensors

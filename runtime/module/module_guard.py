@@ -31,11 +31,7 @@ _shape, _version = attrgetter("shape"), attrgetter("_version")
 
 
 class ModuleGuard:
-    """Notices changes of one module.
-
-    Args:
-        module: as its graphs were traced.
-    """
+    """Notices changes of one module, which is given as its graphs were traced."""
 
     def __init__(self, module: nn.Module) -> None:
         self._seen = _Snapshot(module)

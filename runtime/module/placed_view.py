@@ -27,11 +27,7 @@ from graphplan.runtime.profile.call_profile import Profile, Recorder
 
 
 class PlacedView:
-    """Of one placed module.
-
-    Args:
-        module: that :func:`graphplan.partition` returned.
-    """
+    """Of one module that :func:`graphplan.partition` returned."""
 
     def __init__(self, module: Any) -> None:
         self._module = module

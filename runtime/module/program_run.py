@@ -20,13 +20,7 @@ from graphplan.runtime.weights.storage import named_tensors
 
 
 def run(module: nn.Module, program: Program, code: Code, served: Served) -> Any:
-    """What the model returns.
-
-    Args:
-        module: that was called.
-        program: that serves the call.
-        code: of the program, over the module's weights.
-        served: what the program takes of the call.
+    """What the model returns of a call that the program serves; ``code`` is over the module's weights.
 
     Raises:
         InputError: two inputs share memory, and the call writes to it.

@@ -43,12 +43,7 @@ def rebuilder(spec: pytree.TreeSpec, given: Mapping[str, LayoutPart] | None = No
 
 
 def given_layouts(spec: pytree.TreeSpec, names: Iterable[str]) -> dict[str, LayoutPart]:
-    """The layout of each cache that the caller passes in.
-
-    Args:
-        spec: of a bound call.
-        names: of its arguments that are caches.
-    """
+    """The layout of each cache that the caller passes in: of those arguments of a bound call."""
     named = spec.children()[1]
     specs = dict(zip(named.context, named.children(), strict=True))
     return {name: layout_of(specs[name]) for name in names}

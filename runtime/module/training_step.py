@@ -140,18 +140,8 @@ def starts_of(results: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def run_step(module: nn.Module, state: ModuleState, program: Program, code: Code, served: Served) -> Any:
-    """What the model returns, from which a backward pass may start.
-
-    Args:
-        module: that was called.
-        state: of it.
-        program: of a training step, that serves the call.
-        code: of the program, over the module's weights.
-        served: what the program takes of the call.
-
-    Raises:
-        InputError: two inputs share memory, and the call writes to it.
-        PlanError: weights are not where the plan has put them.
+    """What the model returns, from which a backward pass may start; as
+    :func:`graphplan.runtime.module.program_run.run`.
     """
     assert program.backward is not None
     tensors, back = take_inputs(program, served)

@@ -24,11 +24,8 @@ def _forward_of(cls: type) -> Any:
 
 
 def answers(placed: type, original: type[nn.Module]) -> dict[str, Any]:
-    """The attributes of the class of placed copies.
-
-    Args:
-        placed: the class that runs placed modules.
-        original: the model's own.
+    """The attributes of the class of placed copies: made of a model's ``original`` and the class that runs
+    them.
     """
     body: dict[str, Any] = {"forward": functools.wraps(original.forward)(_forward_of(placed))}
     body |= methods_of(original) | device_of(original)

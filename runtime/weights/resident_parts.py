@@ -22,13 +22,7 @@ def rows_of(whole: torch.Tensor, part: Weight) -> torch.Tensor:
 
 
 class ResidentPart:
-    """Rows of a parameter, kept on an accelerator.
-
-    Args:
-        part: which rows, of what.
-        whole: the parameter.
-        device: the accelerator.
-    """
+    """Rows of a parameter, the ``whole``, kept on an accelerator."""
 
     def __init__(self, part: Weight, whole: torch.Tensor, device: torch.device) -> None:
         self.part, self.shape, self.host = part, whole.shape, whole.device
