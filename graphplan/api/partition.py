@@ -33,7 +33,8 @@ from graphplan.devices.speeds import with_speeds
 from graphplan.errors import CaptureError, GraphplanError, InputError, first_line
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
-from graphplan.runtime.module.placed_module import attach_start, placed_class
+from graphplan.runtime.module.module_state import ModuleState
+from graphplan.runtime.module.placed_module import attach, placed_class
 from graphplan.runtime.weights.storage import require_data
 from graphplan.warnings import warn
 
@@ -159,5 +160,5 @@ def partition(
         warn(f"{said} (the first call will be captured instead)")
     shell = copy_to_run(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     shell = of_class(shell, placed_class(type(model)))
-    attach_start(shell, placer)
+    attach(shell, ModuleState([], start=placer))
     return shell

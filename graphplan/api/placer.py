@@ -38,6 +38,7 @@ from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.fallback.short_names import unplaced
 from graphplan.runtime.memory.allocation import warm_activations
+from graphplan.runtime.module.module_state import ModuleState
 from graphplan.runtime.module.placed_module import attach, placed_class
 from graphplan.runtime.module.training_reader import TrainingReader
 from graphplan.runtime.weights.storage import bring_back, place_model
@@ -231,8 +232,7 @@ class Placer:
             in_place=self.in_place,
         )
         first = planned[0].plan if planned else recipe.known_plan
-        attach(
-            made.module,
+        state = ModuleState(
             programs,
             compiler.further,
             model_copy.signature,
@@ -241,10 +241,10 @@ class Placer:
             return_outputs=recipe.options.return_outputs,
             device_types=model_copy.device_types,
             refused=None if recipe.strict else later_refused,
-            memory=(*made.pages, *made.files),
             training=self._training_reader(),
             move=partial(self.find_room, compiler) if self._may_move else None,
         )
+        attach(made.module, state, (*made.pages, *made.files))
         if self.warm:
             warm_activations(program.plan for program in programs)
         return made.module

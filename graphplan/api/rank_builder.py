@@ -48,6 +48,7 @@ from graphplan.runtime.distributed.cluster_module import ClusterCall, ClusterMod
 from graphplan.runtime.distributed.sent_weights import ranks_without_data, send_weights
 from graphplan.runtime.distributed.shared_gradients import SharedGradients
 from graphplan.runtime.distributed.stage_runner import StageProgram, StageRunner, make_ready
+from graphplan.runtime.weights.storage import like
 
 logger = logging.getLogger("graphplan")
 
@@ -142,9 +143,7 @@ class RankBuilder:
         found = copy.copy(weights)
         found.tensors = dict(weights.tensors)
         for name, data in send_weights(weights.tensors, wanted).items():
-            old = weights.tensors[name]
-            is_parameter = isinstance(old, nn.Parameter)
-            found.tensors[name] = nn.Parameter(data, old.requires_grad) if is_parameter else data
+            found.tensors[name] = like(weights.tensors[name], data, {})
         return found
 
     def _place(self, stage: MachineStage[Plan], cut: StageSource, topology: Topology) -> nn.Module:

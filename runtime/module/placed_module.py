@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,7 +26,7 @@ from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mode
 from graphplan.errors import InfeasibleError, PlanError
 from graphplan.ir.plan_data import PlanData
-from graphplan.runtime.fallback.module_by_module import Untraced, sent
+from graphplan.runtime.fallback.module_by_module import sent
 from graphplan.runtime.fallback.short_names import made_class, original_class, unplaced
 from graphplan.runtime.memory.host_pages import Pages
 from graphplan.runtime.memory.shared_memory import join_memory
@@ -39,14 +39,14 @@ from graphplan.runtime.module.dispatch import (
     serve,
     share_prefetch_buffers,
 )
-from graphplan.runtime.module.module_state import Code, Compile, ModuleState, MoveWeights, Refused, Start
+from graphplan.runtime.module.module_state import Code, ModuleState
 from graphplan.runtime.module.placed_parts import as_written, link
 from graphplan.runtime.module.placed_view import PlacedView, ShortNames
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.program_run import run
-from graphplan.runtime.module.training_reader import TrainingReader
 from graphplan.runtime.module.training_step import run_step
 from graphplan.runtime.module.transformers_methods import answers
+from graphplan.runtime.weights.storage import like
 from graphplan.runtime.weights.weight_changes import KeptInPlace
 from graphplan.warnings import warn
 
@@ -307,59 +307,19 @@ def unplace(module: nn.Module) -> nn.Module:
         raise PlanError(f"{type(module).__name__} is not a placed module")
     plain, memo = unplaced(module), dict[int, Any]()
     for tensor in (*plain.parameters(), *plain.buffers()):
-        here = tensor.detach().cpu()
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(here, tensor.requires_grad) if is_parameter else here
+        memo[id(tensor)] = like(tensor, tensor.detach().cpu(), memo)
     made = copy_to_run(plain, memo)
     if module._graphplan.untraced is not None:  # what has graphs writes to no shared memory
         join_memory(module, made)
     return made
 
 
-def attach(
-    module: nn.Module,
-    programs: list[Program],
-    compile: Compile,
-    signature: inspect.Signature,
-    restart: Start,
-    *,
-    keep_grad: bool,
-    return_outputs: bool,
-    device_types: tuple[str, ...],
-    refused: Refused | None = None,
-    memory: Sequence[Pages] = (),
-    training: TrainingReader | None = None,
-    move: MoveWeights | None = None,
-) -> None:
-    """Give a placed copy its programs, the way to make more, and the memory of its weights."""
-    share_prefetch_buffers(programs)
-    state = ModuleState(programs, compile, signature, restart, keep_grad, return_outputs, refused, move=move)
+def attach(module: nn.Module, state: ModuleState, memory: Iterable[Pages] = ()) -> None:
+    """Give a copy its state, and hold on to the memory of its weights."""
+    share_prefetch_buffers(state.programs)
     state.streams.pages.extend(memory)
-    state.training = None if training is None else training.of(module)
     link(module)
-    state.device_types = device_types
     module.__dict__["_graphplan"] = state
     state.watch(module)
-    for index in range(len(programs)):
+    for index in range(len(state.programs)):
         code_of(module, state, index)  # takes the prefetch buffer's memory now, while it is there
-
-
-def attach_start(module: nn.Module, start: Start) -> None:
-    """Give a copy that is not placed yet the way to be, at its first call."""
-    link(module)
-    module.__dict__["_graphplan"] = ModuleState([], start=start)
-
-
-def attach_untraced(
-    module: nn.Module,
-    untraced: Untraced,
-    signature: inspect.Signature,
-    restart: Start,
-    *,
-    keep_grad: bool,
-    return_outputs: bool,
-) -> None:
-    """Give a placed copy without any graph the way to run, and to be placed anew from a plain copy."""
-    link(module)
-    state = ModuleState([], None, signature, restart, keep_grad, return_outputs, untraced=untraced)
-    module.__dict__["_graphplan"] = state

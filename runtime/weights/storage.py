@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -101,7 +102,7 @@ def place_model(
         placing.run()
     memo: dict[int, object] = {}
     for name, tensor in named_tensors(model).items():
-        memo[id(tensor)] = _like(tensor, placing.placed[weights.first[name]], memo)
+        memo[id(tensor)] = like(tensor, placing.placed[weights.first[name]], memo)
     copied = _refilled(model, memo) if in_place else copy_to_run(model, memo)
     copied.__dict__.pop("forward", None)  # a patched forward was traced; the class's is ours
     copied = of_class(copied, placed_class(type(model)))
@@ -122,7 +123,7 @@ def bring_back(model: nn.Module, layout: Layout) -> None:
     memo: dict[int, object] = {}
     for name, tensor in named_tensors(model).items():
         home = here[weights.first[name]]
-        memo[id(tensor)] = _like(tensor, tensor.detach().cpu() if home in changed else tensor, memo)
+        memo[id(tensor)] = like(tensor, tensor.detach().cpu() if home in changed else tensor, memo)
     _refilled(model, memo)
 
 
@@ -229,7 +230,7 @@ def _refilled(model: nn.Module, placed: Mapping[int, object]) -> nn.Module:
     return model
 
 
-def _like(original: torch.Tensor, placed: torch.Tensor, memo: dict[int, object]) -> object:
+def like(original: torch.Tensor, placed: torch.Tensor, memo: dict[int, Any]) -> Any:
     """``placed`` as what ``original`` was; one object for one object, so that ties stay ties."""
     if id(original) in memo:
         return memo[id(original)]

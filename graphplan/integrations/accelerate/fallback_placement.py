@@ -43,7 +43,8 @@ from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.fallback.module_by_module import Untraced
 from graphplan.runtime.fallback.module_profile import CallProfile, profile_call
 from graphplan.runtime.memory.shared_memory import join_memory
-from graphplan.runtime.module.placed_module import attach_untraced, placed_class
+from graphplan.runtime.module.module_state import ModuleState
+from graphplan.runtime.module.placed_module import attach, placed_class
 from graphplan.runtime.weights.storage import Layout, place_model
 from graphplan.warnings import warn
 
@@ -142,14 +143,8 @@ class _ByModules:
         made = place_model(model, ModelWeights(model), layout, placed_class, source).module
         join_memory(model, made)
         signature = inspect.signature(model.forward)
-        attach_untraced(
-            made,
-            self.untraced,
-            signature,
-            self,
-            keep_grad=self.keep_grad,
-            return_outputs=self.return_outputs,
-        )
+        own = self.keep_grad, self.return_outputs
+        attach(made, ModuleState([], None, signature, self, *own, untraced=self.untraced))
         return made
 
 
