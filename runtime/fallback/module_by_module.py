@@ -159,7 +159,7 @@ class Modulewise:
         for way in _WAYS:
             args, kwargs = copy.deepcopy((call.args, call.kwargs))
             try:
-                with _undone(self.tree):
+                with undone(self.tree), _without_hooks(self.tree):
                     _run(self.tree, form.entry, _HookedRun(way, device, instead), args, kwargs)
             except (RuntimeError, NotImplementedError, GraphplanError) as error:
                 failures.append(error)
@@ -230,11 +230,21 @@ def _take_back(tree: nn.Module, whole: nn.Module) -> None:
 
 
 @contextmanager
-def _undone(tree: nn.Module) -> Iterator[None]:
-    """What a trial writes to buffers, or draws at random, is as before; it calls no hooks of the user's."""
+def _without_hooks(tree: nn.Module) -> Iterator[None]:
+    """A trial calls no hooks of the user's."""
     hooks = [(vars(part), name, vars(part)[name]) for part in tree.modules() for name in _hook_tables(part)]
     for table, name, found in hooks:
         table[name] = type(found)()
+    try:
+        yield
+    finally:
+        for table, name, found in hooks:
+            table[name] = found
+
+
+@contextmanager
+def undone(tree: nn.Module) -> Iterator[None]:
+    """A trial, after which buffers, and the state of what is drawn at random, are as before."""
     kept = [(part, dict(part._buffers)) for part in tree.modules() if part._buffers]
     values = [(t, t._version, t.detach().cpu().clone()) for t in tree.buffers() if not t.is_inference()]
     accelerators = {t.device.index for t in tree.parameters() if t.device.type == "cuda"}
@@ -242,8 +252,6 @@ def _undone(tree: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            for table, name, found in hooks:
-                table[name] = found
             for part, buffers in kept:
                 part._buffers.update(buffers)
             with torch.no_grad():

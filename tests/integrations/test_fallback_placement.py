@@ -464,6 +464,7 @@ def stateful_on(share: float) -> Iterator[tuple[Any, Any]]:
 def test_what_forward_keeps_is_kept(share: float) -> None:
     with stateful_on(share) as (model, placed):
         before = placed.calls, len(placed.block.calls)
+        assert len(placed.history) == 0
         for x in (X, X[:2]):
             assert largest_difference(placed(x), model(x)) < 1e-6
         assert (placed.calls, len(placed.block.calls)) == (before[0] + 2, before[1] + 2)

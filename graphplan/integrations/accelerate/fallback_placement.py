@@ -40,7 +40,7 @@ from graphplan.passes.frontend.graph_weights import weight_of
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem, cpu_key
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
-from graphplan.runtime.fallback.module_by_module import Untraced
+from graphplan.runtime.fallback.module_by_module import Untraced, undone
 from graphplan.runtime.fallback.module_profile import CallProfile, profile_call
 from graphplan.runtime.memory.shared_memory import join_memory
 from graphplan.runtime.module.module_state import ModuleState
@@ -183,7 +183,9 @@ class _Fallback:
         start = _ByModules(devices, untraced, plan, options.grad, options.return_outputs)
         try:
             made = start.place(self.model, self.source)
-            self._run(made)
+            args, kwargs = copy.deepcopy(self._arguments)
+            with undone(made):
+                method_of(made, self.asked.entry)(*args, **kwargs)
         except (RuntimeError, NotImplementedError, GraphplanError) as error:
             if is_same(error, raised):
                 raise
@@ -330,17 +332,6 @@ class _Fallback:
         homed = [weight_of(weights, name, written=False, movable=True) for name in weights.tensors]
         movable = [replace(weight, movable=True) for weight in homed]
         return Graph(operations, values, movable, (), last, shapes_known=bool(profile.order))
-
-    def _run(self, made: nn.Module) -> None:
-        """Run the example inputs; buffers are as before."""
-        kept = [(buffer, buffer.clone()) for buffer in made.buffers() if buffer.device.type != "meta"]
-        args, kwargs = copy.deepcopy(self._arguments)
-        try:
-            method_of(made, self.asked.entry)(*args, **kwargs)
-        finally:
-            with torch.no_grad():
-                for buffer, values in kept:
-                    buffer.copy_(values)
 
 
 def _device_of(entries: Mapping[str, Any], name: str) -> Any:
