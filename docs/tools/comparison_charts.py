@@ -10,14 +10,18 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from doc_tables import CASES, RESULTS, map_of, ratio_of
 
+from graphplan.report.svg_elements import text
+
 _WIDTH, _ROW, _TOP, _LABELS = 900, 22, 46, 178  # pixels of the view box
 _FASTER, _SLOWER = "var(--chart-faster, #3b6fd4)", "var(--chart-slower, #c75d1c)"
 _OTHER, _GRID = "var(--chart-other, #0f8b7d)", "var(--chart-grid, #0003)"
+_text = partial(text, fill="currentColor", size=13)
 _TICKS = (0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
 
 
@@ -132,11 +136,6 @@ def graphs_svg(results: Sequence[Mapping[str, Any]]) -> str:
                 f"<title>{html.escape(told)}</title></circle>"
             )
     return _svg(parts, bottom + 8, "Estimated times of other placements over graphplan's, by graph")
-
-
-def _text(x: float, y: float, text: str, *, anchor: str = "start", size: int = 13, weight: int = 400) -> str:
-    look = f'text-anchor="{anchor}" font-size="{size}" font-weight="{weight}"'
-    return f'<text x="{x:.1f}" y="{y:.1f}" fill="currentColor" {look}>{html.escape(text)}</text>'
 
 
 def _svg(parts: Sequence[str], height: float, label: str) -> str:

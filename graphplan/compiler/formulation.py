@@ -100,10 +100,7 @@ class Formulation:
         if self.options.training is not None:
             graph = self.options.training.held(graph, annotator.capture, self.committed.trained)
         beside = [*self._beside(annotator.capture, together), *self._kept_parts(annotator.capture, graph)]
-        if not beside:
-            return graph
-        parts = (graph.operations.values(), graph.values.values(), [*graph.weights.values(), *beside])
-        return Graph(*parts, graph.inputs, graph.outputs, graph.together, shapes_known=graph.shapes_known)
+        return graph.changed(weights=[*graph.weights.values(), *beside]) if beside else graph
 
     def _beside(self, capture: Capture, together: Sequence[Capture]) -> list[Weight]:
         """Constants and tensors of caches of other calls."""

@@ -47,8 +47,7 @@ class Training:
         own = self.trained if capture.step is None else capture.step.gradients.values()
         trained = {*own, *earlier}
         weights = [self._held(w) if w.name in trained else w for w in graph.weights.values()]
-        parts = (graph.operations.values(), graph.values.values(), weights, graph.inputs, graph.outputs)
-        return Graph(*parts, graph.together, shapes_known=graph.shapes_known)
+        return graph.changed(weights=weights)
 
     def _held(self, weight: Weight) -> Weight:
         memory = self.optimizer.get(weight.name, OptimizerMemory())

@@ -92,15 +92,13 @@ class Graph:
         ties: nx.Graph[str] = nx.Graph()
         for names in (*self.together, *groups):
             nx.add_path(ties, sorted(names))
-        return Graph(
-            self.operations.values(),
-            self.values.values(),
-            self.weights.values(),
-            self.inputs,
-            self.outputs,
-            [frozenset(members) for members in nx.connected_components(ties) if len(members) > 1],
-            shapes_known=self.shapes_known,
-        )
+        return self.changed(together=[frozenset(t) for t in nx.connected_components(ties) if len(t) > 1])
+
+    def changed(self, **parts: Iterable[Any]) -> Graph:
+        """The same graph with other ``operations``, ``values``, ``weights`` or ``together``."""
+        own = {name: getattr(self, name).values() for name in ("operations", "values", "weights")}
+        given: dict[str, Any] = {**own, "together": self.together, **parts}
+        return Graph(**given, inputs=self.inputs, outputs=self.outputs, shapes_known=self.shapes_known)
 
     @cached_property
     def digraph(self) -> nx.DiGraph[str]:

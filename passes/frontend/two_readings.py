@@ -20,9 +20,7 @@ def upper_bound_graph(a: Graph, b: Graph) -> Graph:
         kinds = {*operation.workspace, *other.workspace}
         workspace = {k: max(operation.workspace_on(k), other.workspace_on(k)) for k in sorted(kinds)}
         operations.append(replace(operation, workspace=workspace))
-    together = {*a.together, *b.together}
-    parts = (operations, values, a.weights.values(), a.inputs, a.outputs)
-    return Graph(*parts, together, shapes_known=a.shapes_known)
+    return a.changed(operations=operations, values=values, together={*a.together, *b.together})
 
 
 def with_least_costs(a: Graph, b: Graph) -> Graph:
@@ -38,8 +36,7 @@ def with_least_costs(a: Graph, b: Graph) -> Graph:
             for field in ("flops", "bytes_accessed")
         }
         operations.append(replace(operation, **cost))
-    parts = (operations, a.values.values(), a.weights.values(), a.inputs, a.outputs)
-    return Graph(*parts, a.together, shapes_known=a.shapes_known)
+    return a.changed(operations=operations)
 
 
 def _upper_bound_value(a: Value, b: Value) -> Value:
