@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -116,11 +116,12 @@ class PlacedModule(ShortNames, KeptInPlace):
                         return _run(self, state, served, record, step)
         return self._graphplan_enter(entry, signature, args, kwargs, record)  # errors keep tensors no longer
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """As the model's own; without any graph, other tensors would not be noticed: values are written."""
-        return super().load_state_dict(state_dict, strict, assign and self._graphplan.untraced is None)
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's own; but without any graph nobody notices other tensors, so values are written."""
+        if self._graphplan.untraced is not None:
+            args = args[:2]  # without ``assign``
+            kwargs.pop("assign", None)
+        return super().load_state_dict(*args, **kwargs)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # of torch

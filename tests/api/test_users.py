@@ -325,6 +325,18 @@ def test_what_is_done_before_the_first_call_counts() -> None:
     assert placed.note == "kept"
 
 
+def test_a_models_own_way_to_load_is_used() -> None:
+    class Loads(Two):
+        def load_state_dict(self, state_dict: Any) -> Any:  # type: ignore[override]
+            return super().load_state_dict({name: 2 * value for name, value in state_dict.items()})
+
+    model = Loads()
+    state = copy.deepcopy(model.state_dict())
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, (X,))
+    placed.load_state_dict(state)
+    assert torch.equal(placed.a.weight, 2 * state["a.weight"])
+
+
 def test_a_model_without_inputs() -> None:
     class Alone(Two):
         def forward(self) -> torch.Tensor:  # type: ignore[override]
