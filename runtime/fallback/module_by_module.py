@@ -1,11 +1,5 @@
 """Calls that no capture takes, of a placed module: its modules run where their weights are.
 
-The placed weights are used as they are: nothing is copied but what a module needs elsewhere while it runs.
-Hooks give each module its inputs on its own device. With two layers on devices 0 and 1::
-
-    layer0(x)        x -> 0, run
-    layer1(y)        y -> 1, run, and its result -> 0 where the caller computes with it
-
 What a forward computes between its modules may need things together, which nobody knows beforehand: ways of
 running are tried one after another, on copies of the arguments, and the first that runs is kept. The last
 brings each module's weights to the caller's device while it runs.
@@ -18,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,36 +21,17 @@ import torch
 from torch import nn
 
 from graphplan.capture.eager_run import is_same
-from graphplan.capture.model_methods import method_of
 from graphplan.capture.modes import Modes, read_modes, write_modes
 from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf, leaf_names
-from graphplan.capture.structure import map_leaves
-from graphplan.capture.transformers.caches import is_cache
 from graphplan.devices.topology import CPU, SIMULATED
 from graphplan.errors import CaptureError, GraphplanError, PlanError, first_line
-from graphplan.runtime.memory.arena import moved
-
-
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """How modules are run.
-
-    Attributes:
-        name: for people.
-        gathered: whether all run on the caller's device, and weights are copied there.
-        returns: whether a module's results go to where its caller computes.
-    """
-
-    name: str
-    gathered: bool = False
-    returns: bool = True
-
+from graphplan.runtime.fallback.hooked_run import HookedRun, Way, run_hooked, undone
 
 _WAYS = (
-    _Way("where their weights are", returns=False),
-    _Way("where their weights are, results copied back"),
-    _Way("on the device of the call", gathered=True),
+    Way("where their weights are", returns=False),
+    Way("where their weights are, results copied back"),
+    Way("on the device of the call", gathered=True),
 )
 
 
@@ -67,7 +42,7 @@ class CallForm:
     entry: str
     modes: Modes
     signature: InputSignature
-    way: _Way | None = None
+    way: Way | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +65,8 @@ class Untraced:
     def run(self, plain: nn.Module, entry: str, call: BoundCall) -> Any:
         """Run a call, of any structure, of the model as its own class."""
         _refuse_autocast(plain)
-        running = _HookedRun(_WAYS[self.returns], call.device or torch.device(CPU), self.main)
-        return _run(plain, entry, running, call.args, call.kwargs)
+        running = HookedRun(_WAYS[self.returns], call.device or torch.device(CPU), self.main)
+        return run_hooked(plain, entry, running, call.args, call.kwargs)
 
 
 @dataclass
@@ -146,21 +121,21 @@ class Modulewise:
         _refuse_autocast(self.tree)
         device = call.device or torch.device(CPU)
         form.way = form.way or self._first_way(form, call, device, instead)
-        running = _HookedRun(form.way, device, instead)
-        result = _run(self.tree, form.entry, running, call.args, call.kwargs)
+        running = HookedRun(form.way, device, instead)
+        result = run_hooked(self.tree, form.entry, running, call.args, call.kwargs)
         _take_back(self.tree, whole)
         return result
 
     def _first_way(
         self, form: CallForm, call: BoundCall, device: torch.device, instead: torch.device | None
-    ) -> _Way:
+    ) -> Way:
         assert self.tree is not None
         failures: list[Exception] = []
         for way in _WAYS:
             args, kwargs = copy.deepcopy((call.args, call.kwargs))
             try:
                 with undone(self.tree), _without_hooks(self.tree):
-                    _run(self.tree, form.entry, _HookedRun(way, device, instead), args, kwargs)
+                    run_hooked(self.tree, form.entry, HookedRun(way, device, instead), args, kwargs)
             except (RuntimeError, NotImplementedError, GraphplanError) as error:
                 failures.append(error)
                 gc.collect()
@@ -240,153 +215,3 @@ def _without_hooks(tree: nn.Module) -> Iterator[None]:
     finally:
         for table, name, found in hooks:
             table[name] = found
-
-
-@contextmanager
-def undone(tree: nn.Module) -> Iterator[None]:
-    """A trial, after which buffers, and the state of what is drawn at random, are as before."""
-    kept = [(part, dict(part._buffers)) for part in tree.modules() if part._buffers]
-    values = [(t, t._version, t.detach().cpu().clone()) for t in tree.buffers() if not t.is_inference()]
-    accelerators = {t.device.index for t in tree.parameters() if t.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(accelerators)):
-        try:
-            yield
-        finally:
-            for part, buffers in kept:
-                part._buffers.update(buffers)
-            with torch.no_grad():
-                for tensor, version, before in values:
-                    if tensor._version != version:
-                        tensor.copy_(before)
-
-
-@dataclass
-class _HookedRun:
-    """One run.
-
-    Attributes:
-        way: of running.
-        host: where the inputs of the call are.
-        instead: where modules that are on the CPU compute; None: on the CPU.
-        callers: where the modules that are running compute, the innermost last.
-        swapped: for each of them, the tensors that are elsewhere in truth.
-    """
-
-    way: _Way
-    host: torch.device
-    instead: torch.device | None
-    callers: list[torch.device] = field(default_factory=list)
-    swapped: list[_Swapped] = field(default_factory=list)
-
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Bring a module's inputs, its own tensors, and its layer of the caches, to where it runs."""
-        device = self.host if self.way.gathered else _device_of(module)
-        if device is not None and device.type == CPU and self.instead is not None:
-            device = self.instead
-        self.callers.append(device or self._device_of_caller())
-        self.swapped.append(_Swapped())
-        if device is None:
-            return args, kwargs
-        self.swapped[-1].bring(module, device)
-        layer = getattr(module, "layer_idx", None)
-        for value in (*args, *kwargs.values()):
-            if isinstance(layer, int) and is_cache(value):
-                _bring_layer(value, layer, device)
-        return sent(args, device), sent(kwargs, device)
-
-    def after(self, module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> Any:
-        """Put back what was copied."""
-        self.callers.pop()
-        self.swapped.pop().put_back(module)
-        return sent(result, self._device_of_caller()) if self.way.returns else result
-
-    def _device_of_caller(self) -> torch.device:
-        return self.callers[-1] if self.callers else self.host
-
-
-@dataclass
-class _Swapped:
-    """Tensors of one module that are on another device while it runs."""
-
-    kept: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
-
-    def bring(self, module: nn.Module, device: torch.device) -> None:
-        """Have copies on the device in place of what is elsewhere."""
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is not None and tensor.device != device:
-                    here = moved(tensor, device)
-                    self.kept.append((table, name, tensor, here))
-                    table[name] = here  # type: ignore[assignment]  # read while it runs
-        _tell_recurrent(module)
-
-    def put_back(self, module: nn.Module) -> None:
-        """Have the tensors again, buffers with what was written to their copies."""
-        for table, name, tensor, here in self.kept:
-            found = table[name]
-            if found is here and table is module._buffers:
-                with torch.no_grad():
-                    tensor.copy_(here)
-            anew = found is not None and found is not here  # the model has made another
-            table[name] = found.to(tensor.device) if anew else tensor
-        _tell_recurrent(module)
-
-
-def _tell_recurrent(module: nn.Module) -> None:
-    """LSTMs keep a list of their weights."""
-    names = getattr(module, "_flat_weights_names", None)
-    if names is not None:
-        vars(module)["_flat_weights"] = [getattr(module, name, None) for name in names]
-
-
-def _run(
-    tree: nn.Module, entry: str, call: _HookedRun, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    hooks: list[Any] = []
-    for part in list(tree.modules())[1:]:  # a call of the whole by another thread reads those of the whole
-        hooks.append(part.register_forward_pre_hook(call.before, with_kwargs=True, prepend=True))
-        hooks.append(part.register_forward_hook(call.after, with_kwargs=True, always_call=True))
-    try:
-        run = method_of(tree, entry) if entry else tree.forward  # what is around it runs around the whole
-        if isinstance(run, nn.Module):
-            return run(*args, **kwargs)
-        owner = tree.get_submodule(entry.partition(":")[0])  # its own tensors are used, but it is not called
-        args, kwargs = call.before(owner, args, kwargs)
-        try:
-            result = run(*args, **kwargs)
-        except BaseException:
-            call.after(owner, args, kwargs, None)
-            raise
-        return call.after(owner, args, kwargs, result)
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _device_of(module: nn.Module) -> torch.device | None:
-    """Where most bytes of a module are."""
-    found: dict[torch.device, int] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        found[tensor.device] = found.get(tensor.device, 0) + tensor.nbytes
-    return max(found, key=lambda device: found[device], default=None)
-
-
-def _bring_layer(cache: Any, index: int, device: torch.device) -> None:
-    """Have a layer's tensors of a cache where the layer runs."""
-    for one in (cache, *(value for value in vars(cache).values() if is_cache(value))):
-        layers = getattr(one, "layers", ())
-        if index < len(layers):
-            state = vars(layers[index])
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.device != device:
-                    state[name] = value.to(device)
-            state.update({name: device for name, value in state.items() if isinstance(value, torch.device)})
-
-
-def sent(value: Any, device: torch.device) -> Any:
-    """The value with its tensors on a device; caches as they are."""
-
-    def send(leaf: Any) -> Any:
-        return leaf.to(device) if isinstance(leaf, torch.Tensor) and leaf.device != device else leaf
-
-    return map_leaves(send, value, is_leaf=is_cache)

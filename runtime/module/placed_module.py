@@ -26,7 +26,7 @@ from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mode
 from graphplan.errors import InfeasibleError, PlanError
 from graphplan.ir.plan_data import PlanData
-from graphplan.runtime.fallback.module_by_module import sent
+from graphplan.runtime.fallback.hooked_run import sent
 from graphplan.runtime.fallback.short_names import made_class, original_class, unplaced
 from graphplan.runtime.memory.host_pages import Pages
 from graphplan.runtime.memory.shared_memory import join_memory

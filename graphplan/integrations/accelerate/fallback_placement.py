@@ -40,7 +40,8 @@ from graphplan.passes.frontend.graph_weights import weight_of
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem, cpu_key
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
-from graphplan.runtime.fallback.module_by_module import Untraced, undone
+from graphplan.runtime.fallback.hooked_run import undone
+from graphplan.runtime.fallback.module_by_module import Untraced
 from graphplan.runtime.fallback.module_profile import CallProfile, profile_call
 from graphplan.runtime.memory.shared_memory import join_memory
 from graphplan.runtime.module.module_state import ModuleState
@@ -168,7 +169,7 @@ class _Fallback:
             if isinstance(made, nn.Module):
                 return made
             failures.append(made)
-            gc.collect()  # hooks are in cycles, and hold on to memory
+            gc.collect()  # what an error left is in cycles, and holds on to memory
         tried = "\n  ".join(dict.fromkeys(failures))
         raise CaptureError(f"{reason}\nHooks do not run it either:\n  {tried}")
 
