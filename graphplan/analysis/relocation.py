@@ -16,6 +16,7 @@ from graphplan.devices.topology import CPU, DeviceKey
 from graphplan.errors import readable_bytes
 from graphplan.ir.graph import Graph
 from graphplan.ir.plan_data import PlanData
+from graphplan.ir.schedule import Assignment
 from graphplan.ir.timeline import make_timeline
 from graphplan.passes.placement.evaluate import Evaluation
 from graphplan.passes.placement.problem import cpu_key
@@ -37,7 +38,8 @@ class Alternative:
             are, or on the CPU, whichever is fastest; None if it cannot be there. With ``calls=``, the
             weighted sum.
         slower: ``makespan`` less that of the plan.
-        compute_seconds: of its operations there, in one forward pass.
+        compute_seconds: of its operations in one forward pass, each where it then runs: the readers of a
+            weight may stay where they are.
         transfer_seconds: of the forward pass that go to copies alone: transfers, and waits for streamed
             weights.
         missing_bytes: device key -> bytes by which its budget would be exceeded.
@@ -127,7 +129,7 @@ class Mover:
             not obstacle,
             best.seconds,
             slower,
-            self._compute(key),
+            self._compute(best.found[0].assignment),
             _copies(best.found[0], plan),
             best.excess,
             best.operation,
@@ -147,13 +149,17 @@ class Mover:
 
     def _here(self, key: DeviceKey) -> Alternative:
         now, copies = self.plan.weighted_makespan, self.plan.timeline.copy_seconds
-        return Alternative(key, True, True, now, 0.0, self._compute(key), copies, obstacle="it is there")
+        assignment = self.plan.schedule.assignment
+        return Alternative(key, True, True, now, 0.0, self._compute(assignment), copies, obstacle="it is there")
 
-    def _compute(self, key: DeviceKey) -> float:
-        """Seconds of its operations: there, or of a weight's readers where they are."""
-        plan, spec = self.plan, self.plan.topology[key]
-        graph = plan.graph
-        return sum(self.free[0].seconds(graph.operations[op], spec) for op in self.moved[0])
+    def _compute(self, assignment: Assignment) -> float:
+        """Seconds of its operations, or of a weight's readers, where an assignment has them."""
+        graph, topology = self.plan.graph, self.plan.topology
+        return sum(
+            self.free[0].seconds(graph.operations[op], topology[assignment.operations[op]])
+            for op in self.moved[0]
+            if not graph.operations[op].host_only
+        )
 
     def _ways(self, key: DeviceKey) -> Iterator[tuple[DeviceKey, bool, DeviceKey | None]]:
         """(device, whether operations move, home of the weights or None for where they are)."""

@@ -136,6 +136,22 @@ def test_rules_are_named() -> None:
     assert rule.makespan is not None  # what it would cost is known all the same
 
 
+def test_its_compute_is_that_of_where_it_then_runs() -> None:
+    """A weight may come to lie on a card while the CPU goes on computing what reads it."""
+    speeds = {0: Speed(1e9, 1e9, 1.0), "cpu": Speed(1e9, 1e9, 0.0)}  # an operation takes a second on 0
+    plan = planned(chain(4), {0: 64 * KIB, "cpu": 1 << 20}, speeds=speeds, pin={"v1": "cpu"})
+    assert plan.explain("layer1").to(0).compute_seconds == pytest.approx(1, rel=0.01)
+    weight = plan.explain("w1")
+    assert plan.device_of("v1") == "cpu"
+    assert weight.compute_seconds < 0.01
+    assert weight.to("cpu").compute_seconds == weight.compute_seconds
+    assert weight.to(0).compute_seconds == weight.compute_seconds
+    resident = replace(plan.schedule.assignment, weights={**plan.schedule.assignment.weights, "w1": 0})
+    beside = replace(plan, schedule=evaluate(plan.plain_problem, resident).schedule)
+    assert beside.explain("w1").to(0).obstacle == "it is there"
+    assert beside.explain("w1").to(0).compute_seconds == weight.compute_seconds
+
+
 def test_what_must_stay_together_is_named() -> None:
     budgets = {0: 64 * KIB, 1: 64 * KIB}
     plan = planned(chain(4), budgets, together=[["layer1", "layer2"]])
