@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import cache
+from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from graphplan.errors import PlanError
+
+Held = TypeVar("Held")
 
 _SEQUENCES = (tuple, Sequence, frozenset)
 _hints = cache(get_type_hints)
@@ -46,7 +49,7 @@ class Format:
         except (ValueError, RecursionError) as error:
             if text.endswith(".json"):
                 raise PlanError(
-                    f"{text!r} is the name of a file: pass its text, Path(...).read_text()"
+                    f"{text!r} is the name of a file: read it with load_json, or pass its text"
                 ) from error
             raise PlanError(f"this is no JSON: {error}") from error
         return self.checked(data)
@@ -75,6 +78,26 @@ def decode_fields(kind: type, names: Iterable[str], data: Mapping[str, Any]) -> 
     """These fields of a dataclass, each as :func:`decode` reads it; KeyError where one is missing."""
     hints = _hints(kind)
     return {name: decode(hints[name], data[name]) for name in names}
+
+
+def read_file(path: str | Path, read: Callable[[str], Held]) -> Held:
+    """What a file holds.
+
+    Args:
+        path: of the file.
+        read: its text -> what it holds, or PlanError.
+
+    Raises:
+        PlanError: it cannot be read, or ``read`` refuses its text; the error names the file.
+    """
+    try:
+        return read(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(f"{str(path)!r} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{str(path)!r} cannot be read: it is no text") from error
+    except PlanError as error:
+        raise PlanError(f"{str(path)!r}: {error}") from error
 
 
 def decode(kind: Any, data: Any) -> Any:

@@ -22,6 +22,7 @@ from graphplan.report.model_explorer import save_model_explorer
 from graphplan.report.perfetto import to_trace
 from graphplan.report.svg import to_svg
 from graphplan.report.text import count_text, summary_text
+from graphplan.versioned_json import read_file
 
 
 class Plan(PlanData):
@@ -90,8 +91,17 @@ class Plan(PlanData):
         return read_plan(cls, text)
 
     def save_json(self, path: str | Path) -> None:
-        """Write :meth:`to_json` to a file."""
+        """Write :meth:`to_json` to a file; :meth:`load_json` reads it back."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load_json(cls, path: str | Path) -> Self:
+        """Read a plan from a file that :meth:`save_json` wrote.
+
+        Raises:
+            PlanError: the file cannot be read, or :meth:`from_json` refuses what it holds.
+        """
+        return read_file(path, cls.from_json)
 
     def save_dot(self, path: str | Path) -> None:
         """Write the plan for Graphviz: a cluster per device and stage, an edge per value.
@@ -125,11 +135,11 @@ class Plan(PlanData):
             title: heading of the page, such as the model's name.
             bottleneck: what :meth:`bottleneck` has found, for the page to say what would help; by default a
                 quick look takes its place.
-            other: another plan of the same model, such as one with other budgets: the page shows what moved,
-                and time and memory of both.
+            other: another plan of the same model and example inputs, such as one with other budgets or
+                devices: the page shows what moved, and time and memory of both.
 
         Raises:
-            PlanError: the other plan has no operation of this one.
+            PlanError: the other plan is of another graph; the error says what differs.
         """
         page = to_html(self, title, remarks=self.remarks(bottleneck), other=other)
         Path(path).write_text(page, encoding="utf-8")

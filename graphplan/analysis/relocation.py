@@ -148,9 +148,11 @@ class Mover:
         return all(assignment.operations[op] == key for op in working)
 
     def _here(self, key: DeviceKey) -> Alternative:
-        now, copies = self.plan.weighted_makespan, self.plan.timeline.copy_seconds
-        assignment = self.plan.schedule.assignment
-        return Alternative(key, True, True, now, 0.0, self._compute(assignment), copies, obstacle="it is there")
+        plan = self.plan
+        compute, copies = self._compute(plan.schedule.assignment), plan.timeline.copy_seconds
+        return Alternative(
+            key, True, True, plan.weighted_makespan, 0.0, compute, copies, obstacle="it is there"
+        )
 
     def _compute(self, assignment: Assignment) -> float:
         """Seconds of its operations, or of a weight's readers, where an assignment has them."""

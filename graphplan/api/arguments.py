@@ -200,10 +200,7 @@ def read_given_plan(plan: object, kind: type[Saved], asked: PlanOptions) -> Save
             "devices and time_limit to graphplan.plan, which made it"
         )
     if isinstance(plan, str | Path):
-        try:
-            return kind.from_json(Path(plan).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise PlanError(f"the plan {str(plan)!r} cannot be read: {error}") from error
+        return kind.load_json(plan)
     if not isinstance(plan, kind):
         where = "with machines=, " if kind is ClusterPlan else ""
         raise InputError(f"{where}plan must be a graphplan.{kind.__name__} or its JSON file, not {plan!r}")

@@ -25,7 +25,7 @@ from graphplan.cli.console import (
 )
 from graphplan.cli.demo import run_demo
 from graphplan.cli.model_argument import Ask, NamedModel, load_named, of_model
-from graphplan.cli.option_parsing import read_budgets, read_pins, read_plan, read_topology
+from graphplan.cli.option_parsing import read_budgets, read_pins, read_topology
 from graphplan.cli.plan_run import run_plan
 from graphplan.cli.result_text import (
     comparison_text,
@@ -197,7 +197,7 @@ def run_saved(
     Weights are read from the folder's safetensors files, if it has any.
     """
     ask = Ask(batch, length, dtype, trust_remote_code)
-    found = read_plan(path)
+    found = Plan.load_json(path)
     with working(f"running {model}"):
         result = run_plan(found, model, ask, simulated=simulate, capture_cache=capture_cache)
     if as_json:
@@ -225,7 +225,7 @@ def show(
     require_writable(html, dot)
     if other is not None and html is None:
         raise InputError("--other is shown on the page: add --html FILE")
-    found, beside = read_plan(path), None if other is None else read_plan(other)
+    found, beside = Plan.load_json(path), None if other is None else Plan.load_json(other)
     wanted = found.bottleneck(progress=sys.stderr.isatty()) if bottleneck else None
     if html is not None:
         found.save_html(html, title=path.stem, bottleneck=wanted, other=beside)
@@ -312,7 +312,7 @@ def devices(
 def explain(path: options.PlanFile, name: options.Name, as_json: options.Json = False) -> None:
     """Explain why a module, operation or weight is where it is, and what other devices would cost."""
     with working("evaluating the other devices"):
-        found = read_plan(path).explain(name)
+        found = Plan.load_json(path).explain(name)
     say(found.to_json() if as_json else found)
 
 

@@ -6,13 +6,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from accelerate.utils import convert_file_size_to_int
 
-from graphplan.analysis.plan import Plan
 from graphplan.devices.datasheets import card_names, find_card
 from graphplan.devices.max_memory import read_max_memory, read_size
 from graphplan.devices.speeds import Measurements, Speed, with_speeds
@@ -115,25 +114,6 @@ def read_pins(words: Sequence[str]) -> dict[str, DeviceKey]:
     return {name: read_key(key) for name, key in pairs}
 
 
-def read_plan(path: Path) -> Plan:
-    """The plan of a JSON file.
-
-    Raises:
-        PlanError: the file holds none.
-        OSError: it cannot be read.
-    """
-    return _read(path, Plan.from_json, repr(str(path)), "plan")
-
-
-def _read(path: Path, decode: Callable[[str], Held], where: str, noun: str) -> Held:
-    try:
-        return decode(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise PlanError(f"{where} holds no {noun}: it is no text") from error
-    except PlanError as error:
-        raise PlanError(f"{where}: {error}") from error
-
-
 def read_topology(
     max_memory: list[str] | None,
     device: list[str] | None,
@@ -148,5 +128,5 @@ def read_topology(
         raise DeviceError("give --measured or --device, not both")
     speeds: Any = read_speeds(device or ()) or None
     if measured is not None:
-        speeds = _read(measured, Measurements.from_json, f"--measured {str(measured)!r}", "measurements")
+        speeds = Measurements.load_json(measured)
     return with_speeds(read_max_memory(budgets, links, reserve), speeds)

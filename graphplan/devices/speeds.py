@@ -17,7 +17,7 @@ from typing import Any
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.devices.topology import DeviceKey, DeviceSpec, Efficiency, Link, Origin, Topology, is_figure
 from graphplan.errors import DeviceError, GraphplanError, PlanError
-from graphplan.versioned_json import Format, decode
+from graphplan.versioned_json import Format, decode, read_file
 
 _FORMAT = Format("graphplan.measurements", 1, "measurements")
 
@@ -105,8 +105,17 @@ class Measurements:
             raise PlanError(f"these measurements are damaged: {type(error).__name__}: {error}") from error
 
     def save_json(self, path: str | Path) -> None:
-        """Write :meth:`to_json` to a file."""
+        """Write :meth:`to_json` to a file; :meth:`load_json` reads it back."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load_json(cls, path: str | Path) -> Measurements:
+        """Read measurements from a file that :meth:`save_json` wrote.
+
+        Raises:
+            PlanError: the file cannot be read, or holds no measurements, or those of an unknown version.
+        """
+        return read_file(path, cls.from_json)
 
     def __str__(self) -> str:
         lines = []

@@ -8,6 +8,7 @@ from typing import Any
 
 from graphplan.devices.topology import DeviceKey
 from graphplan.errors import PlanError
+from graphplan.ir.graph_difference import graph_difference
 from graphplan.ir.plan_data import PlanData
 from graphplan.report.data_flows import run_seconds
 from graphplan.report.text import device_name
@@ -20,13 +21,18 @@ def comparison(plan: PlanData, other: PlanData) -> dict[str, Any]:
     """What the page of a plan says of another one.
 
     Raises:
-        PlanError: the other plan has no operation of this one.
+        PlanError: the other plan is of another graph.
     """
-    moved = _moved_operations(plan, other)
+    unlike = graph_difference(plan.graph, other.graph)
+    if unlike:
+        raise PlanError(
+            f"other=: a plan of another model or call: {unlike}. Give a plan of the same model and example "
+            "inputs; budgets, devices and constraints may differ"
+        )
     return {
         "figures": [_figures(other), _figures(plan)],
         "memory": _memory(plan, other),
-        "operations": moved,
+        "operations": _moved_operations(plan, other),
         "weights": _moved_weights(plan, other),
         "unmatched": [
             len(one.graph.operations.keys() - another.graph.operations.keys())
@@ -90,8 +96,6 @@ def _memory(plan: PlanData, other: PlanData) -> list[dict[str, Any]]:
 
 def _moved_operations(plan: PlanData, other: PlanData) -> list[dict[str, Any]]:
     here, there = plan.schedule.assignment.operations, other.schedule.assignment.operations
-    if plan.graph.operations and here.keys().isdisjoint(there):
-        raise PlanError("other=: a plan of another model: it has none of the operations of this one")
     position = {name: index for index, name in enumerate(plan.graph.operations)}
     seconds = run_seconds(other.timeline), run_seconds(plan.timeline)
     paths = {name: operation.module_path for name, operation in plan.graph.operations.items()}

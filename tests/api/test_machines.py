@@ -74,11 +74,12 @@ def test_unequal_machines_get_unequal_shares() -> None:
         assert all(nbytes <= (small, large)[machine][key] for key, nbytes in peaks.items())
 
 
-def test_a_plan_is_data() -> None:
+def test_a_plan_is_data(tmp_path: Path) -> None:
     machines = [{0: "12MiB", "cpu": "40MiB"}, {"cpu": "40MiB"}, {0: "18MiB"}]
     plan = planned(machines, microbatches=8, objective="throughput")
     assert len(plan.stages) > 1
-    again = ClusterPlan.from_json(plan.to_json())
+    plan.save_json(tmp_path / "plan.json")
+    again = ClusterPlan.load_json(tmp_path / "plan.json")
     assert again == plan
     again.verify()
     assert "machine" in plan.summary()

@@ -126,7 +126,7 @@ def test_the_cpu_is_measured(tmp_path: Path) -> None:
     assert measured.dtypes == {"cpu": "float32"}
     assert not measured.notes
     measured.save_json(tmp_path / "speeds.json")
-    again = Measurements.from_json((tmp_path / "speeds.json").read_text(encoding="utf-8"))
+    again = Measurements.load_json(tmp_path / "speeds.json")
     assert again == measured
     topology = with_speeds(read_max_memory({"cpu": "1GiB"}), again)
     assert topology["cpu"].flops == speed.flops

@@ -29,11 +29,24 @@ def test_json_round_trip(plan: Plan) -> None:
     assert (again.placement, again.stages, again.peak_bytes) == (plan.placement, plan.stages, plan.peak_bytes)
 
 
+def test_a_file_is_read_as_it_is_written(plan: Plan, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    plan.save_json(file)
+    assert Plan.load_json(file) == Plan.load_json(str(file)) == plan
+    file.write_text("{}")
+    for path, message in ((file, r"plan\.json': this JSON holds no plan"), (tmp_path, "cannot be read")):
+        with pytest.raises(graphplan.PlanError, match=message):
+            Plan.load_json(path)
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(graphplan.PlanError, match=r"plan\.json' cannot be read: it is no text"):
+        Plan.load_json(file)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("nonsense", "no JSON"),
-        ("plan.json", "name of a file: pass its text"),
+        ("plan.json", "name of a file: read it with load_json, or pass its text"),
         ("[]", "no plan"),
         ("{}", "no plan"),
         ('{"format": "graphplan.plan", "version": 99}', "version 99"),
