@@ -13,11 +13,13 @@ from graphplan.cli.demo import DemoResult
 from graphplan.cli.plan_run import RunResult
 from graphplan.devices.topology import SIMULATED, Topology
 from graphplan.integrations.accelerate.comparison import Baseline
+from graphplan.ir.schedule import prefetch_bytes
 from graphplan.report.text import size_text, table_lines, time_text
 
 
 def plan_digest(plan: Plan) -> dict[str, Any]:
     """The figures of ``plan.summary()``, and the device map."""
+    buffers = prefetch_bytes(plan.schedule.prefetch_buffers)
     return {
         "operations": len(plan.graph.operations),
         "weight_bytes": plan.graph.weight_bytes,
@@ -29,7 +31,8 @@ def plan_digest(plan: Plan) -> dict[str, Any]:
                 "device": spec.device,
                 "budget": spec.memory,
                 "peak": plan.peak_bytes[spec.key],
-                "weights": plan.peaks[spec.key].weights,
+                "weights": plan.peaks[spec.key].weights - buffers.get(spec.key, 0),
+                "prefetch": buffers.get(spec.key, 0),
                 "peak_at": plan.peaks[spec.key].operation,
             }
             for spec in plan.topology.devices

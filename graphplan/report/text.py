@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from graphplan.devices.topology import CPU, DISK, DeviceKey, Topology
 from graphplan.ir.graph_elements import Operation, Value
 from graphplan.ir.plan_data import PlanData, Stage
-from graphplan.ir.schedule import PrefetchBuffer
+from graphplan.ir.schedule import PrefetchBuffer, prefetch_bytes
 from graphplan.report.data_flows import find_flows
 
 COLOURS = ("#3b6fd4", "#0f8b7d", "#8350c8", "#c2417a", "#4b8b3b", "#2a8fb3")
@@ -155,29 +155,32 @@ def _saved_less(plan: PlanData) -> list[str]:
 
 
 def _buffer_text(buffer: PrefetchBuffer) -> str:
+    if not buffer.slots:
+        return f", {size_text(buffer.nbytes)} on {buffer.device} for other calls"
     return f", {size_text(buffer.nbytes)} in {count_text(len(buffer.slots), 'slot')} on {buffer.device}"
 
 
 def _devices(plan: PlanData) -> list[str]:
+    buffers = prefetch_bytes(plan.schedule.prefetch_buffers)
     rows = []
     for spec in plan.topology.devices:
-        peak = plan.peaks[spec.key]
+        peak, buffer = plan.peaks[spec.key], buffers.get(spec.key, 0)
         count = sum(len(stage.operations) for stage in plan.stages if stage.device == spec.key)
-        share = f"{100 * peak.nbytes / spec.memory:.0f} %" if spec.memory else "-"
-        budget, most, weights = size_text(spec.memory), size_text(peak.nbytes), size_text(peak.weights)
         rows.append(
             [
                 str(spec.key),
                 spec.device,
-                budget,
-                most,
-                share,
-                weights,
+                size_text(spec.memory),
+                size_text(peak.nbytes),
+                f"{100 * peak.nbytes / spec.memory:.0f} %" if spec.memory else "-",
+                size_text(peak.weights - buffer),
+                *([size_text(buffer)] if buffers else []),
                 str(count),
                 _where(plan, peak.operation),
             ]
         )
-    header = ["key", "device", "budget", "peak", "used", "weights", "operations", "peak at"]
+    streamed = ["prefetch"] if buffers else []
+    header = ["key", "device", "budget", "peak", "used", "weights", *streamed, "operations", "peak at"]
     return table_lines(header, rows)
 
 

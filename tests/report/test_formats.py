@@ -87,6 +87,22 @@ def test_a_value_that_arrives_once_is_read_once_in_the_table_of_stages() -> None
     assert read == ["0 B", "1.0 KiB", "1.0 KiB", "1.0 KiB"]
 
 
+def test_prefetch_buffers_are_not_counted_as_weights_in_the_table_of_devices() -> None:
+    plan = by_hand(
+        chain(4, activation=256), {0: "16KiB", "cpu": "1MiB"}, dict.fromkeys(("v0", "v1", "v2", "v3"), 0)
+    )
+    (buffer,) = plan.schedule.prefetch_buffers
+    assert plan.peaks[0].weights == 4 * KIB * 2 + buffer.nbytes
+    table = plan.summary()
+    assert re.search(r"used +weights +prefetch +operations", table)
+    assert re.search(rf"^0 .* 8\.0 KiB +{re.escape(size_text(buffer.nbytes))} +4 ", table, re.MULTILINE)
+    resident = by_hand(chain(4), {0: "1MiB", "cpu": "1MiB"}, dict.fromkeys(("v0", "v1", "v2", "v3"), 0))
+    assert "prefetch" not in resident.summary()
+    shared = resident.with_prefetch_buffers({0: 4 * KIB})
+    assert "4.0 KiB on 0 for other calls" in shared.summary()
+    assert "slot" not in shared.summary()
+
+
 # -- SVG ------------------------------------------------------------------------------------------
 
 
