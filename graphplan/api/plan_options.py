@@ -14,7 +14,7 @@ import torch
 from graphplan.capture.size_limits import SizeLimits
 from graphplan.compiler.saved_captures import SavedCaptures
 from graphplan.devices.max_memory import Reserve
-from graphplan.devices.speeds import Measurements, Speed
+from graphplan.devices.speeds import GivenSpeeds
 from graphplan.devices.topology import DeviceKey, Link
 from graphplan.errors import InputError
 from graphplan.ir.cluster_plan_data import Objective, PipelineSchedule
@@ -42,7 +42,7 @@ class PlanKeywords(TypedDict, total=False):
     cpu_compute: bool
     balance: bool
     reserve: Reserve
-    devices: Mapping[DeviceKey, Speed] | Measurements | None
+    devices: GivenSpeeds | None
     calls: Sequence[ExampleCall] | ExampleRun | None
     weights: Sequence[float] | None
     max_batch: int | None
@@ -76,7 +76,7 @@ class PlanOptions:
     cpu_compute: bool = True
     balance: bool = False
     reserve: Reserve = 0
-    devices: Mapping[DeviceKey, Speed] | Measurements | None = None
+    devices: GivenSpeeds | None = None
     calls: Sequence[ExampleCall] | ExampleRun | None = field(default=None, repr=False)
     weights: Sequence[float] | None = None
     max_batch: int | None = None

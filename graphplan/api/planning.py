@@ -83,7 +83,8 @@ def plan(
         cpu_compute: False where the CPU may keep weights, but not compute.
         balance: spread the work evenly over the accelerators instead of moving the fewest bytes.
         reserve: bytes, or text such as ``"1GiB"``, to leave free on every device; or device key -> either.
-        devices: device key -> :class:`graphplan.Speed`, or what :func:`graphplan.measure_devices` found.
+        devices: device key -> :class:`graphplan.Speed` or the name of a card (``"H100"``), or what
+            :func:`graphplan.measure_devices` found.
             Without, known GPUs count at their datasheet values and others at a common one.
         calls: several example calls, in place of ``args`` and ``kwargs``: each a mapping of named
             inputs, a pair ``(args, kwargs)``, or ``("vae.decode", args, kwargs)`` for another method or a

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from accelerate.utils import convert_file_size_to_int
 
-from graphplan.devices.datasheets import card_names, find_card
 from graphplan.devices.max_memory import read_max_memory, read_size
 from graphplan.devices.speeds import Measurements, Speed, with_speeds
 from graphplan.devices.topology import CPU, DeviceKey, Link, Topology
@@ -66,11 +65,10 @@ def read_speeds(words: Sequence[str]) -> dict[DeviceKey, Speed]:
     """
     found: dict[DeviceKey, Speed] = {}
     for key, name in _pairs(words, "--device", "KEY=CARD, as 0=H100", DeviceError):
-        card = find_card(name)
-        if card is None:
-            known = ", ".join(card_names())
-            raise DeviceError(f"--device '{key}={name}': no card {name!r} is known; known are {known}")
-        found[read_key(key)] = Speed(card.flops, card.bandwidth, origin="datasheet")
+        try:
+            found[read_key(key)] = Speed.of_card(name)
+        except DeviceError as error:
+            raise DeviceError(f"--device '{key}={name}': {error}") from error
     return found
 
 

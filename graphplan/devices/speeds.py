@@ -1,9 +1,9 @@
 """How fast devices and links are: the caller's figures, or those that were measured here.
 
 >>> import graphplan
->>> mine = {0: graphplan.Speed(flops=90e12), "cpu": graphplan.Speed(bandwidth=80e9)}
->>> [spec.flops for spec in with_speeds(read_max_memory({0: "1GiB"}), mine).devices]
-[90000000000000.0]
+>>> mine = {0: graphplan.Speed(flops=90e12), 1: "RTX 4090"}
+>>> [spec.flops for spec in with_speeds(read_max_memory({0: "1GiB", 1: "1GiB"}), mine).devices]
+[90000000000000.0, 160000000000000.0]
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from graphplan.devices.datasheets import card_names, find_card
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.devices.topology import DeviceKey, DeviceSpec, Efficiency, Link, Origin, Topology, is_figure
 from graphplan.errors import DeviceError, GraphplanError, PlanError
@@ -52,6 +53,18 @@ class Speed:
     def of(cls, spec: DeviceSpec) -> Speed:
         """The figures that a device that computes has."""
         return cls(**{item.name: getattr(spec, item.name) for item in fields(cls)})
+
+    @classmethod
+    def of_card(cls, name: str) -> Speed:
+        """The datasheet figures of a card (``"H100"``, ``"NVIDIA GeForce RTX 4090"``).
+
+        Raises:
+            DeviceError: no such card is known.
+        """
+        card = find_card(name)
+        if card is None:
+            raise DeviceError(f"no card {name!r} is known; known are {', '.join(card_names())}")
+        return cls(card.flops, card.bandwidth, origin="datasheet")
 
     def applied(self, spec: DeviceSpec) -> DeviceSpec:
         """The device with the figures that are not None."""
@@ -135,14 +148,19 @@ class Measurements:
         return "\n".join(lines)
 
 
-def with_speeds(topology: Topology, devices: Mapping[DeviceKey, Speed] | Measurements | None) -> Topology:
-    """The topology with the caller's figures, or measured ones.
+GivenSpeeds = Mapping[DeviceKey, Speed | str] | Measurements
+"""What ``devices=`` of :func:`graphplan.plan` takes: figures or the name of a card for each, or measured."""
+
+
+def with_speeds(topology: Topology, devices: GivenSpeeds | None) -> Topology:
+    """The topology with the caller's figures, those of the cards that are named, or measured ones.
 
     Links that the topology has already stay as they are. Measurements may be of more devices than
     are planned for, and of fewer: what they lack keeps its defaults.
 
     Raises:
-        DeviceError: ``devices`` is neither, or the caller's names a device that is not planned for.
+        DeviceError: ``devices`` is none of these, or names a device that is not planned for, or an unknown
+            card.
     """
     if devices is None:
         return topology
@@ -174,12 +192,20 @@ def _own_keys(topology: Topology, keys: set[DeviceKey]) -> dict[DeviceKey, Devic
 
 
 def _read_speeds(topology: Topology, devices: Any) -> dict[DeviceKey, Speed]:
-    if not isinstance(devices, Mapping) or not all(isinstance(s, Speed) for s in devices.values()):
+    if not isinstance(devices, Mapping) or not all(isinstance(s, Speed | str) for s in devices.values()):
         raise DeviceError(
-            f"devices must map device keys to graphplan.Speed, or be graphplan.Measurements, not {devices!r}"
+            "devices must map device keys to graphplan.Speed or to names of cards, as {0: 'H100'}, or be "
+            f"graphplan.Measurements, not {devices!r}"
         )
     for key in devices:
         if key not in topology:
             known = ", ".join(map(repr, topology.keys))
             raise DeviceError(f"devices names {key!r}, which is not in max_memory: it has {known}")
-    return dict(devices)
+    return {key: _read_speed(key, speed) for key, speed in devices.items()}
+
+
+def _read_speed(key: DeviceKey, speed: Speed | str) -> Speed:
+    try:
+        return Speed.of_card(speed) if isinstance(speed, str) else speed
+    except DeviceError as error:
+        raise DeviceError(f"devices[{key!r}]: {error}") from error

@@ -70,6 +70,16 @@ def test_the_callers_figures_are_the_plans() -> None:
     assert (cpu.flops, cpu.bandwidth, cpu.overhead) == (2e12, 3e9, 4e-6)
 
 
+def test_a_card_may_stand_for_its_figures() -> None:
+    budgets = {0: "1MiB", 1: "1MiB", "cpu": "1MiB"}
+    plan = graphplan.plan(Tied().eval(), budgets, (IDS,), devices={0: "NVIDIA H100 80GB HBM3", 1: "rtx4090"})
+    for key, card in ((0, "H100"), (1, "RTX 4090")):
+        known = find_card(card)
+        assert known is not None
+        assert (plan.topology[key].flops, plan.topology[key].bandwidth) == (known.flops, known.bandwidth)
+        assert plan.topology[key].origin == "datasheet"
+
+
 def test_the_speed_of_a_device_says_all_of_it() -> None:
     spec = read_max_memory({0: "1GiB"})[0]
     changed = Speed(2e12, 3e9, 4e-6).applied(spec)
@@ -110,6 +120,7 @@ def test_speeds_are_positive_numbers(figure: Any) -> None:
     [
         ({5: Speed()}, "devices names 5"),
         ({0: 1e12}, "graphplan.Speed"),
+        ({0: "Abacus"}, r"devices\[0\]: no card 'Abacus' is known; known are .*H100"),
         (3, "graphplan.Measurements"),
     ],
 )
