@@ -129,6 +129,7 @@ class ModuleState:
     move: MoveWeights | None = None
     running: RunningCalls = field(default_factory=RunningCalls)
     told_of_gradients: bool = False
+    asked_to_train: bool = False
 
     def watch(self, module: nn.Module) -> None:
         """Read the module whose state this is, and notice changes of what its graphs were traced from."""

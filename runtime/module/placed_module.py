@@ -15,12 +15,11 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 
-from graphplan._compat.torch import in_grad_transform
 from graphplan.capture.modes import Differentiation
 from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mode
@@ -39,6 +38,7 @@ from graphplan.runtime.module.dispatch import (
     serve,
     share_prefetch_buffers,
 )
+from graphplan.runtime.module.missing_gradients import refuse_transforms, tell_of_gradients
 from graphplan.runtime.module.module_state import Code, ModuleState
 from graphplan.runtime.module.placed_parts import as_written, link
 from graphplan.runtime.module.placed_view import PlacedView, ShortNames
@@ -60,8 +60,6 @@ _MOVED = (
     "a call has no room beside the weights where they are, so weights move: to leave room from the start, "
     "give partition max_batch and max_length, or such a call in calls="
 )
-_NO_GRADIENTS = "the results of a model that was placed without gradients have none"
-_WITH_GRADIENTS = "give partition grad=True, or train=True"
 logger = logging.getLogger("graphplan")
 
 Record = Callable[[Program, Code], Code]
@@ -94,8 +92,10 @@ class PlacedModule(ShortNames, KeptInPlace):
         signature = signature or state.signature
         assert signature is not None
         state.streams.check_files()
-        if not state.keep_grad and state.training is None:
-            _refuse_gradients(state, args, kwargs)
+        plain = not state.keep_grad and state.training is None
+        if plain:
+            refuse_transforms()
+        untold = plain and torch.is_grad_enabled() and not state.told_of_gradients
         step = differentiated(self, state, (args, kwargs))
         with torch.set_grad_enabled(torch.is_grad_enabled() and state.keep_grad):
             try:
@@ -113,6 +113,9 @@ class PlacedModule(ShortNames, KeptInPlace):
             if served is not None:
                 with state.running:  # before it looks at start, which is set before weights move
                     if state.start is None:
+                        if untold:
+                            plan = state.programs[served.index].plan if isinstance(served, Served) else None
+                            tell_of_gradients(self, state, plan, (*args, *kwargs.values()))
                         return _run(self, state, served, record, step)
         return self._graphplan_enter(entry, signature, args, kwargs, record)  # errors keep tensors no longer
 
@@ -122,6 +125,13 @@ class PlacedModule(ShortNames, KeptInPlace):
             args = args[:2]  # without ``assign``
             kwargs.pop("assign", None)
         return super().load_state_dict(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Self:
+        """As of the model; where no gradients are kept, a later call says so."""
+        state = vars(self).get("_graphplan")
+        if state is not None:
+            state.asked_to_train = mode
+        return super().train(mode)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # of torch
@@ -155,21 +165,6 @@ def _run(
         if program.backward is not None:
             return run_step(module, state, program, code, served)
         return run(module, program, code, served)
-
-
-def _refuse_gradients(state: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Say so where gradients of a call are wanted that are not computed.
-
-    Raises:
-        PlanError: in a transform of ``torch.func``, which would take them for zero.
-    """
-    if in_grad_transform():
-        raise PlanError(f"{_NO_GRADIENTS}, and torch.func would take them for zero: {_WITH_GRADIENTS}")
-    inputs = (*args, *kwargs.values())
-    wanted = torch.is_grad_enabled() and not state.told_of_gradients
-    if wanted and any(isinstance(v, torch.Tensor) and v.requires_grad for v in inputs):
-        state.told_of_gradients = True
-        warn(f"{_NO_GRADIENTS}, and an input requires them: {_WITH_GRADIENTS}")
 
 
 def differentiated(module: PlacedModule, state: ModuleState, inputs: Any) -> Differentiation | None:
@@ -208,7 +203,8 @@ def _start(
     state.parts.clear()
     started = state.start(module, args, kwargs, entry)
     object.__setattr__(module, "__dict__", started.__dict__)  # at once, for other threads
-    module._graphplan.as_written = state.as_written
+    begun = module._graphplan
+    begun.as_written, begun.asked_to_train = state.as_written, state.asked_to_train
     link(module)
 
 

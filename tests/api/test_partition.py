@@ -337,6 +337,7 @@ def test_gradients_flow_when_asked_for() -> None:
         assert not graphplan.partition(model, budgets, args=(IDS,))(IDS)["logits"].requires_grad
 
 
+@torch.no_grad()
 def test_train_mode_is_another_structure() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5), nn.Linear(32, 32)).eval()
     x = torch.randn(4, 32)

@@ -161,6 +161,7 @@ class Normed(nn.Module):
         return self.norm(self.a(x))
 
 
+@torch.no_grad()
 def test_modes_are_every_modules_own() -> None:
     model = Normed().train()
     placed = graphplan.partition(model, {"cpu": "1GiB"}, (X,))
@@ -176,6 +177,7 @@ def test_modes_are_every_modules_own() -> None:
     assert largest_difference(placed(X), copy.deepcopy(frozen).train()(X)) < 1e-5
 
 
+@torch.no_grad()
 def test_training_later_leaves_the_callers_buffers() -> None:
     model = Normed().eval()
     placed = graphplan.partition(model, {"cpu": "1GiB"}, (X,))
@@ -411,6 +413,7 @@ class Conv(nn.Module):
 
 
 @pytest.mark.parametrize("budget", [30_000, 60_000, 100_000])
+@torch.no_grad()
 def test_training_after_evaluation_writes_buffers_where_they_are(budget: int) -> None:
     model, x = Conv().eval(), torch.randn(2, 3, 10, 10)
     with graphplan.simulate({0: budget, "cpu": 1 << 28}) as machine:

@@ -1,0 +1,64 @@
+"""What a caller is told who wants gradients of a module that was placed without them.
+
+Its results require none, as under ``torch.no_grad()``, and torch's error at ``backward()`` does not say why.
+That a backward pass is to follow shows where an input requires gradients, where ``train()`` was called of the
+placed module, and where a call in training mode returns a loss. A model that is merely in training mode, as
+every module is when it is made, is often run for its results alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphplan._compat.torch import in_grad_transform
+from graphplan.errors import PlanError
+from graphplan.ir.plan_data import PlanData
+from graphplan.runtime.module.module_state import ModuleState
+from graphplan.warnings import warn
+
+_NONE = "the results of a model that was placed without gradients have none"
+_WRITE = "give partition train=True, which plans the whole step, or grad=True"
+
+
+def refuse_transforms() -> None:
+    """Raise PlanError in a transform of ``torch.func``, which would take the missing gradients for zero."""
+    if in_grad_transform():
+        raise PlanError(f"{_NONE}, and torch.func would take them for zero: {_WRITE}")
+
+
+def tell_of_gradients(
+    module: nn.Module, state: ModuleState, plan: PlanData | None, inputs: Iterable[Any]
+) -> None:
+    """Say once, at a call with gradients enabled, that they are not computed, if they seem to be wanted.
+
+    Args:
+        module: that is called.
+        state: of it.
+        plan: of the call; None where modules run one by one.
+        inputs: of the call.
+    """
+    if any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs):
+        why = "an input requires them"
+    elif not module.training or not any(parameter.requires_grad for parameter in module.parameters()):
+        return
+    elif state.asked_to_train:
+        why = "train() was called"
+    elif plan is not None and _returns_loss(plan):
+        why = "this call in training mode returns a loss"
+    else:
+        return
+    state.told_of_gradients = True
+    warn(f"{_NONE}, and {why}: backward() will fail. To train, {_WRITE}")
+
+
+def _returns_loss(plan: PlanData) -> bool:
+    """Whether a result is a floating-point tensor without dimensions."""
+    results = (plan.graph.values.get(name) for name in plan.graph.outputs)
+    return any(
+        value is not None and value.is_tensor and value.shape == () and "float" in value.dtype
+        for value in results
+    )

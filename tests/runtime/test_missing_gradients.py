@@ -1,0 +1,97 @@
+"""Who wants gradients of a module that was placed without them is told so, and nobody else."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphplan
+
+CPU = {"cpu": "1GiB"}
+X = torch.ones(2, 8)
+
+
+class Scored(nn.Module):
+    """A model that returns a loss where it is given labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = self.head(x)
+        loss = {} if labels is None else {"loss": nn.functional.cross_entropy(logits, labels)}
+        return {**loss, "logits": logits}
+
+
+INPUTS: dict[str, Any] = {"x": X, "labels": torch.tensor([0, 1])}
+
+
+def quiet(placed: nn.Module, **inputs: Any) -> dict[str, torch.Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found: dict[str, torch.Tensor] = placed(**inputs)
+    return found
+
+
+def test_a_loss_in_training_mode() -> None:
+    placed = graphplan.partition(Scored(), CPU, kwargs=INPUTS)
+    with pytest.warns(
+        graphplan.GraphplanWarning, match=r"returns a loss: backward\(\) will fail.*train=True"
+    ):
+        loss = placed(**INPUTS)["loss"]
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        loss.backward()
+    quiet(placed, **INPUTS)  # once
+
+
+def test_a_loss_of_a_later_structure() -> None:
+    placed = graphplan.partition(Scored(), CPU, kwargs={"x": X})
+    quiet(placed, x=X)
+    with pytest.warns(graphplan.GraphplanWarning, match="returns a loss"):
+        placed(**INPUTS)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_train_was_called(late: bool) -> None:
+    placed = graphplan.partition(Scored().eval(), CPU, **({} if late else {"kwargs": {"x": X}}))
+    assert placed.train() is placed
+    assert placed.head.training
+    with pytest.warns(graphplan.GraphplanWarning, match=r"train\(\) was called"):
+        placed(x=X)
+
+
+def test_an_input_requires_gradients() -> None:
+    placed = graphplan.partition(Scored().eval(), CPU, kwargs={"x": X})
+    with pytest.warns(graphplan.GraphplanWarning, match="an input requires them"):
+        placed(x=X.clone().requires_grad_())
+    quiet(placed, x=X.clone().requires_grad_())
+
+
+def test_results_that_are_wanted_for_themselves() -> None:
+    placed = graphplan.partition(Scored(), CPU, kwargs={"x": X})
+    quiet(placed, x=X)  # a new module is in training mode
+    placed.train().eval()
+    quiet(placed, **INPUTS)
+    placed.train()
+    with torch.no_grad():
+        quiet(placed, **INPUTS)
+    frozen = graphplan.partition(Scored().requires_grad_(False), CPU, kwargs=INPUTS)
+    quiet(frozen.train(), **INPUTS)
+
+
+@pytest.mark.parametrize("how", ["grad", "train"])
+def test_a_model_with_gradients(how: str) -> None:
+    placed = graphplan.partition(Scored(), CPU, kwargs=INPUTS, **{how: True})
+    quiet(placed.train(), **INPUTS)["loss"].backward()
+    assert placed.head.weight.grad is not None
+
+
+def test_transforms_are_refused() -> None:
+    placed = graphplan.partition(Scored().eval(), CPU, kwargs={"x": X})
+    with pytest.raises(graphplan.PlanError, match=r"torch\.func would take them for zero: give partition"):
+        torch.func.grad(lambda x: placed(x=x)["logits"].sum())(X)
