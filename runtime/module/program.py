@@ -96,6 +96,11 @@ class Program:
     dense: tuple[int, ...] = ()
     backward: Backward | None = None
 
+    @property
+    def reach(self) -> int:
+        """Bytes of the largest inputs that it is planned for."""
+        return sum(self.plan.graph.values[name].nbytes for name in self.plan.graph.inputs)
+
     def takes(self, leaves: Sequence[Any]) -> bool:
         """Whether the caches of a call are where the plan has them, or where they were when it was made."""
         return all((device := leaves[s.leaf].device) == s.home or device == s.found for s in self.states)

@@ -367,3 +367,21 @@ def test_what_is_placed_in_inference_mode_can_be_trained(examples: bool) -> None
             assert torch.allclose(placed(x[:1]), model(x[:1]), atol=1e-6)  # captured here
         placed(x).sum().backward()
         assert all(parameter.grad is not None for parameter in placed.parameters())
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_call_is_served_by_the_plan_for_the_smallest_sizes(order: tuple[int, int]) -> None:
+    """The plan for large calls, if listed first, served small ones too, though these had one of their own."""
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(256, 1024), nn.Linear(1024, 256)) for _ in range(2))
+    ).eval()
+    batches = [(torch.ones(1, 256),), (torch.ones(256, 256),)]
+    with graphplan.simulate({0: int(1.05 * bytes_of(model)), "cpu": "1GiB"}) as machine:
+        calls, weights = [(batches[at], {}) for at in order], [(1000, 1)[at] for at in order]
+        placed = graphplan.partition(model, machine.max_memory, calls=calls, weights=weights)
+        small, large = (placed.plans[order.index(at)] for at in (0, 1))
+        assert len(planned_moves(small)) != len(planned_moves(large))
+        for batch, plan in zip((*batches, *batches), (small, large, small, large), strict=True):
+            machine.reset_peaks()
+            placed(*batch)
+            assert moves_of(machine) == planned_moves(plan)
