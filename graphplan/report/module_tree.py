@@ -24,6 +24,7 @@ from typing import Literal
 from graphplan.ir.plan_data import PlanData
 
 MOST_CHILDREN = 96
+_MOST_PATHS = 0.8  # of a model's operations: what so many are in is said of none
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +49,11 @@ class Group:
 def stage_groups(plan: PlanData) -> tuple[Group, ...]:
     """One group for each stage of a plan."""
     paths = {name: operation.module_path for name, operation in plan.graph.operations.items()}
+    prefix = _shared_prefix([path for path in paths.values() if path])
     return tuple(
         Group(
             "stage",
-            _span([paths[name] for name in stage.operations]) or f"stage {stage.index}",
+            _span([paths[name] for name in stage.operations], prefix) or f"stage {stage.index}",
             "",
             stage.operations,
             _opened(_children(stage.operations, "", paths)),
@@ -67,26 +69,37 @@ def _opened(children: tuple[Group | str, ...]) -> tuple[Group | str, ...]:
     return children
 
 
-def _span(paths: Sequence[str]) -> str:
-    """The first and the last module, without the prefix that most of them have."""
-    named = [path for path in paths if path]
-    if not named:
-        return ""
+def _shared_prefix(paths: Sequence[str]) -> str:
+    """What most modules of a model begin with, and so says nothing of a stage: ``"model."``."""
     prefix = ""
     while True:
-        below = [path[len(prefix) :].split(".") for path in named if path.startswith(prefix)]
+        below = [path[len(prefix) :].split(".") for path in paths if path.startswith(prefix)]
         # a number says nothing without the name before it
         longer = Counter(
             parts[0] for parts in below if len(parts) > 1 and not parts[1].isdigit()
         ).most_common(1)
         if not longer:
-            break
-        inside = longer[0][1] + named.count(prefix + longer[0][0])
-        if inside < 0.8 * len(named):
-            break
+            return prefix
+        inside = longer[0][1] + paths.count(prefix + longer[0][0])
+        if inside < _MOST_PATHS * len(paths):
+            return prefix
         prefix += longer[0][0] + "."
-    ends = [".".join(path.removeprefix(prefix).split(".")[:2]) for path in (named[0], named[-1])]
-    return ends[0] if ends[0] == ends[1] else f"{ends[0]} … {ends[1]}"
+
+
+def _span(paths: Sequence[str], prefix: str) -> str:
+    """The first and the last module, without the prefix that most of the model's have."""
+    named = [path for path in paths if path]
+    if not named:
+        return ""
+    first, last = (_outer(path.removeprefix(prefix)) for path in (named[0], named[-1]))
+    return first if first == last else f"{first} … {last}"
+
+
+def _outer(path: str) -> str:
+    """The outer part of a path: as far as its first number (``"encoder.block.0"``), else two names."""
+    parts = path.split(".")
+    number = next((index for index, part in enumerate(parts) if part.isdigit()), 1)
+    return ".".join(parts[: number + 1])
 
 
 def _children(names: Sequence[str], path: str, paths: dict[str, str]) -> tuple[Group | str, ...]:

@@ -339,6 +339,26 @@ def test_a_module_that_is_called_by_a_number_has_the_name_before_it() -> None:
     assert labels["model.layers.3.attn"] == "attn"
 
 
+def test_a_stage_is_named_so_that_it_is_not_taken_for_another() -> None:
+    """In encoder-decoder models, stages of the encoder and of the decoder were both named "block.0"."""
+    paths = ["encoder.block.0.layer", "encoder.block.1.layer", "decoder.block.0.layer", "decoder.norm.weight"]
+
+    def labels(paths: list[str]) -> list[str]:
+        made = chain(4)
+        named = (
+            replace(op, module_path=path) for op, path in zip(made.operations.values(), paths, strict=True)
+        )
+        graph = Graph(named, made.values.values(), made.weights.values(), ["x"], ["v3"])
+        plan = by_hand(graph, {0: "1MiB", 1: "1MiB", "cpu": "1MiB"}, {"v0": 0, "v1": 0, "v2": 1, "v3": 1})
+        return [group.label for group in stage_groups(plan)]
+
+    assert labels(paths) == ["encoder.block.0 … encoder.block.1", "decoder.block.0 … decoder.norm"]
+    assert labels([f"model.layers.{i}.mlp" for i in range(4)]) == [
+        "layers.0 … layers.1",
+        "layers.2 … layers.3",
+    ]
+
+
 def test_a_flat_graph_is_put_into_runs() -> None:
     plan = large_plan(5000)
     flat = [replace(op, module_path="") for op in plan.graph.operations.values()]

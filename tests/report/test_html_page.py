@@ -122,7 +122,7 @@ def test_opens_with_stages_lanes_and_summary(show: Open) -> None:
     assert not {i for i in opened.ids() if i.startswith("o") and i != "out"}
     figures = page.inner_text("#figures")
     assert "no plan of these operations takes less than" in figures
-    assert plan.proof in page.locator(".figure[title]").get_attribute("title")
+    assert plan.proof in page.locator(".figure[title^=Proved]").get_attribute("title")
     assert f"{len(plan.streams)} copies per forward pass" in figures
     opened.shoot("light", whole=True)
 
@@ -163,6 +163,20 @@ def test_assumptions_are_inputs_and_speeds_with_their_origin(show: Open) -> None
     assert "input_ids int64[2, 16] input" in rows
     assert "GPU 0 123 TFLOP/s, 1,000 GB/s, 4.0 µs an operation given by the caller" in rows
     assert "CPU → GPU 0 25 GB/s, 15 µs a copy default" in rows
+
+
+def test_the_first_card_says_which_speeds_are_defaults(show: Open) -> None:
+    model, inputs = llama(1)
+    links = {(0, "cpu"): graphplan.Link(bandwidth=12e9)}
+    memory, known = {0: "1GiB", "cpu": "1GiB"}, {0: "H100"}
+    model = model.to("meta")
+    for devices, given, said in (
+        (None, None, "estimated, at default speeds of GPU 0, copies"),  # the CPU computes nothing
+        (known, None, "estimated, at default speeds of copies"),
+        (known, links, "estimated"),
+    ):
+        plan = graphplan.plan(model, memory, kwargs=inputs, devices=devices, links=given)
+        assert show(plan).page.locator(".figure .note").first.inner_text() == said
 
 
 def test_an_address_names_a_module(show: Open) -> None:

@@ -21,13 +21,22 @@
     const bounded = summary.lowerBound > 0 || summary.makespan === 0;
     const measured = summary.measuredSeconds === null ? "" : ` · ${Format.seconds(summary.measuredSeconds)} measured, ${(summary.measuredSeconds / (summary.makespan || 1)).toPrecision(2)} × the estimate`;
     byId("figures").append(
-      figure(capital(summary.call), Format.seconds(summary.makespan), `${hooked ? "copies only: hooks run the modules" : "estimated"}${measured}`),
+      figure(capital(summary.call), Format.seconds(summary.makespan), `${hooked ? "copies only: hooks run the modules" : "estimated"}${guessed()}${measured}`,
+        guessed() ? "Nothing is known of how fast these are: see Assumptions. Give devices= and links=, or graphplan.measure_devices()." : null),
       figure("Within", bounded ? Format.percent(summary.gap) : "unknown", bounded ? `of optimal: ${summary.settled ? "with the weights where they are, " : ""}no plan of these operations takes less than ${Format.seconds(summary.lowerBound)}` : summary.proof, bounded ? `Proved by: ${summary.proof}` : null),
       figure("Transferred", Format.bytes(summary.transferBytes), `${Format.count(summary.transfers, "value")} between devices`),
       figure("Weights streamed", Format.bytes(summary.streamedBytes), `${Format.count(summary.streams, "copy", "copies")} per ${summary.call}`),
       figure("Compute", summary.flops || !hooked ? Format.flops(summary.flops) : "unknown", `${Format.count(Model.stages.length, "stage")}${summary.calls > 1 ? `, one of ${summary.calls} example inputs` : ""}`),
     );
     if (!summary.activationsKnown) byId("summary").append(el("p", { class: "warning" }, "No example inputs were given: activation sizes are unknown, and memory counts weights only."));
+  }
+
+  // Whose speeds, of those that the estimate counts with, are defaults.
+  function guessed() {
+    const computing = devices.filter((device, index) => device.speed && Plan.time.compute[index] > 0);
+    const found = computing.filter(({ speed }) => speed.origin === "default").map(({ name }) => name);
+    if (Plan.links.some((link) => link.origin === "default")) found.push("copies");
+    return found.length ? `, at default speeds of ${found.join(", ")}` : "";
   }
 
   function answer() {
