@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -17,3 +19,20 @@ def test_every_folder_is_packaged() -> None:
         for init in (ROOT / folder).rglob("__init__.py")
     }
     assert found == set(settings["tool"]["setuptools"]["packages"])
+
+
+def test_an_import_loads_nothing_until_a_name_is_used() -> None:
+    code = """
+import sys, graphplan
+assert graphplan.__version__ and not {"torch", "scipy", "networkx"} & sys.modules.keys()
+assert not hasattr(graphplan, "nothing")
+from graphplan import *
+import graphplan.public
+assert set(graphplan.__all__) == set(dir(graphplan)) == {*graphplan.public.__all__, "__version__"}
+assert partition is graphplan.api.partition.partition
+try:
+    from graphplan import nothing
+except ImportError as error:
+    assert "nothing" in str(error)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
