@@ -13,6 +13,8 @@ from functools import partial
 from itertools import permutations
 
 import torch
+from torch import nn
+from torch.nn import functional
 from tqdm.auto import tqdm
 
 from graphplan.devices.machine import suspended
@@ -65,6 +67,12 @@ def measure_devices(
     require_present(topology)
     with suspended(), torch.inference_mode():
         return _Bench(topology, dtype, repetitions, progress).run()
+
+
+class _Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
 
 
 class _Bench:
@@ -125,12 +133,16 @@ class _Bench:
         return 2 * nbytes / self._time(lambda: copy.copy_(source), [spec])
 
     def _overhead(self, spec: DeviceSpec) -> float:
-        """Seconds between the starts of operations that have next to nothing to do."""
-        row, weight, bias = (torch.ones(shape, device=spec.torch_device) for shape in ((1, 8), (8, 8), (8,)))
+        """Seconds between the starts of operations that have next to nothing to do.
+
+        As in the code of a placed model, each reads its weights from the module that has them.
+        """
+        model = _Small().to(spec.torch_device)
+        row = torch.ones(1, 8, device=spec.torch_device)
 
         def several() -> None:
             for _ in range(_SMALL_OPERATIONS):
-                torch.nn.functional.linear(row, weight, bias)
+                functional.linear(row, model.layer.weight, model.layer.bias)
 
         return self._time(several, [spec]) / _SMALL_OPERATIONS
 

@@ -16,7 +16,7 @@ from graphplan.ir.cost_model import operation_seconds
 from graphplan.ir.timeline import Event, Measured, Timeline
 from graphplan.runtime.profile.call_profile import Profile
 from graphplan.runtime.profile.efficiency import Sample, efficiencies
-from graphplan.runtime.profile.operation_benchmark import MOST_BYTES, operation_cases
+from graphplan.runtime.profile.operation_benchmark import MOST_BYTES, _case, operation_cases
 
 SLOW = Efficiency(flops=0.5, bandwidth=0.25)
 
@@ -94,6 +94,22 @@ def test_cases_run_and_are_small() -> None:
     for case in cases:
         assert case.bytes_accessed <= MOST_BYTES
         assert case.work().isfinite().all()
+
+
+def test_each_run_of_a_case_reads_other_memory() -> None:
+    """Else the innermost cache has all of it, as it seldom has in a model."""
+    read: list[torch.Tensor] = []
+
+    def noted(x: torch.Tensor) -> torch.Tensor:
+        read.append(x)
+        return x.relu()
+
+    case = _case("relu", noted, torch.rand(256, 1024))
+    for _ in range(100):
+        case.work()
+    distinct = {x.data_ptr(): x.nbytes for x in read}
+    assert len({x.data_ptr() for x in read[-8:]}) == 8
+    assert MOST_BYTES / 2 < sum(distinct.values()) <= MOST_BYTES
 
 
 def test_speeds_keep_their_efficiencies_in_json() -> None:
