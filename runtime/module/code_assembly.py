@@ -42,9 +42,11 @@ def code_of(module: nn.Module, state: ModuleState, index: int) -> Code:
 
 def _graph_module(module: nn.Module, program: Program, graph: fx.Graph) -> fx.GraphModule:
     """Code of a program and the module: one namespace, seen through two objects."""
-    found = fx.GraphModule(nn.Module(), fx.Graph(), class_name=type(module).__name__)
+    empty = fx.Graph()
+    found = fx.GraphModule(nn.Module(), empty, class_name=type(module).__name__)
     found.graph = _around_own_names(copy.deepcopy(graph))
-    found.graph.owning_module = None  # a cycle would keep device memory until the next collection
+    # a graph is a cycle, and would keep the module's device memory until the next collection
+    empty.owning_module = found.graph.owning_module = None
     found.__dict__[_MODEL] = nn.Module()
     for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         found.__dict__[name] = found.__dict__[_MODEL].__dict__[name] = module.__dict__[name]
