@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from graphplan.capture.repeated.copied_call import CallCopy
 from graphplan.capture.tracing import capture
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers")
+_NAME = re.compile(r" on node '\w+'")
 _BLOCKS = 5  # of the stacks here: the first, the recorded, two copies, and the last
 
 
@@ -47,13 +49,16 @@ def traced_whole(model: nn.Module, *args: Any, train: bool = False, **kwargs: An
 
 
 def lines(graph: fx.Graph) -> list[tuple[Any, ...]]:
-    """Each node with its value, its module and its line of code; numbers in the place of names."""
+    """Each node with its value, its module and its line of code; numbers in the place of names.
+
+    The text of an assertion may have a name in it.
+    """
     number = {node: index for index, node in enumerate(graph.nodes)}
     return [
         (
             node.target if node.op == "call_function" else node.op,
             str(node.meta.get("val")),
-            str(fx.map_arg((node.args, node.kwargs), lambda source: f"%{number[source]}")),
+            _NAME.sub("", str(fx.map_arg((node.args, node.kwargs), lambda source: f"%{number[source]}"))),
             str(node.meta.get("nn_module_stack")),
             node.meta.get("stack_trace"),
         )
