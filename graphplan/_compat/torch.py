@@ -144,8 +144,12 @@ def is_autocast(operation: torch._ops.OpOverload, kind: str) -> bool:
 def hide_tracer() -> None:
     """Inside a trace of ``torch.export``: take down the flag at which compiled functions refuse to run.
 
-    They refuse in all threads. The tracer itself does not look at it, and resets it at its end.
+    Before torch 2.14 they refuse in all threads. The tracer itself does not look at it, and resets it at its
+    end.
     """
+    if hasattr(_symbolic_trace, "_set_is_fx_tracing"):
+        _symbolic_trace._set_is_fx_tracing(False)
+        return
     private(_symbolic_trace, "_is_fx_tracing_flag", "torch", _TESTED)
     _symbolic_trace._is_fx_tracing_flag = False
 
