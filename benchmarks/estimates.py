@@ -72,14 +72,8 @@ def main() -> None:
         seconds = min(in_turn({name: call}, arguments.rounds, clock)[name])
         profiled = placed.profile(**inputs).measurements
         again = graphplan.plan(model, budgets, devices=profiled, **options)
-        rows.append(
-            {
-                "model": name,
-                "seconds": seconds,
-                "estimated / measured": placed.plan.makespan / seconds,
-                "by its profile / measured": again.makespan / seconds,
-            }
-        )
+        row = {"model": name, "seconds": seconds, "estimated / measured": placed.plan.makespan / seconds}
+        rows.append({**row, "by its profile / measured": again.makespan / seconds})
     shown = [
         [row["model"], f"{1e3 * row['seconds']:.2f}", *(f"{row[k]:.2f}" for k in list(row)[2:])]
         for row in rows
