@@ -342,6 +342,7 @@ def test_tied_and_shared_weights(copies: list[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 def test_every_architecture(copies: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     _deeper(monkeypatch)
     with_copies = 0
