@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from graphplan.public import *  # noqa: F403
+    from graphplan.public import *  # noqa: F403  # for type checkers: the names of its __all__
 else:
 
     def __getattr__(name: str) -> Any:

@@ -87,6 +87,12 @@ def export_tracer() -> type:
     return found
 
 
+def list_weights_anew(module: torch.nn.RNNBase) -> None:
+    """Have a recurrent layer compute with the weights that it has now: it keeps a list of them."""
+    names: list[str] = private(module, "_flat_weights_names", "torch", _TESTED)
+    vars(module)["_flat_weights"] = [getattr(module, name, None) for name in names]  # None as torch lists it
+
+
 def gradient_hooks(parameter: torch.Tensor) -> tuple[list[Any], list[Any]]:
     """What ``register_hook`` and ``register_post_accumulate_grad_hook`` have added to a parameter."""
     before = private(parameter, "_backward_hooks", "torch", _TESTED)

@@ -45,6 +45,12 @@ def constant_of(node: fx.Node, tracer: Any) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) and not is_fake(found) else None
 
 
+def is_made_in_code(node: fx.Node) -> bool:
+    """Whether a constant was made where it is used, as by ``torch.tensor(2.0)``, and not before."""
+    aten = torch.ops.aten
+    return all(user.target in (aten.lift_fresh.default, aten.lift_fresh_copy.default) for user in node.users)
+
+
 def new_constant(tensor: torch.Tensor, tracer: Any) -> str:
     """Keep a tensor with values beside the trace, under a name that is returned."""
     name: str = private(tracer, "get_fresh_qualname", "torch", _TESTED)("_tensor_constant")

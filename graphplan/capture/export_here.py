@@ -7,6 +7,7 @@ make other masks.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,8 @@ from graphplan.capture.source_lines import calling_line
 from graphplan.capture.structure import torch_knows
 from graphplan.capture.thread_patches import Patch, patched
 
+logger = logging.getLogger("graphplan")
+
 
 def export(keep_grad: bool, module: nn.Module, *args: Any, **kwargs: Any) -> torch.export.ExportedProgram:
     """As ``torch.export.export``, of what graphplan can look inside; ``keep_grad`` as in ``capture``."""
@@ -28,9 +31,10 @@ def export(keep_grad: bool, module: nn.Module, *args: Any, **kwargs: Any) -> tor
     try:
         with exporting(keep_grad=keep_grad, repeated=repeated):
             return torch.export.export(module, *args, **kwargs, strict=False)
-    except Exception:  # the tracer runs the model's own code, which may raise anything
+    except Exception as error:  # the tracer runs the model's own code, which may raise anything
         if not repeated.used:
             raise
+        logger.info("%s is traced again, without copies of blocks: %s", type(module).__name__, error)
     with exporting(keep_grad=keep_grad):
         return torch.export.export(module, *args, **kwargs, strict=False)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphplan._compat.torch import list_weights_anew
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.structure import map_leaves
 from graphplan.capture.transformers.caches import is_cache
@@ -67,7 +68,7 @@ class HookedRun:
         if device is None:
             return args, kwargs
         self.swapped[-1].bring(module, device)
-        layer = getattr(module, "layer_idx", None)
+        layer = getattr(module, "layer_idx", None)  # by which transformers' blocks know theirs of a cache
         for value in (*args, *kwargs.values()):
             if isinstance(layer, int) and is_cache(value):
                 _bring_layer(value, layer, device)
@@ -113,9 +114,8 @@ class _Swapped:
 
 def _tell_recurrent(module: nn.Module) -> None:
     """LSTMs keep a list of their weights."""
-    names = getattr(module, "_flat_weights_names", None)
-    if names is not None:
-        vars(module)["_flat_weights"] = [getattr(module, name, None) for name in names]
+    if isinstance(module, nn.RNNBase):
+        list_weights_anew(module)
 
 
 def run_hooked(
@@ -154,7 +154,7 @@ def _device_of(module: nn.Module) -> torch.device | None:
 def _bring_layer(cache: Any, index: int, device: torch.device) -> None:
     """Have a layer's tensors of a cache where the layer runs."""
     for one in (cache, *(value for value in vars(cache).values() if is_cache(value))):
-        layers = getattr(one, "layers", ())
+        layers = getattr(one, "layers", ())  # a model's own class of cache may have none
         if index < len(layers):
             state = vars(layers[index])
             for name, value in state.items():

@@ -122,8 +122,9 @@ class PlacedModule(ShortNames, KeptInPlace):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own; but without any graph nobody notices other tensors, so values are written."""
         if self._graphplan.untraced is not None:
-            args = args[:2]  # without ``assign``
-            kwargs.pop("assign", None)
+            if kwargs.pop("assign", len(args) > 2 and args[2]):
+                warn("assign=True: hooks run this model where its weights are, so values are written to them")
+            args = args[:2]
         return super().load_state_dict(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Self:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -83,12 +84,16 @@ def _deeper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("stem", ["Gemma3", "GPTJ", "Falcon", "Mamba"])
-def test_architectures(stem: str, copies: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_architectures(
+    stem: str, copies: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "graphplan")
     _deeper(monkeypatch)
     (architecture,) = (one for one in architectures.TABLE if one.stem == stem)
     model, inputs = architecture.build()
     assert lines(captured(model, **inputs).graph) == lines(traced_whole(model, **inputs).graph)
     assert copies
+    assert not [text for text in caplog.messages if "without copies" in text]
 
 
 def test_training(copies: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,11 +190,18 @@ class OneDiffers(Block):
 
 
 class LastDiffers(Block):
-    """Depends on what nobody looks at: a dict of the file."""
+    """Depends on what nobody looks at: the contents of a dict of the file."""
 
     def forward(self, x: torch.Tensor, *args: Any) -> Any:
-        _SEEN["calls"] += 1
-        return self.linear(x) * (2 if _SEEN["calls"] % 8 else 1)
+        return self.linear(x) * (1 if _SEEN["calls"] % 8 else 2)
+
+
+class Tells(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            _SEEN["calls"] = index + 1
+            x = block(x)
+        return x
 
 
 @pytest.mark.parametrize(
@@ -203,20 +215,148 @@ class LastDiffers(Block):
         (CountsInFile, 0),
         (Marks, 0),
         (OneDiffers, 4),
-        (LastDiffers, 5),
     ],
 )
 def test_what_a_block_reads_decides(block: type[Block], expected: int, copies: list[str]) -> None:
-    """``expected`` copies; where the last shows that they were not the same, all is traced again."""
-    Counts.calls = _SEEN["calls"] = 0
+    """``expected`` copies; the graph is as ever."""
+    Counts.calls = 0
     model = Stack(block)
     found = captured(model, torch.randn(2, 4))
     assert len(copies) == expected
-    Counts.calls = _SEEN["calls"] = 0
+    Counts.calls = 0
     whole = traced_whole(model, torch.randn(2, 4))
-    if block not in (CountsInFile, LastDiffers):  # these go on counting from one trace to the next
+    if block is not CountsInFile:  # it goes on counting from one trace to the next
         assert lines(found.graph) == lines(whole.graph)
     assert all(type(one.index) is int for one in model.blocks)
+
+
+class Sets(Stack):
+    """Gives its fifth block another attribute at each call, after which it is as before."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            block.scale = 2.0 if index == 4 else 1.0
+            x = block(x)
+            block.scale = 1.0
+        return x
+
+
+class Scaled(OneDiffers):
+    def __init__(self, index: int) -> None:
+        super().__init__(0)
+
+
+def test_an_attribute_that_is_set_before_the_call_counts(copies: list[str]) -> None:
+    model = Sets(Scaled)
+    found = captured(model, torch.randn(2, 4))
+    assert copies == ["blocks.2", "blocks.3", "blocks.5", "blocks.6"]
+    assert lines(found.graph) == lines(traced_whole(model, torch.randn(2, 4)).graph)
+
+
+class Counter:
+    """An object that all blocks share: its number is another object each time, maybe where one was before."""
+
+    def __init__(self) -> None:
+        self.number = 1000
+
+
+class Reads(Block):
+    def __init__(self, counter: Counter) -> None:
+        super().__init__(0)
+        self.counter = counter
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.linear(x) * self.counter.number
+
+
+class CountsUp(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        counter = self.blocks[0].counter
+        counter.number = 1000
+        for block in self.blocks:
+            counter.number += 1
+            x = block(x)
+        return x
+
+
+def test_a_number_of_a_shared_object_counts_wherever_it_is_in_memory(copies: list[str]) -> None:
+    counter = Counter()
+    model = CountsUp(lambda _: Reads(counter))
+    found = captured(model, torch.randn(2, 4))
+    assert not copies
+    assert lines(found.graph) == lines(traced_whole(model, torch.randn(2, 4)).graph)
+
+
+class Slots:
+    """An object of which nobody can see what it holds."""
+
+    __slots__ = ("number",)
+
+    def __init__(self) -> None:
+        self.number = 1000
+
+
+def test_blocks_with_objects_that_cannot_be_looked_into_are_traced(copies: list[str]) -> None:
+    counter: Any = Slots()
+    model = CountsUp(lambda _: Reads(counter))
+    found = captured(model, torch.randn(2, 4))
+    assert not copies
+    assert lines(found.graph) == lines(traced_whole(model, torch.randn(2, 4)).graph)
+
+
+class AsksType(Block):
+    """Sees that its index is watched."""
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.linear(x) if type(self.index) is int else self.linear(x).relu()
+
+
+class AsksReal(Block):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.linear(x) * self.index.real
+
+
+class CopiesIndex(Block):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.linear(x) * copy.deepcopy(self.index)
+
+
+@pytest.mark.parametrize(("block", "expected"), [(AsksType, 5), (AsksReal, 0), (CopiesIndex, 0)])
+def test_an_index_is_watched_however_it_is_read(block: type[Block], expected: int, copies: list[str]) -> None:
+    model = Stack(block)
+    found = captured(model, torch.randn(2, 4))
+    assert len(copies) == expected
+    assert lines(found.graph) == lines(traced_whole(model, torch.randn(2, 4)).graph)
+
+
+_TABLE = torch.arange(4.0)
+
+
+class ReadsTable(Block):
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.linear(x) + _TABLE
+
+
+def test_a_tensor_of_the_file_is_one_constant(copies: list[str]) -> None:
+    model = Stack(ReadsTable)
+    found = captured(model, torch.randn(2, 4))
+    whole = traced_whole(model, torch.randn(2, 4))
+    assert len(copies) == 5
+    assert lines(found.graph) == lines(whole.graph)
+    assert found.constants.keys() == whole.constants.keys()
+
+
+def test_all_is_traced_again_where_the_last_block_differs(
+    copies: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "graphplan"):
+        captured(Stack(Block), torch.randn(2, 4))
+        assert not caplog.messages
+        copies.clear()
+        found = captured(Tells(LastDiffers), torch.randn(2, 4))
+    assert len(copies) == 5
+    assert [text for text in caplog.messages if "LastDiffers: the last is not as the others" in text]
+    assert lines(found.graph) == lines(traced_whole(Tells(LastDiffers), torch.randn(2, 4)).graph)
 
 
 class PassesMore(nn.Module):

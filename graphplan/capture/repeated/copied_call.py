@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from graphplan._compat.traced_tensors import fake_like, new_constant, set_node, untraced
+from graphplan._compat.traced_tensors import fake_like, is_made_in_code, new_constant, set_node, untraced
 from graphplan.capture.repeated.recorded_call import InnerCall, RecordedCall
 from graphplan.capture.repeated.traced_values import TracedValue, is_symbolic, take_apart
 
@@ -52,7 +52,7 @@ class CallCopy:
             for before, after in self._recorded.rebound.items():
                 set_node(self._tensors[before], self._nodes[after], self._tracer)
         self._recorded.copies += 1
-        return self._recorded.result.rebuilt(tensors, self._other.traits.integers())
+        return self._recorded.result.rebuilt(tensors, self._other.integers)
 
     def _copy(self, nodes: list[fx.Node]) -> None:
         if not nodes:
@@ -65,7 +65,9 @@ class CallCopy:
                     continue
                 copied = self._graph.node_copy(node, lambda source: self._nodes.get(source, source))
                 if node in self._recorded.constants:
-                    copied.target = new_constant(self._recorded.constants[node].clone(), self._tracer)
+                    constant = self._recorded.constants[node]
+                    made_anew = constant.clone() if is_made_in_code(node) else constant
+                    copied.target = new_constant(made_anew, self._tracer)
                 made = pytree.tree_map_only(torch.Tensor, self._stand_in, value)
                 stack = self._stack(node.meta["nn_module_stack"])
                 copied.meta = {**node.meta, "val": made, "nn_module_stack": stack}
@@ -93,7 +95,7 @@ class CallCopy:
         return new
 
     def _run(self, event: InnerCall) -> None:
-        args, kwargs = event.given.rebuilt(self._tracked(event.given), self._other.traits.integers())
+        args, kwargs = event.given.rebuilt(self._tracked(event.given), self._other.integers)
         last = next(iter(reversed(self._graph.nodes)))
         returned = event.method(*args, **kwargs)
         while (last := last.next).op != "root":

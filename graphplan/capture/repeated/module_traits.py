@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import enum
 import functools
+import inspect
+import operator
 import types
-from collections.abc import Hashable
+from collections.abc import Container, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +47,26 @@ class UnlikeError(Exception):
     """Something that no other is like as far as is known: it is traced whenever it is called."""
 
 
+class Identities:
+    """Objects, equal to the very same ones; they stay alive, so that no other takes the place of one."""
+
+    __slots__ = ("objects",)
+    __hash__ = None  # type: ignore[assignment]  # as for other containers
+
+    def __init__(self, objects: Iterable[Any]) -> None:
+        self.objects = tuple(objects)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Identities):
+            return NotImplemented
+        same = len(self.objects) == len(other.objects)
+        return same and all(map(operator.is_, self.objects, other.objects))
+
+
+Place = tuple[int, str]
+"""An attribute: of which part of a module, and its name."""
+
+
 @dataclass(slots=True)
 class ModuleTraits:
     """What code can read of a module and its submodules.
@@ -54,7 +76,7 @@ class ModuleTraits:
         parts: ``vars`` of each, once, in an order that all of one kind share. A trace calls modules through
             stand-ins, which share these.
         kind: all but the integers, and what other objects hold.
-        places: the integer attributes: of which part, and the name.
+        places: the integer attributes.
         objects: other objects that attributes refer to.
         classes: of the parts.
     """
@@ -62,13 +84,13 @@ class ModuleTraits:
     module: nn.Module
     parts: list[dict[str, Any]] = field(default_factory=list)
     kind: tuple[Hashable, ...] = ()
-    places: list[tuple[int, str]] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
     objects: dict[int, Any] = field(default_factory=dict)
     classes: dict[type, None] = field(default_factory=dict)
 
-    def integers(self) -> list[int]:
-        """The values at ``places``, as they are now."""
-        return [self.parts[part][name] for part, name in self.places]
+    def integers(self, places: Iterable[Place]) -> list[int]:
+        """The values of some integer attributes, as they are now."""
+        return [self.parts[part][name] for part, name in places]
 
     def weights(self) -> list[torch.Tensor]:
         """Parameters and buffers, as they are now."""
@@ -80,29 +102,24 @@ class ModuleTraits:
             if tensor is not None
         ]
 
-    def held(self) -> tuple[Hashable, ...]:
+    def held(self) -> tuple[list[str], Identities]:
         """What the other objects, the classes and the files of the code hold, as they are now."""
-        codes = (getattr(getattr(one, "forward", None), "__globals__", {}) for one in self.classes)
-        files = {id(names): names for names in codes}.values()
-        objects = (getattr(one, "__dict__", {}) for one in self.objects.values())
-        each = (*objects, *map(vars, self.classes), *files)
-        return tuple((name, id(value)) for names in each for name, value in names.items())
+        files = {id(names): names for one in self.classes for names in [_globals(one)]}.values()
+        each = (*map(vars, self.objects.values()), *map(vars, self.classes), *files)
+        named = [item for names in each for item in names.items()]
+        return [name for name, _ in named], Identities(value for _, value in named)
 
-    def state(self) -> tuple[Hashable, ...]:
-        """All of it, as it is now: a call that leaves it as it was has no effect on the module.
-
-        Raises:
-            UnlikeError: as in :func:`traits_of`.
-        """
-        now = traits_of(self.module)
-        return now.kind, *now.integers(), *map(id, now.weights()), now.held()
+    def state(self, varying: Container[Place] = ()) -> tuple[Any, ...]:
+        """All that code can read, as it is now, but for integers at places that are ``varying``."""
+        fixed = self.integers(place for place in self.places if place not in varying)
+        return self.kind, fixed, self.held()
 
 
 def traits_of(module: nn.Module) -> ModuleTraits:
     """The traits of a module, as they are now.
 
     Raises:
-        UnlikeError: it has hooks, or tensors that are no weights.
+        UnlikeError: it has hooks, tensors that are no weights, or objects that cannot be looked into.
     """
     found = ModuleTraits(module)
     found.kind = tuple(_module(module, found, {}))
@@ -156,7 +173,17 @@ def _value(value: Any, found: ModuleTraits, met: dict[int, int]) -> Hashable:
     if isinstance(value, functools.partial):
         return "partial", *(_value(one, found, met) for one in (value.func, value.args, value.keywords))
     if isinstance(value, types.MethodType):
-        owner = met.get(id(getattr(value.__self__, "__dict__", None)))
+        owner = met.get(id(vars(value.__self__))) if hasattr(value.__self__, "__dict__") else None
         return value.__func__, _value(value.__self__, found, met) if owner is None else owner
+    if not hasattr(value, "__dict__"):
+        raise UnlikeError(f"what a {type(value).__name__} holds cannot be seen")
     found.objects[id(value)] = value
     return "object", id(value)
+
+
+def _globals(module: type) -> dict[str, Any]:
+    """The names of the file in which the code of a class's forward is."""
+    forward = inspect.unwrap(module.forward)  # type: ignore[attr-defined]  # of a module's class
+    if not isinstance(forward, types.FunctionType):
+        raise UnlikeError(f"{module.__name__}.forward is no function")
+    return forward.__globals__

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-from graphplan._compat.traced_tensors import constant_of, node_of, untraced
-from graphplan.capture.repeated.module_traits import ModuleTraits, UnlikeError
+from graphplan._compat.traced_tensors import constant_of, is_made_in_code, node_of, untraced
+from graphplan.capture.repeated.module_traits import Identities, ModuleTraits, Place, UnlikeError, traits_of
 from graphplan.capture.repeated.traced_values import TracedValue, describe, is_symbolic, take_apart
 from graphplan.capture.repeated.watched_integer import WatchedInteger, plain
 from graphplan.capture.source_lines import calling_line
@@ -53,8 +53,9 @@ class RecordedCall:
     """What a call has traced.
 
     Attributes:
-        traits: of the module.
-        watched: its integer attributes, in the order of ``traits.places``.
+        traits: of the module, as they were before the call.
+        places: its integer attributes that differ in the stack.
+        watched: their values.
         given: the arguments.
         before: what else code can read of them, of the module, and of torch.
         weights: of the module.
@@ -68,9 +69,10 @@ class RecordedCall:
     """
 
     traits: ModuleTraits
+    places: list[Place]
     watched: list[WatchedInteger]
     given: TracedValue
-    before: tuple[Hashable, ...]
+    before: tuple[Any, ...]
     weights: list[torch.Tensor]
     weight_nodes: list[fx.Node]
     outer: dict[str, tuple[str, Any]]
@@ -79,6 +81,11 @@ class RecordedCall:
     result: TracedValue | None = None
     rebound: dict[fx.Node, fx.Node] = field(default_factory=dict)
     copies: int = 0
+
+    @property
+    def integers(self) -> list[int]:
+        """The values of integer attributes that differ in the stack."""
+        return [watched.value for watched in self.watched]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -92,13 +99,15 @@ class RecordedCall:
 
     def serves(self, other: RecordedCall) -> bool:
         """Whether the code could read nothing that differs in another call, which is not traced yet."""
-        values = other.traits.integers()
         return self.before == other.before and all(
-            watched.same_from(value) for watched, value in zip(self.watched, values, strict=True)
+            watched.same_from(value) for watched, value in zip(self.watched, other.integers, strict=True)
         )
 
-    def lines(self) -> Iterator[Any]:
-        """What was traced, with numbers in the place of names: equal for calls that have traced the same."""
+    def lines(self, integers: list[int]) -> Iterator[Any]:
+        """What was traced, with numbers in the place of names: equal for calls that have traced the same.
+
+        Of watched integers it has these values.
+        """
         number: dict[fx.Node, int] = {}
         for node in self.nodes:
             number.setdefault(node, len(number))
@@ -109,19 +118,21 @@ class RecordedCall:
 
         for event in self.events:
             if isinstance(event, InnerCall):
-                yield event.given.part, *map(numbered, event.given.nodes), event.result.description()
+                given = event.given.with_integers(integers)
+                yield given, *map(numbered, event.given.nodes), event.result.description()
                 for node in event.result.nodes:
                     number.setdefault(node, len(number))
             elif event in self.constants:
+                constant = self.constants[event]
                 with untraced():
-                    yield describe(self.constants[event]), self.constants[event].tolist()
+                    yield constant.tolist() if is_made_in_code(event) else Identities([constant])
                 number[event] = len(number)
             elif not is_symbolic(event.meta.get("val")):
                 args, kwargs = fx.map_arg((event.args, event.kwargs), numbered)
                 yield event.target, args, kwargs, describe(event.meta.get("val"))
                 number[event] = len(number)
         assert self.result is not None
-        yield self.result.part, *map(numbered, self.result.nodes)
+        yield self.result.with_integers(integers), *map(numbered, self.result.nodes)
         yield {numbered(before): numbered(after) for before, after in self.rebound.items()}
 
     def require_closed(self) -> None:
@@ -156,38 +167,43 @@ class Recorder:
     """
 
     def __init__(
-        self, tracer: Any, traits: ModuleTraits, args: Any, kwargs: Any, shared: tuple[type, ...]
+        self,
+        tracer: Any,
+        module: nn.Module,
+        places: list[Place],
+        args: Any,
+        kwargs: Any,
+        shared: tuple[type, ...],
     ) -> None:
         self._tracer, self._shared = tracer, shared
         self._given = args, kwargs
+        traits = traits_of(module)
         weights = traits.weights()
         nodes = [node for weight in weights if (node := node_of(weight, tracer)) is not None]
         if len(nodes) < len(weights):
             raise UnlikeError("a weight is a constant")
         given = take_apart((args, kwargs), tracer, [], shared)
-        places = [nodes.index(node) if node in nodes else None for node in given.nodes]
+        numbers = [nodes.index(node) if node in nodes else None for node in given.nodes]
         settings = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
-        before = (given.description(), *places, calling_line(), *settings, traits.held())
-        watched = [WatchedInteger(value) for value in traits.integers()]
-        self.call = RecordedCall(traits, watched, given, before, weights, nodes, dict(tracer.module_stack))
+        before = (given.description(), *numbers, calling_line(), *settings, traits.state(places))
+        watched = [WatchedInteger(value) for value in traits.integers(places)]
+        outer = dict(tracer.module_stack)
+        self.call = RecordedCall(traits, places, watched, given, before, weights, nodes, outer)
+        self._state = traits.state()
         self._last = _end(tracer.graph)
         self._inside = False
-        self._state: tuple[Hashable, ...] = ()
         self._unlike: UnlikeError | None = None
 
-    def begin(self) -> None:
-        """Note what the module is like before the call."""
-        self._state = self.call.traits.state()
-
-    def run(self, forward: Callable[[], Any]) -> Any:
-        """Trace the call, in which the varying integers are watched."""
-        attributes = [(self.call.traits.parts[part], name) for part, name in self.call.traits.places]
-        for (part, name), watched in zip(attributes, self.call.watched, strict=True):
+    def run(self, forward: Callable[[], Any], *, watch: bool) -> Any:
+        """Trace the call; ``watch``: with objects that note what is asked of varying integers."""
+        attributes = [(self.call.traits.parts[part], name) for part, name in self.call.places]
+        pairs = list(zip(attributes, self.call.watched, strict=True)) if watch else []
+        for (part, name), watched in pairs:
             part[name] = watched
         try:
             return forward()
         finally:
-            for (part, name), watched in zip(attributes, self.call.watched, strict=True):
+            for (part, name), watched in pairs:
                 if part[name] is watched:
                     part[name] = watched.value
 
@@ -226,7 +242,8 @@ class Recorder:
         if self._unlike is not None:
             raise self._unlike
         self._take_nodes()
-        if call.traits.state() != self._state:
+        now = traits_of(call.traits.module)
+        if now.state() != self._state or Identities(now.weights()) != Identities(call.weights):
             raise UnlikeError("the call changes attributes")
         if take_apart(self._given, self._tracer, [], self._shared).description() != call.before[0]:
             raise UnlikeError("the call changes its arguments other than in values")
@@ -235,8 +252,8 @@ class Recorder:
         for event in call.events:
             for value in event.values if isinstance(event, InnerCall) else ():
                 pairs += zip(value.tensors, value.nodes, strict=True)
-        now = {node: node_of(tensor, self._tracer) for tensor, node in pairs}
-        call.rebound = {node: to for node, to in now.items() if to is not None and to is not node}
+        latest = {node: node_of(tensor, self._tracer) for tensor, node in pairs}
+        call.rebound = {node: to for node, to in latest.items() if to is not None and to is not node}
         call.require_closed()
         return call
 

@@ -29,7 +29,7 @@ from typing import Any
 from torch import nn
 
 from graphplan.capture.repeated.copied_call import CallCopy, NotRepeatedError
-from graphplan.capture.repeated.module_traits import ModuleTraits, UnlikeError, traits_of
+from graphplan.capture.repeated.module_traits import ModuleTraits, Place, UnlikeError, traits_of
 from graphplan.capture.repeated.recorded_call import RecordedCall, Recorder
 from graphplan.capture.thread_patches import Patch
 
@@ -45,9 +45,10 @@ _OF_A_LAYER = "layer_idx"
 
 @dataclass(slots=True)
 class _Stack:
-    """Modules of one container that have the same traits."""
+    """Modules of one container that have the same traits, but for integers at ``places``."""
 
-    members: list[ModuleTraits]
+    members: list[nn.Module]
+    places: list[Place]
     calls: int = 0
     failures: int = 0
     recordings: list[RecordedCall] = field(default_factory=list)
@@ -62,7 +63,7 @@ class RepeatedModules:
 
     def __init__(self) -> None:
         self.used = False
-        self._stacks: dict[int, tuple[_Stack, ModuleTraits]] | None = None
+        self._stacks: dict[int, tuple[_Stack, nn.Module]] | None = None
         self._recorder: Recorder | None = None
         caches = sys.modules.get("transformers.cache_utils")  # without it, nobody has one
         self._shared: tuple[type, ...] = () if caches is None else (caches.Cache,)
@@ -81,23 +82,20 @@ class RepeatedModules:
         """The result of a module's call."""
         if self._stacks is None:
             self._stacks = _stacks_of(module)
-        stack, traits = self._stacks.get(id(vars(module)), (None, None))
-        if stack is None or traits is None or self._recorder is not None:
+        stack, block = self._stacks.get(id(vars(module)), (None, None))
+        if stack is None or block is None or self._recorder is not None:
             return forward(*args, **kwargs)
         stack.calls += 1
         tried = stack.failures + len(stack.recordings)
         if stack.calls == 1 or (tried == _RECORDINGS and not stack.recordings):
             return forward(*args, **kwargs)
         try:
-            recorder = Recorder(tracer, traits, args, kwargs, self._shared)
-            known = next((one for one in stack.recordings if one.serves(recorder.call)), None)
-            copied = known is not None and traits is not stack.members[-1]
-            if not copied:
-                recorder.begin()
+            recorder = Recorder(tracer, block, stack.places, args, kwargs, self._shared)
         except UnlikeError:
             stack.failures += 1
             return forward(*args, **kwargs)
-        if known is not None and copied:
+        known = next((one for one in stack.recordings if one.serves(recorder.call)), None)
+        if known is not None and block is not stack.members[-1]:
             return CallCopy(known, recorder.call, tracer, self._shared).run()
         if known is None and tried == _RECORDINGS:
             return forward(*args, **kwargs)
@@ -113,7 +111,7 @@ class RepeatedModules:
         """The result of a call that is traced; where another is ``known``, it must have traced the same."""
         self.used, self._recorder = True, recorder
         try:
-            result = recorder.run(forward)
+            result = recorder.run(forward, watch=known is None)
         finally:
             self._recorder = None
         try:
@@ -125,7 +123,7 @@ class RepeatedModules:
             return result
         if known is None:
             stack.recordings.append(call)
-        elif list(known.lines()) != list(call.lines()):
+        elif list(known.lines(call.integers)) != list(call.lines(call.integers)):
             raise NotRepeatedError(f"{type(call.traits.module).__name__}: the last is not as the others")
         return result
 
@@ -139,9 +137,9 @@ class RepeatedModules:
         return method
 
 
-def _stacks_of(root: nn.Module) -> dict[int, tuple[_Stack, ModuleTraits]]:
-    """By the identity of the attributes of each block: its stack, and its traits."""
-    found: dict[int, tuple[_Stack, ModuleTraits]] = {}
+def _stacks_of(root: nn.Module) -> dict[int, tuple[_Stack, nn.Module]]:
+    """By the identity of the attributes of each block: its stack, and the block itself."""
+    found: dict[int, tuple[_Stack, nn.Module]] = {}
     seen: set[int] = set()
     pending: list[Any] = [root]
     while pending:
@@ -150,7 +148,7 @@ def _stacks_of(root: nn.Module) -> dict[int, tuple[_Stack, ModuleTraits]]:
         pending += [child for child in children if id(vars(child)) not in seen]
         seen.update(id(vars(child)) for child in children)
         for stack in _alike(children) if isinstance(module, nn.ModuleList | nn.Sequential) else ():
-            found.update((id(one.parts[0]), (stack, one)) for one in stack.members)
+            found.update((id(vars(one)), (stack, one)) for one in stack.members)
     return found
 
 
@@ -168,8 +166,8 @@ def _alike(modules: list[nn.Module]) -> Iterator[_Stack]:
             of_one_kind[traits.kind].append(traits)
     for members in of_one_kind.values():
         if len(members) >= _FEWEST:
-            values = zip(*(one.integers() for one in members), strict=True)
-            varying = [place for place, column in enumerate(values) if len(set(column)) > 1]
-            for one in members:
-                one.places = [one.places[place] for place in varying]
-            yield _Stack(members)
+            values = zip(*(one.integers(one.places) for one in members), strict=True)
+            varying = [
+                place for place, column in zip(members[0].places, values, strict=True) if len(set(column)) > 1
+            ]
+            yield _Stack([one.module for one in members], varying)

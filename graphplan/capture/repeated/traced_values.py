@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -56,6 +56,10 @@ class TracedValue:
     def description(self) -> tuple[Hashable, ...]:
         """Equal for values between which code cannot tell."""
         return (self.part, *map(describe, self.tensors))
+
+    def with_integers(self, integers: list[int]) -> _Part:
+        """What can be read of the value if watched integers are these."""
+        return _plain(self.part, integers)
 
     def rebuilt(self, tensors: list[torch.Tensor], integers: list[int]) -> Any:
         """The value with other tensors, and other integers in the place of watched ones."""
@@ -104,7 +108,7 @@ def take_apart(
             return _Part("symbolic", (kind, value.node.expr), value=value)
         if isinstance(value, shared):
             return _Part("shared", id(value), value=value)
-        if kind in (list, tuple) or hasattr(value, "_fields"):
+        if kind in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_fields")):
             return _Part("container", kind, tuple(map(part_of, value)))
         if kind in (dict, OrderedDict):
             return _Part("container", (kind, *value), tuple(map(part_of, value.values())))
@@ -124,6 +128,13 @@ def _number(tensor: torch.Tensor, found: TracedValue, tracer: Any) -> int:
         found.nodes.append(node)
         found.tensors.append(tensor)
     return found.nodes.index(node)
+
+
+def _plain(part: _Part, integers: list[int]) -> _Part:
+    if part.kind == "watched":
+        value = integers[part.told]
+        return _Part("constant", (int, value), value=value)
+    return replace(part, parts=tuple(_plain(one, integers) for one in part.parts))
 
 
 def _rebuilt(part: _Part, tensors: list[torch.Tensor], integers: list[int]) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 _METHODS = (
     "lt le eq ne gt ge add sub mul truediv floordiv mod divmod pow lshift rshift and or xor radd rsub rmul "
     "rtruediv rfloordiv rmod rdivmod rpow rlshift rrshift rand ror rxor neg pos abs invert round trunc floor "
-    "ceil int float index bool hash str repr format"
+    "ceil int float index bool hash str repr format reduce_ex"
 )
 
 
@@ -36,7 +36,7 @@ class WatchedInteger:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.value, name)
-        self.answers.append((name, (), found))
+        self.answers.append(("__getattribute__", (name,), found))
         return found
 
     def same_from(self, other: int) -> bool:
