@@ -21,16 +21,18 @@ from graphplan.capture.dynamic_axes import BATCH
 from graphplan.capture.microbatches import batch_of, microbatches_of
 from graphplan.capture.signature import BoundCall, leaf_names
 from graphplan.compiler.cluster_call import Wires
-from graphplan.compiler.cluster_planning import Cluster, plan_cluster, whole_compiler
+from graphplan.compiler.cluster_planning import Cluster, StageSearch, whole_compiler
 from graphplan.compiler.formulation import Options
+from graphplan.compiler.interleaved_planning import InterleavedSearch
 from graphplan.compiler.pipeline import Compiler
 from graphplan.devices.max_memory import MaxMemory, read_max_memory
 from graphplan.devices.speeds import with_speeds
 from graphplan.devices.topology import Link
 from graphplan.errors import InputError, PlanError
-from graphplan.ir.cluster_plan_data import Objective, PipelineSchedule
+from graphplan.ir.cluster_plan_data import Objective
+from graphplan.ir.flight import Flight, PipelineSchedule
+from graphplan.ir.interleaved_order import rounds_divide
 from graphplan.passes.frontend.annotate import Annotator
-from graphplan.passes.pipeline.estimates import Flight
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.distributed.agreement import broadcast_text, on_all, require_group, require_same
 from graphplan.runtime.distributed.cluster_module import ClusterModule
@@ -73,8 +75,41 @@ def read_cluster(machines: Sequence[MaxMemory], asked: PlanOptions, *, grad: boo
     if asked.network is not None and not isinstance(asked.network, Link):
         raise InputError(f"network must be a graphplan.Link, not {asked.network!r}")
     read = (with_speeds(read_max_memory(one, asked.links, asked.reserve), asked.devices) for one in machines)
-    flight = Flight(count, asked.schedule, grad or asked.train, asked.train)
+    each = _stages_per_machine(asked, len(machines))
+    trains = grad or asked.train, asked.train
+    flight = Flight(count, asked.schedule, *trains, len(machines), each)
     return Cluster(tuple(read), asked.network or NETWORK, flight, asked.objective)
+
+
+def _stages_per_machine(asked: PlanOptions, machines: int) -> int:
+    """How many stages each machine has, at most.
+
+    Raises:
+        InputError: the arguments do not go with the schedule.
+    """
+    each, schedule, count = asked.stages_per_machine, asked.schedule, asked.microbatches
+    if schedule != "interleaved":
+        if each is not None and each != 1:
+            raise InputError(
+                f"stages_per_machine={each!r} is for schedule='interleaved': {schedule!r} has one each"
+            )
+        return 1
+    each = 2 if each is None else each
+    if isinstance(each, bool) or not isinstance(each, int) or each < 2:
+        raise InputError(
+            f"stages_per_machine must be an integer, 2 or more, for schedule='interleaved', not {each!r}"
+        )
+    if machines < 2:
+        raise InputError("schedule='interleaved' is for two machines or more: use schedule='1f1b'")
+    if asked.objective != "throughput":
+        raise InputError("schedule='interleaved' makes a batch faster: give objective='throughput'")
+    if not rounds_divide(machines, count):
+        less = count // machines * machines
+        raise InputError(
+            f"schedule='interleaved' needs whole rounds of {machines} microbatches, one for each machine, "
+            f"and {count} make none: give microbatches={less} or {less + machines}"
+        )
+    return each
 
 
 def plan_machines(
@@ -113,7 +148,10 @@ class _Example:
     def plan(self, annotator: Annotator) -> ClusterPlan:
         """The plan of the example, of which a microbatch was traced."""
         rows = batch_of(self.call) if self.microbatches > 1 else 0  # 0: it is not divided
-        return plan_cluster(self.request.model_copy, annotator, rows, self.cluster, self.request.options)
+        interleaved = self.cluster.flight.schedule == "interleaved"
+        search = InterleavedSearch if interleaved else StageSearch
+        request = self.request
+        return search(request.model_copy, annotator, self.cluster, request.options, rows).run()
 
     def traced(self) -> Annotator:
         """The example's microbatch, traced.

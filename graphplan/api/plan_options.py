@@ -17,7 +17,8 @@ from graphplan.devices.max_memory import Reserve
 from graphplan.devices.speeds import GivenSpeeds
 from graphplan.devices.topology import DeviceKey, Link
 from graphplan.errors import InputError
-from graphplan.ir.cluster_plan_data import Objective, PipelineSchedule
+from graphplan.ir.cluster_plan_data import Objective
+from graphplan.ir.flight import PipelineSchedule
 from graphplan.passes.training.optimizer_memory import Optimizer
 
 ExampleCall = (
@@ -51,6 +52,7 @@ class PlanKeywords(TypedDict, total=False):
     capture_cache: str | Path | None
     microbatches: int
     schedule: PipelineSchedule
+    stages_per_machine: int | None
     objective: Objective
     network: Link | None
     train: bool
@@ -85,6 +87,7 @@ class PlanOptions:
     capture_cache: str | Path | None = field(default=None, repr=False)
     microbatches: int = 1
     schedule: PipelineSchedule = "gpipe"
+    stages_per_machine: int | None = None
     objective: Objective = "latency"
     network: Link | None = None
     train: bool = False

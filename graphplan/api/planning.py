@@ -109,7 +109,9 @@ def plan(
             made anew, with a warning. Nothing in the folder is unpickled or run; but who can write to it
             can change what a model computes.
         microbatches: with ``machines``, into how many a batch is divided along its first dimension.
-        schedule: with ``machines``, ``"gpipe"`` or ``"1f1b"``: what is in memory in a training step.
+        schedule: with ``machines``, ``"gpipe"`` or ``"1f1b"``: what is in memory in a training step; or
+            ``"interleaved"``: machines take several stages each in turn, so that they wait less.
+        stages_per_machine: of ``"interleaved"``, 2 by default.
         objective: with ``machines``: ``"latency"`` for the least seconds of one microbatch,
             ``"throughput"`` for those of a whole batch.
         network: with ``machines``, the link between any two; 10 Gbit/s and 50 microseconds by default.

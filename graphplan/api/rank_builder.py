@@ -37,7 +37,7 @@ from graphplan.devices.max_memory import require_present
 from graphplan.devices.topology import Topology
 from graphplan.errors import InfeasibleError, InputError
 from graphplan.integrations.transformers.cluster_generate import generator_of
-from graphplan.ir.cluster_plan_data import MachineStage
+from graphplan.ir.machine_stage import MachineStage
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.pipeline.boundaries import Boundaries
 from graphplan.passes.pipeline.cut_capture import results_of
@@ -90,7 +90,8 @@ class RankBuilder:
     def build(self, annotator: Annotator) -> ClusterModule:
         """The module that the rank calls."""
         self.group = group_of(self._ranks)
-        rank, stage = dist.get_rank(), self.plan.stage_of(dist.get_rank())
+        rank = dist.get_rank()
+        stage = next(iter(self.plan.stages_of(rank)), None)
         boundaries = Boundaries(annotator.graph())
         self.order = tuple(boundaries.graph.operations)
         weights, cut = self._weights(), None

@@ -10,36 +10,26 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import numpy as np
 
 from graphplan.analysis.cluster_plan import ClusterPlan
-from graphplan.analysis.plan import Plan
 from graphplan.capture.model_copy import ModelCopy
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler
-from graphplan.compiler.stage_compiler import (
-    StageSource,
-    buffer_bytes,
-    plan_like,
-    stage_source,
-    with_buffers,
-    withholding,
-)
-from graphplan.compiler.stage_step import Kept, StepPlan, plan_step, with_step
-from graphplan.compiler.training import trainable, trained_values
+from graphplan.compiler.stage_placement import StagePlacement, Stretch
+from graphplan.compiler.stage_step import StepPlan
+from graphplan.compiler.training import trainable
 from graphplan.devices.topology import Link, Topology
 from graphplan.errors import CaptureError, InfeasibleError, InputError, readable_bytes
-from graphplan.ir.cluster_plan_data import MachineStage, Objective
-from graphplan.ir.graph import Graph
+from graphplan.ir.cluster_plan_data import Objective
+from graphplan.ir.flight import Flight
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.pipeline.boundaries import Boundaries
 from graphplan.passes.pipeline.cut_params import PARAMS
-from graphplan.passes.pipeline.estimates import Estimates, Flight, operation_seconds
+from graphplan.passes.pipeline.estimates import Estimates, operation_seconds
 from graphplan.passes.pipeline.stage_bound import FORWARD, PROOF, bound_stages
-from graphplan.passes.pipeline.stage_dp import Segments, StageDP, states_of
-from graphplan.passes.pipeline.structural_hash import renamed, structure_of
+from graphplan.passes.pipeline.stage_dp import StageDP, states_of
 from graphplan.passes.placement.certificate import Bound, checked
 
 
@@ -68,6 +58,11 @@ class Cluster:
         return list(found.values())
 
     @property
+    def class_machines(self) -> list[Topology]:
+        """One of each class."""
+        return [self.machines[members[0]] for members in self.classes]
+
+    @property
     def counted(self) -> int:
         """Microbatches that the objective counts."""
         return 1 if self.objective == "latency" else self.flight.microbatches
@@ -80,26 +75,18 @@ def whole_compiler(model_copy: ModelCopy, cluster: Cluster, options: Options) ->
     return Compiler(model_copy, every, replace(options, grad=options.differentiates, training=None))
 
 
-def plan_cluster(
-    model_copy: ModelCopy, annotator: Annotator, batch: int, cluster: Cluster, options: Options
-) -> ClusterPlan:
-    """Plan one call of a model, of which ``annotator`` has one microbatch.
-
-    ``batch`` has the rows of the whole batch; 0 where it is not divided.
-
-    Raises:
-        InfeasibleError: no cut into stages fits the machines.
-        InputError: a training step by 1F1B has fewer microbatches than stages.
-    """
-    return _Search(model_copy, annotator, cluster, options, batch).run()
-
-
-_Stage = tuple[int, int, int, int]
-"""Class of machines, candidate cuts where it starts and ends, microbatches that a training step keeps."""
-
-
 @dataclass
-class _Search:
+class StageSearch:
+    """Finds stages, one on each machine that is used.
+
+    Attributes:
+        model_copy: of the whole model.
+        annotator: of one microbatch.
+        cluster: the machines.
+        options: of the caller.
+        batch: rows of the whole batch; 0 where it is not divided.
+    """
+
     model_copy: ModelCopy
     annotator: Annotator
     cluster: Cluster
@@ -107,143 +94,119 @@ class _Search:
     batch: int
     boundaries: Boundaries = field(init=False)
     estimates: Estimates = field(init=False)
-    sources: dict[tuple[int, int, int], StageSource] = field(default_factory=dict)
-    placed: dict[_Stage, StepPlan | None] = field(default_factory=dict)
+    placement: StagePlacement = field(init=False)
+    placed: dict[Stretch, StepPlan | None] = field(default_factory=dict)
     known: dict[Hashable, StepPlan | None] = field(default_factory=dict)
     refused: CaptureError | None = None
 
     def run(self) -> ClusterPlan:
-        graph, training = self.annotator.graph(), self.options.training
+        """The best plan that is found.
+
+        Raises:
+            InfeasibleError: no cut into stages fits the machines.
+            CaptureError: something crosses at each that cannot be sent.
+            InputError: a training step by 1F1B has fewer microbatches than stages.
+        """
+        graph, training, cluster = self.annotator.graph(), self.options.training, self.cluster
         if training is not None:
             graph = training.held(graph, self.annotator.capture, frozenset())
         self.boundaries = Boundaries(graph)
-        classes = self.cluster.classes
-        self.estimates = self._estimates(self.cluster)
-        best: list[_Stage] | None = None
+        self.estimates = self.estimates_for(cluster)
+        self.placement = StagePlacement(
+            *(self.model_copy, self.annotator, self.options, self.boundaries, self.estimates.cuts),
+            *(cluster.class_machines, cluster.flight),
+        )
+        best: list[Stretch] | None = None
         least = math.inf
         for number in range(PARAMS.rounds + PARAMS.refusals):
             if number >= PARAMS.rounds and best is not None:
                 break
-            found = self._stages(self.estimates, self.cluster.counted)
-            if found is None:
+            stages = self.stages(self.estimates, cluster, cluster.counted)
+            if stages is None:
                 break
-            stages = self._with_kept(found)
-            fresh = [stage for stage in stages if stage not in self.placed]
+            fresh = [stage for stage in dict.fromkeys(stages) if stage not in self.placed]
             for stage in fresh:
-                self._place(*stage)
-            seconds = self._seconds(stages)
-            if seconds < least:
-                best, least = stages, seconds
+                self._place(stage)
+            if not any(self.placed[stage] is None for stage in stages):
+                seconds = self.seconds(stages)
+                if seconds < least:
+                    best, least = stages, seconds
             if not fresh:
                 break
             self.estimates.calibrate()
         if best is None:
-            raise self.refused or self._infeasible()
-        flight = self.cluster.flight
-        if flight.grad and flight.schedule == "1f1b" and flight.microbatches < len(best):
-            raise InputError(
-                f"schedule='1f1b' needs a microbatch for each stage, and there are {flight.microbatches} for "
-                f"{len(best)} stages: give microbatches={len(best)} or more, or schedule='gpipe'"
-            )
-        return self._plan(best, classes)
+            raise self.refused or self.infeasible()
+        return self._plan(best)
 
-    def _estimates(self, cluster: Cluster) -> Estimates:
-        boundaries, classes = self.boundaries, cluster.classes
-        steps = len(states_of([len(members) for members in classes])) * len(classes)
-        most = max(int(math.sqrt(PARAMS.cells / steps)), 2 * len(cluster.machines) + 2)
+    # -- stages ----------------------------------------------------------------------------------------
+
+    @property
+    def table_count(self) -> int:
+        """Tables over stretches that the search goes through."""
+        counts = [len(members) for members in self.cluster.classes]
+        return len(states_of(counts)) * len(counts)
+
+    @property
+    def most_stages(self) -> int:
+        """That there may be."""
+        return len(self.cluster.machines)
+
+    def estimates_for(self, cluster: Cluster) -> Estimates:
+        """Of all stretches between candidate cuts, on machines like these."""
+        boundaries = self.boundaries
+        most = max(int(math.sqrt(PARAMS.cells / self.table_count)), 2 * self.most_stages + 2)
         every = [s for machine in cluster.machines for s in machine.devices if s.computes]
         seconds = operation_seconds(boundaries.graph, every)
         progress = np.concatenate([[0.0], seconds.cumsum()]) / max(float(seconds.sum()), 1e-30)
         cuts = boundaries.candidates(min(most, PARAMS.cuts), progress)
-        if self._trained:
+        if self.cluster.flight.train:
             cuts = np.union1d(cuts[cuts <= self._last_trained], cuts[-1:])
-        machines = [cluster.machines[members[0]] for members in classes]
+        machines = [self.as_estimated(machine) for machine in cluster.class_machines]
         return Estimates(boundaries, cuts, machines, cluster.network, cluster.flight)
 
-    def _stages(self, estimates: Estimates, microbatches: int) -> Segments | None:
-        counts = [len(members) for members in self.cluster.classes]
-        fits = estimates.fits if self.cluster.flight.grad else None
-        return StageDP(estimates.costs(), counts, fits).solve(microbatches)
+    def as_estimated(self, machine: Topology) -> Topology:
+        """What a stage has of a machine, as far as estimates go: all of it."""
+        return machine
 
-    def _with_kept(self, found: Segments) -> list[_Stage]:
-        """The stages, in order, each with the microbatches that it keeps in a training step."""
-        flight, last = self.cluster.flight, len(found.classes) - 1
+    def stages(self, estimates: Estimates, cluster: Cluster, microbatches: int) -> list[Stretch] | None:
+        """The stages of least seconds by estimate, in order; None where none fit."""
+        flight = self.cluster.flight
+        counts = [len(members) for members in cluster.classes]
+        fits = estimates.fits if flight.grad else None
+        found = StageDP(estimates.costs(), counts, fits).solve(microbatches)
+        if found is None:
+            return None
+        last = len(found.classes) - 1
         kept = [flight.kept(last - index) if flight.train else 0 for index in range(last + 1)]
-        return list(zip(found.classes, found.cuts, found.cuts[1:], kept, strict=False))
+        return [
+            Stretch(c, start, end, keeps)
+            for c, start, end, keeps in zip(found.classes, found.cuts, found.cuts[1:], kept, strict=False)
+        ]
 
-    # -- stages placed -----------------------------------------------------------------------------------
-
-    def _place(self, c: int, start: int, end: int, kept: int) -> None:
-        """Place a stretch on a class of machines, unless an equal one was placed before."""
-        key = c, kept, self._structure(start, end)
+    def _place(self, stretch: Stretch) -> None:
+        """Place a stretch, unless an equal one was placed before."""
+        key, edge = self.placement.structure(stretch), (stretch.machine, stretch.start, stretch.end)
         if key not in self.known:
             try:
-                self.known[key] = self._search(c, start, end, kept)
+                self.known[key] = self.placement.search(stretch)
             except InfeasibleError:
                 self.known[key] = None
             except CaptureError as error:  # something crosses here that cannot be sent: cut elsewhere
                 self.known[key], self.refused = None, error
-                self.estimates.exact[c, start, end] = math.inf
-        placed = self.placed[c, start, end, kept] = self.known[key]
+                self.estimates.exact[edge] = math.inf
+        placed = self.placed[stretch] = self.known[key]
         if placed is not None:
-            self.estimates.exact[c, start, end] = placed.plan.makespan
-        elif kept:
-            self.estimates.refused.add((c, start, end, kept))
+            self.estimates.exact[edge] = placed.plan.makespan
         else:
-            self.estimates.exact[c, start, end] = math.inf
+            self.refuse(stretch)
 
-    def _search(self, c: int, start: int, end: int, kept: int) -> StepPlan:
-        """Place a stretch.
-
-        Raises:
-            InfeasibleError: it does not fit.
-            CaptureError: something crosses that cannot be sent, or of which no gradient can come back.
-        """
-        source, topology = self._source(c, start, end), self._topology(c, start, end)
-        if source.step is None:
-            return StepPlan(source.compiler(topology, self.options).plan(source.example()).plan, {}, {})
-
-        def plan_beside(others: Kept) -> Plan:
-            return source.compiler(withholding(topology, others), self.options).plan(source.example()).plan
-
-        return plan_step(plan_beside, kept - 1, self._shared(start, end))
-
-    def _own_plan(self, c: int, start: int, end: int, kept: int) -> StepPlan:
-        """The plan of a stretch, in its own names, that was placed as an equal one was."""
-        placed, source = self.placed[c, start, end, kept], self._source(c, start, end)
-        assert placed is not None
-        plan, graph = placed.plan, source.planned.graph()
-        if graph.weights.keys() == plan.graph.weights.keys() and _runs(graph) == _runs(plan.graph):
-            return placed
-        topology = withholding(self._topology(c, start, end), placed.kept_bytes)
-        if not plan.graph.parts and len(graph.operations) == len(plan.graph.operations):
-            assignment = renamed(plan.schedule.assignment, plan.graph, graph)
-            bound = Bound(plan.lower_bound, plan.proof)
-            found = plan_like(source, topology, self.options, assignment, bound)
-            if found is not None and math.isclose(found.makespan, plan.makespan):
-                return replace(placed, plan=found)
-        return self._search(c, start, end, kept)
-
-    def _shared(self, start: int, end: int) -> frozenset[str]:
-        """Parameters that a stretch reads, and others too."""
-        graph, cuts = self.boundaries.graph, self.estimates.cuts
-        own = set(list(graph.operations)[int(cuts[start]) : int(cuts[end])])
-        return frozenset(
-            name for name, readers in graph.readers.items() if own & set(readers) and set(readers) - own
-        )
-
-    def _structure(self, start: int, end: int) -> Hashable:
-        graph, cuts = self.boundaries.graph, self.estimates.cuts
-        first, last = int(cuts[start]), int(cuts[end])
-        crossing = self.boundaries.crossing
-        return structure_of(graph, first, last, crossing(first), crossing(last))
-
-    @cached_property
-    def _trained(self) -> frozenset[str]:
-        """Values of which gradients are sent back."""
-        if not self.cluster.flight.train:
-            return frozenset()
-        return trained_values(self.annotator.capture, trainable(self.model_copy.weights))
+    def refuse(self, stretch: Stretch) -> None:
+        """Let the estimates know that a stretch does not fit."""
+        edge = stretch.machine, stretch.start, stretch.end
+        if stretch.kept:
+            self.estimates.refused.add((*edge, stretch.kept))
+        else:
+            self.estimates.exact[edge] = math.inf
 
     @property
     def _last_trained(self) -> int:
@@ -252,87 +215,86 @@ class _Search:
         every = enumerate(graph.operations.values())
         return max(at for at, op in every if any(graph.root(name) in wanted for name in op.inputs))
 
-    def _source(self, c: int, start: int, end: int) -> StageSource:
-        """A stretch, as a class of machines runs it: devices decide of which kernels a training step is."""
-        key = (c if self._trained else 0), start, end
-        if key not in self.sources:
-            cuts, weights = self.estimates.cuts, self.model_copy.weights
-            first, last = int(cuts[start]), int(cuts[end])
-            made = stage_source(self.annotator, self.boundaries, weights, first, last, self._trained)
-            self.sources[key] = with_step(made, self.estimates.machines[c].computing_types)
-        return self.sources[key]
+    def steps_of(self, stages: Sequence[Stretch]) -> list[StepPlan]:
+        """What was placed."""
+        return [placed for stage in stages if (placed := self.placed[stage]) is not None]
 
-    def _buffer_bytes(self, c: int, start: int, end: int) -> int:
-        """Bytes of what is received and sent, and of gradients that come back; of results there are none."""
-        source, last = self._source(c, start, end), end == len(self.estimates.cuts) - 1
-        received, sent = (sum(one.nbytes for one in side) for side in (source.receives, source.sends))
-        return buffer_bytes(received, sent, self.cluster.flight, last=last)
-
-    def _topology(self, c: int, start: int, end: int) -> Topology:
-        return with_buffers(self.estimates.machines[c], self._buffer_bytes(c, start, end))
-
-    def _seconds(self, stages: Sequence[_Stage]) -> float:
-        """Of what the objective counts; infinite where a stage does not fit."""
-        every = [self.placed[stage] for stage in stages]
-        if any(placed is None for placed in every):
-            return math.inf
+    def seconds(self, stages: Sequence[Stretch]) -> float:
+        """Of what the objective counts, all placed."""
         sent = self.estimates.transfers
-        each = [placed.plan.makespan for placed in every if placed is not None]
-        loads = [sent[a] + s + sent[b] for s, (_, a, b, _) in zip(each, stages, strict=True)]
-        total = sum(s + sent[b] for s, (_, _, b, _) in zip(each, stages, strict=True))
+        each = [placed.plan.makespan for placed in self.steps_of(stages)]
+        loads = [sent[one.start] + s + sent[one.end] for s, one in zip(each, stages, strict=True)]
+        total = sum(s + sent[one.end] for s, one in zip(each, stages, strict=True))
         return float(total + (self.cluster.counted - 1) * max(loads))
 
     # -- the answer --------------------------------------------------------------------------------------
 
-    def _plan(self, stages: Sequence[_Stage], classes: list[list[int]]) -> ClusterPlan:
-        free = [iter(members) for members in classes]
-        made: list[MachineStage[Plan]] = []
-        for c, start, end, kept in stages:
-            source, own = self._source(c, start, end), self._own_plan(c, start, end, kept)
-            sends = source.sends if end < len(self.estimates.cuts) - 1 else ()
-            cuts, nbytes = self.estimates.cuts, self._buffer_bytes(c, start, end)
-            span, receives = (int(cuts[start]), int(cuts[end])), source.receives
-            made.append(MachineStage(next(free[c]), *span, receives, sends, nbytes, own.plan, own.kept_bytes))
-        cluster = self.cluster
-        bound = bound_stages(self.boundaries, cluster.machines, cluster.network)
-        plan_of_all = ClusterPlan(
+    def _plan(self, stages: Sequence[Stretch]) -> ClusterPlan:
+        cluster, flight = self.cluster, self.cluster.flight
+        if flight.grad and flight.schedule == "1f1b" and flight.microbatches < len(stages):
+            raise InputError(
+                f"schedule='1f1b' needs a microbatch for each stage, and there are {flight.microbatches} for "
+                f"{len(stages)} stages: give microbatches={len(stages)} or more, or schedule='gpipe'"
+            )
+        made = [
+            self.placement.stage(stretch, placed, machine)
+            for stretch, placed, machine in zip(
+                stages, self.steps_of(stages), self.machines_of(stages), strict=True
+            )
+        ]
+        bound = self.bound()
+        plan = ClusterPlan(
             tuple(made),
             len(cluster.machines),
             cluster.network,
             self.batch,
-            cluster.flight.microbatches,
-            cluster.flight.schedule,
+            flight.microbatches,
+            flight.schedule,
             cluster.objective,
-            bound.seconds(cluster.flight.microbatches),
-            FORWARD if cluster.flight.train else PROOF,
+            bound.seconds,
+            FORWARD if flight.train else bound.proof,
         )
-        return _certified(plan_of_all)
+        # without its bound where that is above it, which is a bug that must show
+        found = checked(Bound(plan.lower_bound, plan.proof), plan.makespan)
+        return replace(plan, lower_bound=found.seconds, proof=found.proof)
 
-    def _infeasible(self) -> InfeasibleError:
+    @property
+    def least_cuts(self) -> int:
+        """That are needed to use several machines."""
+        return min(1, len(self.cluster.machines) - 1)
+
+    def lacking(self) -> str:
+        """What an error says of the machine that lacks most."""
+        return ""
+
+    def machines_of(self, stages: Sequence[Stretch]) -> list[int]:
+        """The machine of each stage."""
+        free = [iter(members) for members in self.cluster.classes]
+        return [next(free[stage.machine]) for stage in stages]
+
+    def bound(self) -> Bound:
+        """On the seconds of a batch."""
+        cluster = self.cluster
+        found = bound_stages(self.boundaries, cluster.machines, cluster.network)
+        return Bound(found.seconds(cluster.flight.microbatches), PROOF)
+
+    def infeasible(self) -> InfeasibleError:
         """The error, with budgets that would do as far as estimates tell."""
         cluster, factor = self.cluster, 1.0
         weights = readable_bytes(self.boundaries.graph.held_bytes)
         what = "weights, gradients and optimizer state" if cluster.flight.train else "weights"
         said = f"no cut into contiguous stages fits the {len(cluster.machines)} machines: {weights} of {what}"
-        if len(self.boundaries.allowed) == 2 and len(cluster.machines) > 1:
-            return InfeasibleError(f"{said}, and there is no place where the model can be cut")
+        places = len(self.boundaries.allowed) - 2
+        if places < self.least_cuts:
+            found = f"are {places} places" if places else "is no place"
+            return InfeasibleError(f"{said}, and there {found} where the model can be cut")
+        said += self.lacking()
         for _ in range(PARAMS.growths):
             factor *= PARAMS.growth
             machines = tuple(one.scaled(factor) for one in cluster.machines)
             # by all that a forward pass makes: how much less a training step saves is not estimated
             grown = replace(cluster, machines=machines, flight=replace(cluster.flight, train=False))
-            if self._stages(self._estimates(grown), 1) is not None:
+            if self.stages(self.estimates_for(grown), grown, 1) is not None:
                 budgets = [{s.key: s.memory for s in one.devices} for one in grown.machines]
                 return InfeasibleError(f"{said}. By estimate these budgets would do: machines={budgets}")
         return InfeasibleError(said)
-
-
-def _runs(graph: Graph) -> list[str]:
-    """The operations that are there whatever is saved."""
-    return [op.name for op in graph.operations.values() if not op.repeats and not op.offloads]
-
-
-def _certified(plan: ClusterPlan) -> ClusterPlan:
-    """The plan; without its bound where that is above it, which is a bug that must show."""
-    found = checked(Bound(plan.lower_bound, plan.proof), plan.makespan)
-    return replace(plan, lower_bound=found.seconds, proof=found.proof)

@@ -19,13 +19,13 @@ from graphplan.compiler.earlier_plans import Commitments
 from graphplan.compiler.formulation import Formulation, Options
 from graphplan.compiler.pipeline import Compiler, check_budgets, plan_of
 from graphplan.devices.topology import CPU, DeviceKey, Topology
-from graphplan.ir.cluster_plan_data import Crossing
+from graphplan.ir.flight import Flight
+from graphplan.ir.machine_stage import Crossing
 from graphplan.ir.schedule import Assignment, Schedule
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.frontend.tensor_meta import dtype_name
 from graphplan.passes.pipeline.boundaries import Boundaries
 from graphplan.passes.pipeline.cut_capture import StageCapture, cut_capture
-from graphplan.passes.pipeline.estimates import Flight
 from graphplan.passes.placement.certificate import Bound, certify
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.joint import Call

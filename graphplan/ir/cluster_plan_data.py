@@ -2,94 +2,38 @@
 
 One microbatch passes the stages in order. With ``m`` of them a batch takes ``sum of stages + (m - 1) *
 slowest stage``, where the slowest counts what it receives and sends. In a training step a stage counts
-forward and backward, and gradients cross the network too.
+forward and backward, and gradients cross the network too. With several stages for each machine a batch is
+played, action by action: :mod:`graphplan.ir.interleaved_order`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Literal, Self
 
-from graphplan.devices.topology import CPU, DeviceKey, Link
+from graphplan.devices.topology import CPU, DeviceKey, DeviceSpec, Link
 from graphplan.errors import GraphplanError, PlanError, VerificationError
+from graphplan.ir.flight import Flight, PipelineSchedule
+from graphplan.ir.interleaved_order import TimedAction, play, rounds_divide
 from graphplan.ir.liveness import saved_bytes
-from graphplan.ir.plan_data import PlanData
+from graphplan.ir.machine_stage import AnyPlan, MachineStage, stage_seconds
 from graphplan.ir.plan_json import read_plan, write_plan
 from graphplan.versioned_json import Format, decode_fields, encode
 
-PipelineSchedule = Literal["gpipe", "1f1b"]
 Objective = Literal["latency", "throughput"]
-AnyPlan = TypeVar("AnyPlan", bound=PlanData)
-Bytes = Mapping[DeviceKey, int]
 
 _FORMAT = Format("graphplan.cluster_plan", 1, "plan of several machines")
 _FIGURES = (
     *("machines", "network", "batch", "microbatches", "schedule", "objective"),
     *("lower_bound", "proof"),
 )
-_OF_STAGES = ("machine", "start", "end", "receives", "sends", "buffer_bytes", "kept_bytes")
-
-
-def in_flight(schedule: PipelineSchedule, microbatches: int, after: int) -> int:
-    """The most microbatches that a stage has run forward, and not yet backward, if so many stages follow it.
-
-    ``"gpipe"``: all go forward before one goes back; ``"1f1b"``: as many as there are stages from it to the
-    last.
-    """
-    return min(microbatches, after + 1) if schedule == "1f1b" else microbatches
-
-
-@dataclass(frozen=True, slots=True)
-class Crossing:
-    """A tensor that is sent from one machine to the next, once per microbatch.
-
-    Attributes:
-        name: of the value.
-        nbytes: of its elements.
-        shape: of one microbatch.
-        dtype: ``"float32"``, ``"int64"``, ...
-    """
-
-    name: str
-    nbytes: int
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True)
-class MachineStage(Generic[AnyPlan]):
-    """What one machine runs.
-
-    Attributes:
-        machine: its index in ``machines``, which is its rank under torchrun.
-        start: position of its first operation in the order of the trace.
-        end: position after its last.
-        receives: from the machine before.
-        sends: to the machine after.
-        buffer_bytes: of what is received and returned, of all microbatches: in host memory, where the plan
-            withholds them if the CPU has a budget.
-        plan: of one microbatch on this machine, in the keys of its own ``max_memory``.
-        kept_bytes: of a training step, device -> what the other microbatches in flight have saved there for
-            their backward passes, which the plan withholds; and earlier gradients of weights that other
-            stages read, which are kept while those of a batch are summed.
-    """
-
-    machine: int
-    start: int
-    end: int
-    receives: tuple[Crossing, ...]
-    sends: tuple[Crossing, ...]
-    buffer_bytes: int
-    plan: AnyPlan
-    kept_bytes: Bytes = field(default_factory=dict)
-
-    @property
-    def trains(self) -> bool:
-        """Whether it runs a backward pass."""
-        return any(operation.backward for operation in self.plan.graph.operations.values())
+_OF_STAGES = (
+    *("machine", "start", "end", "receives", "sends", "buffer_bytes"),
+    *("kept_bytes", "beside_bytes"),
+)
 
 
 @dataclass(frozen=True)
@@ -97,7 +41,8 @@ class ClusterPlanData(Generic[AnyPlan]):
     """A placement over several machines, in bytes and seconds.
 
     Attributes:
-        stages: of the machines that are used, in the order in which a microbatch passes them.
+        stages: of the machines that are used, in the order in which a microbatch passes them; interleaved,
+            each machine has as many, and they take turns.
         machines: how many there are, used or not.
         network: the link between any two of them.
         batch: rows of the example batch; 0 where it was not divided.
@@ -141,19 +86,51 @@ class ClusterPlanData(Generic[AnyPlan]):
         )
 
     @property
+    def busy_seconds(self) -> dict[int, float]:
+        """Machine -> seconds that it is busy with a microbatch."""
+        pairs = list(zip(self.stages, self.loads, strict=True))
+        return {
+            machine: sum(load for stage, load in pairs if stage.machine == machine) for machine in self.used
+        }
+
+    @property
     def latency(self) -> float:
         """Estimated seconds of one microbatch, from the first stage to the last."""
         return sum(stage.plan.makespan for stage in self.stages) + sum(self.transfer_seconds)
 
+    @cached_property
+    def flight(self) -> Flight:
+        """The microbatches and their schedule."""
+        each = len(self.stages) // self.machines if self.schedule == "interleaved" else 1
+        machines, trains = self.machines, self.trains
+        return Flight(self.microbatches, self.schedule, trains, trains, machines, max(1, each))
+
+    @cached_property
+    def timed_actions(self) -> tuple[TimedAction, ...]:
+        """When each machine runs which of its stages in a batch, as estimated, interleaved."""
+        times = 2 if self.trains else 1
+        stages = [
+            stage_seconds(stage.plan, sent / times, trains=self.trains)
+            for stage, sent in zip(self.stages, self.transfer_seconds, strict=True)
+        ]
+        return tuple(play(self.machines, self.microbatches, stages))
+
     @property
     def makespan(self) -> float:
         """Estimated seconds of a batch."""
+        if self.schedule == "interleaved":
+            return max(one.end for one in self.timed_actions)
         return self.latency + (self.microbatches - 1) * max(self.loads)
+
+    @property
+    def used(self) -> list[int]:
+        """The machines that have stages, in the order in which a microbatch passes them first."""
+        return list(dict.fromkeys(stage.machine for stage in self.stages))
 
     @property
     def bubble(self) -> float:
         """The share of the machines' time in a batch in which they wait for microbatches."""
-        whole = len(self.stages) * self.makespan
+        whole = len(self.used) * self.makespan
         return 1.0 - self.microbatches * sum(self.loads) / whole if whole else 0.0
 
     @property
@@ -178,27 +155,24 @@ class ClusterPlanData(Generic[AnyPlan]):
     @property
     def peak_bytes(self) -> dict[int, dict[DeviceKey, int]]:
         """Machine -> device -> the most bytes that it holds: buffers of the network included, and in a
-        training step what all microbatches in flight have saved.
+        training step what all microbatches in flight have saved. Several stages count as if each were at its
+        peak at once.
         """
-        found = {}
-        for stage in self.stages:
-            peaks = dict(stage.plan.peak_bytes)
-            for spec in stage.plan.topology.devices:
-                peaks[spec.key] += stage.kept_bytes.get(spec.key, 0)
-                if spec.device == CPU:
-                    peaks[spec.key] += stage.buffer_bytes
-            found[stage.machine] = peaks
-        return found
+        return {
+            machine: {
+                spec.key: sum(stage.held_bytes(spec) for stage in self.stages_of(machine))
+                for spec in self.stages_of(machine)[0].plan.topology.devices
+            }
+            for machine in self.used
+        }
 
-    def stage_of(self, machine: int) -> MachineStage[AnyPlan] | None:
-        """What a machine runs; None if it is not used."""
-        return next((stage for stage in self.stages if stage.machine == machine), None)
+    def stages_of(self, machine: int) -> tuple[MachineStage[AnyPlan], ...]:
+        """What a machine runs; nothing if it is not used."""
+        return tuple(stage for stage in self.stages if stage.machine == machine)
 
     def verify(self) -> None:
         """Prove the plan from its own data; raise VerificationError if it does not hold."""
-        used = [stage.machine for stage in self.stages]
-        if not used or len(set(used)) != len(used) or not all(0 <= one < self.machines for one in used):
-            raise VerificationError(f"stages are on the machines {used}, of {self.machines}")
+        self._verify_machines()
         for before, after in zip(self.stages, self.stages[1:], strict=False):
             if before.sends != after.receives or before.end != after.start:
                 raise VerificationError(
@@ -210,10 +184,33 @@ class ClusterPlanData(Generic[AnyPlan]):
             stage.plan.verify()
             self._verify_buffers(stage)
             self._verify_kept(stage, after=len(self.stages) - 1 - index)
+        for machine in self.used:
+            self._verify_shares(self.stages_of(machine))
         if self.lower_bound > self.makespan * (1 + 1e-9):
             raise VerificationError(
                 f"the lower bound, {self.lower_bound} s, is above the makespan, {self.makespan} s"
             )
+
+    def _verify_machines(self) -> None:
+        """Stages are on machines that there are: one on each that is used, or interleaved, all in turn."""
+        used = [stage.machine for stage in self.stages]
+        right = bool(used) and len(set(used)) == len(used) and all(0 <= one < self.machines for one in used)
+        if self.schedule == "interleaved":
+            turns, rest = divmod(len(used), self.machines)
+            right = turns > 1 and not rest and used == list(range(self.machines)) * turns
+            right = right and rounds_divide(self.machines, self.microbatches)
+        if not right:
+            raise VerificationError(f"stages are on the machines {used}, of {self.machines}")
+
+    def _verify_shares(self, stages: tuple[MachineStage[AnyPlan], ...]) -> None:
+        """What the stages of a machine hold together is within its budgets."""
+        for spec in stages[0].plan.topology.devices:
+            room, held = _room(stages[0], spec), sum(stage.held_bytes(spec) for stage in stages)
+            if held > room and len(stages) > 1:
+                raise VerificationError(
+                    f"the stages of machine {stages[0].machine} hold {held} bytes on device {spec.key!r}, "
+                    f"which has {room}"
+                )
 
     def _verify_buffers(self, stage: MachineStage[AnyPlan]) -> None:
         least = self.microbatches * sum(one.nbytes for one in (*stage.receives, *stage.sends))
@@ -229,7 +226,7 @@ class ClusterPlanData(Generic[AnyPlan]):
     def _verify_kept(self, stage: MachineStage[AnyPlan], after: int) -> None:
         if not stage.trains:
             return
-        others = in_flight(self.schedule, self.microbatches, after) - 1
+        others = self.flight.most_in_flight(after) - 1
         plan = stage.plan
         for key, nbytes in saved_bytes(plan.graph, plan.topology, plan.schedule).items():
             kept = stage.kept_bytes.get(key, 0)
@@ -271,6 +268,14 @@ class ClusterPlanData(Generic[AnyPlan]):
         return made
 
 
+def _room(stage: MachineStage[Any], spec: DeviceSpec) -> int:
+    """Bytes of a device that a machine's plans may use together, whatever each withholds for the others."""
+    own = stage.buffer_bytes if spec.device == CPU else 0
+    own += stage.kept_bytes.get(spec.key, 0) + stage.beside_bytes.get(spec.key, 0)
+    return spec.memory - spec.withheld + own
+
+
 def _read_stage(kind: type[AnyPlan], data: Mapping[str, Any]) -> MachineStage[AnyPlan]:
     plan = read_plan(kind, json.dumps(data["plan"]))
-    return MachineStage(plan=plan, **decode_fields(MachineStage, _OF_STAGES, {"kept_bytes": [], **data}))
+    former: dict[str, Any] = {"kept_bytes": [], "beside_bytes": []}
+    return MachineStage(plan=plan, **decode_fields(MachineStage, _OF_STAGES, {**former, **data}))

@@ -12,7 +12,7 @@ from typing import Any
 from graphplan.ir.cluster_plan_data import ClusterPlanData
 from graphplan.report.cluster_perfetto import Slot
 from graphplan.report.cluster_svg import to_cluster_svg
-from graphplan.report.cluster_text import HEADER, machine_rows, network_text
+from graphplan.report.cluster_text import HEADER, machine_rows, network_text, schedule_text
 from graphplan.report.html_page import asset
 from graphplan.report.text import count_text, size_text, time_text
 
@@ -20,7 +20,7 @@ from graphplan.report.text import count_text, size_text, time_text
 def to_cluster_html(plan: ClusterPlanData[Any], title: str = "", measured: Sequence[Slot] = ()) -> str:
     """The page of a plan, with one measured batch below the estimated one if it is given."""
     title = title or "Plan"
-    used = count_text(len(plan.stages), "machine")
+    used = count_text(len(plan.used), "machine")
     parts = count_text(plan.microbatches, "microbatch", "microbatches")
     pictures = [to_cluster_svg(plan, "Batch, estimated")]
     if measured:
@@ -31,7 +31,7 @@ def to_cluster_html(plan: ClusterPlanData[Any], title: str = "", measured: Seque
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(title)}</title>\n<style>\n{asset('page.css')}</style>\n</head>\n<body>",
             f'<header class="bar"><h1>{escape(title)}</h1>',
-            f'<p class="subtitle">{used} · {parts} · schedule {plan.schedule}</p></header>\n<main>',
+            f'<p class="subtitle">{used} · {parts} · {schedule_text(plan)}</p></header>\n<main>',
             '<section aria-label="Summary"><div class="figures">',
             *(_figure(*one) for one in _figures(plan)),
             "</div></section>",

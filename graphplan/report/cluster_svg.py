@@ -20,24 +20,25 @@ def to_cluster_svg(plan: ClusterPlanData[Any], title: str = "Plan", measured: Se
 
 
 def _lines(plan: ClusterPlanData[Any], title: str, measured: Sequence[Slot]) -> Iterator[str]:
-    height = _HEAD + _LANE * len(plan.stages) + 16
+    height = _HEAD + _LANE * len(plan.used) + 16
     yield opening(_WIDTH, height)
     yield text(16, 26, title, INK, size=16)
     slots = list(measured or batch_slots(plan))
     end = max(slot.end for slot in slots)
     time, bubble = f"{time_text(plan.makespan)}, estimated", plan.bubble
     if measured:
-        time, bubble = f"{time_text(end)}, measured", _bubble(measured, len(plan.stages))
+        time, bubble = f"{time_text(end)}, measured", _bubble(measured, len(plan.used))
     crossing = f"{size_text(plan.network_bytes)} over the network for each"
     said = f"{plan.microbatches} microbatches in {time}; machines wait {100 * bubble:.0f} %; {crossing}"
     yield text(16, 46, said, MUTED)
     scale = (_WIDTH - _LEFT - _RIGHT) / end
-    for index, stage in enumerate(plan.stages):
-        top = _HEAD + _LANE * index
-        yield text(16, top + 16, f"machine {stage.machine}", INK)
-        yield text(16, top + 32, f"{size_text(stage.plan.graph.weight_bytes)} of weights", MUTED)
-        if stage.sends:
-            sent = sum(one.nbytes for one in stage.sends)
+    for index, machine in enumerate(plan.used):
+        top, stages = _HEAD + _LANE * index, plan.stages_of(machine)
+        several = f", {len(stages)} stages" if len(stages) > 1 else ""
+        yield text(16, top + 16, f"machine {machine}{several}", INK)
+        weights = sum(stage.plan.graph.weight_bytes for stage in stages)
+        yield text(16, top + 32, f"{size_text(weights)} of weights", MUTED)
+        if sent := sum(one.nbytes for stage in stages for one in stage.sends):
             yield text(16, top + 48, f"sends {size_text(sent)} each", TRANSFER)
         yield rect(_LEFT, top + 4, _WIDTH - _LEFT - _RIGHT, _BOX, _WAIT)
     for slot in slots:
@@ -46,18 +47,19 @@ def _lines(plan: ClusterPlanData[Any], title: str, measured: Sequence[Slot]) -> 
     yield "</svg>"
 
 
-def _bubble(slots: Sequence[Slot], stages: int) -> float:
+def _bubble(slots: Sequence[Slot], machines: int) -> float:
     """The share of the machines' time in which they do not compute."""
     computing = sum(slot.end - slot.start for slot in slots if slot.kind == "stage")
-    return 1.0 - computing / (stages * max(slot.end for slot in slots))
+    return 1.0 - computing / (machines * max(slot.end for slot in slots))
 
 
 def _slot(plan: ClusterPlanData[Any], slot: Slot, scale: float) -> str:
-    receiving = slot.kind == "receive"
-    names = ", ".join(one.name for one in plan.stages[slot.stage].receives) if receiving else "computes"
-    hint = f"microbatch {slot.microbatch}: {names}, {time_text(slot.end - slot.start)}"
+    receiving, stage = slot.kind == "receive", plan.stages[slot.stage]
+    taken = "gradients" if slot.backward else ", ".join(one.name for one in stage.receives)
+    of = f", stage {slot.stage}" if len(plan.stages) > len(plan.used) else ""
+    hint = f"{slot.name}{of}: {taken if receiving else 'computes'}, {time_text(slot.end - slot.start)}"
     colour = TRANSFER if receiving else COLOURS[slot.stage % len(COLOURS)]
-    top = _HEAD + _LANE * slot.stage + (4 + _BOX if receiving else 4)
+    top = _HEAD + _LANE * plan.used.index(stage.machine) + (4 + _BOX if receiving else 4)
     width = max((slot.end - slot.start) * scale - 0.5, 0.5)
     box = rect(_LEFT + slot.start * scale, top, width, 8 if receiving else _BOX, colour)
     return titled(hint, box)

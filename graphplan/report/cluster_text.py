@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from graphplan.devices.topology import Link
-from graphplan.ir.cluster_plan_data import ClusterPlanData, MachineStage
+from graphplan.ir.cluster_plan_data import ClusterPlanData
 from graphplan.report.text import count_text, size_text, table_lines, time_text
 
 HEADER = ("machine", "operations", "weights", "peaks", "seconds", "busy", "sends")
@@ -14,11 +14,11 @@ HEADER = ("machine", "operations", "weights", "peaks", "seconds", "busy", "sends
 
 def cluster_summary(plan: ClusterPlanData[Any]) -> str:
     """The plan as a table that a person can read."""
-    used = len(plan.stages)
+    used = len(plan.used)
     idle = f", {plan.machines - used} of {plan.machines} not used" if used < plan.machines else ""
     parts = count_text(plan.microbatches, "microbatch", "microbatches")
     lines = [
-        f"{count_text(used, 'machine')}{idle}, {parts}, schedule {plan.schedule}, for {plan.objective}",
+        f"{count_text(used, 'machine')}{idle}, {parts}, {schedule_text(plan)}, for {plan.objective}",
         "",
         *table_lines(HEADER, machine_rows(plan)),
         "",
@@ -35,19 +35,27 @@ def network_text(network: Link) -> str:
     return f"{size_text(int(network.bandwidth))}/s and {time_text(network.latency)}"
 
 
+def schedule_text(plan: ClusterPlanData[Any]) -> str:
+    """The schedule, with the stages of each machine where there are several."""
+    each = f" of {plan.flight.stages_per_machine} stages each" if plan.schedule == "interleaved" else ""
+    return f"schedule {plan.schedule}{each}"
+
+
 def machine_rows(plan: ClusterPlanData[Any]) -> list[tuple[str, ...]]:
     """A row for each machine that is used."""
-    return [_row(plan, index, stage) for index, stage in enumerate(plan.stages)]
+    busy = plan.busy_seconds
+    return [_row(plan, machine, busy[machine] / max(busy.values())) for machine in plan.used]
 
 
-def _row(plan: ClusterPlanData[Any], index: int, stage: MachineStage[Any]) -> tuple[str, ...]:
-    peaks = plan.peak_bytes[stage.machine]
+def _row(plan: ClusterPlanData[Any], machine: int, busy: float) -> tuple[str, ...]:
+    stages, peaks = plan.stages_of(machine), plan.peak_bytes[machine]
+    sent = sum(one.nbytes for stage in stages for one in stage.sends)
     return (
-        str(stage.machine),
-        f"{stage.start}-{stage.end - 1}",
-        size_text(stage.plan.graph.weight_bytes),
+        str(machine),
+        ", ".join(f"{stage.start}-{stage.end - 1}" for stage in stages),
+        size_text(sum(stage.plan.graph.weight_bytes for stage in stages)),
         ", ".join(f"{key}: {size_text(nbytes)}" for key, nbytes in peaks.items() if nbytes),
-        time_text(stage.plan.makespan),
-        f"{100 * plan.loads[index] / max(plan.loads):.0f} %",
-        size_text(sum(one.nbytes for one in stage.sends)) if stage.sends else "",
+        time_text(sum(stage.plan.makespan for stage in stages)),
+        f"{100 * busy:.0f} %",
+        size_text(sent) if sent else "",
     )

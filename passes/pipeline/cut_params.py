@@ -21,6 +21,8 @@ class PipelineParams:
         growth: by which budgets grow in turn, for the error that names some that would do.
         growths: times that they grow, at most.
         bisections: of the bound on the slowest stage.
+        lack: by which the bytes grow that a stage is estimated to need, where its share was too little.
+        shares: parts of the budgets of a machine, which are divided among its stages.
     """
 
     cuts: int = 400
@@ -33,6 +35,8 @@ class PipelineParams:
     growth: float = 1.2
     growths: int = 40
     bisections: int = 40
+    lack: float = 1.05
+    shares: int = 256
 
 
 PARAMS = PipelineParams()

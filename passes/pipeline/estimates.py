@@ -17,38 +17,11 @@ from numpy.typing import NDArray
 
 from graphplan.devices.speeds import Speed
 from graphplan.devices.topology import CPU, DeviceSpec, Link, Topology
-from graphplan.ir.cluster_plan_data import PipelineSchedule, in_flight
 from graphplan.ir.cost_model import all_seconds
+from graphplan.ir.flight import Flight
 from graphplan.ir.graph import Graph
 from graphplan.passes.pipeline.boundaries import Boundaries
 from graphplan.passes.pipeline.stage_dp import Floats, StageCosts
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """How many microbatches there are, and what each leaves in memory while others are on their way.
-
-    Attributes:
-        microbatches: of one batch.
-        schedule: ``"gpipe"``: all go forward before one goes back; ``"1f1b"``: a stage has as many on their
-            way as there are stages from it to the last.
-        grad: whether activations are kept for a backward pass.
-        train: whether that is planned too.
-    """
-
-    microbatches: int = 1
-    schedule: PipelineSchedule = "gpipe"
-    grad: bool = False
-    train: bool = False
-
-    def kept(self, after: int) -> int:
-        """Microbatches whose activations a stage keeps at once, if so many stages follow it."""
-        return in_flight(self.schedule, self.microbatches, after) if self.grad else 0
-
-    @property
-    def crossings(self) -> int:
-        """Times that something crosses a cut: activations forward, their gradients back."""
-        return 2 if self.train else 1
 
 
 @dataclass(frozen=True)
@@ -137,7 +110,11 @@ class Estimates:
                     found[: start + 1, end:] = False
             return found
         devices = [spec for spec in self.machines[c].devices if spec.computes]
-        return np.asarray(self.weights + kept * self._saved + self._live <= sum(s.room for s in devices))
+        return np.asarray(self.needs(kept) <= sum(s.room for s in devices))
+
+    def needs(self, kept: int) -> Floats:
+        """(cuts, cuts) bytes of weights and activations, if a stretch keeps so many microbatches."""
+        return np.asarray(self.weights + kept * self._saved + self._live)
 
     # -- tables ----------------------------------------------------------------------------------------
 

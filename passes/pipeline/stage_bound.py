@@ -9,6 +9,15 @@ tensors take on the network. Let ``P`` be prefix sums of the former and ``x`` th
   <= T``, and with weights that some machine holds, cover the order: the probe of chains on chains (Pinar and
   Aykanat, JPDC 2004). Which starts are reachable with ``k`` stretches is a running minimum of ``x - P``.
 
+Interleaved stages share machines, and the second argument does not hold. A batch of ``m`` microbatches in
+``n`` stages on ``p`` machines then takes at least
+
+- ``m (P[end] + 2 (n - 1) x) / p``, with the least ``x``: a machine does one thing at a time, together they
+  do all of this, and the busiest at least its part.
+- ``P[end] + (n - 1) x + (m - 1) t`` for the operation of the longest ``t``: its machine runs it for each
+  microbatch, and does nothing else meanwhile; what is before it precedes the first time, what is after it
+  follows the last.
+
 Layout operations that are free where their input arrives dense count as free. A weight counts where it is
 read first only, so that shared ones make the bound lower, never false.
 """
@@ -22,13 +31,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphplan.devices.topology import Link, Topology
+from graphplan.ir.flight import Flight
 from graphplan.ir.graph import Graph
 from graphplan.passes.pipeline.boundaries import Boundaries
 from graphplan.passes.pipeline.cut_params import PARAMS
 from graphplan.passes.pipeline.estimates import operation_seconds
 from graphplan.passes.pipeline.stage_dp import Floats
+from graphplan.passes.placement.certificate import Bound
 from graphplan.passes.placement.params import ROUNDING
 
+INTERLEAVED = "work divided among all machines, operations at their fastest"
 PROOF = "contiguous stages, operations at their fastest"
 FORWARD = "the forward pass alone, in contiguous stages, operations at their fastest"
 _FREE_WHERE_DENSE = ("reshape", "contiguous", "flatten", "clone", "to.")
@@ -53,19 +65,43 @@ class StageBound:
 
 def bound_stages(boundaries: Boundaries, machines: Sequence[Topology], network: Link) -> StageBound:
     """The bound for stages of a graph on at most these machines."""
+    return bound_prefix(
+        _fastest(boundaries, machines),
+        _transfers(boundaries, network),
+        _first_reads(boundaries.graph),
+        [float(sum(spec.room for spec in machine.devices)) for machine in machines],
+        boundaries.allowed,
+    )
+
+
+def bound_interleaved(
+    boundaries: Boundaries, machines: Sequence[Topology], network: Link, flight: Flight
+) -> Bound:
+    """The bound for stages that these machines take in turn, on the seconds of a batch."""
+    seconds = _fastest(boundaries, machines)
+    cuts = len(machines) * flight.stages_per_machine - 1
+    least = float(_transfers(boundaries, network)[boundaries.allowed[1:-1]].min(initial=np.inf))
+    count, total = flight.microbatches, float(seconds.sum())
+    divided = count * (total + 2 * cuts * least) / len(machines)
+    alone = total + cuts * least + (count - 1) * float(seconds.max(initial=0.0))
+    return Bound(max(divided, alone), INTERLEAVED)
+
+
+def _fastest(boundaries: Boundaries, machines: Sequence[Topology]) -> Floats:
+    """(operations,) seconds of each on the fastest device of all machines."""
     graph = boundaries.graph
     devices = [spec for machine in machines for spec in machine.devices if spec.computes]
     free = [
         op.target.startswith(_FREE_WHERE_DENSE) or name in boundaries.recomputed
         for name, op in graph.operations.items()
     ]
-    return bound_prefix(
-        np.where(free, 0.0, operation_seconds(graph, devices)),
-        boundaries.crossing_count * network.latency + boundaries.crossing_bytes / network.bandwidth,
-        _first_reads(graph),
-        [float(sum(spec.room for spec in machine.devices)) for machine in machines],
-        boundaries.allowed,
-    )
+    return np.where(free, 0.0, operation_seconds(graph, devices))
+
+
+def _transfers(boundaries: Boundaries, network: Link) -> Floats:
+    """(operations + 1,) seconds of what crosses each position."""
+    nbytes = boundaries.crossing_bytes
+    return np.asarray(boundaries.crossing_count * network.latency + nbytes / network.bandwidth)
 
 
 def bound_prefix(

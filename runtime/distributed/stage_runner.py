@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from graphplan.errors import ClusterError, first_line
-from graphplan.ir.cluster_plan_data import PipelineSchedule
+from graphplan.ir.flight import PipelineSchedule
 from graphplan.runtime.module.dispatch import serve
 from graphplan.runtime.module.placed_module import differentiated
 

@@ -169,7 +169,7 @@ def test_what_arrives_and_leaves_counts_against_the_cpu() -> None:
 
 def test_kept_activations_ask_for_more_machines_in_a_training_step() -> None:
     from graphplan.devices.max_memory import read_max_memory
-    from graphplan.passes.pipeline.estimates import Flight
+    from graphplan.ir.flight import Flight
 
     assert read_max_memory({"cpu": 1})
     asked = PlanOptions(microbatches=8, schedule="1f1b")

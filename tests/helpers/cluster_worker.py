@@ -394,7 +394,7 @@ def planned_training(schedule: str, budget: str) -> None:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        peak, stage = machine.peak_bytes(0), placed.plan.stage_of(dist.get_rank())
+        peak, (stage,) = machine.peak_bytes(0), placed.plan.stages_of(dist.get_rank())
         own = dict(placed.stage.named_parameters())
         worst = difference([p.cpu() for p in own.values()], [eager.get_parameter(name) for name in own])
         with torch.no_grad():
