@@ -6,35 +6,27 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from graphplan._compat.torch import group_of
 from graphplan.analysis.cluster_plan import ClusterPlan
 from graphplan.analysis.plan import Plan
 from graphplan.api.arguments import Request
-from graphplan.api.placer import Placer, Recipe
-from graphplan.capture.model_copy import ModelCopy
+from graphplan.api.rank_stage import RankStage
 from graphplan.capture.model_weights import ModelWeights
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.cluster_call import Wires, rebuild_result, traced_inputs
 from graphplan.compiler.cluster_planning import Cluster
-from graphplan.compiler.pipeline import AHEAD, Compiler
+from graphplan.compiler.pipeline import AHEAD
 from graphplan.compiler.stage_compiler import (
     StageSource,
-    buffer_bytes,
     stage_source,
-    with_buffers,
-    withholding,
 )
-from graphplan.compiler.stage_step import Kept, plan_step, with_step
 from graphplan.compiler.training import trainable, trained_values
-from graphplan.devices.max_memory import require_present
-from graphplan.devices.topology import Topology
 from graphplan.errors import InfeasibleError, InputError
 from graphplan.integrations.transformers.cluster_generate import generator_of
 from graphplan.ir.machine_stage import MachineStage
@@ -45,9 +37,10 @@ from graphplan.passes.pipeline.stage_positions import stage_positions
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.distributed.agreement import on_all, require_same, tell_all
 from graphplan.runtime.distributed.cluster_module import ClusterCall, ClusterModule, Form, Loss
+from graphplan.runtime.distributed.machine_stages import in_stages
 from graphplan.runtime.distributed.sent_weights import ranks_without_data, send_weights
 from graphplan.runtime.distributed.shared_gradients import SharedGradients
-from graphplan.runtime.distributed.stage_runner import StageProgram, StageRunner, make_ready
+from graphplan.runtime.distributed.stage_runner import StageProgram, StageRunner
 from graphplan.runtime.weights.storage import like
 
 logger = logging.getLogger("graphplan")
@@ -64,8 +57,7 @@ class RankBuilder:
         plan: of all machines.
         source: a checkpoint to read weights from.
         everywhere: whether all ranks get results.
-        compiler: of this rank's stage.
-        placed: this rank's stage.
+        stages: of this rank, placed, in order.
         order: the operations of the plan's call.
         cuts: by the trace of a call, and what :meth:`_key` adds.
         runners: by that and by the sizes of what crosses the network.
@@ -79,8 +71,7 @@ class RankBuilder:
     plan: ClusterPlan
     source: Checkpoint | None
     everywhere: bool = field(kw_only=True)
-    compiler: Compiler | None = None
-    placed: nn.Module | None = None
+    stages: Sequence[RankStage] = ()
     order: tuple[str, ...] = ()
     cuts: dict[Hashable, _RankCut] = field(default_factory=dict)
     runners: dict[Any, StageRunner] = field(default_factory=dict)
@@ -89,25 +80,22 @@ class RankBuilder:
 
     def build(self, annotator: Annotator) -> ClusterModule:
         """The module that the rank calls."""
-        self.group = group_of(self._ranks)
-        rank = dist.get_rank()
-        stage = next(iter(self.plan.stages_of(rank)), None)
+        self.group = group_of(self.plan.used)
         boundaries = Boundaries(annotator.graph())
         self.order = tuple(boundaries.graph.operations)
-        weights, cut = self._weights(), None
-        if stage is not None:
-            trained = self._trained(annotator) if self.cluster.flight.train else frozenset[str]()
-            cut = stage_source(annotator, boundaries, weights, stage.start, stage.end, trained)
-        if stage is not None and cut is not None:
-            topology = with_buffers(self.cluster.machines[rank], stage.buffer_bytes)
-            topology = withholding(topology, stage.kept_bytes)
-            self.placed = on_all("placing the stages", lambda: self._place(stage, cut, topology))
-        else:
-            tell_all("placing the stages", None)
+        weights, rank = self._weights(), dist.get_rank()
+        trained = self._trained(annotator) if self.cluster.flight.train else frozenset[str]()
+        cuts = {
+            index: stage_source(annotator, boundaries, weights, stage.start, stage.end, trained)
+            for index, stage in enumerate(self.plan.stages)
+            if stage.machine == rank
+        }
+        self.stages = on_all("placing the stages", lambda: self._place(cuts))
+        joined = on_all("joining the stages", lambda: in_stages([one.placed for one in self.stages]))
         model, options = self.request.model, self.request.options
         made = ClusterModule(
             self.plan,
-            self.placed,
+            joined,
             self.request.model_copy.signature,
             self.prepare,
             training=model.training,
@@ -123,11 +111,11 @@ class RankBuilder:
         return [stage.machine for stage in self.plan.stages]
 
     def _shared_parameters(self) -> dict[str, tuple[int, ...]]:
-        """Parameter that several stages read -> their ranks."""
+        """Parameter that stages of several ranks read -> these ranks."""
         parameters, readers = self.request.model_copy.weights.parameters, dict[str, tuple[int, ...]]()
         for stage in self.plan.stages:
             for name in stage.plan.graph.weights.keys() & parameters:
-                readers[name] = (*readers.get(name, ()), stage.machine)
+                readers[name] = tuple(dict.fromkeys((*readers.get(name, ()), stage.machine)))
         return {name: ranks for name, ranks in sorted(readers.items()) if len(ranks) > 1}
 
     def _weights(self) -> ModelWeights:
@@ -137,9 +125,8 @@ class RankBuilder:
             return weights
         lacking = ranks_without_data(weights.tensors)
         wanted = {
-            stage.machine: [n for n in stage.plan.graph.weights if n in weights.tensors]
-            for stage in self.plan.stages
-            if stage.machine in lacking
+            rank: [name for name in _read_by(self.plan.stages_of(rank)) if name in weights.tensors]
+            for rank in lacking
         }
         found = copy.copy(weights)
         found.tensors = dict(weights.tensors)
@@ -147,19 +134,15 @@ class RankBuilder:
             found.tensors[name] = like(weights.tensors[name], data, {})
         return found
 
-    def _place(self, stage: MachineStage[Plan], cut: StageSource, topology: Topology) -> nn.Module:
-        require_present(topology)
-        model_copy = ModelCopy(cut.module)
-        cut = replace(
-            cut, model_copy=model_copy, annotator=cut.annotator.of(cut.cut.capture, model_copy.weights)
-        )
-        if self.cluster.flight.train:
-            cut = with_step(cut, topology.computing_types)
-        self.compiler = cut.compiler(topology, self.request.options, stage.plan)
-        placer = Placer(
-            Recipe(topology, self.request.options, strict=True), self.source, compiler=self.compiler
-        )
-        return placer.place(cut.module, model_copy, cut.example("cpu"))
+    def _place(self, cuts: Mapping[int, StageSource]) -> list[RankStage]:
+        machine, options = self.cluster.machines[dist.get_rank()], self.request.options
+        last = len(self.plan.stages) - 1
+        return [
+            RankStage.place(
+                index, self.plan.stages[index], cut, machine, options, self.source, after=last - index
+            )
+            for index, cut in cuts.items()
+        ]
 
     def prepare(self, micro: BoundCall, form: Form) -> ClusterCall:
         """How calls like this one are run, on all ranks at once: traced anew where sizes are new.
@@ -222,61 +205,20 @@ class RankBuilder:
         return trained_values(annotator.capture, trainable(self.request.model_copy.weights))
 
     def _cut(self, annotator: Annotator, wires: Wires, form: Form) -> _RankCut:
-        """The stages of a call, this rank's placed."""
+        """Where a call is cut, this rank's stages placed."""
         rank, trains = dist.get_rank(), form.trains and self.cluster.flight.train
         boundaries = Boundaries(annotator.graph(), form.caches_stay)
         positions = self._positions(boundaries)
         crossing = tuple(name for position in positions[1:-1] for name in boundaries.crossing(position))
-        if rank not in self._ranks:
-            return _RankCut(None, crossing)
-        assert self.compiler is not None
-        assert self.placed is not None
-        index, weights = self._ranks.index(rank), self.request.model_copy.weights
+        weights, flight = self.request.model_copy.weights, self.cluster.flight
         trained = wires.trained if trains else frozenset[str]()
-        cut = stage_source(annotator, boundaries, weights, positions[index], positions[index + 1], trained)
-        if not cut.cut.outputs:  # it has nothing to compute in such calls, as encoders in a decode step
-            return _RankCut(cut, crossing)
-        values, usual = [wires.example(name) for name in cut.cut.inputs], self.compiler.topology
-        if trains:
-            cut = with_step(cut, usual.computing_types, values)
-            if self._has_step(cut, values):
-                return _RankCut(cut, crossing)
-        cut.adopt_in(self.compiler)
-        try:
-            if cut.step is not None:
-                self._withhold(cut, wires, values)
-            make_ready(self.placed, values, trains=trains)
-        except InfeasibleError:
-            cut.drop_from(self.compiler)
-            raise
-        finally:
-            self.compiler.topology = usual
-        return _RankCut(cut, crossing)
-
-    def _has_step(self, cut: StageSource, values: Sequence[Any]) -> bool:
-        """Whether a training step of these sizes has been placed, as that of the example."""
-        assert self.placed is not None
-        state: Any = self.placed._graphplan
-        steps = (program for program in state.programs if program.backward is not None)
-        call = cut.example(values=values)
-        return cut.step is not None and any(step.signature.mismatch(call) is None for step in steps)
-
-    def _withhold(self, cut: StageSource, wires: Wires, values: Sequence[Any]) -> None:
-        """Let the compiler leave room for the microbatches in flight of a training step of these sizes."""
-        flight, rank, compiler = self.cluster.flight, dist.get_rank(), self.compiler
-        assert compiler is not None
-        after = len(self._ranks) - 1 - self._ranks.index(rank)
-        received, sent = (sum(map(wires.nbytes, names)) for names in (cut.cut.received, cut.cut.sent))
-        buffers = buffer_bytes(received, sent, flight, last=not after)
-        machine = with_buffers(self.cluster.machines[rank], buffers)
-
-        def plan_beside(others: Kept) -> Plan:
-            compiler.topology = withholding(machine, others)
-            return compiler.plan(cut.example(values=values)).plan
-
         shared = {name for name, ranks in self._shared_parameters().items() if rank in ranks}
-        found = plan_step(plan_beside, flight.kept(after) - 1, shared)
-        compiler.topology = withholding(machine, found.withheld)
+        sources = []
+        for own in self.stages:
+            span = positions[own.index], positions[own.index + 1]
+            cut = stage_source(annotator, boundaries, weights, *span, trained)
+            sources.append(own.serve(cut, wires, flight, shared, trains=trains))
+        return _RankCut(tuple(sources), crossing)
 
     def _positions(self, boundaries: Boundaries) -> list[int]:
         if tuple(boundaries.graph.operations) == self.order:
@@ -284,38 +226,48 @@ class RankBuilder:
         return stage_positions(boundaries, [set(stage.plan.graph.weights) for stage in self.plan.stages])
 
     def _runner(self, key: Hashable, wires: Wires, microbatches: int) -> StageRunner | None:
-        """What runs this rank's stage, if it has one: another on all ranks where any size is new."""
+        """What runs this rank's stages, if it has any: another on all ranks where any size is new."""
         known = self.cuts[key]
-        if known.source is None or self.placed is None:
+        if not self.stages:
             return None
         sizes = key, tuple(map(wires.of, known.crossing))
         if sizes not in self.runners:
-            program = self._program(known.source, wires)
-            self.runners[sizes] = StageRunner(program, microbatches, self.traffic, self.group)
+            programs, schedule = self._programs(known, wires), self.plan.schedule
+            self.runners[sizes] = StageRunner(
+                programs, microbatches, self.traffic, self.group, schedule=schedule
+            )
         return self.runners[sizes]
 
-    def _program(self, source: StageSource, wires: Wires) -> StageProgram:
-        assert self.placed is not None
-        cut = source.cut
-        received, sent = ([wires.of(name) for name in names] for names in (cut.received, cut.sent))
-        return StageProgram(self.placed, cut.inputs, cut.outputs, received, sent, self._ranks)
+    def _programs(self, known: _RankCut, wires: Wires) -> list[StageProgram]:
+        made = []
+        for own, source in zip(self.stages, known.sources, strict=True):
+            cut = source.cut
+            received, sent = ([wires.of(name) for name in names] for names in (cut.received, cut.sent))
+            made.append(
+                StageProgram(own.index, own.placed, cut.inputs, cut.outputs, received, sent, self._ranks)
+            )
+        return made
 
     def _trainer(
         self, key: Hashable, wires: Wires, rebuild: Callable[[Mapping[str, Any]], Any], loss: Loss
     ) -> StageRunner | None:
-        """What runs this rank's stage forward and backward, if it has one."""
-        known, schedule = self.cuts[key], self.plan.schedule
-        if known.source is None or not self.request.options.differentiates:
+        """What runs this rank's stages forward and backward, if it has any."""
+        if not self.stages or not self.request.options.differentiates:
             return None
-        program = self._program(known.source, wires)
-        names = [wire.name for wire in program.sent]
+        programs, schedule = self._programs(self.cuts[key], wires), self.plan.schedule
+        names = [wire.name for wire in programs[-1].sent]
 
         def loss_of(made: Sequence[torch.Tensor], target: torch.Tensor) -> torch.Tensor:
             return loss(rebuild(dict(zip(names, made, strict=True))), target)
 
         return StageRunner(
-            program, self.plan.microbatches, self.traffic, self.group, schedule=schedule, loss=loss_of
+            programs, self.plan.microbatches, self.traffic, self.group, schedule=schedule, loss=loss_of
         )
+
+
+def _read_by(stages: Sequence[MachineStage[Plan]]) -> list[str]:
+    """The weights that stages read."""
+    return list(dict.fromkeys(name for stage in stages for name in stage.plan.graph.weights))
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,9 +275,9 @@ class _RankCut:
     """Where a call is cut.
 
     Attributes:
-        source: this rank's stage; None where it has none.
+        sources: of this rank's stages, in order.
         crossing: the names of the values at all cuts, the same on all ranks.
     """
 
-    source: StageSource | None
+    sources: tuple[StageSource, ...]
     crossing: tuple[str, ...]

@@ -161,12 +161,7 @@ class StageSearch:
         cuts = boundaries.candidates(min(most, PARAMS.cuts), progress)
         if self.cluster.flight.train:
             cuts = np.union1d(cuts[cuts <= self._last_trained], cuts[-1:])
-        machines = [self.as_estimated(machine) for machine in cluster.class_machines]
-        return Estimates(boundaries, cuts, machines, cluster.network, cluster.flight)
-
-    def as_estimated(self, machine: Topology) -> Topology:
-        """What a stage has of a machine, as far as estimates go: all of it."""
-        return machine
+        return Estimates(boundaries, cuts, cluster.class_machines, cluster.network, cluster.flight)
 
     def stages(self, estimates: Estimates, cluster: Cluster, microbatches: int) -> list[Stretch] | None:
         """The stages of least seconds by estimate, in order; None where none fit."""

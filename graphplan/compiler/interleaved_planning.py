@@ -8,7 +8,7 @@ until its machine is full and cuts have to move.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,15 +55,6 @@ class InterleavedSearch(StageSearch):
     def least_cuts(self) -> int:
         """That are needed."""
         return self.most_stages - 1
-
-    def as_estimated(self, machine: Topology) -> Topology:
-        """What a stage has of a machine, as far as estimates go: an equal part of each accelerator."""
-        each = self.cluster.flight.stages_per_machine
-        devices = (
-            replace(spec, memory=spec.withheld + spec.room // each) if spec.is_accelerator else spec
-            for spec in machine.devices
-        )
-        return replace(machine, devices=tuple(devices))
 
     def stages(self, estimates: Estimates, cluster: Cluster, microbatches: int) -> list[Stretch] | None:
         """The stages of least seconds by estimate, in order; None where none fit."""

@@ -204,7 +204,9 @@ class Estimates:
             seconds = seconds + further * (hop.latency + self._narrowest / hop.bandwidth)
         excess = np.maximum(0.0, need - room)
         host = next((spec.key for spec in hosts), CPU)
-        streamed = excess / machine.link(host, accelerators[0].key).bandwidth
+        # stages that share a machine have a part of its accelerators each, and stream the more
+        beyond = np.minimum(np.maximum(0.0, need - room / self.flight.stages_per_machine), host_room)
+        streamed = beyond / machine.link(host, accelerators[0].key).bandwidth
         return np.where(excess <= host_room, np.maximum(seconds, streamed), np.inf)
 
     def _operation_seconds(self, devices: Sequence[DeviceSpec]) -> Floats:

@@ -6,16 +6,18 @@ Machine ``k`` of ``p`` has stages ``k``, ``k + p``, ... A batch of ``m`` microba
 
 which is exact for equal stages (Narayanan et al., SC 2021: a bubble of ``(p - 1)(t_f + t_b) / v``). The sum
 of a machine is not known at an edge, so the dynamic program finds the stages of the least sum of squared
-loads, which are even; then single cuts are moved as long as the estimate falls, or what passes budgets does.
+loads, which are even; then one cut or two are moved as long as the estimate falls, or what passes budgets
+does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, product
 
 import numpy as np
+from numpy.typing import NDArray
 
 from graphplan.passes.pipeline.stage_dp import Floats
 from graphplan.passes.placement.params import ROUNDING
@@ -58,12 +60,15 @@ class InterleavedDP:
         cuts = self._evenest()
         if cuts is None:
             return None
-        value = self._value(cuts)
+        value, cuts = self.best_of(np.array([cuts]))
         while True:
-            found = min(((self._value(one), one) for one in self._moves(cuts)), default=(value, cuts))
-            if not _is_less(found[0], value):
+            for moved in (1, 2):
+                found, better = self.best_of(self._moves(cuts, moved))
+                if _is_less(found, value):
+                    value, cuts = found, better
+                    break
+            else:
                 return Turns(tuple(cuts), value[0])
-            value, cuts = found
 
     def _evenest(self) -> list[int] | None:
         """The cuts of the least sum of squared loads."""
@@ -83,27 +88,34 @@ class InterleavedDP:
             cuts.append(int(end[cuts[-1]]))
         return cuts
 
-    def _moves(self, cuts: list[int]) -> Iterator[list[int]]:
-        """The same cuts with one elsewhere, by 1, 2, 4, ... candidates."""
-        for index in range(1, len(cuts) - 1):
-            for way in (-1, 1):
-                step = way
-                while cuts[index - 1] < cuts[index] + step < cuts[index + 1]:
-                    yield [*cuts[:index], cuts[index] + step, *cuts[index + 1 :]]
-                    step *= 2
+    def _moves(self, cuts: Sequence[int], moved: int) -> NDArray[np.int64]:
+        """(moves, cuts) the same cuts, and with so many elsewhere: by 1, 2, 4, ... candidates, either way."""
+        steps = 1 << np.arange(len(self.loads[0]).bit_length())
+        ways = np.array(list(product((-1, 1), repeat=moved)))
+        by = (steps[:, None, None] * ways).reshape(-1, moved)
+        places = np.array(list(combinations(range(1, len(cuts) - 1), moved)), dtype=np.int64)
+        made = np.tile(np.array(cuts), (len(places) * len(by) + 1, 1))
+        if len(places):
+            rows = np.arange(len(made) - 1)[:, None]
+            made[rows, np.repeat(places, len(by), axis=0)] += np.tile(by, (len(places), 1))
+        return np.asarray(made[(np.diff(made, axis=1) > 0).all(1)])
 
-    def _value(self, cuts: Sequence[int]) -> Value:
+    def best_of(self, every: NDArray[np.int64]) -> tuple[Value, list[int]]:
+        """The least value, and its cuts, of (ways, cuts) ways to cut."""
         machines = len(self.rooms)
-        loads, needs = [0.0] * machines, [0.0] * machines
-        largest = 0.0
-        for stage, (start, end) in enumerate(pairwise(cuts)):
-            load = float(self.loads[stage][start, end])
-            largest = max(largest, load)
-            loads[stage % machines] += load
-            needs[stage % machines] += float(self.needs[stage][start, end])
-        fullest = max(need / max(room, 1.0) for need, room in zip(needs, self.rooms, strict=True))
-        seconds = self.microbatches * max(loads) + (machines - 1) * largest
-        return max(0.0, fullest - 1.0), seconds, sum(load * load for load in loads)
+        loads, needs = (np.zeros((len(every), machines)) for _ in range(2))
+        largest = np.zeros(len(every))
+        for stage, (load, need) in enumerate(zip(self.loads, self.needs, strict=True)):
+            span = every[:, stage], every[:, stage + 1]
+            loads[:, stage % machines] += load[span]
+            needs[:, stage % machines] += need[span]
+            largest = np.maximum(largest, load[span])
+        fullest = (needs / np.maximum(self.rooms, 1.0)).max(1)
+        excess = np.maximum(0.0, fullest - 1.0)
+        seconds = self.microbatches * loads.max(1) + (machines - 1) * largest
+        squares = (loads**2).sum(1)
+        least = int(np.lexsort((squares, seconds, excess))[0])
+        return (float(excess[least]), float(seconds[least]), float(squares[least])), every[least].tolist()
 
 
 def _is_less(one: Value, other: Value) -> bool:

@@ -78,13 +78,31 @@ def bound_interleaved(
     boundaries: Boundaries, machines: Sequence[Topology], network: Link, flight: Flight
 ) -> Bound:
     """The bound for stages that these machines take in turn, on the seconds of a batch."""
-    seconds = _fastest(boundaries, machines)
-    cuts = len(machines) * flight.stages_per_machine - 1
-    least = float(_transfers(boundaries, network)[boundaries.allowed[1:-1]].min(initial=np.inf))
-    count, total = flight.microbatches, float(seconds.sum())
-    divided = count * (total + 2 * cuts * least) / len(machines)
-    alone = total + cuts * least + (count - 1) * float(seconds.max(initial=0.0))
-    return Bound(max(divided, alone), INTERLEAVED)
+    found = bound_turns(
+        _fastest(boundaries, machines),
+        _transfers(boundaries, network)[boundaries.allowed[1:-1]],
+        len(machines),
+        flight.stages_per_machine,
+        flight.microbatches,
+    )
+    return Bound(found, INTERLEAVED)
+
+
+def bound_turns(seconds: Floats, transfer: Floats, machines: int, each: int, microbatches: int) -> float:
+    """As :func:`bound_interleaved`, of plain figures.
+
+    Args:
+        seconds: (operations,) of each.
+        transfer: (positions,) of what crosses each position that may be cut, both ends excluded.
+        machines: how many.
+        each: stages on each.
+        microbatches: of the batch.
+    """
+    cuts, total = machines * each - 1, float(seconds.sum())
+    least = float(transfer.min(initial=np.inf))
+    divided = microbatches * (total + 2 * cuts * least) / machines
+    alone = total + cuts * least + (microbatches - 1) * float(seconds.max(initial=0.0))
+    return max(divided, alone)
 
 
 def _fastest(boundaries: Boundaries, machines: Sequence[Topology]) -> Floats:

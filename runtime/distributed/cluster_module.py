@@ -1,4 +1,4 @@
-"""The module that every rank calls alike: its own stage runs, and the last rank has the results."""
+"""The module that every rank calls alike: its own stages run, and the last rank has the results."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from graphplan.capture.signature import BoundCall, bind_call, leaf_names
 from graphplan.errors import ClusterError, InputError, first_line
 from graphplan.runtime.distributed.agreement import gather_texts
 from graphplan.runtime.distributed.cluster_profile import ClusterProfile, merged
+from graphplan.runtime.distributed.machine_stages import MachineStages
 from graphplan.runtime.distributed.shared_gradients import SharedGradients
 from graphplan.runtime.distributed.stage_runner import StageRunner, Wire
 
@@ -73,11 +74,11 @@ class Form:
 class ClusterModule(nn.Module):
     """A model over several machines: what :func:`graphplan.partition` with ``machines=`` returns.
 
-    Every rank calls it with the same inputs. Its parameters are those of this rank's stage.
+    Every rank calls it with the same inputs. Its parameters are those of this rank's stages.
 
     Attributes:
         plan: of all machines.
-        stage: this rank's placed stage; None where it has none.
+        stage: this rank's placed stage, or what holds the weights of several; None where it has none.
         traffic: name of a value, or ``"tokens"`` -> bytes that this rank has sent of it so far.
     """
 
@@ -158,8 +159,9 @@ class ClusterModule(nn.Module):
         gather_texts("", "the start of a measured batch")
         began = time.perf_counter()
         known, _ = self._run(parts, caches_stay=False)
-        spans = [] if known.runner is None else known.runner.spans()
-        return merged(self.plan, [(start - began, end - began) for start, end in spans])
+        spans = {} if known.runner is None else known.runner.spans()
+        own = {str(i): [(start - began, end - began) for start, end in of] for i, of in spans.items()}
+        return merged(self.plan, own)
 
     def train_step(
         self, loss: Loss, target: torch.Tensor, *args: Any, **kwargs: Any
@@ -238,7 +240,9 @@ class ClusterModule(nn.Module):
         return known, chunks
 
     def _known(self, part: BoundCall, form: Form) -> ClusterCall:
-        """How calls of a form are run."""
+        """How calls of a form are run, with the parameters that are here now."""
+        if isinstance(self.stage, MachineStages):
+            self.stage.hand_over()
         if form not in self._calls:
             if len(self._calls) >= _MOST:
                 self._calls.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,18 +39,20 @@ class ClusterProfile:
 
     def summary(self) -> str:
         """A table: measured and estimated seconds of each machine."""
-        rows = [
-            (
-                str(stage.machine),
-                time_text(stage.plan.makespan * self.plan.microbatches),
-                time_text(self.busy(index)),
-                time_text(self.seconds - self.busy(index)),
-            )
-            for index, stage in enumerate(self.plan.stages)
-        ]
+        rows = [self._row(machine) for machine in self.plan.used]
         estimated, measured = time_text(self.plan.makespan), time_text(self.seconds)
         lines = table_lines(("machine", "compute", "measured", "waits"), rows)
         return "\n".join([f"one batch: {estimated} estimated, {measured} measured", "", *lines])
+
+    def _row(self, machine: int) -> tuple[str, ...]:
+        own = {index: stage for index, stage in enumerate(self.plan.stages) if stage.machine == machine}
+        estimated, busy = sum(one.plan.makespan for one in own.values()), sum(map(self.busy, own))
+        return (
+            str(machine),
+            time_text(estimated * self.plan.microbatches),
+            time_text(busy),
+            time_text(self.seconds - busy),
+        )
 
     def __str__(self) -> str:
         return self.summary()
@@ -68,21 +70,26 @@ class ClusterProfile:
         Path(path).write_text(to_cluster_svg(self.plan, title, self.slots), encoding="utf-8")
 
 
-def merged(plan: ClusterPlanData[Any], spans: Sequence[tuple[float, float]]) -> ClusterProfile:
+def merged(plan: ClusterPlanData[Any], spans: Mapping[str, Sequence[tuple[float, float]]]) -> ClusterProfile:
     """What all ranks measured; every rank calls this.
 
     Args:
         plan: of all machines.
-        spans: seconds since all met at which this rank began and ended with each microbatch.
+        spans: stage of this rank -> seconds since all met at which it began and ended with each microbatch.
     """
     found = [json.loads(text) for text in gather_texts(json.dumps(spans), "the measured times")]
     slots = []
-    for index, stage in enumerate(plan.stages):
+    for machine in plan.used:
+        ran = [
+            (start, end, int(stage), microbatch)
+            for stage, own in found[machine].items()
+            for microbatch, (start, end) in enumerate(own)
+        ]
         free = 0.0
-        for microbatch, (start, end) in enumerate(found[stage.machine]):
+        for start, end, stage, microbatch in sorted(ran):
             slots += [
-                Slot(index, microbatch, "wait", free, start),
-                Slot(index, microbatch, "stage", start, end),
+                Slot(stage, microbatch, "wait", free, start),
+                Slot(stage, microbatch, "stage", start, end),
             ]
             free = end
     return ClusterProfile(plan, tuple(slots))

@@ -1,4 +1,4 @@
-"""One stage in a pipeline: ``torch.distributed.pipelining`` moves microbatches, the placed stage computes.
+"""The stages of a rank in a pipeline: ``torch.distributed.pipelining`` moves microbatches, they compute.
 
 What a stage gets from the one before crosses the network; inputs of the model are at hand on every rank, and
 do not. The schedule hands stages the number of a microbatch, by which each finds its own inputs. Before the
@@ -19,6 +19,7 @@ from torch import nn
 
 from graphplan.errors import ClusterError, first_line
 from graphplan.ir.flight import PipelineSchedule
+from graphplan.ir.interleaved_order import interleaved_order
 from graphplan.runtime.module.dispatch import serve
 from graphplan.runtime.module.placed_module import differentiated
 
@@ -42,23 +43,30 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class StageProgram:
-    """What one rank runs of a call.
+    """What one stage runs of a call.
 
     Attributes:
+        index: of the stage.
         stage: the placed stage, which takes ``inputs`` and returns ``outputs``.
         inputs: names of values.
         outputs: likewise; none where the stage only passes on what it receives.
         received: from the stage before.
         sent: to the stage after; of the last stage, the results.
-        ranks: of the stages, in order.
+        ranks: of all stages, in order.
     """
 
+    index: int
     stage: nn.Module
     inputs: Sequence[str]
     outputs: Sequence[str]
     received: Sequence[Wire]
     sent: Sequence[Wire]
     ranks: Sequence[int]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether what it sends are the results."""
+        return self.index == len(self.ranks) - 1
 
 
 def make_ready(stage: Any, values: Sequence[Any], *, trains: bool) -> None:
@@ -92,9 +100,9 @@ class _RunningStep(nn.Module):
         self, *received: torch.Tensor, number: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, ...]:
         program, start = self.program, time.perf_counter()
-        values = dict(self.own[int(received[0] if number is None else number)])
+        values = dict(self.own[int(number if program.index and number is not None else received[0])])
         try:
-            if number is not None:
+            if program.index:
                 self._require_form(int(received[0]))
                 values |= zip((wire.name for wire in program.received), received[1:], strict=True)
             made = self.stage(*(values[name] for name in program.inputs)) if program.outputs else ()
@@ -106,7 +114,7 @@ class _RunningStep(nn.Module):
             raise
         self.made.append(found)
         self.spans.append((start, time.perf_counter()))
-        if dist.get_rank() == program.ranks[-1]:
+        if program.is_last:
             return found
         for wire, tensor in zip(program.sent, found, strict=True):
             self.traffic[wire.name] += tensor.nbytes
@@ -114,8 +122,7 @@ class _RunningStep(nn.Module):
 
     def _require_form(self, received: int) -> None:
         if received != int(self.header):
-            ranks = self.program.ranks
-            before = ranks[list(ranks).index(dist.get_rank()) - 1]
+            before = self.program.ranks[self.program.index - 1]
             raise ClusterError(
                 f"rank {dist.get_rank()} was called with inputs of other names or sizes than rank {before}: "
                 "all ranks make the same calls"
@@ -123,20 +130,21 @@ class _RunningStep(nn.Module):
 
 
 class StageRunner:
-    """Runs the microbatches of a call through this rank's stage.
+    """Runs the microbatches of a call through this rank's stages.
 
     Args:
-        program: of this rank.
+        programs: of this rank's stages, in order: one, or with ``"interleaved"`` several.
         microbatches: in each call.
         traffic: to which the bytes that this rank sends are added, by name of the value.
         group: of the ranks that have stages; None for all.
         loss: of a result and a target, for training: gradients are of its mean; None for inference.
-        schedule: of a training step; microbatches that only go forward have one order.
+        schedule: of a training step; microbatches that only go forward have one order, and another
+            interleaved.
     """
 
     def __init__(
         self,
-        program: StageProgram,
+        programs: Sequence[StageProgram],
         microbatches: int,
         traffic: Counter[str],
         group: dist.ProcessGroup | None = None,
@@ -145,22 +153,14 @@ class StageRunner:
     ) -> None:
         from torch.distributed import pipelining  # some builds of torch lack it
 
-        self.program, self.microbatches = program, microbatches
-        self.index = list(program.ranks).index(dist.get_rank())
-        self.step = _RunningStep(program, traffic)
-        number = torch.empty(1, dtype=torch.int64, device="meta")
-        last = self.index == len(program.ranks) - 1
+        self.microbatches = microbatches
+        self.steps = [_RunningStep(program, traffic) for program in programs]
         grad = loss is not None
-        arriving = (number, *(wire.like(grad=grad) for wire in program.received))
-        leaving = (*(() if last else (number,)), *(wire.like(grad=grad) for wire in program.sent))
-        self.stage = pipelining.PipelineStage(
-            self.step, self.index, len(program.ranks), _HOST, arriving, leaving, group=group
-        )
-        self.stage.stage_index_to_group_rank = {
-            index: rank if group is None else dist.get_group_rank(group, rank)
-            for index, rank in enumerate(program.ranks)
-        }
-        kind: Any = pipelining.ScheduleGPipe if schedule == "gpipe" else pipelining.Schedule1F1B
+        self.stages: list[Any] = []
+        for step in self.steps:
+            index, count = step.program.index, len(step.program.ranks)
+            wires = _wires(step.program, grad)
+            self.stages.append(pipelining.PipelineStage(step, index, count, _HOST, *wires, group=group))
         self.losses: list[torch.Tensor] = []
 
         def share(result: Any, target: torch.Tensor) -> torch.Tensor:
@@ -168,7 +168,22 @@ class StageRunner:
             return self.losses[-1] / microbatches
 
         # the schedule's own scaling would scale the gradients of earlier steps too
-        self.schedule = kind(self.stage, microbatches, share if grad else None, scale_grads=False)
+        options: Any = {"loss_fn": share if grad else None, "scale_grads": False}
+        if schedule == "interleaved":
+            self.schedule: Any = pipelining.ScheduleInterleaved1F1B(self.stages, microbatches, **options)
+            return
+        (stage,), (program,) = self.stages, programs
+        stage.stage_index_to_group_rank = {
+            index: rank if group is None else dist.get_group_rank(group, rank)
+            for index, rank in enumerate(program.ranks)
+        }
+        kind: Any = pipelining.ScheduleGPipe if schedule == "gpipe" else pipelining.Schedule1F1B
+        self.schedule = kind(stage, microbatches, **options)
+
+    @property
+    def results(self) -> _RunningStep | None:
+        """The stage that has the results, if it is here."""
+        return self.steps[-1] if self.steps[-1].program.is_last else None
 
     def run(self, own: Sequence[Mapping[str, Any]], form: int) -> list[tuple[torch.Tensor, ...]]:
         """Run a batch forward.
@@ -184,17 +199,19 @@ class StageRunner:
             ClusterError: another rank did not send or take something within the group's timeout.
             Exception: what this rank's own stage raised.
         """
-        self.step.header.fill_(form)
         with torch.no_grad():
-            return self._call(self.schedule.eval, own, {})
+            return self._call(self.schedule.eval, own, form, {})
 
-    def spans(self) -> list[tuple[float, float]]:
-        """When the stage began and ended with each microbatch of the last batch, by ``time.perf_counter``."""
-        return self.step.spans
+    def spans(self) -> dict[int, list[tuple[float, float]]]:
+        """Stage -> when it began and ended with each microbatch of the last batch: ``time.perf_counter``."""
+        return {step.program.index: step.spans for step in self.steps}
 
     def take_stay(self) -> dict[str, torch.Tensor]:
-        """What the stage has computed of the last microbatch, by name: tensors of caches among it."""
-        found, self.step.stay = self.step.stay, {}
+        """What the stages have computed of the last microbatch, by name: tensors of caches among it."""
+        found: dict[str, torch.Tensor] = {}
+        for step in self.steps:
+            found |= step.stay
+            step.stay = {}
         return found
 
     def train(self, own: Sequence[Mapping[str, Any]], form: int, target: torch.Tensor) -> list[torch.Tensor]:
@@ -208,43 +225,64 @@ class StageRunner:
         Returns:
             the loss of each microbatch, on the rank of the last stage; nothing elsewhere.
         """
-        self.step.header.fill_(form)
         self.losses = []
-        last = self.index == len(self.program.ranks) - 1
         with torch.enable_grad():
-            self._call(self.schedule.step, own, {"target": target} if last else {})
-        self.step.stay = {}
+            self._call(self.schedule.step, own, form, {} if self.results is None else {"target": target})
+        self.take_stay()
         return [loss.detach() for loss in self.losses]
 
-    def _call(self, action: Any, own: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> list[Any]:
-        step = self.step
-        step.own, step.failed, step.made, step.spans = own, None, [], []
+    def _call(
+        self, action: Any, own: Sequence[Mapping[str, Any]], form: int, more: Mapping[str, Any]
+    ) -> list[Any]:
+        for step in self.steps:
+            step.header.fill_(form)
+            step.own, step.failed, step.made, step.spans = own, None, [], []
         numbers = torch.arange(self.microbatches)
+        first = [] if self.steps[0].program.index else [numbers]
+        later = {"number": numbers} if self.steps[-1].program.index else {}
         try:
-            if self.index:
-                action(number=numbers, return_outputs=False, **more)
-            else:
-                action(numbers, return_outputs=False, **more)
-            return step.made if self.index == len(self.program.ranks) - 1 else []
+            action(*first, return_outputs=False, **later, **more)
+            return [] if self.results is None else self.results.made
         except RuntimeError as error:
-            if step.failed is not None:
-                raise step.failed from None
+            failed = next((step.failed for step in self.steps if step.failed is not None), None)
+            if failed is not None:
+                raise failed from None
             if error.__cause__ is not None:  # the schedule wraps what this rank's backward pass raised
                 raise error.__cause__ from None
             raise self._no_answer(error) from error
         finally:
-            step.own, step.made = (), []
+            for step, stage in zip(self.steps, self.stages, strict=True):
+                step.own, step.made = (), []
+                stage.clear_runtime_states()
             if self.microbatches > 1:
-                step.stay = {}
-            self.stage.clear_runtime_states()
+                self.take_stay()
 
     def _no_answer(self, error: Exception) -> ClusterError:
-        program, ranks = self.program, self.program.ranks
-        where = f"rank {ranks[self.index]} (stage {self.index} of {len(ranks)})"
-        done = len(self.step.made)
-        sending = done == self.microbatches or not self.index
-        wires, peer = (program.sent, self.index + 1) if sending else (program.received, self.index - 1)
-        names = ", ".join(repr(wire.name) for wire in wires)
-        number = min(done, self.microbatches - 1)
-        verb = f"for rank {ranks[peer]} to take" if sending else f"for rank {ranks[peer]} to send"
+        step, number = self._next()
+        program, ranks = step.program, step.program.ranks
+        where = f"rank {ranks[program.index]} (stage {program.index} of {len(ranks)})"
+        sending = number == self.microbatches or not program.index
+        peer = program.index + 1 if sending else program.index - 1
+        names = ", ".join(repr(wire.name) for wire in (program.sent if sending else program.received))
+        verb = f"for rank {ranks[peer % len(ranks)]} to {'take' if sending else 'send'}"
+        number = min(number, self.microbatches - 1)
         return ClusterError(f"{where} waited {verb} {names} of microbatch {number}: {first_line(error)}")
+
+    def _next(self) -> tuple[_RunningStep, int]:
+        """The stage that is next to go forward, and with which microbatch; the first after the last."""
+        done = {step.program.index: len(step.made) for step in self.steps}
+        if len(self.steps) > 1:
+            machines = len(self.steps[0].program.ranks) // len(self.steps)
+            order = interleaved_order(machines, len(self.steps), self.microbatches)
+            for one in order[self.steps[0].program.index]:
+                if not one.backward and one.microbatch == done[one.stage]:
+                    return self.steps[one.stage // machines], one.microbatch
+        return self.steps[0], done[self.steps[0].program.index]
+
+
+def _wires(program: StageProgram, grad: bool) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """What arrives and what leaves, without data: the number of a microbatch or of the form goes before."""
+    number = torch.empty(1, dtype=torch.int64, device="meta")
+    leaving = () if program.is_last else (number,)
+    received, sent = ([wire.like(grad=grad) for wire in side] for side in (program.received, program.sent))
+    return (number, *received), (*leaving, *sent)

@@ -117,10 +117,11 @@ class Lumpy(nn.Module):
         return self.layers(self.table(ids))
 
 
-def test_a_stage_may_need_more_than_an_equal_share() -> None:
+@pytest.mark.parametrize("key", ["cpu", 0])
+def test_a_stage_may_need_more_than_an_equal_share(key: Any) -> None:
     model, ids = Lumpy(), torch.zeros(64, 8, dtype=torch.int64, device="meta")
     table = model.table.weight.nbytes
-    machines = [{"cpu": int(table * 1.35)}] * 2
+    machines = [{key: int(table * 1.35)}] * 2
     plan = planned(machines, model=model, x=ids)
     check(plan, machines)
     assert plan.stages[0].held_bytes(plan.stages[0].plan.topology.devices[0]) > 0.6 * table * 1.35

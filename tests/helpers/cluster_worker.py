@@ -155,17 +155,22 @@ def chain(width: int = 8, wrong: bool = False) -> Any:
 
 
 def profile(folder: str) -> None:
-    """A measured batch, the same on all ranks."""
-    placed, x = divided(chain(), {"input": torch.ones(4, 8)}, 2, return_outputs=True), torch.ones(4, 8)
-    placed(x)
-    found = placed.profile(x)
-    found.save_trace(f"{folder}/{dist.get_rank()}.json")
-    for stage in range(len(found.plan.stages)):
-        mine = [slot for slot in found.slots if slot.stage == stage]
-        assert [slot.kind for slot in mine] == ["wait", "stage"] * 2
-        assert all(before.end == after.start for before, after in itertools.pairwise(mine))
-        assert 0 < found.busy(stage) < found.seconds
-    say(f"{len(found.plan.stages)} stages")
+    """Measured batches of one stage and of two on each rank, the same on all ranks."""
+    x = torch.ones(6, 8)
+    for schedule in ("gpipe", "interleaved"):
+        placed = divided(chain(), {"input": x}, 3, return_outputs=True, schedule=schedule)
+        placed(x)
+        found = placed.profile(x)
+        found.save_trace(f"{folder}/{schedule}-{dist.get_rank()}.json")
+        stages = found.plan.stages
+        for machine in found.plan.used:
+            mine = [slot for slot in found.slots if stages[slot.stage].machine == machine]
+            turns = 3 * len(found.plan.stages_of(machine))
+            assert [slot.kind for slot in mine] == ["wait", "stage"] * turns
+            assert all(before.end == after.start for before, after in itertools.pairwise(mine))
+        assert all(0 < found.busy(stage) < found.seconds for stage in range(len(stages)))
+        assert len(found.summary().splitlines()) == 4 + len(found.plan.used)
+        say(f"{schedule}: {len(stages)} stages")
 
 
 def fault(kind: str, rank: str) -> None:
@@ -368,6 +373,89 @@ def training() -> None:
     say(f"{len(own)} parameters, {len(placed.plan.stages)} stages, gradients differ by {worst:.1e}")
 
 
+def interleaved() -> None:
+    """Two stages on each rank: a Llama of four layers, modules with skips, a table that stages share."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2, vocab_size=64
+    )
+    llama = transformers.LlamaForCausalLM(config).eval()
+    ids = torch.randint(0, 64, (16, 5))
+    batch = {"input_ids": ids, "use_cache": False}
+    turns: dict[str, Any] = {"schedule": "interleaved"}
+    placed = divided(llama, batch, 4, **turns)
+    with torch.no_grad():
+        say(f"forward: {len(placed.plan.stages)} stages, {difference(placed(**batch), llama(**batch)):.1e}")
+        half = {**batch, "input_ids": ids[:8]}
+        say(f"half: {difference(placed(**half), llama(**half)):.1e}")
+    prompt = {"input_ids": ids[:2], "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    say(f"generate: {torch.equal(placed.generate(**prompt), llama.generate(**prompt))}")
+    for options in ({"grad": True}, {"train": True, "optimizer": torch.optim.AdamW}):
+        say(f"{next(iter(options))}: {trained_beside_eager(llama, batch, 4, **turns, **options)}")
+    for name in ("UNet", "DenseNet"):
+        model, inputs = PLAIN[name]()
+        model.eval()
+        placed = divided(model, inputs, 2, **turns)
+        say(f"{name}: {len(placed.plan.stages)} stages, {difference(placed(**inputs), model(**inputs)):.1e}")
+    for name, model in (("ends", SharedWeight()), ("turns", SharedLayers())):
+        batch = {"ids": torch.randint(0, 50, (8, 6))}
+        say(f"{name}: {trained_beside_eager(model.eval(), batch, 4, **turns, train=True)}")
+
+
+class SharedLayers(torch.nn.Module):
+    """All layers have one weight, so that stages of one rank share it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(50, 50)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(50, 50) for _ in range(8))
+        for layer in self.layers:
+            layer.weight = self.layers[0].weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        h = self.table(ids)
+        for layer in self.layers:
+            h = h + torch.relu(layer(h))
+        return h
+
+
+def trained_beside_eager(model: Any, batch: dict[str, Any], count: int, **options: Any) -> str:
+    """Gradients and losses of two steps, clipped, and weights after SGD, beside eager's."""
+    model, eager = copy.deepcopy(model), copy.deepcopy(model)  # on the CPU, the placed one shares its memory
+    ids = next(iter(batch.values()))
+    target, loss = torch.randint(0, 50, ids.shape), result_loss
+    placed = divided(model, batch, count, **options)
+    own = dict(placed.stage.named_parameters())
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (eager, placed.stage)]
+    worst = 0.0
+    for _ in range(2):
+        rows = len(ids) // count
+        expected = []
+        for at in range(0, len(ids), rows):
+            part = {k: v[at : at + rows] if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+            expected.append(loss(eager(**part), target[at : at + rows]))
+        (sum(expected) / count).backward()
+        losses = placed.train_step(loss, target, **batch)
+        if losses is not None:
+            worst = max(worst, difference(losses, [one.detach() for one in expected]))
+        worst = max(worst, difference([p.grad for p in own.values()], grads_of(eager, own)))
+        norms = [torch.nn.utils.clip_grad_norm_(eager.parameters(), 0.5), placed.clip_grad_norm_(0.5)]
+        worst = max(worst, difference(*norms))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    worst = max(worst, difference(list(own.values()), [eager.get_parameter(name) for name in own]))
+    here = placed.plan.stages_of(dist.get_rank())
+    stages = [stage.plan.graph.weights.keys() & own.keys() for stage in here]
+    twice = sum(map(len, stages)) - len(set().union(*stages))
+    return f"{len(placed.plan.stages)} stages, {twice} parameters twice, differ by {worst:.1e}"
+
+
+def result_loss(result: Any, wanted: torch.Tensor) -> torch.Tensor:
+    return row_loss(result if isinstance(result, torch.Tensor) else result.logits, wanted)
+
+
 class Block(torch.nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -394,15 +482,16 @@ def planned_training(schedule: str, budget: str) -> None:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        peak, (stage,) = machine.peak_bytes(0), placed.plan.stages_of(dist.get_rank())
+        peak, stages = machine.peak_bytes(0), placed.plan.stages_of(dist.get_rank())
         own = dict(placed.stage.named_parameters())
         worst = difference([p.cpu() for p in own.values()], [eager.get_parameter(name) for name in own])
         with torch.no_grad():
             found, expected = placed(x), eager(x)
     if found is not None:
         worst = max(worst, difference(found, expected))
-    again = len(stage.plan.recomputed)
-    say(f"{len(placed.plan.stages)} stages, recomputed {again}, kept {stage.kept_bytes.get(0, 0)}")
+    again = sum(len(stage.plan.recomputed) for stage in stages)
+    kept = sum(stage.kept_bytes.get(0, 0) for stage in stages)
+    say(f"{len(placed.plan.stages)} stages, recomputed {again}, kept {kept}")
     say(f"peak {peak} of {placed.plan.peak_bytes[dist.get_rank()][0]}, budget {machine.max_memory[0]}")
     say(f"differ by {worst:.1e}")
 
@@ -460,7 +549,8 @@ class Trainer:
 
     def __init__(self) -> None:
         model, self.batch = table_model()
-        self.placed = divided(model, self.batch, 4, grad=True, schedule="1f1b")
+        schedule = "interleaved" if dist.get_world_size() == 2 else "1f1b"
+        self.placed = divided(model, self.batch, 4, grad=True, schedule=schedule)
         self.optimizer = torch.optim.AdamW(self.placed.stage.parameters(), lr=0.01)
 
     def step(self, number: int) -> None:
@@ -520,6 +610,7 @@ CASES: dict[str, Callable[..., None]] = {
     "differs": differs,
     "fault": fault,
     "generation": generation,
+    "interleaved": interleaved,
     "memory": memory,
     "plain": plain,
     "planned": planned_training,

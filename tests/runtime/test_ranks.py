@@ -67,6 +67,8 @@ def two(checkpoint: Path, three: object) -> list[dict[str, str]]:
         str(checkpoint),
         "3",
         "--",
+        "interleaved",
+        "--",
         "fault",
         "forms",
         "0",
@@ -218,6 +220,14 @@ def test_planned_training_by_1f1b_keeps_the_budgets() -> None:
     assert min(first, middle) > last == 0
 
 
+def test_planned_training_with_two_stages_each_keeps_the_budgets() -> None:
+    outputs = outputs_of(2, "planned", "interleaved", "3MiB")
+    check_planned(outputs)
+    stages = [said(output)[0] for output in outputs]
+    assert all(line.startswith("4 stages") for line in stages), stages
+    assert all(int(line.rpartition(" ")[2]) > 0 for line in stages), stages
+
+
 def test_a_weight_of_two_stages_has_the_gradients_of_both(two: list[dict[str, str]]) -> None:
     for cases in two:
         stages, gradients, weights = said(cases["tied"])
@@ -226,10 +236,21 @@ def test_a_weight_of_two_stages_has_the_gradients_of_both(two: list[dict[str, st
         assert float(weights.rpartition(" ")[2]) < 1e-3, weights  # after AdamW, which divides small by small
 
 
+def test_two_ranks_with_two_stages_each_do_as_eager(two: list[dict[str, str]]) -> None:
+    for cases in two:
+        lines = dict(line.split(": ") for line in said(cases["interleaved"]))
+        assert lines.pop("generate") == "True"
+        assert lines.keys() == {"forward", "half", "grad", "train", "UNet", "DenseNet", "ends", "turns"}
+        for name, line in lines.items():
+            assert float(line.split()[-1]) < 1e-5, (name, line)
+            assert name == "half" or line.startswith("4 stages"), (name, line)
+        assert "1 parameters twice" in lines["turns"]
+
+
 def test_two_ranks_go_on_from_a_checkpoint_of_three(
     two: list[dict[str, str]], three: list[dict[str, str]]
 ) -> None:
-    for group, begins in ((three, "after 0 steps, 3 stages"), (two, "after 2 steps, 2 stages")):
+    for group, begins in ((three, "after 0 steps, 3 stages"), (two, "after 2 steps, 4 stages")):
         for cases in group:
             (line,) = said(cases["steps"])
             assert line.startswith(begins)
@@ -237,13 +258,18 @@ def test_two_ranks_go_on_from_a_checkpoint_of_three(
 
 
 def test_all_ranks_have_one_measured_timeline(three: list[dict[str, str]], traces: Path) -> None:
-    assert [said(cases["profile"]) for cases in three] == [["3 stages"]] * 3
-    first, *others = (path.read_text() for path in traces.iterdir())
-    assert others == [first] * 2
-    events = json.loads(first)["traceEvents"]
-    lanes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
-    assert lanes[:3] == [f"machine {i} (stage {i})" for i in range(3)]
-    assert lanes[3:] == [f"machine {i} (stage {i}, measured)" for i in range(3)]
+    expected = ["gpipe: 3 stages", "interleaved: 6 stages"]
+    assert [said(cases["profile"]) for cases in three] == [expected] * 3
+    for schedule, stages in (
+        ("gpipe", ["stage 0", "stage 1", "stage 2"]),
+        ("interleaved", ["stages 0, 3", "stages 1, 4", "stages 2, 5"]),
+    ):
+        first, *others = (path.read_text() for path in traces.glob(f"{schedule}-*"))
+        assert others == [first] * 2
+        events = json.loads(first)["traceEvents"]
+        lanes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+        assert lanes[:3] == [f"machine {i} ({own})" for i, own in enumerate(stages)]
+        assert lanes[3:] == [f"machine {i} ({own}, measured)" for i, own in enumerate(stages)]
 
 
 @pytest.mark.slow
@@ -261,7 +287,7 @@ def test_torchrun_goes_on_from_the_checkpoint_after_a_rank_died(tmp_path: Path) 
     lines = said(ended.stdout)
     assert len(lines) == 2, ended.stdout
     for line in lines:
-        assert line.startswith("after 1 steps, 2 stages"), line
+        assert line.startswith("after 1 steps, 4 stages"), line
         assert float(line.rpartition(" ")[2]) < 1e-5, line
 
 

@@ -1,0 +1,136 @@
+"""One stage of a model over several machines, on its rank: for the first call, and calls of other sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from graphplan.analysis.plan import Plan
+from graphplan.api.placer import Placer, Recipe
+from graphplan.capture.model_copy import ModelCopy
+from graphplan.compiler.cluster_call import Wires
+from graphplan.compiler.formulation import Options
+from graphplan.compiler.pipeline import Compiler
+from graphplan.compiler.stage_compiler import StageSource, buffer_bytes, with_buffers, withholding
+from graphplan.compiler.stage_step import Kept, plan_step, with_step
+from graphplan.devices.max_memory import require_present
+from graphplan.devices.topology import Topology
+from graphplan.errors import InfeasibleError
+from graphplan.ir.flight import Flight
+from graphplan.ir.machine_stage import MachineStage
+from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
+from graphplan.runtime.distributed.stage_runner import make_ready
+
+
+@dataclass(frozen=True, slots=True)
+class RankStage:
+    """A placed stage.
+
+    Attributes:
+        index: of the stage.
+        after: how many stages follow it.
+        machine: its devices, less what the machine's other stages have of them.
+        compiler: of the stage.
+        placed: the stage.
+    """
+
+    index: int
+    after: int
+    machine: Topology
+    compiler: Compiler
+    placed: nn.Module
+
+    @classmethod
+    def place(
+        cls,
+        index: int,
+        stage: MachineStage[Plan],
+        cut: StageSource,
+        machine: Topology,
+        options: Options,
+        source: Checkpoint | None,
+        *,
+        after: int,
+    ) -> RankStage:
+        """Place a stage as planned.
+
+        Args:
+            index: of the stage.
+            stage: its plan.
+            cut: its capture.
+            machine: all of its devices.
+            options: of the caller.
+            source: a checkpoint to read weights from.
+            after: how many stages follow it.
+        """
+        own = withholding(machine, stage.beside_bytes)
+        topology = withholding(with_buffers(own, stage.buffer_bytes), stage.kept_bytes)
+        require_present(topology)
+        model_copy = ModelCopy(cut.module)
+        annotator = cut.annotator.of(cut.cut.capture, model_copy.weights)
+        cut = replace(cut, model_copy=model_copy, annotator=annotator)
+        if options.training is not None:
+            cut = with_step(cut, topology.computing_types)
+        compiler = cut.compiler(topology, options, stage.plan)
+        placer = Placer(Recipe(topology, options, strict=True), source, compiler=compiler)
+        placed = placer.place(cut.module, model_copy, cut.example("cpu"))
+        return cls(index, after, own, compiler, placed)
+
+    def serve(
+        self, cut: StageSource, wires: Wires, flight: Flight, shared: Set[str], *, trains: bool
+    ) -> StageSource:
+        """Have the stage serve calls of other sizes.
+
+        Args:
+            cut: the stage of such a call.
+            wires: what is on the network in it.
+            flight: microbatches and their schedule.
+            shared: parameters that other ranks read too.
+            trains: whether a planned training step follows.
+
+        Raises:
+            InfeasibleError: there is no room.
+        """
+        if not cut.cut.outputs:  # it has nothing to compute in such calls, as encoders in a decode step
+            return cut
+        values, usual = [wires.example(name) for name in cut.cut.inputs], self.compiler.topology
+        if trains:
+            cut = with_step(cut, usual.computing_types, values)
+            if self._has_step(cut, values):
+                return cut
+        cut.adopt_in(self.compiler)
+        try:
+            if cut.step is not None:
+                self._withhold(cut, wires, values, flight, shared)
+            make_ready(self.placed, values, trains=trains)
+        except InfeasibleError:
+            cut.drop_from(self.compiler)
+            raise
+        finally:
+            self.compiler.topology = usual
+        return cut
+
+    def _has_step(self, cut: StageSource, values: Sequence[Any]) -> bool:
+        """Whether a training step of these sizes has been placed, as that of the example."""
+        state: Any = self.placed._graphplan
+        steps = (program for program in state.programs if program.backward is not None)
+        call = cut.example(values=values)
+        return cut.step is not None and any(step.signature.mismatch(call) is None for step in steps)
+
+    def _withhold(
+        self, cut: StageSource, wires: Wires, values: Sequence[Any], flight: Flight, shared: Set[str]
+    ) -> None:
+        """Let the compiler leave room for the microbatches in flight of a training step of these sizes."""
+        compiler = self.compiler
+        received, sent = (sum(map(wires.nbytes, names)) for names in (cut.cut.received, cut.cut.sent))
+        machine = with_buffers(self.machine, buffer_bytes(received, sent, flight, last=not self.after))
+
+        def plan_beside(others: Kept) -> Plan:
+            compiler.topology = withholding(machine, others)
+            return compiler.plan(cut.example(values=values)).plan
+
+        found = plan_step(plan_beside, flight.kept(self.after) - 1, shared)
+        compiler.topology = withholding(machine, found.withheld)

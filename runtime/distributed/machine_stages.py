@@ -1,0 +1,72 @@
+"""The stages of one rank as one module, under the names that their weights have in the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from graphplan.errors import InputError
+from graphplan.runtime.weights.weight_changes import KeptInPlace
+
+
+class MachineStages(KeptInPlace):
+    """Holds the weights of several placed stages; a weight that two of them read is one tensor.
+
+    Args:
+        stages: that are placed, in order.
+
+    Raises:
+        InputError: two stages would train a weight on different devices.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._entries: list[tuple[dict[str, Any], dict[str, Any], str]] = []
+        for stage in stages:
+            for path, part in stage.named_modules():
+                for name, parameter in part._parameters.items():
+                    if parameter is not None:
+                        self._add(path, name, part._parameters, parameter)
+                for name, buffer in part._buffers.items():
+                    own = _part(self, path)
+                    if buffer is not None and name not in own._buffers:
+                        own.register_buffer(name, buffer, name not in part._non_persistent_buffers_set)
+        self.hand_over()
+
+    def _add(self, path: str, name: str, table: dict[str, Any], parameter: nn.Parameter) -> None:
+        own = _part(self, path)
+        known = own._parameters.get(name)
+        if known is None:
+            own.register_parameter(name, parameter)
+        elif known.device != parameter.device:
+            if parameter.requires_grad:
+                full = f"{path}.{name}" if path else name
+                raise InputError(
+                    f"two stages of one machine train {full!r}, one of them on {known.device} and one on "
+                    f"{parameter.device}: give larger budgets, or schedule='1f1b'"
+                )
+            return
+        self._entries.append((own._parameters, table, name))
+
+    def hand_over(self) -> None:
+        """Let the stages read the parameters that are here now, if any were replaced."""
+        for own, table, name in self._entries:
+            table[name] = own[name]
+
+
+def _part(root: nn.Module, path: str) -> nn.Module:
+    found = root
+    for step in path.split(".") if path else ():
+        if step not in found._modules:
+            found.add_module(step, nn.Module())
+        found = found.get_submodule(step)
+    return found
+
+
+def in_stages(stages: Sequence[nn.Module]) -> nn.Module | None:
+    """The module that has the weights of a rank's stages; None where it has no stage."""
+    if not stages:
+        return None
+    return stages[0] if len(stages) == 1 else MachineStages(stages)
