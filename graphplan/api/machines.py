@@ -281,6 +281,7 @@ def _require_planned_for(plan: ClusterPlan, cluster: Cluster) -> None:
     for what, planned, now in (
         ("machines", plan.machines, len(cluster.machines)),
         ("microbatches", plan.microbatches, cluster.flight.microbatches),
+        ("stages on each machine", plan.flight.stages_per_machine, cluster.flight.stages_per_machine),
     ):
         if planned != now:
             raise PlanError(f"the plan is for {planned} {what}, not for {now}")

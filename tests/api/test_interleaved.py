@@ -15,6 +15,8 @@ from torch import nn
 
 import graphplan
 from graphplan import ClusterPlan, Link
+from graphplan.api.machines import _require_planned_for, read_cluster
+from graphplan.api.plan_options import PlanOptions
 from graphplan.ir.liveness import saved_bytes
 from graphplan.report.cluster_perfetto import batch_slots
 
@@ -191,6 +193,16 @@ def test_the_stages_of_a_machine_share_its_lanes(tmp_path: Path) -> None:
 def test_bad_arguments_are_named(options: dict[str, Any], match: str) -> None:
     with pytest.raises(graphplan.InputError, match=match):
         planned(options.pop("machines", [{"cpu": "1GiB"}] * 3), **options)
+
+
+def test_a_plan_is_carried_out_with_as_many_stages_on_each_machine() -> None:
+    machines = [{"cpu": "1GiB"}] * 2
+    asked = PlanOptions(microbatches=8, schedule="interleaved", objective="throughput")
+    cluster = read_cluster(machines, asked)
+    _require_planned_for(planned(machines), cluster)
+    for options in ({"stages_per_machine": 3}, {"schedule": "1f1b"}):
+        with pytest.raises(graphplan.PlanError, match="stages on each machine, not for 2"):
+            _require_planned_for(planned(machines, **options), cluster)
 
 
 def test_one_stage_for_each_machine_is_the_other_schedules() -> None:

@@ -177,7 +177,9 @@ def fault(kind: str, rank: str) -> None:
     """One rank dies, stops or is called otherwise; the others say what they waited for."""
     here, x = dist.get_rank() == int(rank), torch.randn(4, 8)
     try:
-        placed = divided(chain(), {"input": x}, 2, return_outputs=True, grad=kind == "backward")
+        schedule = "interleaved" if dist.get_world_size() == 2 else "gpipe"
+        options = {"grad": kind == "backward", "schedule": schedule}
+        placed = divided(chain(), {"input": x}, 2, return_outputs=True, **options)
         if kind == "backward":
             placed.train_step(loss_that_fails, torch.zeros(4, 8), x)
         placed(x)
