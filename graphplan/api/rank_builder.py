@@ -59,6 +59,7 @@ class RankBuilder:
         everywhere: whether all ranks get results.
         stages: of this rank, placed, in order.
         order: the operations of the plan's call.
+        traces: of the model, and whether caches stay: what stages are cut out of.
         cuts: by the trace of a call, and what :meth:`_key` adds.
         runners: by that and by the sizes of what crosses the network.
         traffic: bytes that this rank has sent, by name of the value.
@@ -73,6 +74,7 @@ class RankBuilder:
     everywhere: bool = field(kw_only=True)
     stages: Sequence[RankStage] = ()
     order: tuple[str, ...] = ()
+    traces: list[tuple[Annotator, bool]] = field(default_factory=list)
     cuts: dict[Hashable, _RankCut] = field(default_factory=dict)
     runners: dict[Any, StageRunner] = field(default_factory=dict)
     traffic: Counter[str] = field(default_factory=Counter)
@@ -86,7 +88,9 @@ class RankBuilder:
         weights, rank = self._weights(), dist.get_rank()
         trained = self._trained(annotator) if self.cluster.flight.train else frozenset[str]()
         cuts = {
-            index: stage_source(annotator, boundaries, weights, stage.start, stage.end, trained)
+            index: stage_source(
+                annotator, boundaries, weights, stage.start, stage.end, trained, self._trace(annotator)
+            )
             for index, stage in enumerate(self.plan.stages)
             if stage.machine == rank
         }
@@ -198,6 +202,14 @@ class RankBuilder:
         planned = form.trains and self.cluster.flight.train
         return id(annotator), form.caches_stay, form.call if planned else None
 
+    def _trace(self, annotator: Annotator, caches_stay: bool = False) -> str:
+        """Which trace of the model this is."""
+        for number, (known, stay) in enumerate(self.traces):
+            if known is annotator and stay == caches_stay:
+                return f"trace_{number}"
+        self.traces.append((annotator, caches_stay))
+        return f"trace_{len(self.traces) - 1}"
+
     def _trained(self, annotator: Annotator) -> frozenset[str]:
         """Values of which gradients are sent back in a training step."""
         if not self.request.options.differentiates:
@@ -216,7 +228,9 @@ class RankBuilder:
         sources = []
         for own in self.stages:
             span = positions[own.index], positions[own.index + 1]
-            cut = stage_source(annotator, boundaries, weights, *span, trained)
+            cut = stage_source(
+                annotator, boundaries, weights, *span, trained, self._trace(annotator, form.caches_stay)
+            )
             sources.append(own.serve(cut, wires, flight, shared, trains=trains))
         return _RankCut(tuple(sources), crossing)
 
@@ -244,7 +258,9 @@ class RankBuilder:
             cut = source.cut
             received, sent = ([wires.of(name) for name in names] for names in (cut.received, cut.sent))
             made.append(
-                StageProgram(own.index, own.placed, cut.inputs, cut.outputs, received, sent, self._ranks)
+                StageProgram(
+                    own.index, own.placed, cut.trace, cut.inputs, cut.outputs, received, sent, self._ranks
+                )
             )
         return made
 

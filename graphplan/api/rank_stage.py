@@ -105,7 +105,7 @@ class RankStage:
         try:
             if cut.step is not None:
                 self._withhold(cut, wires, values, flight, shared)
-            make_ready(self.placed, values, trains=trains)
+            make_ready(self.placed, values, cut.cut.trace, trains=trains)
         except InfeasibleError:
             cut.drop_from(self.compiler)
             raise

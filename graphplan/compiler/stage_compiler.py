@@ -34,7 +34,7 @@ from graphplan.passes.placement.joint import Call
 class StageModule(nn.Module):
     """Holds weights under the names that they have in the model; its placed copy runs the stage's graph."""
 
-    def forward(self, *values: torch.Tensor) -> Any:
+    def forward(self, *values: torch.Tensor, **trace: tuple[()]) -> Any:
         """Nothing: only its graph says what it computes."""
         raise NotImplementedError("a stage runs as a graph only")
 
@@ -95,7 +95,7 @@ class StageSource:
         for name, value in zip(self.cut.inputs, given, strict=True):
             if name in self.trained and isinstance(value, torch.Tensor):
                 value.requires_grad_()
-        return self.model_copy.bind(given, {})
+        return self.model_copy.bind(given, {self.cut.trace: ()})
 
     def compiler(self, topology: Topology, options: Options, given: Plan | None = None) -> Compiler:
         """Plans and lowers calls of the stage on one machine."""
@@ -125,11 +125,13 @@ def stage_source(
     start: int,
     end: int,
     trained: Set[str] = frozenset(),
+    trace: str = "trace",
 ) -> StageSource:
     """The stage of the operations from ``start`` to ``end`` of an annotated call, of whose values some are
-    ``trained``, as :func:`graphplan.compiler.training.trained_values` has found.
+    ``trained``, as :func:`graphplan.compiler.training.trained_values` has found; ``trace`` is as in
+    :class:`~graphplan.passes.pipeline.cut_capture.StageCapture`.
     """
-    cut = cut_capture(annotator.capture, boundaries, start, end)
+    cut = cut_capture(annotator.capture, boundaries, start, end, trace)
     read = dict.fromkeys(cut.capture.weights.values())
     module = _partial_model(weights, [name for name in read if name not in cut.capture.constants])
     model_copy = ModelCopy(module)

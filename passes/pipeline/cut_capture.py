@@ -41,6 +41,8 @@ class StageCapture:
         sent: names of those that cross the cut after it; of the results, for the last stage.
         sizes: name of each of these -> what it is at the sizes that the plan is for.
         numbers: name of each input that is a number -> its value in the traced call.
+        trace: an argument without a value that a call of the stage has, beside its inputs: of which trace
+            of the model the stage is, as stages of two may take tensors of the same sizes.
     """
 
     capture: Capture
@@ -50,9 +52,12 @@ class StageCapture:
     sent: tuple[str, ...]
     sizes: dict[str, TensorMeta]
     numbers: dict[str, int | float]
+    trace: str
 
 
-def cut_capture(whole: Capture, boundaries: Boundaries, start: int, end: int) -> StageCapture:
+def cut_capture(
+    whole: Capture, boundaries: Boundaries, start: int, end: int, trace: str = "trace"
+) -> StageCapture:
     """The stage of the operations from position ``start`` to ``end``.
 
     Args:
@@ -60,11 +65,12 @@ def cut_capture(whole: Capture, boundaries: Boundaries, start: int, end: int) ->
         boundaries: of its graph.
         start: position of the first operation.
         end: position after the last.
+        trace: as in :class:`StageCapture`.
 
     Raises:
         CaptureError: a value that crosses a cut, or a result, is no tensor, or of a size that data decides.
     """
-    return _Cut(whole, boundaries, start, end).stage()
+    return _Cut(whole, boundaries, start, end).stage(trace)
 
 
 def results_of(whole: Capture, *, caches_stay: bool = False) -> tuple[str, ...]:
@@ -90,7 +96,7 @@ class _Cut:
         cached = {whole.outputs[position] for position in whole.kept} if stay else set()
         self.cached = [node.name for node in cached if isinstance(node, fx.Node) and self._is_made_here(node)]
 
-    def stage(self) -> StageCapture:
+    def stage(self, trace: str) -> StageCapture:
         given = {*self.received, *self.whole.inputs}
         made = (*self.sent, *sorted(self.cached))
         outputs = tuple(dict.fromkeys(name for name in made if name not in given))
@@ -104,7 +110,7 @@ class _Cut:
         }
         constants = {n: t for n, t in self.whole.constants.items() if n in set(weights.values())}
         leaves = tuple(self._leaf(name) for name in inputs)
-        spec = pytree.tree_structure((tuple(range(len(inputs))), {}))
+        spec = pytree.tree_structure((tuple(range(len(inputs))), {trace: ()}))
         capture = Capture(
             fx.GraphModule(self.whole.module, graph),
             weights,
@@ -120,7 +126,7 @@ class _Cut:
         values = {name: self.nodes[name].meta.get("val") for name in inputs}
         numbers = {n: v.node.hint for n, v in values.items() if isinstance(v, torch.SymInt | torch.SymFloat)}
         sizes = {name: self._tensor(name) for name in named if name not in numbers}
-        return StageCapture(capture, tuple(inputs), outputs, self.received, self.sent, sizes, numbers)
+        return StageCapture(capture, tuple(inputs), outputs, self.received, self.sent, sizes, numbers, trace)
 
     def _wanted(self, names: Iterable[str]) -> set[fx.Node]:
         """The nodes that the stage has: its own operations, what they read, what it makes again."""

@@ -48,6 +48,7 @@ class StageProgram:
     Attributes:
         index: of the stage.
         stage: the placed stage, which takes ``inputs`` and returns ``outputs``.
+        trace: an argument without a value that it takes too: of which trace of the model it runs the stage.
         inputs: names of values.
         outputs: likewise; none where the stage only passes on what it receives.
         received: from the stage before.
@@ -57,6 +58,7 @@ class StageProgram:
 
     index: int
     stage: nn.Module
+    trace: str
     inputs: Sequence[str]
     outputs: Sequence[str]
     received: Sequence[Wire]
@@ -69,18 +71,19 @@ class StageProgram:
         return self.index == len(self.ranks) - 1
 
 
-def make_ready(stage: Any, values: Sequence[Any], *, trains: bool) -> None:
+def make_ready(stage: Any, values: Sequence[Any], trace: str, *, trains: bool) -> None:
     """Have a placed stage plan calls of values like these now, while all ranks can still hear of an error.
 
     Args:
         stage: that is placed.
         values: that it takes.
+        trace: as in :class:`StageProgram`.
         trains: whether a backward pass follows, if the stage was planned for one.
     """
     state = stage._graphplan
     with torch.set_grad_enabled(trains):
         step = differentiated(stage, state, ())
-    serve(stage, state, "", state.signature, tuple(values), {}, step)
+    serve(stage, state, "", state.signature, tuple(values), {trace: ()}, step)
 
 
 class _RunningStep(nn.Module):
@@ -105,7 +108,9 @@ class _RunningStep(nn.Module):
             if program.index:
                 self._require_form(int(received[0]))
                 values |= zip((wire.name for wire in program.received), received[1:], strict=True)
-            made = self.stage(*(values[name] for name in program.inputs)) if program.outputs else ()
+            made: Sequence[torch.Tensor] = ()
+            if program.outputs:
+                made = self.stage(*(values[name] for name in program.inputs), **{program.trace: ()})
             values |= zip(program.outputs, made, strict=True)
             self.stay.update(zip(program.outputs, made, strict=True))
             found = tuple(values[wire.name].to(_HOST).contiguous() for wire in program.sent)

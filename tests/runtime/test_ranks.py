@@ -244,10 +244,10 @@ def test_two_ranks_with_two_stages_each_do_as_eager() -> None:
     for output in outputs_of(2, "interleaved"):
         lines = dict(line.split(": ") for line in said(output))
         assert lines.pop("generate") == "True"
-        assert lines.keys() == {"forward", "half", "grad", "train", "UNet", "DenseNet", "ends", "turns"}
+        assert lines.keys() == {"forward", "single", "grad", "train", "UNet", "DenseNet", "ends", "turns"}
         for name, line in lines.items():
             assert float(line.split()[-1]) < 1e-5, (name, line)
-            assert name == "half" or line.startswith("4 stages"), (name, line)
+            assert name == "single" or line.startswith("4 stages"), (name, line)
         assert "1 parameters twice" in lines["turns"]
 
 
