@@ -23,13 +23,13 @@ class Block(torch.nn.Module):
         return self.norm(x + self.down(torch.relu(self.up(x))))
 
 with torch.device("meta"):
-    model = torch.nn.Sequential(*(Block(64) for _ in range(6)))
+    model = torch.nn.Sequential(*(Block(64) for _ in range(4)))
     example = torch.empty(16, 64)
 size = sum(weight.nbytes for weight in model.parameters())
 for max_memory in (
     {0: int(0.75 * size), "cpu": "1GiB"},
     {0: int(0.4 * size), 1: int(0.35 * size), "cpu": "1GiB"},
-    {0: int(0.7 * size), 1: int(0.5 * size)},
+    {0: int(0.75 * size), 1: int(0.6 * size)},
 ):
     plan = graphplan.plan(model, max_memory, (example,))
     print(hashlib.sha256(plan.to_json().encode()).hexdigest())

@@ -196,7 +196,7 @@ def test_no_more_is_on_disk_than_must_be(cpu: int) -> None:
 sizes = st.integers(1, 30).map(lambda n: n * 512)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(graphs(), st.dictionaries(st.sampled_from([0, 1, "cpu"]), sizes, min_size=1), sizes)
 def test_random_graphs_keep_their_budgets(graph: Graph, budgets: dict[Any, int], disk: int) -> None:
     topology = read_max_memory({**budgets, "disk": disk})
@@ -246,9 +246,8 @@ def test_infeasible_budgets_come_with_some_that_would_do(saved: Any) -> None:
         assert largest_difference(placed(X), saved[0](X)) < 1e-5
 
 
-@pytest.mark.parametrize("budgets", BUDGETS.values(), ids=BUDGETS)
-def test_a_file_that_is_cut_short_is_an_error_at_the_next_call(budgets: dict[Any, int], saved: Any) -> None:
-    with mapped(saved[1], budgets) as (placed, _):
+def test_a_file_that_is_cut_short_is_an_error_at_the_next_call(saved: Any) -> None:
+    with mapped(saved[1], BUDGETS["without a CPU"]) as (placed, _):
         placed(X)
         os.truncate(saved[1], 2000)
         with pytest.raises(graphplan.CheckpointError, match=r"model\.safetensors had \d+ bytes .* 2000 now"):

@@ -98,7 +98,7 @@ def test_completions_say_how_long_they_take() -> None:
             assert (completion.spare >= 0).all()
 
 
-@pytest.mark.parametrize("width", [1, 3, 10])
+@pytest.mark.parametrize("width", [1, pytest.param(3, marks=pytest.mark.slow), 10])
 def test_a_narrow_search_proves_no_more_than_a_wide_one(width: int) -> None:
     dropped = 0
     for arrays in light_problems(80):
@@ -112,8 +112,9 @@ def test_a_narrow_search_proves_no_more_than_a_wide_one(width: int) -> None:
     assert dropped >= 5 or width == 10
 
 
-def test_the_bound_is_not_above_the_best_placement() -> None:
-    for arrays in resident_problems(TINY, 100, most=500):
+@pytest.mark.parametrize("count", [50, pytest.param(100, marks=pytest.mark.slow)])
+def test_the_bound_is_not_above_the_best_placement(count: int) -> None:
+    for arrays in resident_problems(TINY, count, most=500):
         best = best_of_all(arrays)
         for states in (4, 10**6):
             relaxation = relax(arrays, states)

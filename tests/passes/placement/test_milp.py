@@ -30,9 +30,10 @@ def bound_of(arrays: Arrays, enough: float, *, streaming: bool) -> float:
     return bound_by_classes(arrays, enough, ample(3e7), streaming=streaming)
 
 
-def test_the_bound_is_not_above_the_best_placement() -> None:
+@pytest.mark.parametrize("count", [60, pytest.param(120, marks=pytest.mark.slow)])
+def test_the_bound_is_not_above_the_best_placement(count: int) -> None:
     compared, tight = 0, 0
-    for arrays in resident_problems(TINY, 120, most=1000):
+    for arrays in resident_problems(TINY, count, most=1000):
         best = best_of_all(arrays)
         if best == math.inf:
             continue
@@ -41,7 +42,7 @@ def test_the_bound_is_not_above_the_best_placement() -> None:
             assert found <= best * TIGHT
         compared += 1
         tight += found >= 0.8 * best
-    assert compared >= 40
+    assert compared >= count / 3
     assert tight >= compared / 2
 
 
@@ -77,7 +78,7 @@ WITH_CPU = {"one card and the CPU": 2.0, "equal cards and the CPU": 1.0, "mixed 
 SIZES = {"tiny": (TINY, 60, 150), "medium": (MEDIUM, 12, 40)}
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [pytest.param("tiny", marks=pytest.mark.slow), "medium"])
 def test_no_random_placement_with_streaming_is_below(size: str) -> None:
     parameters, seeds, tries = SIZES[size]
     compared = 0
@@ -178,8 +179,9 @@ def test_what_is_streamed_takes_as_long_as_its_copies() -> None:
         assert found >= 0.95 * (24 - held) * 4 * MIB / 5e9
 
 
-def test_more_devices_or_memory_never_raise_the_bound() -> None:
-    for seed in range(20):
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 20), marks=pytest.mark.slow)])
+def test_more_devices_or_memory_never_raise_the_bound(seeds: range) -> None:
+    for seed in seeds:
         draw = random.Random(seed)
         sizes = [draw.randint(1, 8) * MIB // 2 for _ in range(8)]
         graph = stack(sizes, [draw.randint(1, 9) * 10**8 for _ in sizes])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -73,19 +71,12 @@ SCALED: dict[str, Mutate] = {
 }
 
 
-@cache
-def sound_problems(count: int = 8) -> tuple[tuple[int, Problem], ...]:
-    """The first problems with which nothing is wrong otherwise."""
-    instances = ((seed, random_instance(seed, TINY).problem) for seed in itertools.count())
-    sound = (each for each in instances if not violations(each[1], place, each[0], QUICK))
-    return tuple(itertools.islice(sound, count))
-
-
 @pytest.mark.parametrize("which", SCALED)
 def test_a_bound_that_is_a_little_high_is_found(which: str, monkeypatch: Patch) -> None:
-    problems = sound_problems()
+    problems = [(seed, random_instance(seed, TINY).problem) for seed in (6, 7, 9)]  # quick ones
+    assert not [text for seed, problem in problems for text in violations(problem, place, seed, QUICK)]
     SCALED[which](monkeypatch)
-    wrong = (text for seed, problem in problems for text in violations(problem, place, seed, QUICK))
+    wrong = [text for seed, problem in problems for text in violations(problem, place, seed, QUICK)]
     assert any(text.startswith(("bound", "raised: GraphplanWarning")) for text in wrong)
 
 

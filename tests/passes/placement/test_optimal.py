@@ -72,7 +72,7 @@ def cheapest(problem: Problem, keys: list[Any], *, stream: bool) -> float | None
 
 
 # of 4, 5, 9 and 16, all placements are many; the others are draws like the first
-SLOW_SEEDS = {4, 5, 9, 16, *range(14, 25)}
+SLOW_SEEDS = {4, 5, *range(8, 25)}
 SEEDS = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW_SEEDS else n for n in range(25)]
 
 
@@ -91,7 +91,7 @@ def test_the_plan_is_the_best_there_is(seed: int, kind: str) -> None:
     assert solution.lower_bound <= expected * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", SEEDS[:10])
 def test_equal_devices_may_be_swapped(seed: int) -> None:
     graph = random_graph(seed, 8)
     size = graph.weight_bytes + 24576 - 4096 * (seed % 3)
@@ -104,7 +104,7 @@ def test_equal_devices_may_be_swapped(seed: int) -> None:
     assert one.evaluation.schedule.assignment.operations == {n: swap[key] for n, key in placed.items()}
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", SEEDS[:10])
 def test_more_memory_never_costs_time(seed: int) -> None:
     graph = random_graph(seed, 7)
     times = []

@@ -29,7 +29,7 @@ from graphplan.passes.placement.limits import Limits
 from graphplan.passes.placement.params import SearchParams
 from graphplan.passes.placement.relaxation import Relaxation
 
-TINY_BLOCK, MEDIUM_BLOCK = 12, 2
+TINY_BLOCK, MEDIUM_BLOCK = 6, 2
 KIB, MIB = 1 << 10, 1 << 20
 CARD = DeviceSpec(0, "cuda:0", 0, 1e14, 1e12, 4e-6)
 
@@ -44,6 +44,11 @@ def found_wrong(parameters: Parameters, block: int, size: int, effort: Effort) -
     return wrong
 
 
+def blocks(count: int, *, quick: int) -> list[Any]:
+    """Blocks of seeds, of which all but one are slow tests."""
+    return [pytest.param(n, marks=[pytest.mark.slow] * (n != quick)) for n in range(count)]
+
+
 @pytest.mark.parametrize("seed", [102816, 103059, 120306])
 def test_models_that_only_read_sizes(seed: int) -> None:
     problem = random_instance(seed, TINY).problem
@@ -51,9 +56,7 @@ def test_models_that_only_read_sizes(seed: int) -> None:
     assert not violations(problem, place, seed, Effort(2_000))
 
 
-@pytest.mark.parametrize(
-    "block", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 12))]
-)
+@pytest.mark.parametrize("block", blocks(24, quick=1))
 def test_tiny_problems(block: int) -> None:
     wrong = found_wrong(TINY, block, TINY_BLOCK, Effort(placements=1000, restricted=1))
     assert not wrong, "\n".join(wrong)
@@ -111,9 +114,7 @@ def test_a_relaxation_bound_of_zero_divides_nothing() -> None:
     assert place(instance.problem).evaluation.feasible, instance
 
 
-@pytest.mark.parametrize(
-    "block", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 12))]
-)
+@pytest.mark.parametrize("block", blocks(12, quick=1))
 def test_medium_problems(block: int) -> None:
     wrong = found_wrong(MEDIUM, block, MEDIUM_BLOCK, Effort(placements=200, restricted=1))
     assert not wrong, "\n".join(wrong)

@@ -33,15 +33,16 @@ def improved(arrays: Arrays, enough: float = math.inf) -> Relaxation:
     return found
 
 
-def test_the_bound_is_not_above_the_best_placement() -> None:
+@pytest.mark.parametrize("count", [80, pytest.param(200, marks=pytest.mark.slow)])
+def test_the_bound_is_not_above_the_best_placement(count: int) -> None:
     compared, tight = 0, 0
-    for arrays in resident_problems(TINY, 200, most=1000):
+    for arrays in resident_problems(TINY, count, most=1000):
         best, found = best_of_all(arrays), improved(arrays)
         assert found.bound <= best * TIGHT
         assert found.possible or best == math.inf
         compared += best < math.inf
         tight += best < math.inf and found.bound >= 0.9 * best
-    assert compared >= 50
+    assert compared >= count / 4
     assert tight >= compared / 2
 
 
