@@ -95,8 +95,9 @@ def _within(name: str, names: Sequence[str]) -> bool:
 def _handlers(names: Sequence[str]) -> set[logging.Handler]:
     """What prints the lines of these loggers, of those below them, and of those above."""
     found = {logging.lastResort} if logging.lastResort is not None else set()
-    for known in (*logging.root.manager.loggerDict, *names):
-        here: logging.Logger | None = logging.getLogger(known) if _within(known, names) else None
+    below = tuple(f"{name}." for name in names)
+    for known in (*names, *(one for one in logging.root.manager.loggerDict if one.startswith(below))):
+        here: logging.Logger | None = logging.getLogger(known)
         while here is not None:
             found.update(here.handlers)
             here = here.parent

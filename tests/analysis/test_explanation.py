@@ -203,6 +203,8 @@ def test_a_further_call_knows_what_is_settled() -> None:
         placed = graphplan.partition(Steps(), machine.max_memory, kwargs=PREFILL)
         placed(**DECODE)
         first, further = placed.plans
+        assert "with the weights where they are" not in first.proof
+        assert further.proof.endswith("with the weights where they are")
         assert first.explain("decoder.0.weight").to(1).possible
         assert "an earlier plan put" in further.explain("decoder.0.weight").to(1).obstacle
 

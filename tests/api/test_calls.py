@@ -320,43 +320,6 @@ def test_one_call_is_placed_as_alone() -> None:
     assert solution.evaluation.seconds == place(problem).evaluation.seconds
 
 
-@pytest.mark.parametrize("decode_first", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_language_models_prefill_and_decode(decode_first: bool) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
-    ids = torch.arange(9).reshape(1, 9)
-    with torch.no_grad():
-        first = model(input_ids=ids, use_cache=True)
-        cache = first.past_key_values
-
-        def step() -> dict[str, Any]:
-            return {"input_ids": ids[:, :1], "past_key_values": copy.deepcopy(cache), "use_cache": True}
-
-        expected = model(**step()).logits
-        prefill = {"input_ids": ids, "use_cache": True}
-        size = bytes_of(model)
-        budgets = {0: int(0.6 * size), 1: int(0.6 * size), "cpu": 10 * size}
-        with graphplan.simulate(budgets) as machine:
-            calls = [step(), prefill] if decode_first else [prefill, step()]
-            counts = [200, 1] if decode_first else [1, 200]
-            placed = graphplan.partition(model, machine.max_memory, calls=calls, weights=counts)
-            assert set(placed.plan.placement.values()) <= {0, 1, "cpu"}
-            for call, want in ((prefill, first.logits), (step(), expected)):
-                machine.reset_peaks()
-                assert largest_difference(placed(**call).logits, want) < 1e-5
-                for key in (0, 1):
-                    assert machine.peak_bytes(key) <= budgets[key]
-            assert len(placed.plans) == 2
-
-
 @pytest.mark.parametrize("examples", [True, False])
 def test_what_is_placed_in_inference_mode_can_be_trained(examples: bool) -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(2, 8)

@@ -143,8 +143,17 @@ ENTRIES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("called", [True, False], ids=["with", "without examples"])
-@pytest.mark.parametrize("name", ENTRIES)
+FIRST = ("a method", "a submodule", "features and head", "layers one by one")
+
+
+@pytest.mark.parametrize(
+    ("name", "called"),
+    [
+        pytest.param(name, called, marks=[pytest.mark.slow] * (not called and name not in FIRST))
+        for name in ENTRIES
+        for called in (True, False)
+    ],
+)
 def test_entries_equal_eager(name: str, called: bool) -> None:
     make, call = ENTRIES[name]
     model = make().eval()
@@ -392,10 +401,7 @@ def test_clip() -> None:
     ids, image = torch.arange(1, 13).reshape(2, 6), torch.randn(2, 3, 32, 32)
     entries: list[Callable[[Any], Any]] = [
         lambda m: m.get_text_features(input_ids=ids).pooler_output,
-        lambda m: m.get_image_features(image).pooler_output,
-        lambda m: m.text_model(ids).last_hidden_state,
         lambda m: m.vision_model(pixel_values=image).pooler_output,
-        lambda m: m.text_model.embeddings(ids),
         lambda m: m.visual_projection(torch.ones(2, 32)),
     ]
     inputs = {"input_ids": ids, "pixel_values": image}

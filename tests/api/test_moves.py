@@ -198,6 +198,7 @@ def test_copies_and_threads_go_on() -> None:
         same(model, other, 4)
 
 
+@pytest.mark.slow
 def test_what_is_generated_after_partition_has_room(recwarn: pytest.WarningsRecorder) -> None:
     model, inputs = build("gpt2"), inputs_of("gpt2", 1, 8)
     with graphplan.simulate({0: bytes_of(model) + 16_000, "cpu": "1GiB"}) as machine:

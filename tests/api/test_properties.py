@@ -98,7 +98,7 @@ def test_random_graphs_keep_their_budgets(graph: Graph, budgets: dict[Any, int])
     assert 0 <= solution.lower_bound <= solution.evaluation.seconds
 
 
-@QUICK
+@settings(QUICK, max_examples=8)
 @given(graphs(), st.integers(2, 12))
 def test_what_is_said_to_be_needed_does(graph: Graph, share: int) -> None:
     budgets = {0: share * 512, 1: share * 512}

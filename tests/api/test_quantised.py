@@ -208,6 +208,7 @@ def test_adapters_that_are_put_into_a_placed_model_are_refused() -> None:
             adapted(**inputs)
 
 
+@pytest.mark.slow
 def test_adapters_that_are_merged_or_disabled() -> None:
     model, inputs = adapted()
     merged = copy.deepcopy(model).merge_and_unload()

@@ -80,7 +80,7 @@ def size() -> int:
         return needed(stack(), batch(), optimizer=ADAMW)
 
 
-@pytest.mark.parametrize("share", [1.0, 0.7, 0.5])
+@pytest.mark.parametrize("share", [1.0, pytest.param(0.7, marks=pytest.mark.slow), 0.5])
 def test_one_accelerator_with_the_cpu(size: int, share: float) -> None:
     with short_search():
         plan = check_training(stack(), batch(), {0: int(share * size), **CPU})
@@ -681,7 +681,10 @@ def test_a_plan_of_a_step_is_data() -> None:
     assert again.peak_bytes == plan.peak_bytes
 
 
-@pytest.mark.parametrize(("share", "forbidden"), [(0.4, "recompute"), (0.6, "offload_activations")])
+@pytest.mark.parametrize(
+    ("share", "forbidden"),
+    [(0.4, "recompute"), pytest.param(0.6, "offload_activations", marks=pytest.mark.slow)],
+)
 def test_a_plan_of_a_step_is_carried_out_without_a_search(
     wide: int, share: float, forbidden: str, tmp_path: Path
 ) -> None:

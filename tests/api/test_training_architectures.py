@@ -17,7 +17,7 @@ SAMPLE = (
     "Llama", "GPT2", "Mixtral", "Gemma3", "OPT", "Bert", "T5", "Whisper", "ViT", "ResNet", "CLIP", "Bloom",
     "GPTNeoX",
 )  # fmt: skip
-QUICK = {"Llama", "ResNet", "tied"}
+QUICK = {"ViT", "convnet", "tied"}
 # random choices of which layers run, or what is masked, decide what they compute in train mode
 UNTRACED = ("M2M100", "Wav2Vec2", "Hubert")
 # the largest weight with its state, and what AdamW takes to step it, are more than 0.65 of the step

@@ -61,6 +61,7 @@ def test_a_model_of_models_is_traced_with_the_flags_of_its_call() -> None:
         assert "past_key_values" not in placed(**copy.deepcopy(inputs))
 
 
+@pytest.mark.slow
 def test_attention_that_is_causal_where_it_has_no_mask_stays_so() -> None:
     """Moonshine tells its attention that it is not causal where there is a mask, which eager leaves out."""
     made = build("moonshine")

@@ -133,7 +133,10 @@ def test_control_flow_by_data_names_the_line_and_what_to_do(strict: bool | None)
 
 @pytest.mark.parametrize(
     ("broken", "said"),
-    [("export_transformers", "exporters does not take it"), ("_roles", "exporters does not take it")],
+    [
+        ("export_transformers", "exporters does not take it"),
+        pytest.param("_roles", "exporters does not take it", marks=pytest.mark.slow),
+    ],
 )
 def test_without_the_exporter_a_placed_model_says_why_once(
     monkeypatch: pytest.MonkeyPatch, broken: str, said: str

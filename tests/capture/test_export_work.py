@@ -52,7 +52,9 @@ def lines(graph: fx.Graph) -> list[tuple[Any, ...]]:
     ]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "t5"])
+@pytest.mark.parametrize(
+    "family", ["gemma3", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "t5"))]
+)
 def test_the_graph_is_that_of_the_whole_work(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = build(family), torch.randint(1, 20, (2, 7))
     kwargs = {"input_ids": ids, **({"decoder_input_ids": ids} if family == "t5" else {})}

@@ -83,13 +83,15 @@ number = 3
 DRIVER = """
 import contextlib, io, json, os, sys
 from graphplan.__main__ import main
+from shortcuts import short_search
 for line in sys.stdin:
     words, cwd, env = json.loads(line)
     sys.argv = ["graphplan", *words]
     os.chdir(cwd)
     os.environ.update(env)
     out, err, code = io.StringIO(), io.StringIO(), 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    search = contextlib.nullcontext() if words[:1] == ["demo"] else short_search()  # its output is compared
+    with search, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             main()
         except SystemExit as end:
@@ -120,7 +122,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Runs a command line in the process of the others."""
     cache = tmp_path_factory.mktemp("modules")
     command = [sys.executable, "-c", DRIVER]
-    env = _environment(HF_MODULES_CACHE=str(cache))
+    env = _environment(
+        HF_MODULES_CACHE=str(cache), PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'sweep'}"
+    )
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env, cwd=cache) as process:
         assert process.stdin is not None

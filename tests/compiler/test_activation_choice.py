@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import cache
@@ -57,9 +58,14 @@ def made_by(make: Callable[[], tuple[nn.Module, torch.Tensor]]) -> tuple[nn.Modu
         return model, example, needed(model, {"input": example}, optimizer=torch.optim.AdamW)
 
 
-@pytest.mark.parametrize("make", [linear, convolutions, attention])
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("large", [False, True])
+QUICK = {(linear, 1, True), (convolutions, 2, False), (attention, 1, True)}
+CASES = itertools.product((linear, convolutions, attention), (1, 2), (False, True))
+
+
+@pytest.mark.parametrize(
+    ("make", "devices", "large"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES],
+)
 def test_no_step_is_slower_than_every_block_again_by_the_same_search(
     make: Any, devices: int, large: bool
 ) -> None:

@@ -23,7 +23,6 @@ import torch
 from graphplan.runtime.simulate.simulated_tensor import SimulatedTensor
 from graphplan.runtime.weights import weight_streams
 
-Cell = tuple[int, int]  # which prefetch buffer, and which of its bytes' pieces
 GARBAGE = -1
 
 

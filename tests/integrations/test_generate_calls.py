@@ -46,6 +46,12 @@ def test_generate_needs_no_further_plan(family: str) -> None:
         for key in (0, 1):
             most = max(plan.peak_bytes[key] for plan in plans)
             assert machine.peak_bytes(key) <= most <= machine.max_memory[key]
+        if family == "llama":
+            with pytest.raises(graphplan.LimitError, match="65 tokens is past max_length=64"):
+                placed.generate(**inputs_of(family), max_new_tokens=60)
+            with pytest.raises(graphplan.LimitError, match="6 sequences is past max_batch=4"):
+                placed.generate(**inputs_of(family), max_new_tokens=2, num_beams=3)
+            assert len(placed.plans) == len(plans)
 
 
 @pytest.mark.parametrize("together", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -126,7 +132,7 @@ def test_what_generate_has_no_room_for_is_said_at_once() -> None:
         assert largest_difference(placed(**inputs_of("gpt2")).logits, expected) < 1e-5
 
 
-@pytest.mark.parametrize("length", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("length", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
 def test_limits_may_leave_no_token_to_generate(length: int) -> None:
     model, ids = build("llama"), inputs_of("llama", 2, length)["input_ids"]
     with graphplan.simulate({0: "1MiB"}) as machine:

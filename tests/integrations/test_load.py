@@ -334,7 +334,7 @@ def test_what_is_no_movement_of_whole_rows_is_computed(make: Any, tmp_path: Path
 
 
 def test_loading_takes_what_is_placed_on_the_host_and_little_more(tmp_path: Path) -> None:
-    total = benchmark.write_checkpoint(tmp_path, benchmark.LARGE, layers=3, shard=100_000_000)
+    total = benchmark.write_checkpoint(tmp_path, benchmark.LARGE, layers=2, shard=100_000_000)
     row = benchmark.alone(benchmark.load, str(tmp_path), int(0.8 * total))
     assert 0.3 * total < row["on_host"] < 0.8 * total
     assert row["over_host"] < 1.1
