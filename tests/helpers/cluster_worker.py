@@ -375,14 +375,19 @@ def training() -> None:
     say(f"{len(own)} parameters, {len(placed.plan.stages)} stages, gradients differ by {worst:.1e}")
 
 
-def interleaved() -> None:
-    """Two stages on each rank: a Llama of four layers, modules with skips, a table that stages share."""
+def small_llama() -> Any:
+    """Of four layers, untied."""
     import transformers
 
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2, vocab_size=64
     )
-    llama = transformers.LlamaForCausalLM(config).eval()
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def interleaved() -> None:
+    """Two stages on each rank: a Llama, a module with skips, a weight that stages of a rank share."""
+    llama = small_llama()
     ids = torch.randint(0, 64, (16, 5))
     batch = {"input_ids": ids, "use_cache": False}
     turns: dict[str, Any] = {"schedule": "interleaved"}
@@ -391,18 +396,29 @@ def interleaved() -> None:
         say(f"forward: {len(placed.plan.stages)} stages, {difference(placed(**batch), llama(**batch)):.1e}")
         single = {**batch, "input_ids": ids[:4]}  # another trace, whose stages take tensors of such sizes too
         say(f"single: {difference(placed(**single), llama(**single)):.1e}")
+    say(f"train: {trained_beside_eager(llama, batch, 4, **turns, train=True, optimizer=torch.optim.AdamW)}")
+    model, inputs = PLAIN["UNet"]()
+    placed = divided(model.eval(), inputs, 2, **turns)
+    say(f"UNet: {len(placed.plan.stages)} stages, {difference(placed(**inputs), model(**inputs)):.1e}")
+    batch = {"ids": torch.randint(0, 50, (8, 6))}
+    say(f"turns: {trained_beside_eager(SharedLayers().eval(), batch, 4, **turns, train=True)}")
+
+
+def interleaved_more() -> None:
+    """Likewise: tokens, autograd, concatenated skips, a weight of the first stage and the last."""
+    llama = small_llama()
+    ids = torch.randint(0, 64, (16, 5))
+    batch = {"input_ids": ids, "use_cache": False}
+    turns: dict[str, Any] = {"schedule": "interleaved"}
+    placed = divided(llama, batch, 4, **turns)
     prompt = {"input_ids": ids[:2], "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     say(f"generate: {torch.equal(placed.generate(**prompt), llama.generate(**prompt))}")
-    for options in ({"grad": True}, {"train": True, "optimizer": torch.optim.AdamW}):
-        say(f"{next(iter(options))}: {trained_beside_eager(llama, batch, 4, **turns, **options)}")
-    for name in ("UNet", "DenseNet"):
-        model, inputs = PLAIN[name]()
-        model.eval()
-        placed = divided(model, inputs, 2, **turns)
-        say(f"{name}: {len(placed.plan.stages)} stages, {difference(placed(**inputs), model(**inputs)):.1e}")
-    for name, model in (("ends", SharedWeight()), ("turns", SharedLayers())):
-        batch = {"ids": torch.randint(0, 50, (8, 6))}
-        say(f"{name}: {trained_beside_eager(model.eval(), batch, 4, **turns, train=True)}")
+    say(f"grad: {trained_beside_eager(llama, batch, 4, **turns, grad=True)}")
+    model, inputs = PLAIN["DenseNet"]()
+    placed = divided(model.eval(), inputs, 2, **turns)
+    say(f"DenseNet: {len(placed.plan.stages)} stages, {difference(placed(**inputs), model(**inputs)):.1e}")
+    batch = {"ids": torch.randint(0, 50, (8, 6))}
+    say(f"ends: {trained_beside_eager(SharedWeight().eval(), batch, 4, **turns, train=True)}")
 
 
 class SharedLayers(torch.nn.Module):
@@ -613,6 +629,7 @@ CASES: dict[str, Callable[..., None]] = {
     "fault": fault,
     "generation": generation,
     "interleaved": interleaved,
+    "interleaved_more": interleaved_more,
     "memory": memory,
     "plain": plain,
     "planned": planned_training,
