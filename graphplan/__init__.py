@@ -12,7 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from graphplan.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from graphplan.public import *  # noqa: F403  # for type checkers: the names of its __all__

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
@@ -37,6 +36,7 @@ from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.distributed.agreement import broadcast_text, on_all, require_group, require_same
 from graphplan.runtime.distributed.cluster_module import ClusterModule
 from graphplan.runtime.distributed.stage_runner import Wire
+from graphplan.version import __version__
 
 NETWORK = Link(1.25e9, 50e-6)
 """Between machines, where the caller says nothing: 10 Gbit/s and 50 microseconds."""
@@ -251,7 +251,7 @@ def partition_machines(
     weights = request.model_copy.weights.tensors
     require_same(
         {
-            "versions": f"torch {torch.__version__}, graphplan {version('graphplan')}",
+            "versions": f"torch {torch.__version__}, graphplan {__version__}",
             "machines=, or another argument": f"{machines!r} {asked!r} {request.options!r}",
             "the weights' names and sizes": "\n".join(
                 f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in weights.items()

@@ -38,6 +38,7 @@ from graphplan.capture.saved.plain_values import NotSavedError
 from graphplan.capture.signature import BoundCall, leaf_names
 from graphplan.errors import InputError, PlanError, first_line
 from graphplan.passes import frontend, training
+from graphplan.version import __version__
 from graphplan.versioned_json import Format
 from graphplan.warnings import warn
 
@@ -205,7 +206,7 @@ def _note_process(found: Description) -> None:
         transformers = version("transformers")
     except PackageNotFoundError:
         transformers = ""
-    found.note(version("graphplan"), _own_code(), torch.__version__, torch.version.git_version, transformers)
+    found.note(__version__, _own_code(), torch.__version__, torch.version.git_version, transformers)
     found.note(platform.python_implementation(), sys.version, platform.machine())
     cuda = torch.backends.cuda
     found.note(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import re
@@ -144,6 +145,22 @@ print(found.to_json())
         assert done.returncode == 0, done.stderr
         assert "Warning" not in done.stderr
     assert json.loads(made[0].stdout) == json.loads(made[1].stdout)
+
+
+def test_a_run_without_an_installation_saves_too(
+    sources: Sources, exports: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = importlib.metadata.Distribution.from_name
+
+    def from_name(name: str) -> importlib.metadata.Distribution:
+        if name == "graphplan":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return own(name)
+
+    monkeypatch.setattr(importlib.metadata.Distribution, "from_name", from_name)
+    model = sources.load().Block()
+    assert exports.during(lambda: planned(model, sources.folder))[0] == 1
+    assert exports.during(lambda: planned(model, sources.folder))[0] == 0
 
 
 def test_what_is_read_runs_as_what_is_traced(sources: Sources, exports: Counter) -> None:

@@ -106,6 +106,9 @@ _BUILDERS: dict[str, Any] = {
 }
 
 
+CACHE_NAMES = ("past_key_values", "cache")  # of the argument, before transformers 5.24 and since
+
+
 def inputs_of(family: str, batch: int = 2, length: int = 7) -> dict[str, torch.Tensor]:
     """What ``generate`` takes."""
     draw = torch.Generator().manual_seed(length)

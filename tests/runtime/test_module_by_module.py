@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from builders import bytes_of, largest_difference
-from language_models import build, inputs_of
+from language_models import CACHE_NAMES, build, inputs_of
 from torch import nn
 
 import graphplan
@@ -280,11 +280,11 @@ def stopping(model: Any) -> Any:
     original = type(model)
 
     class Stopping(original):
-        def forward(self, input_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
-            seen = past_key_values is not None and past_key_values.get_seq_length() > 0
-            if seen and float(input_ids.sum()) < 0:
+        def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+            given = [kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None]
+            if given and given[0].get_seq_length() > 0 and float(input_ids.sum()) < 0:
                 raise ValueError
-            return super().forward(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
+            return super().forward(input_ids=input_ids, **kwargs)
 
     model.__class__ = Stopping
     return model
