@@ -17,6 +17,7 @@ from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 
 from graphplan._compat import private
+from graphplan.errors import GraphplanError
 
 _TESTED = "2.13"
 _ABSENT = object()
@@ -27,6 +28,20 @@ def conditions_of(program: torch.export.ExportedProgram) -> list[str]:
     """What a trace has taken for granted of sizes, as Python over ``L['argument']``."""
     found: list[str] = private(program, "_guards_code", "torch", _TESTED)
     return found
+
+
+def stages_go_backward() -> bool:
+    """Whether stages of ``torch.distributed.pipelining`` that take integers too go backward: since 2.12."""
+    return torch.__version__ >= "2.12"
+
+
+def require_backward_stages() -> None:
+    """Raise GraphplanError where :func:`stages_go_backward` is false."""
+    if not stages_go_backward():
+        raise GraphplanError(
+            f"training over machines needs torch 2.12 or newer, and this is torch {torch.__version__}: its "
+            "pipelining asks for gradients of all that crosses, and integers have none. Install a newer torch"
+        )
 
 
 def compiled_as_constant(function: Callable[[], int]) -> Callable[[], int]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from graphplan._compat.torch import require_backward_stages
 from graphplan.analysis.cluster_plan import ClusterPlan
 from graphplan.api.arguments import Request, read_example, read_given_plan, read_request, read_source
 from graphplan.api.plan_options import PlanOptions
@@ -245,7 +246,13 @@ def partition_machines(
     ``everywhere``: whether all ranks get results, or the last only.
     """
     require_group(len(machines))
-    cluster = on_all("reading machines=", lambda: read_cluster(machines, asked, grad=grad))
+
+    def read_for_ranks() -> Cluster:
+        if asked.train:
+            require_backward_stages()
+        return read_cluster(machines, asked, grad=grad)
+
+    cluster = on_all("reading machines=", read_for_ranks)
     example = on_all("reading the model", lambda: _example(model, cluster, asked, args, kwargs, grad=grad))
     request = example.request
     weights = request.model_copy.weights.tensors

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from graphplan._compat.torch import require_backward_stages
 from graphplan.capture.microbatches import microbatches_of
 from graphplan.capture.signature import BoundCall, bind_call, leaf_names
 from graphplan.errors import ClusterError, InputError, first_line
@@ -181,9 +182,11 @@ class ClusterModule(nn.Module):
             the loss of each microbatch, on the rank of the last stage; None elsewhere.
 
         Raises:
+            GraphplanError: this torch cannot: older than 2.12.
             InputError: the model was placed without ``train=True`` or ``grad=True``, or the batch or the
                 target does not divide into the microbatches.
         """
+        require_backward_stages()
         call = bind_call(self._signature, args, kwargs)
         parts = microbatches_of(call, self.plan.microbatches)
         if target.dim() == 0 or target.shape[0] % len(parts):
