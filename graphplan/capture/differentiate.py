@@ -258,7 +258,8 @@ def _mark_backward(graph: fx.Graph, tangents: Sequence[fx.Node]) -> None:
             continue
         node.meta["backward"] = True
         # the sum of the gradients of a value that is read twice belongs to no operation: it follows the last
-        summed = _SUM in (node.meta.get("stack_trace") or "")
+        added = node.target in (aten.add.Tensor, aten.add_.Tensor)  # torch 2.11 marks what follows a sum too
+        summed = added and _SUM in (node.meta.get("stack_trace") or "")
         owner = last if summed else first.get(node.meta.get("seq_nr"), last)
         if owner is not None:
             node.meta.update({key: owner.meta[key] for key in _OF_FORWARD if key in owner.meta})
