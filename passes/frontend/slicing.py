@@ -28,6 +28,7 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch.utils import _pytree as pytree
 
+from graphplan._compat.torch import symbolic_kernels
 from graphplan.capture.captured_graph import Capture, Part
 from graphplan.devices.machine import suspended
 
@@ -81,7 +82,7 @@ def slice_weights(capture: Capture, parts: Iterable[Part]) -> Capture:
     of: dict[str, list[Part]] = {}
     for part in parts:
         of.setdefault(part.weight, []).append(part)
-    with suspended(), torch.no_grad():
+    with suspended(), symbolic_kernels(), torch.no_grad():
         for weight, rows in of.items():
             _Slicer(made, weight, rows).run()
     made.graph.lint()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from builders import bytes_of, largest_difference, run_placed
 from torch import nn
+from versions import needs
 
 import graphplan
 
@@ -66,6 +67,7 @@ def test_keyword_only_arguments_after_varargs() -> None:
     check(Variadic(), X, X, X)
 
 
+@needs("torch", "2.12", "a slice of an open size counts as one that the data decides")
 def test_keyword_arguments_keep_their_order() -> None:
     check(Named(), z=X, b=X + 1)
 

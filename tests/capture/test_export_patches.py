@@ -10,6 +10,7 @@ import torch
 from builders import largest_difference
 from every_architecture import build
 from torch import nn
+from versions import needs
 
 import graphplan
 from graphplan.capture.transformers.export_patches import forwards_of, of_one_length, refuse_what_reads_less
@@ -39,6 +40,7 @@ def test_images_of_several_sizes_are_kept_apart(name: str) -> None:
         assert graphs == [1, 2, 2, 3]  # one for images of one size, one for those of several
 
 
+@needs("torch", "2.12", "a slice of an open size cannot be traced")
 def test_sizes_that_the_exporter_has_made_constants_are_a_structure() -> None:
     config = transformers.PixtralVisionConfig(
         hidden_size=32,

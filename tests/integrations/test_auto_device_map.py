@@ -19,6 +19,7 @@ from builders import largest_difference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from versions import needs
 
 import graphplan
 from graphplan import infer_auto_device_map
@@ -84,6 +85,7 @@ def check(model: nn.Module, budgets: dict[Any, int], found: dict[str, Any], main
         assert len({device_of(found, name) for name in group}) == 1
 
 
+@needs("accelerate", "1.2", "there is no fallback_allocation=")
 def test_the_signature_is_accelerates() -> None:
     theirs = inspect.signature(accelerate.infer_auto_device_map).parameters
     ours = inspect.signature(infer_auto_device_map).parameters
