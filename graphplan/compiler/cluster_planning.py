@@ -121,8 +121,8 @@ class StageSearch:
         for number in range(PARAMS.rounds + PARAMS.refusals):
             if number >= PARAMS.rounds and best is not None:
                 break
-            stages = self.stages(self.estimates, cluster, cluster.counted)
-            if stages is None:
+            stages = self._not_refused()
+            if stages is None or self.estimated(stages) > least * (1 - PARAMS.worth):
                 break
             fresh = [stage for stage in dict.fromkeys(stages) if stage not in self.placed]
             for stage in fresh:
@@ -178,6 +178,20 @@ class StageSearch:
             for c, start, end, keeps in zip(found.classes, found.cuts, found.cuts[1:], kept, strict=False)
         ]
 
+    def _not_refused(self) -> list[Stretch] | None:
+        """The best stages by estimate, none of them as one that was found not to fit."""
+        while True:
+            stages = self.stages(self.estimates, self.cluster, self.cluster.counted)
+            refused = [
+                stage
+                for stage in dict.fromkeys(stages or ())
+                if stage not in self.placed and self.known.get(self.placement.structure(stage), stage) is None
+            ]
+            if not refused:
+                return stages
+            for stage in refused:
+                self._place(stage)
+
     def _place(self, stretch: Stretch) -> None:
         """Place a stretch, unless an equal one was placed before."""
         key, edge = self.placement.structure(stretch), (stretch.machine, stretch.start, stretch.end)
@@ -197,11 +211,7 @@ class StageSearch:
 
     def refuse(self, stretch: Stretch) -> None:
         """Let the estimates know that a stretch does not fit."""
-        edge = stretch.machine, stretch.start, stretch.end
-        if stretch.kept:
-            self.estimates.refused.add((*edge, stretch.kept))
-        else:
-            self.estimates.exact[edge] = math.inf
+        self.estimates.refused.add((stretch.machine, stretch.start, stretch.end, stretch.kept))
 
     @property
     def _last_trained(self) -> int:
@@ -216,8 +226,15 @@ class StageSearch:
 
     def seconds(self, stages: Sequence[Stretch]) -> float:
         """Of what the objective counts, all placed."""
+        return self._counted(stages, [placed.plan.makespan for placed in self.steps_of(stages)])
+
+    def estimated(self, stages: Sequence[Stretch]) -> float:
+        """As :meth:`seconds`, estimated where stages are not placed."""
+        tables = self.estimates.seconds()
+        return self._counted(stages, [float(tables[one.machine][one.start, one.end]) for one in stages])
+
+    def _counted(self, stages: Sequence[Stretch], each: Sequence[float]) -> float:
         sent = self.estimates.transfers
-        each = [placed.plan.makespan for placed in self.steps_of(stages)]
         loads = [sent[one.start] + s + sent[one.end] for s, one in zip(each, stages, strict=True)]
         total = sum(s + sent[one.end] for s, one in zip(each, stages, strict=True))
         return float(total + (self.cluster.counted - 1) * max(loads))
@@ -250,7 +267,7 @@ class StageSearch:
             FORWARD if flight.train else bound.proof,
         )
         # without its bound where that is above it, which is a bug that must show
-        found = checked(Bound(plan.lower_bound, plan.proof), plan.makespan)
+        found = checked(Bound(plan.lower_bound, plan.proof), plan.seconds)
         return replace(plan, lower_bound=found.seconds, proof=found.proof)
 
     @property
@@ -268,10 +285,10 @@ class StageSearch:
         return [next(free[stage.machine]) for stage in stages]
 
     def bound(self) -> Bound:
-        """On the seconds of a batch."""
+        """On the seconds that the objective counts."""
         cluster = self.cluster
         found = bound_stages(self.boundaries, cluster.machines, cluster.network)
-        return Bound(found.seconds(cluster.flight.microbatches), PROOF)
+        return Bound(found.seconds(cluster.counted), PROOF)
 
     def infeasible(self) -> InfeasibleError:
         """The error, with budgets that would do as far as estimates tell."""

@@ -49,7 +49,7 @@ class ClusterPlanData(Generic[AnyPlan]):
         microbatches: into which a batch is divided.
         schedule: of the microbatches.
         objective: what was minimised: the seconds of one microbatch, or of a batch.
-        lower_bound: seconds of a batch that no other cuts into contiguous stages go below.
+        lower_bound: of ``seconds``, which no other cuts into contiguous stages go below.
         proof: what proved the bound.
     """
 
@@ -123,6 +123,11 @@ class ClusterPlanData(Generic[AnyPlan]):
         return self.latency + (self.microbatches - 1) * max(self.loads)
 
     @property
+    def seconds(self) -> float:
+        """What the objective minimised: the estimated seconds of one microbatch, or of a batch."""
+        return self.latency if self.objective == "latency" else self.makespan
+
+    @property
     def used(self) -> list[int]:
         """The machines that have stages, in the order in which a microbatch passes them first."""
         return list(dict.fromkeys(stage.machine for stage in self.stages))
@@ -135,8 +140,8 @@ class ClusterPlanData(Generic[AnyPlan]):
 
     @property
     def gap(self) -> float:
-        """How far above the lower bound the makespan may be, as a fraction of the makespan."""
-        return (self.makespan - self.lower_bound) / self.makespan if self.makespan else 0.0
+        """How far ``seconds`` may be above the least that is possible, as a fraction of it."""
+        return (self.seconds - self.lower_bound) / self.seconds if self.seconds else 0.0
 
     @property
     def network_bytes(self) -> int:
@@ -186,9 +191,9 @@ class ClusterPlanData(Generic[AnyPlan]):
             self._verify_kept(stage, after=len(self.stages) - 1 - index)
         for machine in self.used:
             self._verify_shares(self.stages_of(machine))
-        if self.lower_bound > self.makespan * (1 + 1e-9):
+        if self.lower_bound > self.seconds * (1 + 1e-9):
             raise VerificationError(
-                f"the lower bound, {self.lower_bound} s, is above the makespan, {self.makespan} s"
+                f"the lower bound, {self.lower_bound} s, is above the {self.objective}, {self.seconds} s"
             )
 
     def _verify_machines(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from graphplan.ir.cluster_plan_data import ClusterPlanData
 from graphplan.report.cluster_perfetto import Slot
 from graphplan.report.cluster_svg import to_cluster_svg
-from graphplan.report.cluster_text import HEADER, machine_rows, network_text, schedule_text
+from graphplan.report.cluster_text import HEADER, bounded_text, machine_rows, network_text, schedule_text
 from graphplan.report.html_page import asset
 from graphplan.report.text import count_text, size_text, time_text
 
@@ -44,7 +44,8 @@ def to_cluster_html(plan: ClusterPlanData[Any], title: str = "", measured: Seque
 
 def _figures(plan: ClusterPlanData[Any]) -> Iterator[tuple[str, str, str]]:
     yield "Batch", time_text(plan.makespan), f"{time_text(plan.latency)} for one microbatch, estimated"
-    yield "Gap to the lower bound", f"{100 * plan.gap:.1f} %", f"{time_text(plan.lower_bound)}: {plan.proof}"
+    bound = f"{time_text(plan.lower_bound)} for {bounded_text(plan)}: {plan.proof}"
+    yield "Gap to the lower bound", f"{100 * plan.gap:.1f} %", bound
     yield "Bubble", f"{100 * plan.bubble:.0f} %", "of the machines' time they wait for microbatches"
     yield "Network", size_text(plan.network_bytes), f"for each microbatch, at {network_text(plan.network)}"
 

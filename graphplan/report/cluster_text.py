@@ -25,9 +25,15 @@ def cluster_summary(plan: ClusterPlanData[Any]) -> str:
         f"network: {size_text(plan.network_bytes)} per microbatch, at {network_text(plan.network)}",
         f"time: {time_text(plan.makespan)} estimated for a batch, {time_text(plan.latency)} for one "
         f"microbatch; machines wait {100 * plan.bubble:.0f} % of it",
-        f"lower bound {time_text(plan.lower_bound)}, gap {100 * plan.gap:.1f} % ({plan.proof})",
+        f"lower bound of {bounded_text(plan)}: {time_text(plan.lower_bound)}, gap {100 * plan.gap:.1f} % "
+        f"({plan.proof})",
     ]
     return "\n".join(lines)
+
+
+def bounded_text(plan: ClusterPlanData[Any]) -> str:
+    """Of what the lower bound is one."""
+    return "one microbatch" if plan.objective == "latency" else "a batch"
 
 
 def network_text(network: Link) -> str:

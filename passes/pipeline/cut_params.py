@@ -17,6 +17,8 @@ class PipelineParams:
         limits: limits on the slowest stage that are tried.
         tolerance: relative; pipelines whose estimates differ by less are not told apart.
         rounds: times that cuts are searched with what placements have shown.
+        worth: relative; pipelines that differ by less are alike to estimates, which are a percent or so off:
+            for latency the evenest is taken, and placements end where no other promises more.
         refusals: likewise of a training step, as long as no stages were found that fit.
         growth: by which budgets grow in turn, for the error that names some that would do.
         growths: times that they grow, at most.
@@ -31,6 +33,7 @@ class PipelineParams:
     limits: int = 24
     tolerance: float = 1e-4
     rounds: int = 5
+    worth: float = 0.005
     refusals: int = 20
     growth: float = 1.2
     growths: int = 40

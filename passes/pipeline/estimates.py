@@ -37,7 +37,8 @@ class Estimates:
         exact: (class, start, end) -> seconds of the placement of a stretch that was placed; infinite where
             nothing fits.
         scale: class -> factor by which estimates are low, as far as placements have shown.
-        refused: (class, start, end, microbatches kept) of stages of a training step that do not fit.
+        refused: (class, start, end, microbatches that a training step keeps) of stretches that do not fit;
+            nor do those that contain them.
     """
 
     boundaries: Boundaries
@@ -56,17 +57,21 @@ class Estimates:
 
     def costs(self) -> StageCosts:
         """Of each class of machines, with what is known exactly in place of what was estimated."""
-        seconds, load = [], []
         receive, send = self.transfers[:, None], self.transfers[None, :]
-        for c in range(len(self.machines)):
-            here = self._compute[c] * self.scale.get(c, 1.0)
-            known = {key[1:]: value for key, value in self.exact.items() if key[0] == c}
-            for (start, end), value in known.items():
-                here[start, end] = value
-            here[self._backwards] = np.inf
-            seconds.append(here + send)
-            load.append(receive + here + send)
-        return StageCosts(seconds, load)
+        seconds = self.seconds()
+        return StageCosts([here + send for here in seconds], [receive + here + send for here in seconds])
+
+    def seconds(self) -> list[Floats]:
+        """Of each class of machines: (cuts, cuts) seconds of a stretch without what it sends."""
+        found = [table * self.scale.get(c, 1.0) for c, table in enumerate(self._compute)]
+        for (c, start, end), value in self.exact.items():
+            found[c][start, end] = value
+        for c, start, end, kept in self.refused:
+            if not kept:
+                found[c][: start + 1, end:] = np.inf
+        for table in found:
+            table[self._backwards] = np.inf
+        return found
 
     def calibrate(self) -> None:
         """Let estimates be as those of the stretches that were placed are in the middle."""

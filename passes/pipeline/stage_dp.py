@@ -102,11 +102,11 @@ class StageDP:
 
     def solve(self, microbatches: int) -> Segments | None:
         """The stages of the least seconds, within a tolerance; None where none fit."""
-        quickest = self._path(np.inf, bottleneck=False)
-        if quickest is None or microbatches == 1:
-            return quickest
-        evenest = self.evenest()
-        assert evenest is not None
+        quickest, evenest = self._path(np.inf, bottleneck=False), self.evenest()
+        if quickest is None or evenest is None:
+            return None
+        if microbatches == 1:
+            return self._more_even(quickest, evenest.slowest)
         least = self._path(evenest.slowest * (1 + ROUNDING), bottleneck=False)
         assert least is not None
         best = min((quickest, least), key=lambda found: found.seconds(microbatches))
@@ -124,6 +124,19 @@ class StageDP:
                 continue
             best = min((best, found), key=lambda one: one.seconds(microbatches))
             spans += [(found, high), (low, found)]
+        return best
+
+    def _more_even(self, quickest: Segments, least: float) -> Segments:
+        """No more stages that take as long by estimate, and fill no machine more than they must."""
+        best = quickest
+        while least < best.slowest * (1 - PARAMS.tolerance):
+            middle = (least + best.slowest) / 2
+            found = self._path(middle, bottleneck=False)
+            alike = found is not None and found.total <= quickest.total * (1 + PARAMS.worth)
+            if found is not None and alike and len(found.cuts) <= len(quickest.cuts):
+                best = found
+            else:
+                least = middle
         return best
 
     def _path(self, limit: float, *, bottleneck: bool) -> Segments | None:

@@ -151,7 +151,7 @@ def test_the_page_says_what_crosses_the_network(tmp_path: Path) -> None:
 def test_a_bound_above_the_plan_is_an_error() -> None:
     plan = planned([{0: "1GiB"}])
     with pytest.raises(graphplan.VerificationError, match="lower bound"):
-        replace(plan, lower_bound=plan.makespan * 1.1).verify()
+        replace(plan, lower_bound=plan.seconds * 1.1).verify()
 
 
 def test_what_arrives_and_leaves_counts_against_the_cpu() -> None:
