@@ -131,16 +131,15 @@ class StageDP:
         best = quickest
         while least < best.slowest * (1 - PARAMS.tolerance):
             middle = (least + best.slowest) / 2
-            found = self._path(middle, bottleneck=False)
-            alike = found is not None and found.total <= quickest.total * (1 + PARAMS.worth)
-            if found is not None and alike and len(found.cuts) <= len(quickest.cuts):
+            found = self._path(middle, bottleneck=False, most=len(quickest.classes))
+            if found is not None and found.total <= quickest.total * (1 + PARAMS.worth):
                 best = found
             else:
                 least = middle
         return best
 
-    def _path(self, limit: float, *, bottleneck: bool) -> Segments | None:
-        """The stages of least sum with no load above the limit, or of the least load."""
+    def _path(self, limit: float, *, bottleneck: bool, most: float = np.inf) -> Segments | None:
+        """At most so many stages, of the least sum with no load above the limit, or of the least load."""
         size = len(self.costs.load[0])
         start: State = (0,) * len(self.counts)
         at_end = np.full(size, np.inf)
@@ -162,7 +161,8 @@ class StageDP:
                 better = value < seconds
                 seconds[better], ends[better], classes[better] = value[better], end[better], c
             best[state], choice[state] = seconds, (ends, classes)
-        final = min(self._states[1:], key=lambda state: (best[state][0], sum(state)))
+        offered = (state for state in self._states[1:] if sum(state) <= most)
+        final = min(offered, key=lambda state: (best[state][0], sum(state)))
         return self._trace(final, choice) if np.isfinite(best[final][0]) else None
 
     def _edges(self, limit: float, *, bottleneck: bool) -> Callable[[int, int], Floats]:

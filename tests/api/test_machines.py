@@ -17,12 +17,15 @@ import graphplan
 from graphplan import ClusterPlan, ClusterProfile, Link
 from graphplan.api.machines import plan_machines, read_cluster
 from graphplan.api.plan_options import PlanOptions
+from graphplan.compiler.stage_placement import StagePlacement, Stretch
+from graphplan.compiler.stage_step import StepPlan
 from graphplan.report.cluster_perfetto import Slot, batch_slots
 from graphplan.report.cluster_text import HEADER, machine_rows
 from graphplan.report.text import size_text
 
 WIDTH = 1024
-WEIGHTS = 8 * (WIDTH * WIDTH + WIDTH) * 4
+LAYER = (WIDTH * WIDTH + WIDTH) * 4
+WEIGHTS = 8 * LAYER
 
 
 class Stack(nn.Module):
@@ -36,7 +39,7 @@ class Stack(nn.Module):
         return x
 
 
-X = torch.ones(8, WIDTH)
+X, MANY = torch.ones(8, WIDTH), torch.ones(256, WIDTH)
 NEAR = Link(1e11, 1e-7)
 
 
@@ -53,6 +56,33 @@ def test_latency_takes_as_few_machines_as_hold_the_model() -> None:
     held = [stage.plan.graph.weight_bytes for stage in plan.stages]
     assert sum(held) == WEIGHTS
     assert set(plan.placement) == {name for name, _ in Stack().named_parameters()}
+
+
+def test_the_gap_is_of_what_is_minimised() -> None:
+    machines = [{0: int(WEIGHTS * 0.7)}] * 4
+    plan = planned(machines, microbatches=8, x=MANY)
+    assert plan.makespan > 3 * plan.latency
+    assert plan.seconds == plan.latency
+    assert plan.gap == pytest.approx(1 - plan.lower_bound / plan.latency)
+    assert "lower bound of one microbatch" in plan.summary()
+    assert planned(machines, microbatches=8, x=MANY, objective="throughput").seconds < plan.makespan
+
+
+def test_what_does_not_fit_is_not_tried_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages that estimates believe in, and that no placement is found for: as bytes that do not pack."""
+    search, sizes = StagePlacement.search, []
+
+    def packs_little(self: StagePlacement, stretch: Stretch) -> StepPlan:
+        nbytes = self.source(stretch).planned.graph().weight_bytes
+        sizes.append(nbytes)
+        if nbytes > 3 * LAYER:
+            raise graphplan.InfeasibleError("does not pack")
+        return search(self, stretch)
+
+    monkeypatch.setattr(StagePlacement, "search", packs_little)
+    plan = planned([{0: 8 * LAYER}] * 6, model=Stack(16))
+    assert len(plan.stages) == 6
+    assert sum(nbytes > 3 * LAYER for nbytes in sizes) < 12
 
 
 def test_throughput_divides_the_work_evenly() -> None:
