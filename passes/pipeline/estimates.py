@@ -38,7 +38,7 @@ class Estimates:
             nothing fits.
         scale: class -> factor by which estimates are low, as far as placements have shown.
         refused: (class, start, end, microbatches that a training step keeps) of stretches that do not fit;
-            nor do those that contain them.
+            nor do those that contain them, and receive and send as much.
     """
 
     boundaries: Boundaries
@@ -68,7 +68,7 @@ class Estimates:
             found[c][start, end] = value
         for c, start, end, kept in self.refused:
             if not kept:
-                found[c][: start + 1, end:] = np.inf
+                found[c][self._containing(start, end)] = np.inf
         for table in found:
             table[self._backwards] = np.inf
         return found
@@ -112,10 +112,17 @@ class Estimates:
             found = np.ones((len(self.cuts), len(self.cuts)), dtype=bool)
             for of, start, end, with_kept in self.refused:
                 if of == c and with_kept <= kept:
-                    found[: start + 1, end:] = False
+                    found[self._containing(start, end)] = False
             return found
         devices = [spec for spec in self.machines[c].devices if spec.computes]
         return np.asarray(self.needs(kept) <= sum(s.room for s in devices))
+
+    def _containing(self, start: int, end: int) -> NDArray[np.bool_]:
+        """(cuts, cuts) whether a stretch needs all that one does: its weights, and as large buffers."""
+        found = self.buffers >= self.buffers[start, end]
+        found[start + 1 :] = False
+        found[:, :end] = False
+        return found
 
     def needs(self, kept: int) -> Floats:
         """(cuts, cuts) bytes of weights and activations, if a stretch keeps so many microbatches."""

@@ -1,0 +1,31 @@
+"""Estimates of stretches between cuts."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import nn
+
+import graphplan
+from graphplan.devices.topology import Link
+from graphplan.ir.flight import Flight
+from graphplan.passes.pipeline.boundaries import Boundaries
+from graphplan.passes.pipeline.estimates import Estimates
+
+WIDTHS = (8, 8, 512, 8, 8)  # few bytes, many, few
+
+
+def test_what_does_not_fit_leaves_longer_stretches_with_smaller_buffers() -> None:
+    layers = nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(WIDTHS)))
+    plan = graphplan.plan(layers, {"cpu": "1GiB"}, args=(torch.ones(64, 8),))
+    machine = plan.topology
+    cuts = np.arange(len(WIDTHS))
+    found = Estimates(Boundaries(plan.graph), cuts, [machine], Link(1e9, 0.0), Flight(4))
+    assert np.isfinite(found.seconds()[0][0, 1:]).all()
+    found.refused.add((0, 0, 2, 0))  # it returns 512 numbers a row
+    ends = np.isfinite(found.seconds()[0][0, 1:])
+    assert ends.tolist() == [True, False, True, True]
+    found.refused.add((0, 0, 1, 0))
+    assert not np.isfinite(found.seconds()[0][0, 1:4]).any()
