@@ -119,7 +119,7 @@ class Estimates:
 
     def _containing(self, start: int, end: int) -> NDArray[np.bool_]:
         """(cuts, cuts) whether a stretch needs all that one does: its weights, and as large buffers."""
-        found = self.buffers >= self.buffers[start, end]
+        found: NDArray[np.bool_] = np.asarray(self.buffers >= self.buffers[start, end])
         found[start + 1 :] = False
         found[:, :end] = False
         return found

@@ -159,7 +159,7 @@ class RecordedCall:
             known.add(event)
 
 
-class Recorder:
+class CallRecorder:
     """Watches a call while it is traced.
 
     Attributes:

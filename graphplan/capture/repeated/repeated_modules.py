@@ -30,7 +30,7 @@ from torch import nn
 
 from graphplan.capture.repeated.copied_call import CallCopy, NotRepeatedError
 from graphplan.capture.repeated.module_traits import ModuleTraits, Place, UnlikeError, traits_of
-from graphplan.capture.repeated.recorded_call import RecordedCall, Recorder
+from graphplan.capture.repeated.recorded_call import CallRecorder, RecordedCall
 from graphplan.capture.thread_patches import Patch
 
 _FEWEST = 4
@@ -64,7 +64,7 @@ class RepeatedModules:
     def __init__(self) -> None:
         self.used = False
         self._stacks: dict[int, tuple[_Stack, nn.Module]] | None = None
-        self._recorder: Recorder | None = None
+        self._recorder: CallRecorder | None = None
         caches = sys.modules.get("transformers.cache_utils")  # without it, nobody has one
         self._shared: tuple[type, ...] = () if caches is None else (caches.Cache,)
 
@@ -90,7 +90,7 @@ class RepeatedModules:
         if stack.calls == 1 or (tried == _RECORDINGS and not stack.recordings):
             return forward(*args, **kwargs)
         try:
-            recorder = Recorder(tracer, block, stack.places, args, kwargs, self._shared)
+            recorder = CallRecorder(tracer, block, stack.places, args, kwargs, self._shared)
         except UnlikeError:
             stack.failures += 1
             return forward(*args, **kwargs)
@@ -104,7 +104,7 @@ class RepeatedModules:
     def _recorded(
         self,
         stack: _Stack,
-        recorder: Recorder,
+        recorder: CallRecorder,
         known: RecordedCall | None,
         forward: Callable[[], Any],
     ) -> Any:
