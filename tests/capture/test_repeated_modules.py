@@ -450,12 +450,36 @@ def test_writes_constants_and_containers(copies: list[str]) -> None:
     assert lines(found.graph) == lines(traced_whole(model, x).graph)
 
 
-def test_values_of_copies_have_memory_of_their_own(copies: list[str]) -> None:
-    found = captured(Stack(Block), torch.randn(2, 4))
-    made = [node.meta["val"] for node in found.graph.nodes if node.op == "call_function"]
-    storages = {value.untyped_storage()._cdata for value in made if isinstance(value, torch.Tensor)}
+class ReturnsViews(Block):
+    """Views of the argument, of what it makes, and as results."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.linear(x.view(-1, 2, 2).flatten(1)).relu().chunk(2, dim=-1)
+        both = torch.cat([second, first], dim=-1)
+        return both.view(-1, 2, 2).transpose(1, 2).flatten(1) + x.view(-1, 4)
+
+
+def same_memory(graph: fx.Graph) -> list[bool]:
+    """Of each operation and each of its inputs, whether their values have the same memory."""
+    memory = {
+        node: node.meta["val"].untyped_storage()._cdata
+        for node in graph.nodes
+        if isinstance(node.meta.get("val"), torch.Tensor)
+    }
+    return [
+        memory[node] == memory[source]
+        for node in graph.nodes
+        for source in node.all_input_nodes
+        if node in memory and source in memory
+    ]
+
+
+@pytest.mark.parametrize("block", [Block, InPlace, ReturnsViews])
+def test_values_of_copies_share_memory_as_traced_ones_do(copies: list[str], block: type[nn.Module]) -> None:
+    model, x = (Unpacks if block is InPlace else Stack)(block), torch.randn(2, 4)
+    found = same_memory(captured(model, x).graph)
     assert copies
-    assert len(storages) == len(made)
+    assert found == same_memory(traced_whole(model, x).graph)
 
 
 def test_hooked_blocks_are_traced(copies: list[str]) -> None:

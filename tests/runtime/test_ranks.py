@@ -228,6 +228,7 @@ def test_planned_training_by_1f1b_keeps_the_budgets() -> None:
 
 
 @trains
+@pytest.mark.slow
 def test_planned_training_with_two_stages_each_keeps_the_budgets() -> None:
     outputs = outputs_of(2, "planned", "interleaved", "3MiB")
     check_planned(outputs)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from graphplan._compat.traced_tensors import fake_like, is_made_in_code, new_constant, set_node, untraced
 from graphplan.capture.repeated.recorded_call import InnerCall, RecordedCall
@@ -33,7 +32,7 @@ class CallCopy:
         }
         *_, (self._old_path, _) = recorded.outer.values()
         *_, (self._path, _) = other.outer.values()
-        self._untracked: set[fx.Node] = set()
+        self._inside: dict[int, list[fx.Node]] = {}  # by their memory, recorded nodes of which none left
 
     def run(self) -> Any:
         """The result of the call."""
@@ -50,7 +49,7 @@ class CallCopy:
         tensors = self._tracked(self._recorded.result)
         with untraced():
             for before, after in self._recorded.rebound.items():
-                set_node(self._tensors[before], self._nodes[after], self._tracer)
+                set_node(self._tensor(before), self._nodes[after], self._tracer)
         self._recorded.copies += 1
         return self._recorded.result.rebuilt(tensors, self._other.integers)
 
@@ -68,13 +67,13 @@ class CallCopy:
                     constant = self._recorded.constants[node]
                     made_anew = constant.clone() if is_made_in_code(node) else constant
                     copied.target = new_constant(made_anew, self._tracer)
-                made = pytree.tree_map_only(torch.Tensor, self._stand_in, value)
-                stack = self._stack(node.meta["nn_module_stack"])
-                copied.meta = {**node.meta, "val": made, "nn_module_stack": stack}
+                copied.meta = {**node.meta, "nn_module_stack": self._stack(node.meta["nn_module_stack"])}
                 self._nodes[node] = copied
-                if isinstance(made, torch.Tensor):
-                    self._tensors[node] = made
-                    self._untracked.add(node)
+                if isinstance(value, torch.Tensor):
+                    if _storage(value) in self._storages:
+                        copied.meta["val"] = self._stand_in(value)
+                    else:
+                        self._inside.setdefault(_storage(value), []).append(node)
 
     def _stack(self, recorded: dict[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
         """The modules that would be being called: those around the copy, then those in the recorded call."""
@@ -85,6 +84,23 @@ class CallCopy:
 
     def _moved(self, path: str) -> str:
         return self._path + path.removeprefix(self._old_path)
+
+    def _tensor(self, node: fx.Node) -> torch.Tensor:
+        """What stands for the result of a recorded node.
+
+        Memory is made for what leaves the call only: the rest has the values of the recorded nodes, of which
+        sizes are read, and which nodes of the call have the same memory.
+        """
+        if node not in self._tensors:
+            value = node.meta["val"]
+            for same in self._inside.pop(_storage(value), ()):
+                self._nodes[same].meta["val"] = self._stand_in(same.meta["val"])
+            made = self._nodes[node].meta["val"]
+            if value.requires_grad:  # as what autograd has made, which may be written to
+                made = made.requires_grad_().clone()
+            self._tensors[node] = made
+            set_node(made, self._nodes[node], self._tracer)
+        return self._tensors[node]
 
     def _stand_in(self, old: torch.Tensor) -> torch.Tensor:
         """A tensor like one of the recorded call, over the memory that stands for its memory."""
@@ -111,13 +127,7 @@ class CallCopy:
     def _tracked(self, value: TracedValue) -> list[torch.Tensor]:
         """The tensors that stand for the results of recorded nodes, of which the trace knows."""
         with untraced():
-            for node, recorded in zip(value.nodes, value.tensors, strict=True):
-                if node in self._untracked:
-                    self._untracked.remove(node)
-                    if recorded.requires_grad:  # as what autograd has made, which may be written to
-                        self._tensors[node] = self._tensors[node].requires_grad_().clone()
-                    set_node(self._tensors[node], self._nodes[node], self._tracer)
-        return [self._tensors[node] for node in value.nodes]
+            return [self._tensor(node) for node in value.nodes]
 
 
 def _storage(tensor: torch.Tensor) -> int:
