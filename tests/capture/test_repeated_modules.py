@@ -482,6 +482,24 @@ def test_values_of_copies_share_memory_as_traced_ones_do(copies: list[str], bloc
     assert found == same_memory(traced_whole(model, x).graph)
 
 
+class Requires(Stack):
+    """Asks whether what its blocks return has a gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x = x * 2 if x.requires_grad else x / 2
+        return x
+
+
+def test_what_copies_return_has_a_gradient_where_it_has_one(copies: list[str]) -> None:
+    model, x = Requires(Block), torch.randn(2, 4)
+    found = captured(model, x, train=True)
+    assert copies
+    assert lines(found.graph) == lines(traced_whole(model, x, train=True).graph)
+    assert not found.graph.find_nodes(op="call_function", target=torch.ops.aten.div.Tensor)
+
+
 def test_hooked_blocks_are_traced(copies: list[str]) -> None:
     model = Stack(Block)
     for block in model.blocks:

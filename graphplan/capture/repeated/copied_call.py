@@ -49,7 +49,7 @@ class CallCopy:
         tensors = self._tracked(self._recorded.result)
         with untraced():
             for before, after in self._recorded.rebound.items():
-                set_node(self._tensor(before), self._nodes[after], self._tracer)
+                set_node(self._tensors[before], self._nodes[after], self._tracer)
         self._recorded.copies += 1
         return self._recorded.result.rebuilt(tensors, self._other.integers)
 
@@ -85,8 +85,8 @@ class CallCopy:
     def _moved(self, path: str) -> str:
         return self._path + path.removeprefix(self._old_path)
 
-    def _tensor(self, node: fx.Node) -> torch.Tensor:
-        """What stands for the result of a recorded node.
+    def _tensor(self, node: fx.Node, recorded: torch.Tensor) -> torch.Tensor:
+        """What stands for the result of a recorded node, as which something else got ``recorded``.
 
         Memory is made for what leaves the call only: the rest has the values of the recorded nodes, of which
         sizes are read, and which nodes of the call have the same memory.
@@ -96,7 +96,7 @@ class CallCopy:
             for same in self._inside.pop(_storage(value), ()):
                 self._nodes[same].meta["val"] = self._stand_in(same.meta["val"])
             made = self._nodes[node].meta["val"]
-            if value.requires_grad:  # as what autograd has made, which may be written to
+            if recorded.requires_grad:  # as what autograd has made, which may be written to
                 made = made.requires_grad_().clone()
             self._tensors[node] = made
             set_node(made, self._nodes[node], self._tracer)
@@ -127,7 +127,7 @@ class CallCopy:
     def _tracked(self, value: TracedValue) -> list[torch.Tensor]:
         """The tensors that stand for the results of recorded nodes, of which the trace knows."""
         with untraced():
-            return [self._tensor(node) for node in value.nodes]
+            return [self._tensor(*pair) for pair in zip(value.nodes, value.tensors, strict=True)]
 
 
 def _storage(tensor: torch.Tensor) -> int:
