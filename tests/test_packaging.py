@@ -36,3 +36,8 @@ except ImportError as error:
     assert "nothing" in str(error)
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_help_and_completion_load_no_torch() -> None:
+    code = "import sys, graphplan.cli.commands; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

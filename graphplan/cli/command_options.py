@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from graphplan.analysis.plan import Plan
+import graphplan
 from graphplan.devices.datasheets import card_names
 from graphplan.errors import GraphplanError
 
@@ -22,7 +22,7 @@ def _complete_card(incomplete: str) -> list[str]:
 def _complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
     """Modules, one level at a time, of the plan that was named before."""
     try:
-        plan = Plan.load_json(Path(ctx.params["path"]))
+        plan = graphplan.Plan.load_json(Path(ctx.params["path"]))
     except (GraphplanError, OSError, KeyError, TypeError):
         return []
     depth = incomplete.count(".") + 1

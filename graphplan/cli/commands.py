@@ -1,18 +1,18 @@
-"""The ``graphplan`` command; needs the ``cli`` extra (typer, rich). Exit codes are in ``console``."""
+"""The ``graphplan`` command; needs the ``cli`` extra (typer, rich). Exit codes are in ``console``.
+
+Each command imports what it needs: torch takes seconds, which help and completion do not wait for.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
-import time
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 import graphplan
-from graphplan.analysis.plan import Plan
 from graphplan.cli import command_options as options
 from graphplan.cli.console import (
     complain,
@@ -23,28 +23,7 @@ from graphplan.cli.console import (
     show_warnings_in_one_line,
     working,
 )
-from graphplan.cli.demo import run_demo
-from graphplan.cli.model_argument import Ask, NamedModel, load_named, of_model
-from graphplan.cli.option_parsing import read_budgets, read_pins, read_topology
-from graphplan.cli.plan_run import run_plan
-from graphplan.cli.result_text import (
-    comparison_text,
-    demo_text,
-    device_digest,
-    devices_text,
-    plan_digest,
-    run_digest,
-    run_text,
-)
-from graphplan.devices.max_memory import read_max_memory, require_present
-from graphplan.devices.speeds import Speed, with_speeds
-from graphplan.devices.topology import Topology
-from graphplan.errors import GraphplanError, InfeasibleError, InputError
-from graphplan.integrations.accelerate.comparison import Baseline, device_maps, ours
-from graphplan.passes.placement.problem import Problem
-from graphplan.runtime.profile.device_benchmark import measure_devices
-
-_ROOMY = 1 << 50  # bytes of each device where only the graph is wanted
+from graphplan.errors import GraphplanError, InputError
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 # what typer raises for a wrong command line: its own class, or click's in older releases
@@ -103,6 +82,9 @@ def demo(
     as_json: options.Json = False,
 ) -> None:
     """Place a sentence encoder over two accelerators and the CPU, and compare its results."""
+    from graphplan.cli.demo import run_demo
+    from graphplan.cli.result_text import demo_text, plan_digest
+
     with working("loading, planning and placing all-MiniLM-L6-v2"):
         result = run_demo()
     out.mkdir(parents=True, exist_ok=True)
@@ -149,11 +131,16 @@ def plan(
     as_json: options.Json = False,
 ) -> None:
     """Plan a placement without running it. The devices need not exist on this machine."""
+    from graphplan.cli.model_argument import Ask, load_named
+    from graphplan.cli.model_plans import planned
+    from graphplan.cli.option_parsing import read_pins, read_topology
+    from graphplan.cli.result_text import plan_digest
+
     require_writable(out, html)
     topology, pins = read_topology(max_memory, device, link, measured, reserve), read_pins(pin or ())
     named = load_named(model, Ask(batch, length, dtype, trust_remote_code, meta))
     with working(f"tracing and planning {named.name}"):
-        found = _planned(
+        found = planned(
             named,
             topology,
             pin=pins,
@@ -196,8 +183,12 @@ def run_saved(
     The model, its inputs and the devices must be those of the plan.
     Weights are read from the folder's safetensors files, if it has any.
     """
+    from graphplan.cli.model_argument import Ask
+    from graphplan.cli.plan_run import run_plan
+    from graphplan.cli.result_text import run_digest, run_text
+
     ask = Ask(batch, length, dtype, trust_remote_code)
-    found = Plan.load_json(path)
+    found = graphplan.Plan.load_json(path)
     with working(f"running {model}"):
         result = run_plan(found, model, ask, simulated=simulate, capture_cache=capture_cache)
     if as_json:
@@ -222,10 +213,12 @@ def show(
     as_json: options.Json = False,
 ) -> None:
     """Show a saved plan."""
+    from graphplan.cli.result_text import plan_digest
+
     require_writable(html, dot)
     if other is not None and html is None:
         raise InputError("--other is shown on the page: add --html FILE")
-    found, beside = Plan.load_json(path), None if other is None else Plan.load_json(other)
+    found, beside = graphplan.Plan.load_json(path), None if other is None else graphplan.Plan.load_json(other)
     wanted = found.bottleneck(progress=sys.stderr.isatty()) if bottleneck else None
     if html is not None:
         found.save_html(html, title=path.stem, bottleneck=wanted, other=beside)
@@ -256,16 +249,16 @@ def compare(
     as_json: options.Json = False,
 ) -> None:
     """Compare graphplan's plan with accelerate's and transformers' device maps."""
+    from graphplan.cli.model_argument import Ask, load_named
+    from graphplan.cli.model_plans import compared
+    from graphplan.cli.option_parsing import read_topology
+    from graphplan.cli.result_text import comparison_digest, comparison_text
+
     topology = read_topology(max_memory, device, link, measured, reserve)
     named = load_named(model, Ask(batch, length, dtype, trust_remote_code, meta))
-    with working(f"tracing and planning {named.name}"):
-        rows, problem = _judge_ours(named, topology)
-    with working("computing the maps of accelerate and transformers"):
-        no_split = sorted(getattr(named.model, "_no_split_modules", None) or ())
-        rows += device_maps(problem, named.model, no_split)
+    rows = compared(named, topology)
     if as_json:
-        said = [{**asdict(row), "excess": list(map(list, row.excess.items()))} for row in rows]
-        print_json({"model": named.name, "inputs": named.inputs, "planners": said})
+        print_json({"model": named.name, "inputs": named.inputs, "planners": comparison_digest(rows)})
     else:
         print(f"{named.name}, example inputs: {named.inputs}\n\n{comparison_text(rows)}")
 
@@ -282,6 +275,11 @@ def devices(
     as_json: options.Json = False,
 ) -> None:
     """Show this machine's devices and the speeds that the planner assumes."""
+    from graphplan.cli.option_parsing import read_budgets
+    from graphplan.cli.result_text import device_digest, devices_text
+    from graphplan.devices.max_memory import read_max_memory, require_present
+    from graphplan.devices.speeds import with_speeds
+
     if out is not None and not measure:
         raise InputError("--out writes measurements: give --measure too")
     require_writable(out)
@@ -290,7 +288,7 @@ def devices(
     found = None
     if measure:
         budgets = {spec.key: spec.memory for spec in topology.devices}
-        found = measure_devices(budgets, progress=sys.stderr.isatty())
+        found = graphplan.measure_devices(budgets, progress=sys.stderr.isatty())
         topology = with_speeds(topology, found)
         if out is not None:
             found.save_json(out)
@@ -312,37 +310,5 @@ def devices(
 def explain(path: options.PlanFile, name: options.Name, as_json: options.Json = False) -> None:
     """Explain why a module, operation or weight is where it is, and what other devices would cost."""
     with working("evaluating the other devices"):
-        found = Plan.load_json(path).explain(name)
+        found = graphplan.Plan.load_json(path).explain(name)
     say(found.to_json() if as_json else found)
-
-
-def _judge_ours(named: NamedModel, topology: Topology) -> tuple[list[Baseline], Problem]:
-    """Our row, and the problem for the others: of our graph, or without a plan of one with more room."""
-    start = time.perf_counter()
-    try:
-        found = _planned(named, topology)
-        return [ours(found, time.perf_counter() - start)], found.plain_problem
-    except InfeasibleError as error:
-        row = Baseline("graphplan", error=str(error), planning=time.perf_counter() - start)
-    roomy = topology.with_memory(dict.fromkeys(topology.keys, _ROOMY))
-    return [row], replace(_planned(named, roomy).plain_problem, topology=topology)
-
-
-def _planned(named: NamedModel, topology: Topology, **constraints: Any) -> Plan:
-    """A plan for devices that have been described; the constraints are those of :func:`graphplan.plan`."""
-    try:
-        made: Plan = graphplan.plan(
-            named.model,
-            {spec.key: spec.memory for spec in topology.devices},
-            named.args,
-            named.kwargs,
-            links=topology.links,
-            devices={spec.key: Speed.of(spec) for spec in topology.devices if spec.computes},
-            reserve={spec.key: spec.reserve for spec in topology.devices},
-            **constraints,
-        )
-    except (GraphplanError, OSError):
-        raise
-    except Exception as error:  # the model's own code may raise anything
-        raise of_model(error) from error
-    return made

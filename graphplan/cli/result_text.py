@@ -79,6 +79,11 @@ def run_text(result: RunResult) -> str:
     return "\n".join(lines)
 
 
+def comparison_digest(rows: Sequence[Baseline]) -> list[dict[str, Any]]:
+    """The figures of :func:`comparison_text`, one mapping a planner."""
+    return [{**asdict(row), "excess": list(map(list, row.excess.items()))} for row in rows]
+
+
 def comparison_text(rows: Sequence[Baseline]) -> str:
     """A table, and what its columns mean where that is not plain."""
     header = [

@@ -1,0 +1,60 @@
+"""Plans of the model that the command line names, for devices that need not exist."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import graphplan
+from graphplan.analysis.plan import Plan
+from graphplan.cli.console import working
+from graphplan.cli.model_argument import NamedModel, of_model
+from graphplan.devices.speeds import Speed
+from graphplan.devices.topology import Topology
+from graphplan.errors import GraphplanError, InfeasibleError
+from graphplan.integrations.accelerate.comparison import Baseline, device_maps, ours
+from graphplan.passes.placement.problem import Problem
+
+_ROOMY = 1 << 50  # bytes of each device where only the graph is wanted
+
+
+def compared(named: NamedModel, topology: Topology) -> list[Baseline]:
+    """Our plan, and the device maps of accelerate and transformers, by the same evaluator."""
+    with working(f"tracing and planning {named.name}"):
+        row, problem = _judge_ours(named, topology)
+    with working("computing the maps of accelerate and transformers"):
+        no_split = sorted(getattr(named.model, "_no_split_modules", None) or ())
+        return [row, *device_maps(problem, named.model, no_split)]
+
+
+def _judge_ours(named: NamedModel, topology: Topology) -> tuple[Baseline, Problem]:
+    """Our row, and the problem for the others: of our graph, or without a plan of one with more room."""
+    start = time.perf_counter()
+    try:
+        found = planned(named, topology)
+        return ours(found, time.perf_counter() - start), found.plain_problem
+    except InfeasibleError as error:
+        row = Baseline("graphplan", error=str(error), planning=time.perf_counter() - start)
+    roomy = topology.with_memory(dict.fromkeys(topology.keys, _ROOMY))
+    return row, replace(planned(named, roomy).plain_problem, topology=topology)
+
+
+def planned(named: NamedModel, topology: Topology, **constraints: Any) -> Plan:
+    """A plan for devices that have been described; the constraints are those of :func:`graphplan.plan`."""
+    try:
+        made: Plan = graphplan.plan(
+            named.model,
+            {spec.key: spec.memory for spec in topology.devices},
+            named.args,
+            named.kwargs,
+            links=topology.links,
+            devices={spec.key: Speed.of(spec) for spec in topology.devices if spec.computes},
+            reserve={spec.key: spec.reserve for spec in topology.devices},
+            **constraints,
+        )
+    except (GraphplanError, OSError):
+        raise
+    except Exception as error:  # the model's own code may raise anything
+        raise of_model(error) from error
+    return made
