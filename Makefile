@@ -9,6 +9,9 @@ CORE := tests/api tests/capture tests/devices tests/integrations tests/ir tests/
 # what tests start reads compiled code, which takes seconds less for each process
 export PYTHONDONTWRITEBYTECODE :=
 
+# run in parallel, a file by one worker, in the order of conftest.py
+PYTEST := python -m pytest -n auto --dist loadfile --no-loadscope-reorder --timeout 900 --benchmark-disable
+
 .PHONY: demo demo-cluster test test-floor test-newest slow lint types layers check docs clean
 
 demo: $(VENV)/.ready-demo
@@ -19,10 +22,10 @@ demo-cluster: $(VENV)/.ready-demo
 	HF_HUB_OFFLINE=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 3 -m graphplan.cli.demo_cluster
 
 test: $(VENV)/.ready-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --timeout 900 --benchmark-disable
+	OMP_NUM_THREADS=1 $(BIN)/$(PYTEST)
 
 test-floor test-newest: test-%: .venv-%/.ready
-	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest -n auto --dist loadfile --timeout 900 --benchmark-disable $(CORE)
+	OMP_NUM_THREADS=1 .venv-$*/bin/$(PYTEST) $(CORE)
 
 slow: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m slow
