@@ -144,7 +144,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: IsLeaf | None
 
 
 def flatten_with_path(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    """Each leaf with the path that leads to it, in the order of :func:`flatten`."""
+    """Each leaf with its path, in the order of :func:`flatten`."""
     return list(_with_path(tree, ()))
 
 

@@ -23,10 +23,10 @@ def comparison(plan: PlanData, other: PlanData) -> dict[str, Any]:
     Raises:
         PlanError: the other plan is of another graph.
     """
-    unlike = graph_difference(plan.graph, other.graph)
-    if unlike:
+    difference = graph_difference(plan.graph, other.graph)
+    if difference:
         raise PlanError(
-            f"other=: a plan of another model or call: {unlike}. Give a plan of the same model and example "
+            f"other=: a plan of another model or call: {difference}. Give a plan of the same model and example "
             "inputs; budgets, devices and constraints may differ"
         )
     return {

@@ -476,6 +476,6 @@ def _make_stage(
             break
         relaxed |= {slot}
         known = np.unique(frontier.without(known, {slot}))
-    # a state that no step leads to may be any: seconds are infinite there
+    # a state that no step reaches may be any: seconds are infinite there
     next_state = np.searchsorted(known, frontier.without(after, relaxed)).clip(max=max(0, len(known) - 1))
     return DpStage(known, next_state.astype(np.int32), seconds, relaxed)

@@ -172,7 +172,7 @@ def _form(tensor: torch.Tensor | None) -> str | None:
 
 
 def _place(tensor: torch.Tensor | None) -> str | None:
-    """A new weight that was made on the CPU is brought to its place."""
+    """A new weight that was made on the CPU is moved to its place."""
     if tensor is None:
         return None
     return "the CPU" if tensor.device.type == "cpu" else "an accelerator"

@@ -42,7 +42,7 @@ class SimulatedMachine:
         links: (source, destination) -> link, for the planner's cost model.
         transfers: the copies so far, in order.
         workspace: bytes that a device loses at its first matrix product, as to cuBLAS on CUDA.
-        watch: called with the tensors that each operation reads and writes, views aside: for proofs.
+        watch: called with the tensors that each operation reads and writes, but not with views: for proofs.
     """
 
     capacities: dict[int, int]

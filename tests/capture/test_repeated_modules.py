@@ -305,7 +305,7 @@ def test_blocks_with_objects_that_cannot_be_looked_into_are_traced(copies: list[
 
 
 class AsksType(Block):
-    """Sees that its index is watched."""
+    """Sees that its index is guarded."""
 
     def forward(self, x: torch.Tensor, *args: Any) -> Any:
         return self.linear(x) if type(self.index) is int else self.linear(x).relu()
@@ -322,7 +322,7 @@ class CopiesIndex(Block):
 
 
 @pytest.mark.parametrize(("block", "expected"), [(AsksType, 5), (AsksReal, 0), (CopiesIndex, 0)])
-def test_an_index_is_watched_however_it_is_read(block: type[Block], expected: int, copies: list[str]) -> None:
+def test_an_index_is_guarded_however_it_is_read(block: type[Block], expected: int, copies: list[str]) -> None:
     model = Stack(block)
     found = captured(model, torch.randn(2, 4))
     assert len(copies) == expected

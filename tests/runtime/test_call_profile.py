@@ -35,9 +35,9 @@ def test_every_step_is_measured_once(profile: Profile) -> None:
     for kind in ("run", "move", "load"):
         estimated = [(e.name, e.device) for e in plan.timeline.events if e.kind == kind]
         measured = [(e.name, e.device) for e in profile.timeline.events if e.kind == kind]
-        left_out = {name for name, _ in estimated} - {name for name, _ in measured}
-        assert left_out <= free  # two equal views are one in the code
-        assert measured == [item for item in estimated if item[0] not in left_out]
+        unmeasured = {name for name, _ in estimated} - {name for name, _ in measured}
+        assert unmeasured <= free  # two equal views are one in the code
+        assert measured == [item for item in estimated if item[0] not in unmeasured]
     assert plan.streamed_bytes > 0
     assert plan.transfer_bytes > 0
 

@@ -10,9 +10,9 @@ import torch
 from torch import fx, nn
 
 from graphplan._compat.traced_tensors import constant_of, is_made_in_code, node_of, untraced
+from graphplan.capture.repeated.guarded_integer import GuardedInteger, plain
 from graphplan.capture.repeated.module_traits import Identities, ModuleTraits, Place, UnlikeError, traits_of
 from graphplan.capture.repeated.traced_values import TracedValue, describe, is_symbolic, take_apart
-from graphplan.capture.repeated.watched_integer import WatchedInteger, plain
 from graphplan.capture.source_lines import calling_line
 
 _OF_SIZES = (
@@ -55,7 +55,7 @@ class RecordedCall:
     Attributes:
         traits: of the module, as they were before the call.
         places: its integer attributes that differ in the stack.
-        watched: their values.
+        guarded: their values.
         given: the arguments.
         before: what else code can read of them, of the module, and of torch.
         weights: of the module.
@@ -70,7 +70,7 @@ class RecordedCall:
 
     traits: ModuleTraits
     places: list[Place]
-    watched: list[WatchedInteger]
+    guarded: list[GuardedInteger]
     given: TracedValue
     before: tuple[Any, ...]
     weights: list[torch.Tensor]
@@ -85,7 +85,7 @@ class RecordedCall:
     @property
     def integers(self) -> list[int]:
         """The values of integer attributes that differ in the stack."""
-        return [watched.value for watched in self.watched]
+        return [guarded.value for guarded in self.guarded]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -100,13 +100,13 @@ class RecordedCall:
     def serves(self, other: RecordedCall) -> bool:
         """Whether the code could read nothing that differs in another call, which is not traced yet."""
         return self.before == other.before and all(
-            watched.same_from(value) for watched, value in zip(self.watched, other.integers, strict=True)
+            guarded.same_from(value) for guarded, value in zip(self.guarded, other.integers, strict=True)
         )
 
     def lines(self, integers: list[int]) -> Iterator[Any]:
         """What was traced, with numbers in the place of names: equal for calls that have traced the same.
 
-        Of watched integers it has these values.
+        Of guarded integers it has these values.
         """
         number: dict[fx.Node, int] = {}
         for node in self.nodes:
@@ -186,26 +186,26 @@ class CallRecorder:
         numbers = [nodes.index(node) if node in nodes else None for node in given.nodes]
         settings = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
         before = (given.description(), *numbers, calling_line(), *settings, traits.state(places))
-        watched = [WatchedInteger(value) for value in traits.integers(places)]
+        guarded = [GuardedInteger(value) for value in traits.integers(places)]
         outer = dict(tracer.module_stack)
-        self.call = RecordedCall(traits, places, watched, given, before, weights, nodes, outer)
+        self.call = RecordedCall(traits, places, guarded, given, before, weights, nodes, outer)
         self._state = traits.state()
         self._last = _end(tracer.graph)
         self._inside = False
         self._unlike: UnlikeError | None = None
 
-    def run(self, forward: Callable[[], Any], *, watch: bool) -> Any:
-        """Trace the call; ``watch``: with objects that note what is asked of varying integers."""
+    def run(self, forward: Callable[[], Any], *, guard: bool) -> Any:
+        """Trace the call; ``guard``: with objects that note what is asked of varying integers."""
         attributes = [(self.call.traits.parts[part], name) for part, name in self.call.places]
-        pairs = list(zip(attributes, self.call.watched, strict=True)) if watch else []
-        for (part, name), watched in pairs:
-            part[name] = watched
+        pairs = list(zip(attributes, self.call.guarded, strict=True)) if guard else []
+        for (part, name), guarded in pairs:
+            part[name] = guarded
         try:
             return forward()
         finally:
-            for (part, name), watched in pairs:
-                if part[name] is watched:
-                    part[name] = watched.value
+            for (part, name), guarded in pairs:
+                if part[name] is guarded:
+                    part[name] = guarded.value
 
     def inner(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a method of an object that all blocks share."""
@@ -227,7 +227,7 @@ class CallRecorder:
 
     def _taken(self, value: Any) -> TracedValue | None:
         try:
-            return take_apart(value, self._tracer, self.call.watched, self._shared)
+            return take_apart(value, self._tracer, self.call.guarded, self._shared)
         except UnlikeError as error:  # the call goes on, and finish() tells of it
             self._unlike = error
             return None
@@ -247,7 +247,7 @@ class CallRecorder:
             raise UnlikeError("the call changes attributes")
         if take_apart(self._given, self._tracer, [], self._shared).description() != call.before[0]:
             raise UnlikeError("the call changes its arguments other than in values")
-        call.result = take_apart(result, self._tracer, call.watched, self._shared)
+        call.result = take_apart(result, self._tracer, call.guarded, self._shared)
         pairs = list(zip(call.tensors, call.nodes, strict=True))
         for event in call.events:
             for value in event.values if isinstance(event, InnerCall) else ():

@@ -11,7 +11,7 @@ read nothing else copies the nodes over its own arguments and weights::
 
 "Nothing else" means: modules of the same traits (``module_traits``), arguments that differ in the values of
 tensors alone, and integers, such as the index of a layer, that answer as the recorded one did
-(``watched_integer``). What a cache of transformers does in a block is run for each. The last block of a stack
+(``guarded_integer``). What a cache of transformers does in a block is run for each. The last block of a stack
 is traced as ever, and must be what a copy would have been. Where that fails, or anything raises, the model is
 traced again without copies.
 """
@@ -111,7 +111,7 @@ class RepeatedModules:
         """The result of a call that is traced; where another is ``known``, it must have traced the same."""
         self.used, self._recorder = True, recorder
         try:
-            result = recorder.run(forward, watch=known is None)
+            result = recorder.run(forward, guard=known is None)
         finally:
             self._recorder = None
         try:

@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from graphplan._compat.traced_tensors import is_fake, node_of
+from graphplan.capture.repeated.guarded_integer import GuardedInteger
 from graphplan.capture.repeated.module_traits import CONSTANTS, UnlikeError
-from graphplan.capture.repeated.watched_integer import WatchedInteger
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -27,8 +27,8 @@ class _Part:
     """A part of a value.
 
     Attributes:
-        kind: ``"tensor"``, ``"watched"``, ``"symbolic"``, ``"constant"``, ``"shared"``, or ``"container"``.
-        told: what must be equal of equal parts; the number of a tensor or of a watched integer.
+        kind: ``"tensor"``, ``"guarded"``, ``"symbolic"``, ``"constant"``, ``"shared"``, or ``"container"``.
+        told: what must be equal of equal parts; the number of a tensor or of a guarded integer.
         parts: of a container.
         value: of what is taken as it is.
     """
@@ -58,11 +58,11 @@ class TracedValue:
         return (self.part, *map(describe, self.tensors))
 
     def with_integers(self, integers: list[int]) -> _Part:
-        """What can be read of the value if watched integers are these."""
+        """What can be read of the value if guarded integers are these."""
         return _plain(self.part, integers)
 
     def rebuilt(self, tensors: list[torch.Tensor], integers: list[int]) -> Any:
-        """The value with other tensors, and other integers in the place of watched ones."""
+        """The value with other tensors, and other integers in the place of guarded ones."""
         return _rebuilt(self.part, tensors, integers)
 
 
@@ -88,7 +88,7 @@ def _size(value: Any) -> Any:
 
 
 def take_apart(
-    value: Any, tracer: Any, watched: list[WatchedInteger], shared: tuple[type, ...]
+    value: Any, tracer: Any, guarded: list[GuardedInteger], shared: tuple[type, ...]
 ) -> TracedValue:
     """Take a value apart; ``shared`` are classes of objects of which only the identity counts.
 
@@ -96,14 +96,14 @@ def take_apart(
         UnlikeError: there is something in it of which nothing is known.
     """
     found = TracedValue(_Part("constant", None), [], [])
-    places = {id(one): place for place, one in enumerate(watched)}
+    places = {id(one): place for place, one in enumerate(guarded)}
 
     def part_of(value: Any) -> _Part:
         kind = type(value)
         if isinstance(value, torch.Tensor):
             return _Part("tensor", _number(value, found, tracer))
-        if kind is WatchedInteger:
-            return _Part("watched", places[id(value)])
+        if kind is GuardedInteger:
+            return _Part("guarded", places[id(value)])
         if is_symbolic(value):
             return _Part("symbolic", (kind, value.node.expr), value=value)
         if isinstance(value, shared):
@@ -131,7 +131,7 @@ def _number(tensor: torch.Tensor, found: TracedValue, tracer: Any) -> int:
 
 
 def _plain(part: _Part, integers: list[int]) -> _Part:
-    if part.kind == "watched":
+    if part.kind == "guarded":
         value = integers[part.told]
         return _Part("constant", (int, value), value=value)
     return replace(part, parts=tuple(_plain(one, integers) for one in part.parts))
@@ -140,7 +140,7 @@ def _plain(part: _Part, integers: list[int]) -> _Part:
 def _rebuilt(part: _Part, tensors: list[torch.Tensor], integers: list[int]) -> Any:
     if part.kind == "tensor":
         return tensors[part.told]
-    if part.kind == "watched":
+    if part.kind == "guarded":
         return integers[part.told]
     if part.kind != "container":
         return part.value

@@ -91,10 +91,10 @@ class _Masks:
         known = self.made.get(_memory(mask)) if isinstance(mask, torch.Tensor) else None
         if known is None or mask.dtype != torch.bool:
             return mask
-        left_out = known[1].answer()
-        if isinstance(left_out, torch.Tensor):
-            return mask | left_out
-        return None if left_out else mask
+        ignored = known[1].answer()
+        if isinstance(ignored, torch.Tensor):
+            return mask | ignored
+        return None if ignored else mask
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -108,9 +108,9 @@ def masks_as_in_eager() -> Iterator[None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # optional package
 
     masks = _Masks()
-    module, (left_out, packed, joined) = functions_of_masks()
+    module, (ignored, packed, joined) = functions_of_masks()
     with patched(
-        Patch.of(module, left_out, lambda own: _asking(own, masks)),
+        Patch.of(module, ignored, lambda own: _asking(own, masks)),
         Patch.of(module, packed, _keeping_apart),
         Patch.of(module, joined, _joining),
         _entry(ALL_MASK_ATTENTION_FUNCTIONS, lambda own: _making(own, masks)),

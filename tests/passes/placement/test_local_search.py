@@ -66,7 +66,7 @@ def test_a_move_costs_what_it_is_said_to() -> None:
 
 def test_moves_without_room_for_their_weights_are_not_priced() -> None:
     """And what is left out for that passes a budget."""
-    left_out = 0
+    unplaced = 0
     for arrays, devices, chosen in starts(120, fits=True):
         search = LocalSearch(arrays, devices, ample(), chosen)
         priced = set(search._moves())
@@ -75,8 +75,8 @@ def test_moves_without_room_for_their_weights_are_not_priced() -> None:
             trial = devices.copy()
             trial[search._run(move)] = move.device
             assert not arrays.fits(trial, chosen)
-            left_out += 1
-    assert left_out >= 200
+            unplaced += 1
+    assert unplaced >= 200
 
 
 def test_climbing_never_takes_longer_and_keeps_the_budgets() -> None:

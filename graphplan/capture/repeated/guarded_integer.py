@@ -12,7 +12,7 @@ _METHODS = (
 )
 
 
-class WatchedInteger:
+class GuardedInteger:
     """Stands for an ``int`` in the code of a model; ``isinstance`` takes it for one.
 
     Attributes:
@@ -48,12 +48,12 @@ class WatchedInteger:
 
 
 def plain(value: Any) -> Any:
-    """The integer that is watched; anything else as it is."""
-    return value.value if type(value) is WatchedInteger else value
+    """The integer that is guarded; anything else as it is."""
+    return value.value if type(value) is GuardedInteger else value
 
 
-def _watched(method: str) -> Callable[..., Any]:
-    def asked(self: WatchedInteger, *args: Any) -> Any:
+def _recorded(method: str) -> Callable[..., Any]:
+    def asked(self: GuardedInteger, *args: Any) -> Any:
         args = tuple(map(plain, args))
         answer = getattr(int, method)(self.value, *args)
         self.answers.append((method, args, answer))
@@ -63,4 +63,4 @@ def _watched(method: str) -> Callable[..., Any]:
 
 
 for _name in _METHODS.split():
-    setattr(WatchedInteger, f"__{_name}__", _watched(f"__{_name}__"))
+    setattr(GuardedInteger, f"__{_name}__", _recorded(f"__{_name}__"))
