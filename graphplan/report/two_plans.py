@@ -26,8 +26,8 @@ def comparison(plan: PlanData, other: PlanData) -> dict[str, Any]:
     difference = graph_difference(plan.graph, other.graph)
     if difference:
         raise PlanError(
-            f"other=: a plan of another model or call: {difference}. Give a plan of the same model and example "
-            "inputs; budgets, devices and constraints may differ"
+            f"other=: a plan of another model or call: {difference}. Give a plan of the same model and "
+            "example inputs; budgets, devices and constraints may differ"
         )
     return {
         "figures": [_figures(other), _figures(plan)],
