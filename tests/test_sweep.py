@@ -37,6 +37,7 @@ def test_one_that_cannot_be_built_says_why() -> None:
         build("detr")
 
 
+@pytest.mark.slow
 def test_an_architecture_is_told_of_as_it_goes() -> None:
     told: list[dict[str, Any]] = []
     with warnings.catch_warnings():

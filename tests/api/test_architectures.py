@@ -108,6 +108,7 @@ def test_segformer_of_the_imbalance_report() -> None:
             assert there >= 0.9 * sum(len(stage.operations) for stage in placed.plan.stages)
 
 
+@pytest.mark.slow
 def test_mixtral_over_ids_out_of_order_and_with_gaps() -> None:
     (architecture,) = [a for a in TABLE if a.stem == "Mixtral"]
     model, inputs = architecture.build()

@@ -100,6 +100,7 @@ def test_training_counts_what_microbatches_in_flight_save() -> None:
         replace(plan, stages=stages).verify()
 
 
+@pytest.mark.slow
 def test_training_in_little_memory_keeps_the_budgets() -> None:
     machines = [{"cpu": int(4 * WEIGHTS * 0.55) + (16 << 20)}] * 2
     plan = planned(machines, train=True, optimizer=torch.optim.AdamW)

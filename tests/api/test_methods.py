@@ -390,6 +390,7 @@ def test_shapes_of_forward_are_not_those_of_methods() -> None:
         assert largest_difference(made.head(X), eager(model, lambda m: m.head(X))) < 1e-5
 
 
+@pytest.mark.slow
 def test_clip() -> None:
     from transformers import CLIPConfig, CLIPModel
 

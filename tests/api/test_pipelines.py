@@ -283,6 +283,7 @@ def check_pipeline(pipe: Any, inputs: dict[str, Any], share: float, **others: An
     return placed
 
 
+@pytest.mark.slow
 @needs("torch", "2.12", "a generator is no input of a trace")
 def test_stable_diffusion(tmp_path: Path) -> None:
     pytest.importorskip("diffusers")

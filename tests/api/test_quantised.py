@@ -164,6 +164,7 @@ def test_a_model_with_lora(accelerators: int) -> None:
         assert {n: t.cpu().tolist() for n, t in found.items()} == {n: t.tolist() for n, t in want.items()}
 
 
+@pytest.mark.slow
 def test_adapters_are_switched_after_placement() -> None:
     model, inputs = adapted()
     other = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)

@@ -94,6 +94,7 @@ def test_two_accelerators(size: int) -> None:
     assert {stage.device for stage in plan.stages} == {0, 1}
 
 
+@pytest.mark.slow
 def test_fifty_steps_end_with_eagers_weights(size: int) -> None:
     eager, own = stack(), stack()
     with graphplan.simulate({0: int(0.6 * size), **CPU}) as machine, short_search():

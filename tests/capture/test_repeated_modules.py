@@ -83,7 +83,9 @@ def _deeper(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(architectures.SMALL, name, _BLOCKS)
 
 
-@pytest.mark.parametrize("stem", ["Gemma3", "Mamba"])  # others under -m slow
+@pytest.mark.parametrize(
+    "stem", ["Gemma3", pytest.param("Mamba", marks=pytest.mark.slow)]
+)  # others under -m slow
 def test_architectures(
     stem: str, copies: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

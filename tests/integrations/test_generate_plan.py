@@ -389,6 +389,7 @@ def test_a_copy_knows_the_caches_of_its_model_in_a_process_that_has_seen_none() 
     assert said.stdout.split() == ["5", "True"]  # the token, and two layers of keys and values
 
 
+@pytest.mark.slow
 def test_max_length_counts_tokens_and_not_what_the_encoder_has_heard() -> None:
     model = build("whisper")
     with graphplan.simulate({0: "8MiB"}) as machine:
