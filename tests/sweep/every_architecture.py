@@ -7,6 +7,7 @@ and inputs are made from the arguments of its ``forward``. The first of all thes
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ import torch
 import transformers
 from architectures import SMALL
 from every_input import inputs_of
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -73,7 +75,7 @@ class Built:
 
     head: str
     way: str
-    model: PreTrainedModel
+    model: nn.Module
     inputs: dict[str, Any]
     result: Any
 
@@ -98,6 +100,8 @@ def build(name: str) -> Built:
     Raises:
         NotBuiltError: there is none; the message has the reason of the last that came furthest.
     """
+    if "/" in name:
+        return _image_model(name)
     config_class = CONFIG_MAPPING[name]
     reasons: list[tuple[bool, str]] = []
     for way in _WAYS:
@@ -113,6 +117,23 @@ def build(name: str) -> Built:
             reasons.append(made)
     ran = [reason for built, reason in reasons if built]
     raise NotBuiltError(ran[0] if ran else reasons[0][1] if reasons else "no model", built=bool(ran))
+
+
+def _image_model(name: str) -> Built:
+    """A model of ``image_models``."""
+    from image_models import make  # packages that nothing else needs
+
+    try:
+        torch.manual_seed(0)
+        model, inputs = make(name)
+    except Exception as error:  # models run code of their own
+        raise NotBuiltError(_first_line(error), built=False) from error
+    try:
+        with torch.no_grad():
+            result = copy.deepcopy(model)(**copy.deepcopy(inputs))
+    except Exception as error:  # likewise
+        raise NotBuiltError(f"{type(model).__name__}: {_first_line(error)}", built=True) from error
+    return Built(type(model).__name__, "smallest", model, inputs, result)
 
 
 def _classes(name: str) -> list[type]:

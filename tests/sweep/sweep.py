@@ -1,6 +1,6 @@
 """Every transformers architecture over simulated devices at shares of its size: results, peaks and moves.
 
-python tests/sweep/sweep.py [--jobs 2] [--only llama t5] [--resume]
+python tests/sweep/sweep.py [--jobs 2] [--only llama t5] [--resume] [--images]
 
 A small model of each type is placed with accelerators that hold 0.5, 0.7 and 0.9 of its weights each,
 beside room for what a call needs beside them: one of them with the CPU, and two with the CPU. It is run, and
@@ -9,6 +9,7 @@ Results are written to ``benchmarks/results`` as they come: ``--resume`` goes on
 
 Without ``--thorough`` a model is traced once for its configurations, and the planner stops after its first
 good placement; with ``--rotate`` each architecture takes one configuration, the next takes the next.
+``--images`` sweeps the families of timm and torchvision instead.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,8 @@ from every_architecture import names
 from report import RESULTS, machine
 from sweep_one import CONFIGURATIONS, Configuration, Record, run
 
+_FILES = "sweep.json", "image_sweep.json"
+_OF = "transformers architecture", "family of timm and torchvision"
 FORK = multiprocessing.get_context("fork")  # transformers is imported once
 
 
@@ -101,7 +105,7 @@ def sweep(chosen: Sequence[str], options: argparse.Namespace, done: dict[str, Re
         for job in [job for job in jobs if _listen(job)]:
             jobs.remove(job)
             done[job.name] = _end(job)
-            write(done)
+            write(done, options.images)
             print(f"{len(done)} {job.name}: {verdict(done[job.name])}", flush=True)
 
 
@@ -140,22 +144,23 @@ def summary(results: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def write(done: dict[str, Record]) -> None:
-    """``results/sweep.json``, an architecture a line, and the table ``results/sweep.md``."""
+def write(done: dict[str, Record], images: bool) -> None:
+    """``results/sweep.json`` or ``image_sweep.json``, an architecture a line, and the table beside it."""
     RESULTS.mkdir(exist_ok=True)
     results = [done[name] for name in sorted(done)]
     lines = ",\n".join(json.dumps(record) for record in results)
     head = json.dumps({"machine": machine(), **summary(results)}, indent=1)[:-2]
-    (RESULTS / "sweep.json").write_text(f'{head},\n "results": [\n{lines}\n]}}\n', encoding="utf-8")
-    (RESULTS / "sweep.md").write_text(page(results), encoding="utf-8")
+    path = RESULTS / _FILES[images]
+    path.write_text(f'{head},\n "results": [\n{lines}\n]}}\n', encoding="utf-8")
+    path.with_suffix(".md").write_text(page(results, _OF[images]), encoding="utf-8")
 
 
-def page(results: Sequence[Record]) -> str:
+def page(results: Sequence[Record], of: str = "transformers architecture") -> str:
     """The table for people."""
     figures = summary(results)
     judged = [record for record in results if record["ran"]]
     lines = [
-        "# Every transformers architecture that builds small and runs eagerly",
+        f"# Every {of} that builds small and runs eagerly",
         "",
         f"Of {figures['architectures']} model types {figures['built']} were built small and "
         f"{figures['ran']} ran eagerly; {figures['random']} of these give other results at each eager call. "
@@ -196,13 +201,15 @@ def main() -> None:
         "--thorough", action="store_true", help="trace and plan each configuration as users do"
     )
     parser.add_argument("--rotate", action="store_true", help="one configuration for each architecture")
+    parser.add_argument("--images", action="store_true", help="timm and torchvision, which must be installed")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    known = RESULTS / "sweep.json"
+    known = RESULTS / _FILES[options.images]
     done: dict[str, Record] = {}
     if (options.resume or options.only) and known.is_file():
         done = {record["name"]: record for record in json.loads(known.read_text(encoding="utf-8"))["results"]}
-    chosen = [name for name in options.only or names() if not (options.resume and name in done)]
+    every = import_module("image_models").names if options.images else names
+    chosen = [name for name in options.only or every() if not (options.resume and name in done)]
     sweep(chosen, options, done)
     for name, figure in summary([done[name] for name in sorted(done)]).items():
         print(f"{name}: {figure}")
