@@ -128,11 +128,11 @@ def _sweep(data: Data) -> str:
 def _image_sweep(data: Data) -> str:
     other = [record["name"] for record in data["results"] if record["rows"][0]["outcome"] != "equal"]
     return (
-        f"## Models of timm and torchvision\n\nOf each of {data['architectures']} families the smallest model, "
-        f"placed on simulated devices: {data['passed']} give eager's results within 1e-5 of the largest value, "
-        f"stay within every budget, and copy the planned bytes. The other: {', '.join(other)}, whose results in "
-        "float32 differ by more from those in float64 than placed ones from eager's. torchvision's detection "
-        "models are not among them: no graph can be traced of them, and they run module by module."
+        f"## Models of timm and torchvision\n\nThe smallest models of {data['architectures']} families, "
+        f"placed on simulated devices: {data['passed']} give eager's results within 1e-5 of the largest "
+        f"value, stay within every budget, and copy the planned bytes. Not {', '.join(other)}: "
+        "rounding errors grow in it, in eager too. torchvision's detection models are left out: they have no "
+        "graph, and run module by module."
     )
 
 
