@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from graphplan.errors import ClusterError, GraphplanError, InfeasibleError, first_line
+from graphplan.errors import ClusterError, InfeasibleError, first_line
 
 Made = TypeVar("Made")
 
@@ -34,34 +35,44 @@ def require_group(machines: int) -> None:
         )
 
 
+@contextmanager
+def waiting_for(what: str) -> Iterator[None]:
+    """A block that waits for other ranks; ClusterError with ``what``, if one does not answer in time."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ClusterError(f"rank {dist.get_rank()} waited for {what}: {first_line(error)}") from error
+
+
 def gather_texts(text: str, what: str) -> list[str]:
     """The text of every rank, by rank; ``what`` they are waited for, in an error."""
-    try:
-        own = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    own = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    with waiting_for(f"{what} of all ranks, and one of them did not answer"):
         dist.all_gather(lengths, torch.tensor([len(own)]))
         most = max(1, *(int(length) for length in lengths))
         padded = torch.zeros(most, dtype=torch.uint8)
         padded[: len(own)] = own
         found = [torch.zeros(most, dtype=torch.uint8) for _ in lengths]
         dist.all_gather(found, padded)
-    except RuntimeError as error:
-        raise _no_answer(what, error) from error
     return [_text(data[: int(length)]) for data, length in zip(found, lengths, strict=True)]
 
 
-def broadcast_text(text: str, what: str, source: int = 0) -> str:
-    """The text of one rank, on all; ``what`` it is, in an error."""
-    try:
-        length = torch.tensor([len(text.encode())])
-        dist.broadcast(length, source)
-        data = torch.zeros(int(length), dtype=torch.uint8)
-        if dist.get_rank() == source:
-            data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        dist.broadcast(data, source)
-    except RuntimeError as error:
-        raise _no_answer(what, error) from error
+def broadcast_text(text: str, what: str) -> str:
+    """The text of rank 0, on all; ``what`` it is, in an error."""
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    length = torch.tensor([len(data)])
+    with waiting_for(f"{what} of all ranks, and one of them did not answer"):
+        dist.broadcast(length, 0)
+        data = data if dist.get_rank() == 0 else torch.zeros(int(length), dtype=torch.uint8)
+        dist.broadcast(data, 0)
     return _text(data)
+
+
+def broadcast_from_last(tensor: torch.Tensor, last: int, what: str) -> None:
+    """Give all ranks a CPU tensor of the rank of the last stage; ``what`` it is, in an error."""
+    with waiting_for(f"{what} of rank {last}, which has the last stage"):
+        dist.broadcast(tensor, last)
 
 
 def require_same(facts: Mapping[str, str]) -> None:
@@ -110,13 +121,6 @@ def tell_all(what: str, failed: Exception | None) -> None:
     if wrong and failed is None:
         kind = InfeasibleError if ": InfeasibleError:" in wrong[0] else ClusterError
         raise kind(f"{what} failed on {wrong[0]}")
-
-
-def _no_answer(what: str, error: Exception) -> GraphplanError:
-    return ClusterError(
-        f"rank {dist.get_rank()} waited for {what} of all ranks, and one of them did not answer: "
-        f"{first_line(error)}"
-    )
 
 
 def _text(data: torch.Tensor) -> str:

@@ -17,8 +17,8 @@ from torch import nn
 from graphplan._compat.torch import require_backward_stages
 from graphplan.capture.microbatches import microbatches_of
 from graphplan.capture.signature import BoundCall, bind_call, leaf_names
-from graphplan.errors import ClusterError, InputError, first_line
-from graphplan.runtime.distributed.agreement import gather_texts
+from graphplan.errors import InputError
+from graphplan.runtime.distributed.agreement import broadcast_from_last, gather_texts
 from graphplan.runtime.distributed.cluster_profile import ClusterProfile, merged
 from graphplan.runtime.distributed.machine_stages import MachineStages
 from graphplan.runtime.distributed.shared_gradients import SharedGradients
@@ -136,7 +136,8 @@ class ClusterModule(nn.Module):
             return None
         found = _joined(chunks) if here else [_empty(wire, len(parts)) for wire in known.results]
         if self._everywhere:
-            _broadcast(found, known.results, known.last)
+            for tensor, wire in zip(found, known.results, strict=True):
+                broadcast_from_last(tensor, known.last, f"the result {wire.name!r}")
         return known.rebuild(_named(known, found), call)
 
     def forward_in_place(self, *args: Any, **kwargs: Any) -> Any:
@@ -255,17 +256,6 @@ class ClusterModule(nn.Module):
 
 def _named(known: ClusterCall, found: Results) -> dict[str, torch.Tensor]:
     return {wire.name: tensor for wire, tensor in zip(known.results, found, strict=True)}
-
-
-def _broadcast(tensors: Sequence[torch.Tensor], wires: Sequence[Wire], source: int) -> None:
-    for tensor, wire in zip(tensors, wires, strict=True):
-        try:
-            dist.broadcast(tensor, source)
-        except RuntimeError as error:
-            raise ClusterError(
-                f"rank {dist.get_rank()} waited for the result {wire.name!r} of rank {source}, which has the "
-                f"last stage: {first_line(error)}"
-            ) from error
 
 
 def _joined(chunks: Sequence[Results]) -> list[torch.Tensor]:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from graphplan.errors import ClusterError, InputError, first_line
+from graphplan.errors import InputError
+from graphplan.runtime.distributed.agreement import gather_texts, waiting_for
 
 
 def ranks_without_data(weights: Mapping[str, torch.Tensor]) -> list[int]:
@@ -17,9 +18,7 @@ def ranks_without_data(weights: Mapping[str, torch.Tensor]) -> list[int]:
         InputError: rank 0 is one of them, so that nobody has the data.
     """
     empty = [name for name, tensor in weights.items() if tensor.device.type == "meta"]
-    flags = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(flags, torch.tensor([len(empty)]))
-    found = [rank for rank, flag in enumerate(flags) if int(flag)]
+    found = [rank for rank, name in enumerate(gather_texts("".join(empty[:1]), "what they have")) if name]
     if found and found[0] == 0:
         raise InputError(
             "the model has no data on rank 0: its weights are on the meta device. Load it there, or give "
@@ -43,15 +42,11 @@ def send_weights(
     me, found = dist.get_rank(), dict[str, torch.Tensor]()
     for rank, names in wanted.items():
         for name in names if me in (0, rank) else ():
-            try:
+            peer = rank if me == 0 else 0
+            with waiting_for(f"rank {peer} to pass on the weight {name!r}"):
                 if me == 0:
                     dist.send(weights[name].detach().cpu().contiguous(), rank)
                 else:
                     found[name] = torch.empty(weights[name].shape, dtype=weights[name].dtype)
                     dist.recv(found[name], 0)
-            except RuntimeError as error:
-                peer = rank if me == 0 else 0
-                raise ClusterError(
-                    f"rank {me} waited for rank {peer} to pass on the weight {name!r}: {first_line(error)}"
-                ) from error
     return found

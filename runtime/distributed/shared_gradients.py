@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from graphplan._compat.torch import group_of
-from graphplan.errors import ClusterError, first_line
+from graphplan.runtime.distributed.agreement import waiting_for
 
 
 class SharedGradients:
@@ -42,7 +42,8 @@ class SharedGradients:
         for name, parameter in own.items():
             added = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             total, old = added.detach().cpu(), before[name]
-            _all_reduce(total, self.groups[name], f"the gradient of {name!r} of others that read it")
+            with waiting_for(f"the gradient of {name!r} of others that read it"):
+                dist.all_reduce(total, group=self.groups[name])
             total = total.to(parameter.device)
             parameter.grad = total if old is None else old.add_(total)
 
@@ -56,12 +57,6 @@ class SharedGradients:
         for name, parameter in () if stage is None else stage.named_parameters():
             if parameter.grad is not None and name not in self.counted_elsewhere:
                 total += torch.linalg.vector_norm(parameter.grad).cpu().double() ** 2
-        _all_reduce(total, None, "the norm of the gradients of the others")
+        with waiting_for("the norm of the gradients of the others"):
+            dist.all_reduce(total)
         return total.sqrt().float()
-
-
-def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None, what: str) -> None:
-    try:
-        dist.all_reduce(tensor, group=group)
-    except RuntimeError as error:
-        raise ClusterError(f"rank {dist.get_rank()} waited for {what}: {first_line(error)}") from error

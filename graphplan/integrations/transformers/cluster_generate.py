@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import nn
 
 from graphplan._compat.transformers import with_last_processor
-from graphplan.errors import ClusterError, InputError, first_line
+from graphplan.errors import InputError
+from graphplan.runtime.distributed.agreement import broadcast_from_last
 
 _MODES = ("greedy_search", "sample")
 
@@ -120,7 +121,7 @@ def _choose(
         else:
             tokens = scores.argmax(-1)
         traffic["tokens"] += tokens.nbytes
-    _broadcast(tokens, last, "the next token")
+    broadcast_from_last(tokens, last, "the next token")
     return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)
 
 
@@ -136,15 +137,5 @@ def _sent_to_all(result: Any, last: int, traffic: Counter[str]) -> Any:
         traffic["encoder_last_hidden_state"] += hidden.nbytes
     else:
         hidden = torch.empty(hidden.shape, dtype=hidden.dtype)
-    _broadcast(hidden, last, "what the encoder returns")
+    broadcast_from_last(hidden, last, "what the encoder returns")
     return BaseModelOutput(last_hidden_state=hidden)
-
-
-def _broadcast(tensor: torch.Tensor, last: int, what: str) -> None:
-    try:
-        dist.broadcast(tensor, last)
-    except RuntimeError as error:
-        raise ClusterError(
-            f"rank {dist.get_rank()} waited for {what} of rank {last}, which has the last stage: "
-            f"{first_line(error)}"
-        ) from error
