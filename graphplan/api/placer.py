@@ -123,7 +123,7 @@ class Placer:
         model_copy = ModelCopy(model)
         reader = self._training_reader()
         if reader is not None and torch.is_grad_enabled():
-            model_copy.step = reader.of(module).read((args, kwargs))
+            model_copy.step = reader.read(module, (args, kwargs))
         call = model_copy.part(entry).bind(args, kwargs)
         return replace(self, in_place=True).place(model, model_copy, call, entry)
 

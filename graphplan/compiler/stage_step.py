@@ -42,7 +42,7 @@ def with_step(source: StageSource, device_types: Sequence[str], values: Sequence
     """
     if source.trained.isdisjoint(source.cut.outputs):
         return source
-    how = TrainingReader(None, device_types, source.module).read(())
+    how = TrainingReader(None, device_types).read(source.module, ())
     if how is None:
         raise CaptureError(
             "gradients pass a stage without a parameter that requires one: only stages before the first such "

@@ -76,10 +76,6 @@ class Modulewise:
     forms: list[CallForm] = field(default_factory=list)
     tree: nn.Module | None = None
 
-    def renewed(self) -> Modulewise:
-        """For a copy of the module."""
-        return Modulewise(list(self.forms))
-
     def note(self, entry: str, call: BoundCall, modes: Modes) -> CallForm:
         """Run calls of this structure module by module from now on."""
         leaves = tuple(_any_size(leaf) for leaf in call.leaves)

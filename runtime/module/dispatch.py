@@ -110,7 +110,7 @@ def serve(
     route = find_route(signature, program.signature, program.prepare, args, kwargs)
     known = KnownForm(route, index, () if route is None else _places(signature, program.caches, kwargs))
     if route is not None:
-        order = _by_reach(state)
+        order = list(_by_reach(state))
         state.routes = sorted([known, *state.routes[: _ROUTES - 1]], key=lambda one: order.index(one.index))
     if route is not None or all(one.index != index for one in likely):
         _remember(state, sizes, known)
@@ -178,7 +178,7 @@ def _known(
     state: ModuleState, entry: str, call: BoundCall, modes: Modes, likely: Sequence[int] = ()
 ) -> int | ServedByModules | None:
     device = call.device
-    for index in _in_turn(state, likely):
+    for index in chain(likely, _by_reach(state)):
         program = state.programs[index]
         here = program.entry == entry and (device is None or device == program.host)
         alike = here and program.modes == modes and program.signature.mismatch(call) is None
@@ -188,17 +188,12 @@ def _known(
     return None if form is None else ServedByModules(entry, call, form)
 
 
-def _in_turn(state: ModuleState, likely: Sequence[int]) -> Iterator[int]:
-    yield from likely
-    yield from _by_reach(state)
-
-
-def _by_reach(state: ModuleState) -> list[int]:
+def _by_reach(state: ModuleState) -> Iterator[int]:
     """The programs, those for the smallest sizes first: plans for larger ones had less room to be fast in.
 
     Of several for the same sizes the first is first: later ones are for what has less room.
     """
-    return sorted(range(len(state.programs)), key=lambda index: state.programs[index].reach)
+    yield from sorted(range(len(state.programs)), key=lambda index: state.programs[index].reach)
 
 
 @outside_inference_mode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -159,8 +160,8 @@ class ModuleState:
             for p in self.programs
         ]
         copied = replace(self, programs=programs, codes={}, routes=[], by_sizes={}, reader=None, guard=None)
-        copied.modulewise = self.modulewise.renewed()
-        copied.training = None if self.training is None else self.training.of(None)
+        copied.modulewise = Modulewise(list(self.modulewise.forms))
+        copied.training = copy.deepcopy(self.training)
         copied.streams, copied.parts, copied.turns = ModuleStreams(), {}, threading.RLock()
         copied.running = RunningCalls()
         return copied

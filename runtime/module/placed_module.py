@@ -172,9 +172,7 @@ def differentiated(module: PlacedModule, state: ModuleState, inputs: Any) -> Dif
     """What a call differentiates; None for a forward pass alone."""
     if state.training is None or not torch.is_grad_enabled():
         return None
-    if not state.training.bound:  # of a copy
-        state.training = state.training.of(module)
-    return state.training.read(inputs)
+    return state.training.read(module, inputs)
 
 
 @outside_inference_mode

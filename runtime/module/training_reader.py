@@ -18,28 +18,19 @@ class TrainingReader:
     Args:
         outputs: names of the results that backward starts from; None for the loss, or all.
         device_types: of the devices of the plan.
-        module: whose parameters are read.
     """
 
-    def __init__(
-        self, outputs: tuple[str, ...] | None, device_types: Sequence[str], module: nn.Module | None = None
-    ) -> None:
+    def __init__(self, outputs: tuple[str, ...] | None, device_types: Sequence[str]) -> None:
         self.outputs, self.device_types = outputs, tuple(device_types)
-        self._entries = None if module is None else list(_entries(module))
+        self._entries: list[tuple[dict[str, Any], str, str]] = []
         self._last: tuple[tuple[bool, ...], Differentiation] | None = None
 
-    def of(self, module: nn.Module | None) -> TrainingReader:
-        """The reader of another module, or of one that is not known yet."""
-        return TrainingReader(self.outputs, self.device_types, module)
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainingReader:
+        return TrainingReader(self.outputs, self.device_types)  # of another module
 
-    @property
-    def bound(self) -> bool:
-        """Whether it is a module's."""
-        return self._entries is not None
-
-    def read(self, inputs: Any) -> Differentiation | None:
+    def read(self, module: nn.Module, inputs: Any) -> Differentiation | None:
         """What is differentiated in a call of these inputs; None where nothing requires a gradient."""
-        assert self._entries is not None
+        self._entries = self._entries or list(_entries(module))
         flags = tuple(table[name].requires_grad for table, name, _ in self._entries)
         if self._last is not None and self._last[0] == flags:
             return self._last[1]
