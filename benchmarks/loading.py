@@ -36,7 +36,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import graphplan
-from graphplan.capture.model_weights import ModelWeights
+from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.runtime.checkpoint.checkpoint_files import read_checkpoint
 from graphplan.runtime.weights.storage import Layout, place_model
 

@@ -28,7 +28,7 @@ from models import LLAMA_70B, MODELS, Model, llama_of
 from report import parser_of, table, write
 from torch.fx.experimental import _config as symbolic_config
 
-from graphplan.capture.model_copy import ModelCopy
+from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.devices.max_memory import read_max_memory

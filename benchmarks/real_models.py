@@ -26,7 +26,7 @@ from report import RESULTS, parser_of, recorded, table, write
 from torch import nn
 
 from graphplan.analysis.plan import Plan
-from graphplan.capture.model_copy import ModelCopy
+from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler
 from graphplan.devices.topology import CPU, Topology

@@ -30,10 +30,10 @@ from graphplan.errors import (
     VerificationError,
 )
 from graphplan.integrations.accelerate.auto_device_map import infer_auto_device_map
+from graphplan.ir.cluster.machine_stage import Crossing, MachineStage
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value, Weight
 from graphplan.ir.liveness import Peak
-from graphplan.ir.machine_stage import Crossing, MachineStage
 from graphplan.ir.plan_data import Stage, Transfer
 from graphplan.ir.schedule import Load, Schedule
 from graphplan.ir.timeline import Timeline

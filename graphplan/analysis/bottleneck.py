@@ -19,9 +19,9 @@ from graphplan.devices.topology import ALIGNMENT, DeviceKey, DeviceSpec, Topolog
 from graphplan.errors import InfeasibleError
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import Assignment
+from graphplan.passes.placement.calls.joint import Call, place_jointly
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
-from graphplan.passes.placement.joint import Call, place_jointly
 from graphplan.passes.placement.limits import Limits
 from graphplan.passes.placement.residence import reside
 from graphplan.report.time_parts import time_parts

@@ -6,19 +6,19 @@ from pathlib import Path
 from typing import Self
 
 from graphplan.analysis.plan import Plan
-from graphplan.ir.cluster_plan_data import ClusterPlanData
-from graphplan.report.cluster_page import to_cluster_html
-from graphplan.report.cluster_perfetto import to_cluster_trace
-from graphplan.report.cluster_svg import to_cluster_svg
-from graphplan.report.cluster_text import cluster_summary
+from graphplan.ir.cluster.cluster_plan_data import ClusterPlanData
+from graphplan.report.cluster.cluster_page import to_cluster_html
+from graphplan.report.cluster.cluster_perfetto import to_cluster_trace
+from graphplan.report.cluster.cluster_svg import to_cluster_svg
+from graphplan.report.cluster.cluster_text import cluster_summary
 from graphplan.versioned_json import read_file
 
 
 class ClusterPlan(ClusterPlanData[Plan]):
     """A model placed over several machines. Sizes are bytes, times seconds.
 
-    Attributes are those of :class:`~graphplan.ir.cluster_plan_data.ClusterPlanData`. The plan of one machine
-    is ``plan.stages[i].plan``, a :class:`graphplan.Plan`.
+    Attributes are those of :class:`~graphplan.ir.cluster.cluster_plan_data.ClusterPlanData`. The plan of one
+    machine is ``plan.stages[i].plan``, a :class:`graphplan.Plan`.
     """
 
     def summary(self) -> str:

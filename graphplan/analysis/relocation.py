@@ -18,9 +18,9 @@ from graphplan.ir.graph import Graph
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import Assignment
 from graphplan.ir.timeline import make_timeline
+from graphplan.passes.placement.calls.shared_buffers import fit_together
 from graphplan.passes.placement.evaluate import Evaluation
 from graphplan.passes.placement.problem import cpu_key
-from graphplan.passes.placement.shared_buffers import fit_together
 from graphplan.report.text import time_text
 
 EPSILON = 1e-12  # seconds: times that differ by less are the same

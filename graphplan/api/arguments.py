@@ -17,9 +17,9 @@ from graphplan.analysis.cluster_plan import ClusterPlan
 from graphplan.analysis.plan import Plan
 from graphplan.api.plan_options import ExampleCall, PlanOptions
 from graphplan.api.training_arguments import read_training
-from graphplan.capture.model_copy import ModelCopy
+from graphplan.capture.model.model_copy import ModelCopy
+from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.capture.model_methods import entry_named
-from graphplan.capture.model_weights import ModelWeights
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler, EntryCall

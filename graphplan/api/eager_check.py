@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphplan.capture.model.shared_attributes import copy_to_run
 from graphplan.capture.model_methods import method_of
-from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.capture.signature import BoundCall
 from graphplan.capture.structure import map_leaves
 from graphplan.errors import NoGraphError

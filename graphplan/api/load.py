@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from graphplan.api.partition import partition
-from graphplan.capture.model_weights import ModelWeights
+from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.capture.thread_patches import outside_inference_mode
 from graphplan.devices.max_memory import MaxMemory
 from graphplan.errors import CheckpointError

@@ -17,21 +17,21 @@ from graphplan.api.arguments import Request, read_example, read_given_plan, read
 from graphplan.api.plan_options import PlanOptions
 from graphplan.api.rank_builder import RankBuilder
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.dynamic_axes import BATCH
-from graphplan.capture.microbatches import batch_of, microbatches_of
 from graphplan.capture.signature import BoundCall, leaf_names
-from graphplan.compiler.cluster_call import Wires
-from graphplan.compiler.cluster_planning import Cluster, StageSearch, whole_compiler
+from graphplan.capture.sizes.dynamic_axes import BATCH
+from graphplan.capture.sizes.microbatches import batch_of, microbatches_of
+from graphplan.compiler.cluster.cluster_call import Wires
+from graphplan.compiler.cluster.cluster_planning import Cluster, StageSearch, whole_compiler
+from graphplan.compiler.cluster.interleaved_planning import InterleavedSearch
 from graphplan.compiler.formulation import Options
-from graphplan.compiler.interleaved_planning import InterleavedSearch
 from graphplan.compiler.pipeline import Compiler
 from graphplan.devices.max_memory import MaxMemory, read_max_memory
 from graphplan.devices.speeds import with_speeds
 from graphplan.devices.topology import Link
 from graphplan.errors import InputError, PlanError
-from graphplan.ir.cluster_plan_data import Objective
-from graphplan.ir.flight import Flight, PipelineSchedule
-from graphplan.ir.interleaved_order import rounds_divide
+from graphplan.ir.cluster.cluster_plan_data import Objective
+from graphplan.ir.cluster.flight import Flight, PipelineSchedule
+from graphplan.ir.cluster.interleaved_order import rounds_divide
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.distributed.agreement import broadcast_text, on_all, require_group, require_same

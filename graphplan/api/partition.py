@@ -24,7 +24,7 @@ from graphplan.api.arguments import (
 from graphplan.api.machines import partition_machines
 from graphplan.api.placer import Placer, Recipe
 from graphplan.api.plan_options import PlanKeywords, read_options, refuse_with_machines, shows_options
-from graphplan.capture.shared_attributes import copy_to_run, of_class
+from graphplan.capture.model.shared_attributes import copy_to_run, of_class
 from graphplan.capture.thread_patches import outside_inference_mode
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.progress import with_progress

@@ -21,10 +21,10 @@ from torch import nn
 
 from graphplan.api.eager_check import require_equal
 from graphplan.capture.eager_run import saved_bytes
-from graphplan.capture.model_copy import ModelCopy
+from graphplan.capture.model.model_copy import ModelCopy
+from graphplan.capture.model.model_weights import ModelWeights, tensor_bytes
+from graphplan.capture.model.modes import Modes
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
-from graphplan.capture.model_weights import ModelWeights, tensor_bytes
-from graphplan.capture.modes import Modes
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.code_generation import Planned
 from graphplan.compiler.formulation import Options

@@ -11,14 +11,14 @@ from typing import Any, TypedDict, TypeVar
 
 import torch
 
-from graphplan.capture.size_limits import SizeLimits
+from graphplan.capture.sizes.size_limits import SizeLimits
 from graphplan.compiler.saved_captures import SavedCaptures
 from graphplan.devices.max_memory import Reserve
 from graphplan.devices.speeds import GivenSpeeds
 from graphplan.devices.topology import DeviceKey, Link
 from graphplan.errors import InputError
-from graphplan.ir.cluster_plan_data import Objective
-from graphplan.ir.flight import PipelineSchedule
+from graphplan.ir.cluster.cluster_plan_data import Objective
+from graphplan.ir.cluster.flight import PipelineSchedule
 from graphplan.passes.training.optimizer_memory import Optimizer
 
 ExampleCall = (

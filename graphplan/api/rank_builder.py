@@ -17,19 +17,19 @@ from graphplan.analysis.cluster_plan import ClusterPlan
 from graphplan.analysis.plan import Plan
 from graphplan.api.arguments import Request
 from graphplan.api.rank_stage import RankStage
-from graphplan.capture.model_weights import ModelWeights
+from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.capture.signature import BoundCall
-from graphplan.compiler.cluster_call import Wires, rebuild_result, traced_inputs
-from graphplan.compiler.cluster_planning import Cluster
-from graphplan.compiler.pipeline import AHEAD
-from graphplan.compiler.stage_compiler import (
+from graphplan.compiler.cluster.cluster_call import Wires, rebuild_result, traced_inputs
+from graphplan.compiler.cluster.cluster_planning import Cluster
+from graphplan.compiler.cluster.stage_compiler import (
     StageSource,
     stage_source,
 )
+from graphplan.compiler.pipeline import AHEAD
 from graphplan.compiler.training import trainable, trained_values
 from graphplan.errors import InfeasibleError, InputError
 from graphplan.integrations.transformers.cluster_generate import generator_of
-from graphplan.ir.machine_stage import MachineStage
+from graphplan.ir.cluster.machine_stage import MachineStage
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.pipeline.boundaries import Boundaries
 from graphplan.passes.pipeline.cut_capture import results_of

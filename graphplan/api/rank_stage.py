@@ -10,17 +10,17 @@ from torch import nn
 
 from graphplan.analysis.plan import Plan
 from graphplan.api.placer import Placer, Recipe
-from graphplan.capture.model_copy import ModelCopy
-from graphplan.compiler.cluster_call import Wires
+from graphplan.capture.model.model_copy import ModelCopy
+from graphplan.compiler.cluster.cluster_call import Wires
+from graphplan.compiler.cluster.stage_compiler import StageSource, buffer_bytes, with_buffers, withholding
+from graphplan.compiler.cluster.stage_step import Kept, plan_step, with_step
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler
-from graphplan.compiler.stage_compiler import StageSource, buffer_bytes, with_buffers, withholding
-from graphplan.compiler.stage_step import Kept, plan_step, with_step
 from graphplan.devices.max_memory import require_present
 from graphplan.devices.topology import Topology
 from graphplan.errors import InfeasibleError
-from graphplan.ir.flight import Flight
-from graphplan.ir.machine_stage import MachineStage
+from graphplan.ir.cluster.flight import Flight
+from graphplan.ir.cluster.machine_stage import MachineStage
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.distributed.stage_runner import make_ready
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graphplan.api.plan_options import PlanOptions
-from graphplan.capture.model_copy import ModelCopy
+from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.compiler.training import Training, trainable
 from graphplan.errors import InputError
 from graphplan.passes.training.optimizer_memory import optimizer_memory

@@ -91,7 +91,7 @@ class Capture:
         caches: names of the arguments that are caches; the result is then a pair of the model's result
             and what became of each.
         kept: positions of results that are tensors of caches: they stay where they are made.
-        entry: what was called, as in :class:`graphplan.capture.model_copy.ModelCopy`.
+        entry: what was called, as in :class:`graphplan.capture.model.model_copy.ModelCopy`.
         step: of a forward and a backward pass in one graph; nodes of the latter have ``backward`` in their
             ``meta``, and gradients follow the results.
     """

@@ -11,16 +11,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from graphplan.capture.captured_graph import Capture, Prepare
-from graphplan.capture.dynamic_axes import Roles
-from graphplan.capture.dynamic_sizes import (
-    UNBOUNDED,
-    finite_bound,
-    largest_sizes,
-    sizes_of_call,
-    values_of,
-)
-from graphplan.capture.model_copy import ModelCopy
-from graphplan.capture.model_weights import identity
+from graphplan.capture.model.model_copy import ModelCopy
+from graphplan.capture.model.model_weights import identity
 from graphplan.capture.signature import (
     BoundCall,
     CounterLeaf,
@@ -29,6 +21,14 @@ from graphplan.capture.signature import (
     Prepared,
     TensorLeaf,
     leaf_names,
+)
+from graphplan.capture.sizes.dynamic_axes import Roles
+from graphplan.capture.sizes.dynamic_sizes import (
+    UNBOUNDED,
+    finite_bound,
+    largest_sizes,
+    sizes_of_call,
+    values_of,
 )
 from graphplan.capture.structure import node_of
 from graphplan.capture.transformers.caches import is_described

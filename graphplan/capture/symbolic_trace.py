@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from graphplan.capture.captured_graph import OWN_NAMES, Capture
-from graphplan.capture.model_copy import ModelCopy
+from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.signature import InputSignature
 from graphplan.capture.source_lines import failed_line
 from graphplan.capture.structure import flatten, know_containers

@@ -10,10 +10,10 @@ import torch
 
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.differentiate import differentiate
-from graphplan.capture.model_copy import ModelCopy
-from graphplan.capture.modes import Modes
+from graphplan.capture.model.model_copy import ModelCopy
+from graphplan.capture.model.modes import Modes
 from graphplan.capture.signature import BoundCall, leaf_names
-from graphplan.capture.size_limits import bounded
+from graphplan.capture.sizes.size_limits import bounded
 from graphplan.capture.tracing import capture
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.progress import enter_stage
@@ -45,7 +45,7 @@ class Captures:
     def annotated(self, call: BoundCall | None, entry: str = "", ahead: float = 0.0) -> Annotator:
         """A call, traced unless one of its structure was traced before, for sizes up to a bound.
 
-        ``ahead`` is as in :meth:`graphplan.capture.size_limits.SizeLimits.largest`.
+        ``ahead`` is as in :meth:`graphplan.capture.sizes.size_limits.SizeLimits.largest`.
         """
         known = self.traced(call, entry)
         capture = known.capture

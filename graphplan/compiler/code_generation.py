@@ -11,7 +11,7 @@ from torch import nn
 
 from graphplan.analysis.plan import Plan
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.modes import Modes
+from graphplan.capture.model.modes import Modes
 from graphplan.capture.signature import BoundCall, TensorLeaf
 from graphplan.compiler.earlier_plans import PlacedConstants
 from graphplan.compiler.formulation import Options

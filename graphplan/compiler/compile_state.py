@@ -10,8 +10,8 @@ from graphplan.capture.signature import BoundCall
 from graphplan.compiler.formulation import Formulation
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.frontend.slicing import slice_weights
+from graphplan.passes.placement.calls.joint import Call
 from graphplan.passes.placement.certificate import Solution
-from graphplan.passes.placement.joint import Call
 from graphplan.passes.placement.limits import Limits
 from graphplan.passes.placement.problem import Problem
 

@@ -12,11 +12,11 @@ from graphplan.devices.topology import DISK
 from graphplan.ir.constraints import Constraints
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.frontend.two_readings import upper_bound_graph
+from graphplan.passes.placement.calls.joint import Call, place_jointly
+from graphplan.passes.placement.calls.shared_buffers import fit_together
 from graphplan.passes.placement.certificate import Bound, Solution, certify
 from graphplan.passes.placement.constrain import constrain
 from graphplan.passes.placement.disk import place_or_map
-from graphplan.passes.placement.joint import Call, place_jointly
-from graphplan.passes.placement.shared_buffers import fit_together
 from graphplan.warnings import warn
 
 _ROUNDS = 4  # times that a placement is made again because its own moves made operations take more

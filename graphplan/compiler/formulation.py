@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.model_weights import tensor_bytes
+from graphplan.capture.model.model_weights import tensor_bytes
 from graphplan.capture.signature import BoundCall
-from graphplan.capture.size_limits import SizeLimits
+from graphplan.capture.sizes.size_limits import SizeLimits
 from graphplan.compiler.earlier_plans import Commitments
 from graphplan.compiler.saved_captures import SavedCaptures
 from graphplan.compiler.training import Training

@@ -13,9 +13,9 @@ from graphplan.devices.topology import Topology
 from graphplan.errors import PlanError, readable_bytes
 from graphplan.ir.graph import Graph
 from graphplan.ir.plan_data import PlanData
+from graphplan.passes.placement.calls.joint import Call
 from graphplan.passes.placement.certificate import Bound, certify
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
-from graphplan.passes.placement.joint import Call
 from graphplan.passes.training.knapsack import Savings, savings_of
 
 _KINDS = ("operations", "values", "weights", "inputs", "outputs", "together")

@@ -20,8 +20,8 @@ from functools import partial
 
 from graphplan.analysis.plan import Plan
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.model_copy import ModelCopy
-from graphplan.capture.modes import Modes
+from graphplan.capture.model.model_copy import ModelCopy
+from graphplan.capture.model.modes import Modes
 from graphplan.capture.signature import BoundCall
 from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.compiler.activation_choice import place_step

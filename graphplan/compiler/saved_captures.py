@@ -30,8 +30,8 @@ from safetensors import SafetensorError
 
 from graphplan import _compat, capture
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.model_copy import ModelCopy
-from graphplan.capture.model_weights import identity, is_dense
+from graphplan.capture.model.model_copy import ModelCopy
+from graphplan.capture.model.model_weights import identity, is_dense
 from graphplan.capture.saved.description import Description
 from graphplan.capture.saved.plain_capture import made_capture, plain_capture
 from graphplan.capture.saved.plain_values import NotSavedError

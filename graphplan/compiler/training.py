@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.model_weights import ModelWeights
-from graphplan.capture.modes import Differentiation, needs_portable
+from graphplan.capture.model.model_weights import ModelWeights
+from graphplan.capture.model.modes import Differentiation, needs_portable
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Weight
 from graphplan.passes.training.optimizer_memory import OptimizerMemory

@@ -21,8 +21,8 @@ import torch
 from torch import fx, nn
 
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.dynamic_sizes import exact_size, sizes_of_call
 from graphplan.capture.signature import BoundCall, bind_call
+from graphplan.capture.sizes.dynamic_sizes import exact_size, sizes_of_call
 from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.errors import CaptureError, InputError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.model_weights import ModelWeights
+from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.devices.topology import CPU, DeviceKey
 from graphplan.ir.graph import Graph
 from graphplan.ir.schedule import Schedule

@@ -16,7 +16,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils import _pytree as pytree
 
-from graphplan.capture.dynamic_sizes import symbols_of
+from graphplan.capture.sizes.dynamic_sizes import symbols_of
 from graphplan.errors import NoGraphError
 from graphplan.passes.frontend.fake_operation import Effect, OperationResult, run_fake
 from graphplan.passes.frontend.tensor_meta import TensorMeta, describe, is_tensor_meta

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.model_weights import ModelWeights, is_wrapper, tensor_bytes
+from graphplan.capture.model.model_weights import ModelWeights, is_wrapper, tensor_bytes
 from graphplan.capture.source_lines import source_line
 from graphplan.devices.topology import CPU, DeviceKey, round_up
 from graphplan.ir.graph import Graph

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from graphplan.capture.captured_graph import Part
-from graphplan.capture.model_weights import ModelWeights, is_wrapper, tensor_bytes
+from graphplan.capture.model.model_weights import ModelWeights, is_wrapper, tensor_bytes
 from graphplan.devices.topology import round_up
 from graphplan.ir.graph_elements import Weight
 from graphplan.passes.frontend.tensor_meta import TensorMeta, dtype_name

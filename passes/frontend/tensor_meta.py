@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from graphplan.capture.dynamic_sizes import finite_bound
+from graphplan.capture.sizes.dynamic_sizes import finite_bound
 from graphplan.warnings import warn
 
 

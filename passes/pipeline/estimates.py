@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from graphplan.devices.speeds import Speed
 from graphplan.devices.topology import CPU, DeviceSpec, Link, Topology
+from graphplan.ir.cluster.flight import Flight
 from graphplan.ir.cost_model import all_seconds
-from graphplan.ir.flight import Flight
 from graphplan.ir.graph import Graph
 from graphplan.passes.pipeline.boundaries import Boundaries
 from graphplan.passes.pipeline.stage_dp import Floats, StageCosts

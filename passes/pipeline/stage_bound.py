@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphplan.devices.topology import Link, Topology
-from graphplan.ir.flight import Flight
+from graphplan.ir.cluster.flight import Flight
 from graphplan.ir.graph import Graph
 from graphplan.passes.pipeline.boundaries import Boundaries
 from graphplan.passes.pipeline.cut_params import PARAMS

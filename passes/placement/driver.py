@@ -13,18 +13,18 @@ import numpy as np
 
 from graphplan.devices.topology import DeviceKey
 from graphplan.ir.schedule import Assignment
+from graphplan.passes.placement.bounds.milp import bound_by_classes
+from graphplan.passes.placement.bounds.relaxation import least_seconds
 from graphplan.passes.placement.certificate import Bound, Solution, certify
 from graphplan.passes.placement.evaluate import Evaluation, evaluate, evaluate_filled
 from graphplan.passes.placement.infeasible import explain_infeasible, smallest_budgets
 from graphplan.passes.placement.limits import Limits
-from graphplan.passes.placement.milp import bound_by_classes
 from graphplan.passes.placement.params import Effort
 from graphplan.passes.placement.problem import Problem, cpu_key
-from graphplan.passes.placement.relaxation import least_seconds
 from graphplan.passes.placement.residence import reside, unread_weights
 from graphplan.passes.placement.resident import ResidentSearch
-from graphplan.passes.placement.streamed import StreamedSearch
-from graphplan.passes.placement.streamed_local_search import climb_streamed
+from graphplan.passes.placement.streaming.streamed import StreamedSearch
+from graphplan.passes.placement.streaming.streamed_local_search import climb_streamed
 from graphplan.warnings import warn
 
 _MILP = "integer program over operation classes"

@@ -10,13 +10,13 @@ import numpy as np
 
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.arrays import Arrays, Ints
+from graphplan.passes.placement.bounds.label_dp import Completion, search_labels, widest
+from graphplan.passes.placement.bounds.relaxation import Relaxation, least_seconds, relax
 from graphplan.passes.placement.certificate import Bound
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
-from graphplan.passes.placement.label_dp import Completion, search_labels, widest
 from graphplan.passes.placement.local_search import LocalSearch
 from graphplan.passes.placement.params import ROUNDING, Effort
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.relaxation import Relaxation, least_seconds, relax
 from graphplan.passes.placement.segment_dp import SegmentDP
 
 _LABELS = "label-setting search"

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from graphplan.passes.placement.arrays import Arrays, Floats, Ints
+from graphplan.passes.placement.bounds.symmetry import device_classes
 from graphplan.passes.placement.params import ROUNDING, Effort
-from graphplan.passes.placement.symmetry import device_classes
 
 Homes = Mapping[str, int]
 _State = tuple[tuple[int, ...], int]  # devices used of each class, class of the last; -1 for host and CPU

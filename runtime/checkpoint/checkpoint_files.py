@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from graphplan.capture.model_weights import ModelWeights
+from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.errors import CheckpointError
 from graphplan.runtime.checkpoint.mapped_files import MappedFile
 from graphplan.runtime.checkpoint.parallel_reads import Read, read_into

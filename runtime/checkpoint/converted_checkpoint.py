@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from graphplan.capture.model_weights import ModelWeights
+from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.errors import CheckpointError
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.checkpoint.deferred_reads import DeferredReads

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from graphplan._compat.torch import require_backward_stages
-from graphplan.capture.microbatches import microbatches_of
 from graphplan.capture.signature import BoundCall, bind_call, leaf_names
+from graphplan.capture.sizes.microbatches import microbatches_of
 from graphplan.errors import InputError
 from graphplan.runtime.distributed.agreement import broadcast_from_last, gather_texts
 from graphplan.runtime.distributed.cluster_profile import ClusterProfile, merged

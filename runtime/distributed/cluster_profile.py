@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graphplan.ir.cluster_plan_data import ClusterPlanData
-from graphplan.report.cluster_page import to_cluster_html
-from graphplan.report.cluster_perfetto import Slot, to_cluster_trace
-from graphplan.report.cluster_svg import to_cluster_svg
+from graphplan.ir.cluster.cluster_plan_data import ClusterPlanData
+from graphplan.report.cluster.cluster_page import to_cluster_html
+from graphplan.report.cluster.cluster_perfetto import Slot, to_cluster_trace
+from graphplan.report.cluster.cluster_svg import to_cluster_svg
 from graphplan.report.text import table_lines, time_text
 from graphplan.runtime.distributed.agreement import gather_texts
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from graphplan.errors import ClusterError, first_line
-from graphplan.ir.flight import PipelineSchedule
-from graphplan.ir.interleaved_order import interleaved_order
+from graphplan.ir.cluster.flight import PipelineSchedule
+from graphplan.ir.cluster.interleaved_order import interleaved_order
 from graphplan.runtime.module.dispatch import serve
 from graphplan.runtime.module.placed_module import differentiated
 

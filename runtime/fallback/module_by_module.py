@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from graphplan.capture.eager_run import is_same
-from graphplan.capture.modes import Modes, read_modes, write_modes
-from graphplan.capture.shared_attributes import copy_to_run
+from graphplan.capture.model.modes import Modes, read_modes, write_modes
+from graphplan.capture.model.shared_attributes import copy_to_run
 from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf, leaf_names
 from graphplan.devices.topology import CPU, SIMULATED
 from graphplan.errors import CaptureError, GraphplanError, PlanError, first_line

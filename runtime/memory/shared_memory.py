@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphplan.capture.model_weights import memory_of
+from graphplan.capture.model.model_weights import memory_of
 from graphplan.errors import CaptureError
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphplan.capture.model.modes import Differentiation, Modes
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
-from graphplan.capture.modes import Differentiation, Modes
 from graphplan.capture.signature import BoundCall, bind_call
 from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mode
 from graphplan.errors import NoGraphError
@@ -75,8 +75,8 @@ def serve(
     """The program that serves a call, and what it takes of it; or that no program does.
 
     ``entry`` and ``signature`` are of what is called, as in
-    :func:`graphplan.capture.model_methods.method_of`; ``step`` says what is differentiated, where a backward
-    pass may follow.
+    :func:`graphplan.capture.model_methods.method_of`; ``step`` says what is differentiated, where a
+    backward pass may follow.
 
     Raises:
         GraphplanError: the call has a new structure, and cannot be captured or placed.

@@ -12,13 +12,13 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 
-from graphplan.capture.modes import ModeReader, Modes
+from graphplan.capture.model.modes import ModeReader, Modes
 from graphplan.capture.signature import BoundCall
 from graphplan.errors import NoGraphError
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.fallback.module_by_module import Modulewise, Untraced
+from graphplan.runtime.module.changes.module_guard import ModuleGuard
 from graphplan.runtime.module.dispatch_cache import Route
-from graphplan.runtime.module.module_guard import ModuleGuard
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.result_structure import Rebuild
 from graphplan.runtime.module.running_calls import RunningCalls

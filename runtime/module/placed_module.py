@@ -20,8 +20,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from graphplan.capture.modes import Differentiation
-from graphplan.capture.shared_attributes import copy_to_run
+from graphplan.capture.model.modes import Differentiation
+from graphplan.capture.model.shared_attributes import copy_to_run
 from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mode
 from graphplan.errors import InfeasibleError, PlanError
 from graphplan.ir.plan_data import PlanData

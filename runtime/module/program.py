@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from graphplan.capture.modes import Modes
+from graphplan.capture.model.modes import Modes
 from graphplan.capture.signature import BoundCall, InputSignature
 from graphplan.ir.plan_data import PlanData
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphplan.capture.modes import Differentiation, needs_portable
+from graphplan.capture.model.modes import Differentiation, needs_portable
 from graphplan.capture.structure import leaves_of
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from graphplan.capture.model_weights import ModelWeights, tensor_bytes
-from graphplan.capture.shared_attributes import copy_to_run, of_class
+from graphplan.capture.model.model_weights import ModelWeights, tensor_bytes
+from graphplan.capture.model.shared_attributes import copy_to_run, of_class
 from graphplan.devices.topology import CPU, round_up
 from graphplan.errors import InputError, readable_bytes
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from graphplan.capture.model_weights import tensor_bytes
+from graphplan.capture.model.model_weights import tensor_bytes
 from graphplan.devices.topology import CPU, round_up
 from graphplan.errors import readable_bytes
 from graphplan.ir.schedule import STAGED_BYTES, PrefetchBuffer, PrefetchSegment

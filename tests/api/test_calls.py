@@ -21,8 +21,8 @@ from graphplan import Graph, Link, Operation, Plan, Value, Weight
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.devices.topology import CPU
 from graphplan.ir.constraints import Constraints
+from graphplan.passes.placement.calls.joint import Call, place_jointly
 from graphplan.passes.placement.driver import place
-from graphplan.passes.placement.joint import Call, place_jointly
 from graphplan.passes.placement.problem import Problem
 
 KIB = 1024

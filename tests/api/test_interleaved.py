@@ -18,7 +18,7 @@ from graphplan import ClusterPlan, Link
 from graphplan.api.machines import _require_planned_for, read_cluster
 from graphplan.api.plan_options import PlanOptions
 from graphplan.ir.liveness import saved_bytes
-from graphplan.report.cluster_perfetto import batch_slots
+from graphplan.report.cluster.cluster_perfetto import batch_slots
 
 WIDTH = 256
 NEAR = Link(1e12, 1e-9)

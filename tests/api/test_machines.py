@@ -17,10 +17,10 @@ import graphplan
 from graphplan import ClusterPlan, ClusterProfile, Link
 from graphplan.api.machines import plan_machines, read_cluster
 from graphplan.api.plan_options import PlanOptions
-from graphplan.compiler.stage_placement import StagePlacement, Stretch
-from graphplan.compiler.stage_step import StepPlan
-from graphplan.report.cluster_perfetto import Slot, batch_slots
-from graphplan.report.cluster_text import HEADER, machine_rows
+from graphplan.compiler.cluster.stage_placement import StagePlacement, Stretch
+from graphplan.compiler.cluster.stage_step import StepPlan
+from graphplan.report.cluster.cluster_perfetto import Slot, batch_slots
+from graphplan.report.cluster.cluster_text import HEADER, machine_rows
 from graphplan.report.text import size_text
 
 WIDTH = 1024
@@ -199,7 +199,7 @@ def test_what_arrives_and_leaves_counts_against_the_cpu() -> None:
 
 def test_kept_activations_ask_for_more_machines_in_a_training_step() -> None:
     from graphplan.devices.max_memory import read_max_memory
-    from graphplan.ir.flight import Flight
+    from graphplan.ir.cluster.flight import Flight
 
     assert read_max_memory({"cpu": 1})
     asked = PlanOptions(microbatches=8, schedule="1f1b")

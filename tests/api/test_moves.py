@@ -16,7 +16,7 @@ from language_models import build, inputs_of
 from torch import nn
 
 import graphplan
-from graphplan.capture.model_weights import is_wrapper
+from graphplan.capture.model.model_weights import is_wrapper
 from graphplan.runtime.module.running_calls import RunningCalls
 
 MOVED = "so weights move"

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
 
 import graphplan
-from graphplan.capture.model_weights import tensor_bytes
+from graphplan.capture.model.model_weights import tensor_bytes
 
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
 aten = torch.ops.aten

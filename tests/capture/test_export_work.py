@@ -14,7 +14,7 @@ from torch.nn.modules import module
 from graphplan._compat import export_work
 from graphplan.capture import export_here
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.model_copy import ModelCopy
+from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.tracing import capture
 from graphplan.passes.frontend.annotate import annotate
 

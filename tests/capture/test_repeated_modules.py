@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from graphplan.capture import export_here
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.model_copy import ModelCopy
+from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.repeated.copied_call import CallCopy
 from graphplan.capture.tracing import capture
 

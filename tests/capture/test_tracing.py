@@ -9,8 +9,8 @@ from torch import nn
 
 import graphplan
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.model_copy import ModelCopy
-from graphplan.capture.model_weights import ModelWeights
+from graphplan.capture.model.model_copy import ModelCopy
+from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.capture.tracing import capture
 
 

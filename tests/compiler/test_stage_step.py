@@ -10,8 +10,8 @@ from unittest.mock import patch
 import pytest
 
 import graphplan
-from graphplan.compiler.stage_compiler import withholding
-from graphplan.compiler.stage_step import plan_step
+from graphplan.compiler.cluster.stage_compiler import withholding
+from graphplan.compiler.cluster.stage_step import plan_step
 from graphplan.devices.topology import DeviceSpec, Topology
 
 GB = 10**9
@@ -39,7 +39,7 @@ def nothing_beside(kept: Mapping[Any, int]) -> Any:
 
 def test_an_error_names_the_device_the_bytes_needed_and_those_there() -> None:
     with (
-        patch("graphplan.compiler.stage_step.kept_bytes", lambda *_: {0: 8 * GB, "cpu": GB}),
+        patch("graphplan.compiler.cluster.stage_step.kept_bytes", lambda *_: {0: 8 * GB, "cpu": GB}),
         pytest.raises(
             graphplan.InfeasibleError, match=r"3 other microbatches.* on device 0: the nearest"
         ) as found,
@@ -52,7 +52,7 @@ def test_an_error_names_the_device_the_bytes_needed_and_those_there() -> None:
 def test_an_error_names_them_where_every_plan_saves_more_than_was_withheld() -> None:
     kept = iter(range(8, 99))
     with (
-        patch("graphplan.compiler.stage_step.kept_bytes", lambda *_: {0: next(kept) * GB}),
+        patch("graphplan.compiler.cluster.stage_step.kept_bytes", lambda *_: {0: next(kept) * GB}),
         pytest.raises(graphplan.InfeasibleError, match=r"device 0 needs .* and may hold") as found,
     ):
         plan_step(planned, 3, frozenset())

@@ -367,7 +367,7 @@ def test_a_pipeline_takes_it(tmp_path: Path) -> None:
 FRESH = """
 import torch, transformers
 from graphplan.capture.transformers.caches import is_cache
-from graphplan.capture.model_copy import ModelCopy
+from graphplan.capture.model.model_copy import ModelCopy
 
 config = transformers.LlamaConfig(
     vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4

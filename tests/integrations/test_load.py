@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, dynamic_modu
 
 import graphplan
 from graphplan.api.load import open_pretrained
-from graphplan.capture.model_weights import ModelWeights
+from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.runtime.checkpoint.converted_checkpoint import Conversion, ConvertedCheckpoint
 from graphplan.runtime.checkpoint.deferred_reads import DeferredReads
 from graphplan.runtime.checkpoint.parallel_reads import read_into

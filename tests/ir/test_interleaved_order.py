@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from torch.distributed.pipelining import schedules
 
-from graphplan.ir.interleaved_order import (
+from graphplan.ir.cluster.interleaved_order import (
     StageAction,
     StageSeconds,
     interleaved_order,

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graphplan.capture.model_weights import identity, is_dense
+from graphplan.capture.model.model_weights import identity, is_dense
 from graphplan.capture.saved.code_objects import (
     code_parts,
     file_of,

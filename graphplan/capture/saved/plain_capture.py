@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from graphplan.capture.captured_graph import Capture, Without
-from graphplan.capture.dynamic_axes import written_guard
 from graphplan.capture.saved.plain_graph import GraphMaker, GraphWriter
 from graphplan.capture.saved.plain_values import NotSavedError, from_plain, to_plain
 from graphplan.capture.signature import BoundCall, CounterLeaf, FloatLeaf, Guard, InputSignature, TensorLeaf
+from graphplan.capture.sizes.dynamic_axes import written_guard
 
 _FIELDS = (
     *("weights", "inputs", "out_spec", "method", "prepare", "roles", "order", "states", "caches", "kept"),

@@ -27,10 +27,10 @@ from torch.utils import _pytree as pytree
 from graphplan._compat.torch import hide_tracer
 from graphplan._compat.transformers import export_patches
 from graphplan.capture.captured_graph import bound_call
-from graphplan.capture.dynamic_axes import BATCH, LENGTH, Roles, conditions, shapes_for, text_roles
 from graphplan.capture.export_here import export
 from graphplan.capture.model_methods import with_forward
 from graphplan.capture.signature import BoundCall, Guard
+from graphplan.capture.sizes.dynamic_axes import BATCH, LENGTH, Roles, conditions, shapes_for, text_roles
 from graphplan.capture.structure import (
     flatten,
     flatten_with_path,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from graphplan.capture.model_weights import identity, tensor_bytes
+from graphplan.capture.model.model_weights import identity, tensor_bytes
 from graphplan.devices.topology import CPU, DISK, DeviceKey
 from graphplan.integrations.accelerate.module_packing import Block, Places, pack, spill
 from graphplan.ir.module_map import merged_map

@@ -21,10 +21,10 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from graphplan.analysis.plan import Plan
 from graphplan.capture.eager_run import is_same
-from graphplan.capture.model_copy import ModelCopy
+from graphplan.capture.model.model_copy import ModelCopy
+from graphplan.capture.model.model_weights import ModelWeights, tensor_bytes
+from graphplan.capture.model.shared_attributes import copy_to_run
 from graphplan.capture.model_methods import method_of
-from graphplan.capture.model_weights import ModelWeights, tensor_bytes
-from graphplan.capture.shared_attributes import copy_to_run
 from graphplan.capture.signature import leaf_on_cpu
 from graphplan.capture.structure import map_leaves
 from graphplan.compiler.formulation import Options

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from graphplan import Graph, simulate
-from graphplan.capture.model_copy import ModelCopy
-from graphplan.capture.size_limits import SizeLimits, bounded
+from graphplan.capture.model.model_copy import ModelCopy
+from graphplan.capture.sizes.size_limits import SizeLimits, bounded
 from graphplan.capture.tracing import capture
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.ir.schedule import Assignment

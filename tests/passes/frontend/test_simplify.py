@@ -7,7 +7,7 @@ from builders import run_placed
 from torch import nn
 
 from graphplan import partition, simulate
-from graphplan.capture.model_copy import ModelCopy
+from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.tracing import capture
 from graphplan.passes.frontend.simplify import simplify
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import graphplan
 from graphplan.capture.captured_graph import Capture, Part
-from graphplan.capture.model_copy import ModelCopy
+from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.tracing import capture
 from graphplan.passes.frontend.simplify import simplify
 from graphplan.passes.frontend.slicing import is_sliceable, slice_weights

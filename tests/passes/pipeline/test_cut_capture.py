@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.model_copy import ModelCopy
+from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler
 from graphplan.devices.max_memory import read_max_memory

@@ -10,7 +10,7 @@ from torch import nn
 
 import graphplan
 from graphplan.devices.topology import Link
-from graphplan.ir.flight import Flight
+from graphplan.ir.cluster.flight import Flight
 from graphplan.passes.pipeline.boundaries import Boundaries
 from graphplan.passes.pipeline.estimates import Estimates
 

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from graphplan.ir.interleaved_order import StageSeconds, play
+from graphplan.ir.cluster.interleaved_order import StageSeconds, play
 from graphplan.passes.pipeline.interleaved_dp import InterleavedDP
 from graphplan.passes.pipeline.stage_bound import bound_turns
 

@@ -20,9 +20,9 @@ from graphplan.devices.max_memory import read_max_memory
 from graphplan.devices.speeds import Speed, with_speeds
 from graphplan.devices.topology import CPU
 from graphplan.ir.constraints import Constraints
+from graphplan.passes.placement.calls.joint import Call, place_jointly
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
-from graphplan.passes.placement.joint import Call, place_jointly
 from graphplan.passes.placement.limits import Limits
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import reside

@@ -13,7 +13,7 @@ from graphplan.devices.topology import CPU, DeviceKey, Link
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value
 from graphplan.passes.placement.arrays import Arrays
-from graphplan.passes.placement.frontier import DpStage, Frontier, make_stages
+from graphplan.passes.placement.bounds.frontier import DpStage, Frontier, make_stages
 from graphplan.passes.placement.problem import Problem
 
 MIB = 1 << 20

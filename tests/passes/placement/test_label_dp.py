@@ -13,10 +13,10 @@ from random_problems import TINY
 from graphplan.devices.topology import CPU, Topology
 from graphplan.ir.graph import Graph
 from graphplan.passes.placement.arrays import Arrays
-from graphplan.passes.placement.frontier import Frontier, make_stages
-from graphplan.passes.placement.label_dp import Completion, LabelSearch, search_labels, widest
+from graphplan.passes.placement.bounds.frontier import Frontier, make_stages
+from graphplan.passes.placement.bounds.label_dp import Completion, LabelSearch, search_labels, widest
+from graphplan.passes.placement.bounds.relaxation import Buffers, Relaxation
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.relaxation import Buffers, Relaxation
 
 MIB = 1 << 20
 TIGHT = 1 + 1e-9

@@ -12,8 +12,8 @@ import pytest
 from placements import ample
 from scipy.optimize import linprog
 
-from graphplan.passes.placement import linear_program
-from graphplan.passes.placement.linear_program import LinearProgram, branch_and_bound
+from graphplan.passes.placement.bounds import linear_program
+from graphplan.passes.placement.bounds.linear_program import LinearProgram, branch_and_bound
 from graphplan.passes.placement.params import Effort
 
 

@@ -16,8 +16,8 @@ from graphplan.devices.topology import CPU, DeviceKey, Link, Topology
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value, Weight
 from graphplan.passes.placement.arrays import Arrays
+from graphplan.passes.placement.bounds.milp import _Program, bound_by_classes
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
-from graphplan.passes.placement.milp import _Program, bound_by_classes
 from graphplan.passes.placement.params import SearchParams
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import reside

@@ -16,11 +16,11 @@ from random_problems import TINY, random_instance
 from graphplan.devices.topology import CPU, DeviceKey, Link, Topology
 from graphplan.passes.placement import driver, resident, symmetry
 from graphplan.passes.placement.arrays import Arrays, Ints
+from graphplan.passes.placement.bounds.label_dp import LabelSearch, search_labels
+from graphplan.passes.placement.bounds.milp import _Class, _Program, bound_by_classes
+from graphplan.passes.placement.bounds.relaxation import Relaxation
 from graphplan.passes.placement.certificate import Bound, Solution, certify
 from graphplan.passes.placement.evaluate import Evaluation
-from graphplan.passes.placement.label_dp import LabelSearch, search_labels
-from graphplan.passes.placement.milp import _Class, _Program, bound_by_classes
-from graphplan.passes.placement.relaxation import Relaxation
 
 MIB = 1 << 20
 QUICK = Effort(placements=1000, steps=20, restricted=0)

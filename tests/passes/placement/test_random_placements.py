@@ -23,11 +23,11 @@ from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value, Weight
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement import driver, resident
+from graphplan.passes.placement.bounds.label_dp import LabelSearch, search_labels
+from graphplan.passes.placement.bounds.relaxation import Relaxation
 from graphplan.passes.placement.driver import attempt
-from graphplan.passes.placement.label_dp import LabelSearch, search_labels
 from graphplan.passes.placement.limits import Limits
 from graphplan.passes.placement.params import SearchParams
-from graphplan.passes.placement.relaxation import Relaxation
 
 TINY_BLOCK, MEDIUM_BLOCK = 6, 2
 KIB, MIB = 1 << 10, 1 << 20

@@ -12,9 +12,9 @@ from random_problems import TINY
 
 from graphplan.devices.topology import CPU, Topology
 from graphplan.passes.placement.arrays import Arrays
-from graphplan.passes.placement.frontier import Frontier, make_stages
+from graphplan.passes.placement.bounds.frontier import Frontier, make_stages
+from graphplan.passes.placement.bounds.relaxation import Buffers, Prices, Relaxation
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.relaxation import Buffers, Prices, Relaxation
 
 MIB = 1 << 20
 TIGHT = 1 + 1e-9

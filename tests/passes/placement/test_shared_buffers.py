@@ -9,9 +9,9 @@ from builders import KIB, chain
 from graphplan import Graph
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.ir.schedule import Assignment
+from graphplan.passes.placement.calls.shared_buffers import evaluate_together, fit_together, within
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.shared_buffers import evaluate_together, fit_together, within
 
 SLOT = 16 * KIB
 SMALL, LARGE = chain(6, weight=SLOT), chain(6, weight=SLOT, activation=40 * KIB)

@@ -17,7 +17,7 @@ from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.params import Effort
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import reside
-from graphplan.passes.placement.streamed import StreamedSearch
+from graphplan.passes.placement.streaming.streamed import StreamedSearch
 
 MIB = 1 << 20
 TIGHT = 1 + 1e-9

@@ -12,8 +12,8 @@ from placements import HOST, equal_cards
 
 from graphplan.devices.topology import CPU, DeviceKey, Link
 from graphplan.passes.placement.arrays import Arrays
+from graphplan.passes.placement.bounds.symmetry import device_classes
 from graphplan.passes.placement.problem import Problem
-from graphplan.passes.placement.symmetry import device_classes
 
 OTHER = Link(7e9, 1e-5)
 

@@ -1,0 +1,148 @@
+"""The copy of a model that is traced instead of it.
+
+The caller's model is never traced itself. A *copy* is: a deep copy whose parameters and buffers are
+CPU tensors in untouched virtual memory, wherever the caller's are (a meta model, a model on an
+accelerator), so that every capture happens on the CPU, costs no memory, and leaves the caller's model
+as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import mmap
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphplan.capture.model.model_weights import ModelWeights, is_dense
+from graphplan.capture.model.modes import Differentiation, Modes, autocast_of, read_modes, write_modes
+from graphplan.capture.model.shared_attributes import copy_to_trace
+from graphplan.capture.signature import BoundCall, bind_call
+from graphplan.capture.transformers.caches import know_caches
+from graphplan.warnings import warn
+
+
+class ModelCopy:
+    """A copy of a model to trace, with stand-ins for its weights.
+
+    Attributes:
+        module: the copy.
+        weights: the caller's own weights, by name.
+        signature: of the model's ``forward``.
+        entry: the method that is called: ``"model.encoder"`` for a submodule, ``"model:encode"`` for a method
+            of one, empty for the model.
+        shared: name -> attribute of the caller's model that the copy is without, since it cannot be copied.
+        told: what its user has been warned of, once.
+        fixed: entries of which no size can vary in a trace.
+        step: what is differentiated, where a training step is to be traced.
+        device_types: of the devices that will compute.
+        autocast: the type that autocast is on for on these devices; None where it is off.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        know_caches(model)
+        self.entry = ""
+        self.told: set[str] = set()
+        self.fixed: set[str] = set()
+        self.step: Differentiation | None = None
+        self.device_types: tuple[str, ...] = ()
+        self.autocast: torch.dtype | None = None
+        self.weights = ModelWeights(model)
+        self.signature = inspect.signature(model.forward)
+        self.module, self.shared = copy_to_trace(model, _stand_ins(model))
+        if type(model).__call__ is not nn.Module.__call__:  # the placed module's own runs around the graph
+            plain = {"__call__": nn.Module.__call__, "__module__": type(model).__module__}
+            self.module.__class__ = type(type(model).__name__, (type(model),), plain)
+        for name, table in vars(self.module).items():
+            if re.match("_(forward|backward)_.*hooks", name):  # the placed module's own, which run likewise
+                table.clear()
+
+    def part(self, entry: str) -> ModelCopy:
+        """The copy of a submodule, with the weights of the whole model; itself for the empty entry."""
+        if not entry:
+            return self
+        found = copy.copy(self)
+        found.entry = entry
+        found.module = self.module.get_submodule(entry.partition(":")[0])
+        found.signature = inspect.signature(getattr(found.module, found.method))
+        return found
+
+    @property
+    def method(self) -> str:
+        """The name of the method of ``module`` that is called."""
+        return self.entry.partition(":")[2] or "forward"
+
+    def full_name(self, name: str) -> str:
+        """The name in the whole model of a weight of this part."""
+        prefix = self.entry.partition(":")[0]
+        return f"{prefix}.{name}" if prefix else name
+
+    @property
+    def modes(self) -> Modes:
+        """Of the copy."""
+        return replace(read_modes(self.module), step=self.step, autocast=self.autocast)
+
+    def compute_on(self, device_types: Iterable[str]) -> None:
+        """Trace for these types of devices, under the autocast that is on for them now."""
+        self.device_types, self.autocast = tuple(device_types), autocast_of(device_types)
+
+    def enter(self, modes: Modes) -> None:
+        """Trace in these modes from now on.
+
+        Raises:
+            PlanError: an adapter is active that the copy does not have.
+        """
+        write_modes(self.module, modes)
+        self.step, self.autocast = modes.step, modes.autocast
+
+    def warn_once(self, text: str) -> None:
+        """Warn, unless the model's user has been warned of that."""
+        if text not in self.told:
+            self.told.add(text)
+            warn(text)
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:
+        """Arguments in canonical form."""
+        return bind_call(self.signature, args, kwargs)
+
+
+def _stand_ins(model: nn.Module) -> dict[int, torch.Tensor]:
+    """Id of each weight -> a CPU tensor of its shape, in memory that is never touched.
+
+    One mapping, as large as the largest weight, serves them all: tracing neither reads nor writes
+    them, and the system provides a page only when it is written to.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    largest = max((_span(t) * t.element_size() for t in tensors if is_dense(t)), default=0)
+    memory = mmap.mmap(-1, max(largest, 1))
+    found: dict[int, torch.Tensor] = {}
+    for tensor in tensors:
+        if is_dense(tensor):
+            stand_in = _virtual(tensor, memory)
+        elif tensor.layout is not torch.strided:  # copied with its values: which elements it has counts
+            stand_in = tensor.detach().to("cpu", copy=True)
+        else:
+            continue
+        is_parameter = isinstance(tensor, nn.Parameter)
+        found[id(tensor)] = nn.Parameter(stand_in, tensor.requires_grad) if is_parameter else stand_in
+    return found
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Elements between the first and the last, both included."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _virtual(tensor: torch.Tensor, memory: mmap.mmap) -> torch.Tensor:
+    count = _span(tensor)
+    if not count:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    flat = torch.frombuffer(memory, dtype=tensor.dtype, count=count)
+    return flat.as_strided(tensor.shape, tensor.stride())

@@ -1,0 +1,212 @@
+"""How large a batch and how long a text a plan is for.
+
+A trace serves all sizes; memory does not. Each plan is for sizes up to a bound: the caller's ``max_batch``
+and ``max_length``, else those of the example, and of later calls the next power of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from graphplan.capture.captured_graph import Capture
+from graphplan.capture.signature import BoundCall, CounterLeaf, TensorLeaf
+from graphplan.capture.sizes.dynamic_axes import BATCH, LENGTH, SIZE
+from graphplan.capture.sizes.dynamic_sizes import UNBOUNDED, largest_sizes, with_data_sizes
+from graphplan.errors import InputError, LimitError
+
+_STEP = 8  # tokens by which such a plan reaches ahead at least where room is short
+_LEAST = 64  # tokens that a plan is for which is made while a text grows
+
+
+@dataclass(frozen=True, slots=True)
+class SizeLimits:
+    """The caller's limits.
+
+    Attributes:
+        max_batch: sequences in one call, beams counted, or None.
+        max_length: tokens of a sequence, those in the cache included, or None.
+    """
+
+    max_batch: int | None = None
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "max_length"):
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (whole and value > 0):
+                raise InputError(f"{name} must be a positive integer or None, not {value!r}")
+
+    @property
+    def given(self) -> bool:
+        """Whether the caller has given a limit."""
+        return self.max_batch is not None or self.max_length is not None
+
+    def largest(self, role: str, here: int, ahead: float) -> int:
+        """The size that a plan is for.
+
+        Args:
+            role: as in :data:`graphplan.capture.sizes.dynamic_axes.Roles`.
+            here: the size in the call.
+            ahead: how far to plan for sizes that are to come: 1 for the next power of two, which is past the
+                size of a text in any case; less for so much of the size more.
+
+        Raises:
+            LimitError: the call is larger than the caller's limit.
+        """
+        limit = {BATCH: self.max_batch, LENGTH: self.max_length}.get(role)
+        if limit is not None:
+            if here > limit:
+                name, what = ("max_batch", "sequences") if role == BATCH else ("max_length", "tokens")
+                raise LimitError(
+                    f"a call of {here} {what} is past {name}={limit}, up to which memory was planned: "
+                    f"partition the model with a larger {name}"
+                )
+            return limit
+        if not ahead or here < 1:
+            return here
+        if ahead < 1:
+            return here + max(int(here * ahead), _STEP if role == LENGTH else 1)
+        return max(_LEAST, 1 << here.bit_length()) if role == LENGTH else 1 << (here - 1).bit_length()
+
+
+def bounded(
+    capture: Capture, call: BoundCall, size_limits: SizeLimits, ahead: float, *, grows: bool = False
+) -> Capture:
+    """The capture, as traced for all sizes, for sizes up to what a plan is to be for.
+
+    ``grows`` says that smaller calls came before: then batches and images are planned ahead, as texts are.
+
+    Raises:
+        LimitError: as in :meth:`SizeLimits.largest`, which says what ``ahead`` is.
+    """
+    if not any(capture.roles):
+        return replace(capture, sizes=with_data_sizes(capture.graph, capture.sizes))
+    sizes = _sizes(capture, call)
+    longest = size_limits.largest(LENGTH, sizes.longest, ahead)
+    beyond = ahead if grows else 0.0
+    most = size_limits.largest(BATCH, sizes.batch, beyond)
+    leaves = []
+    for index, (leaf, roles) in enumerate(zip(capture.signature.leaves, capture.roles, strict=True)):
+        here = {axis: _size(call.leaves[index], axis) for axis in roles}
+        length = longest
+        if index in sizes.states:
+            length = max(longest - sizes.new, 1)
+        elif size_limits.max_length is None and not ahead:  # each as long as it is: a decoder's text, say
+            length = max((here[axis] for axis, role in roles.items() if role == LENGTH), default=1)
+        if index in sizes.encoded:  # of which max_length says nothing
+            length = max([length, *(here[axis] for axis, role in roles.items() if role == LENGTH)])
+        limits = {
+            axis: {BATCH: most, LENGTH: length}.get(role) or size_limits.largest(role, here[axis], beyond)
+            for axis, role in roles.items()
+        }
+        leaves.append(_within(leaf, limits))
+    signature = replace(capture.signature, leaves=tuple(leaves))
+    traced = [None if index is None else leaves[index] for index in capture.order]
+    growth = -(-most // sizes.batch) * -(-longest // sizes.longest)
+    found = {
+        **capture.sizes,
+        **largest_sizes(capture.graph, capture.inputs, _added(capture, call, growth)),
+        **largest_sizes(capture.graph, capture.inputs, traced),
+    }
+    return replace(capture, signature=signature, sizes=with_data_sizes(capture.graph, found))
+
+
+def _added(capture: Capture, call: BoundCall, growth: int) -> list[TensorLeaf | None]:
+    """Inputs that the exporter adds to a call, of sizes that may grow as those of the call itself."""
+    if capture.prepare is None or None not in capture.order:
+        return [None] * len(capture.inputs)
+    leaves = capture.prepare(call).leaves
+    return [
+        TensorLeaf(leaf.dtype, tuple(leaf.shape), tuple((0, size * growth) for size in leaf.shape))
+        if index is None and isinstance(leaf, torch.Tensor)
+        else None
+        for index, leaf in zip(capture.order, leaves, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Of one call.
+
+    Attributes:
+        longest: its longest length.
+        batch: its largest batch.
+        new: how many tokens are new.
+        states: leaves that hold past tokens.
+        encoded: leaves that hold what an encoder made, whose positions need not be tokens.
+    """
+
+    longest: int
+    batch: int
+    new: int
+    states: frozenset[int]
+    encoded: frozenset[int]
+
+
+def _sizes(capture: Capture, call: BoundCall) -> _Sizes:
+    leaves = enumerate(zip(call.leaves, capture.roles, strict=True))
+    counters = {
+        index for index, (leaf, roles) in leaves if isinstance(leaf, int) and LENGTH in roles.values()
+    }
+    states = frozenset(capture.states.values()) | counters
+    encoded = _encoded(capture, call)
+    found = {BATCH: 1, LENGTH: 1, SIZE: 1}
+    past, new = 0, 1
+    for index, (leaf, roles) in enumerate(zip(call.leaves, capture.roles, strict=True)):
+        for axis, role in roles.items():
+            size = _size(leaf, axis)
+            if role == LENGTH and index in encoded:
+                continue
+            found[role] = max(found[role], size)
+            if role == LENGTH and (index in states or isinstance(leaf, int)):
+                past = max(past, size)
+        if capture.signature.names[index] in _NEW and not isinstance(leaf, int):
+            new = int(leaf.shape[1])
+    longest = max(found[LENGTH], past + new if past else new)
+    return _Sizes(longest, found[BATCH], new, states, encoded)
+
+
+def _encoded(capture: Capture, call: BoundCall) -> frozenset[int]:
+    """Leaves that hold what an encoder made: its results, and what a cache keeps of as many positions."""
+    names = capture.signature.names
+    results = [i for i, name in enumerate(names) if name.startswith(_ENCODED) and capture.roles[i]]
+    lengths = {_size(call.leaves[i], axis) for i in results for axis in _length_axes(capture, i)}
+    kept = [
+        index
+        for index in capture.states.values()
+        if any(_size(call.leaves[index], axis) in lengths for axis in _length_axes(capture, index))
+    ]
+    return frozenset((*results, *kept))
+
+
+def _length_axes(capture: Capture, index: int) -> list[int]:
+    return [axis for axis, role in capture.roles[index].items() if role == LENGTH]
+
+
+_ENCODED = ("encoder_outputs", "encoder_hidden_states")
+_NEW = ("input_ids", "decoder_input_ids", "inputs_embeds", "decoder_inputs_embeds")
+
+
+def _size(leaf: Any, axis: int) -> int:
+    """Of a tensor along an axis; a counter's value."""
+    return leaf if isinstance(leaf, int) else int(leaf.shape[axis])
+
+
+def _within(leaf: object, limits: Mapping[int, int]) -> object:
+    """A signature's leaf with its ranges cut at the limits, which are by axis."""
+    if isinstance(leaf, CounterLeaf):
+        return replace(leaf, high=max(leaf.low, min(leaf.high, limits[0]))) if limits else leaf
+    if not isinstance(leaf, TensorLeaf):
+        return leaf
+    ranges = list(leaf.ranges)
+    for axis, limit in limits.items():
+        bounds = ranges[axis] if axis < len(ranges) else None
+        if bounds is not None:
+            high = limit if bounds[1] >= UNBOUNDED else min(bounds[1], limit)
+            ranges[axis] = (bounds[0], max(bounds[0], high))
+    return replace(leaf, ranges=tuple(ranges))

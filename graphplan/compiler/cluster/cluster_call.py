@@ -1,0 +1,91 @@
+"""One call of a model over several machines: what is on the network in it, and what the model returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphplan.capture.captured_graph import Capture
+from graphplan.capture.signature import BoundCall
+from graphplan.capture.sizes.dynamic_sizes import sizes_of_call
+from graphplan.errors import CaptureError
+from graphplan.passes.frontend.tensor_meta import TensorMeta, describe
+from graphplan.runtime.distributed.stage_runner import Wire
+from graphplan.runtime.module.result_structure import given_layouts, rebuilder
+
+
+class Wires:
+    """Tensors on the network in a call of one microbatch: their sizes are its own, not those of the plan.
+
+    Gradients of the values that are ``trained`` are sent back.
+    """
+
+    def __init__(self, capture: Capture, micro: BoundCall, trained: Set[str] = frozenset()) -> None:
+        self.trained = trained
+        self.capture, self.inputs = capture, traced_inputs(capture, micro)
+        here = sizes_of_call(capture.graph, capture.inputs, list(self.inputs.values()))
+        self.sizes = {**capture.sizes, **here}
+        self.nodes = {node.name: node for node in capture.graph.nodes}
+
+    def of(self, name: str) -> Wire:
+        """A value of the graph.
+
+        Raises:
+            CaptureError: it is no tensor.
+        """
+        described = self._described(name)
+        if not isinstance(described, TensorMeta):
+            raise CaptureError(
+                f"a result is {described!r}, no tensor, which no machine can send: leave it out of what the "
+                "model returns (for a transformers model, use_cache=False)"
+            )
+        return Wire(name, described.shape, described.dtype, name in self.trained)
+
+    def nbytes(self, name: str) -> int:
+        """Bytes of a value of the graph that is sent."""
+        described = self._described(name)
+        return described.copy_bytes if isinstance(described, TensorMeta) else 0
+
+    def absent(self, name: str) -> Any:
+        """A value that another rank has: a size as it is, or zeros that take no memory for a tensor."""
+        described = self._described(name)
+        if isinstance(described, int):
+            return described
+        wire = self.of(name)
+        return torch.zeros((), dtype=wire.dtype).expand(wire.shape)
+
+    def _described(self, name: str) -> Any:
+        return describe(self.nodes[name].meta.get("val"), self.sizes)
+
+    def example(self, name: str) -> Any:
+        """A value that a stage takes: an input, or a tensor of the sizes of what it receives."""
+        if name in self.inputs:
+            return self.inputs[name]
+        return torch.empty(self.of(name).shape, dtype=self.of(name).dtype)
+
+
+def traced_inputs(capture: Capture, part: BoundCall) -> dict[str, Any]:
+    """The inputs of a graph in a call, by name."""
+    traced = part if capture.prepare is None else capture.prepare(part)
+    return dict(zip(capture.inputs, traced.leaves, strict=True))
+
+
+def rebuild_result(
+    capture: Capture, wires: Wires, results: Mapping[str, torch.Tensor], call: BoundCall
+) -> Any:
+    """What the model returns, of the values that are here, of constants of the trace, and of zeros."""
+    flat = []
+    for item in capture.outputs:
+        if not isinstance(item, fx.Node):
+            flat.append(item)
+        elif item.name in results:
+            flat.append(results[item.name])
+        elif item.name in wires.inputs:
+            flat.append(traced_inputs(capture, call)[item.name])
+        else:
+            flat.append(wires.absent(item.name))
+    caches = {name: call.kwargs[name] for name in capture.caches}
+    return rebuilder(capture.out_spec, given_layouts(capture.signature.spec, caches))(flat, caches)

@@ -1,0 +1,312 @@
+"""Plan a model over several machines: cuts by estimates, each chosen stage placed for true, and again.
+
+Estimates of stretches that were placed give way to what the placement takes, and the cuts are searched
+again: lazy evaluation of edges, as in LazySP (Dellin and Srinivasa, ICAPS 2016). The best pipeline of placed
+stages is the plan. In a training step a stage is another one for each number of microbatches that it keeps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from graphplan.analysis.cluster_plan import ClusterPlan
+from graphplan.capture.model.model_copy import ModelCopy
+from graphplan.compiler.cluster.stage_placement import StagePlacement, Stretch
+from graphplan.compiler.cluster.stage_step import StepPlan
+from graphplan.compiler.formulation import Options
+from graphplan.compiler.pipeline import Compiler
+from graphplan.compiler.training import trainable
+from graphplan.devices.topology import Link, Topology
+from graphplan.errors import CaptureError, InfeasibleError, InputError, readable_bytes
+from graphplan.ir.cluster.cluster_plan_data import Objective
+from graphplan.ir.cluster.flight import Flight
+from graphplan.passes.frontend.annotate import Annotator
+from graphplan.passes.pipeline.boundaries import Boundaries
+from graphplan.passes.pipeline.cut_params import PARAMS
+from graphplan.passes.pipeline.estimates import Estimates, operation_seconds
+from graphplan.passes.pipeline.stage_bound import FORWARD, PROOF, bound_stages
+from graphplan.passes.pipeline.stage_dp import StageDP, states_of
+from graphplan.passes.placement.certificate import Bound, checked
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The machines, and how they are used.
+
+    Attributes:
+        machines: the devices of each, in the order of their ranks.
+        network: between any two.
+        flight: microbatches and their schedule.
+        objective: what to minimise.
+    """
+
+    machines: tuple[Topology, ...]
+    network: Link
+    flight: Flight
+    objective: Objective = "latency"
+
+    @property
+    def classes(self) -> list[list[int]]:
+        """Machines that are equal in everything, by index, in order."""
+        found: dict[Hashable, list[int]] = {}
+        for index, machine in enumerate(self.machines):
+            found.setdefault(repr(machine), []).append(index)
+        return list(found.values())
+
+    @property
+    def class_machines(self) -> list[Topology]:
+        """One of each class."""
+        return [self.machines[members[0]] for members in self.classes]
+
+    @property
+    def counted(self) -> int:
+        """Microbatches that the objective counts."""
+        return 1 if self.objective == "latency" else self.flight.microbatches
+
+
+def whole_compiler(model_copy: ModelCopy, cluster: Cluster, options: Options) -> Compiler:
+    """What traces the whole model, as every rank does: it knows the kinds of devices of all machines."""
+    specs = {spec.type: spec for machine in cluster.machines for spec in machine.devices if spec.computes}
+    every = replace(cluster.machines[0], devices=tuple(specs.values()))
+    return Compiler(model_copy, every, replace(options, grad=options.differentiates, training=None))
+
+
+@dataclass
+class StageSearch:
+    """Finds stages, one on each machine that is used.
+
+    Attributes:
+        model_copy: of the whole model.
+        annotator: of one microbatch.
+        cluster: the machines.
+        options: of the caller.
+        batch: rows of the whole batch; 0 where it is not divided.
+    """
+
+    model_copy: ModelCopy
+    annotator: Annotator
+    cluster: Cluster
+    options: Options
+    batch: int
+    boundaries: Boundaries = field(init=False)
+    estimates: Estimates = field(init=False)
+    placement: StagePlacement = field(init=False)
+    placed: dict[Stretch, StepPlan | None] = field(default_factory=dict)
+    known: dict[Hashable, StepPlan | None] = field(default_factory=dict)
+    refused: CaptureError | None = None
+
+    def run(self) -> ClusterPlan:
+        """The best plan that is found.
+
+        Raises:
+            InfeasibleError: no cut into stages fits the machines.
+            CaptureError: something crosses at each that cannot be sent.
+            InputError: a training step by 1F1B has fewer microbatches than stages.
+        """
+        graph, training, cluster = self.annotator.graph(), self.options.training, self.cluster
+        if training is not None:
+            graph = training.held(graph, self.annotator.capture, frozenset())
+        self.boundaries = Boundaries(graph)
+        self.estimates = self.estimates_for(cluster)
+        self.placement = StagePlacement(
+            *(self.model_copy, self.annotator, self.options, self.boundaries, self.estimates.cuts),
+            *(cluster.class_machines, cluster.flight),
+        )
+        best: list[Stretch] | None = None
+        least = math.inf
+        for number in range(PARAMS.rounds + PARAMS.refusals):
+            if number >= PARAMS.rounds and best is not None:
+                break
+            stages = self._not_refused()
+            if stages is None or self.estimated(stages) > least * (1 - PARAMS.worth):
+                break
+            fresh = [stage for stage in dict.fromkeys(stages) if stage not in self.placed]
+            for stage in fresh:
+                self._place(stage)
+            if not any(self.placed[stage] is None for stage in stages):
+                seconds = self.seconds(stages)
+                if seconds < least:
+                    best, least = stages, seconds
+            if not fresh:
+                break
+            self.estimates.calibrate()
+        if best is None:
+            raise self.refused or self.infeasible()
+        return self._plan(best)
+
+    # -- stages ----------------------------------------------------------------------------------------
+
+    @property
+    def table_count(self) -> int:
+        """Tables over stretches that the search goes through."""
+        counts = [len(members) for members in self.cluster.classes]
+        return len(states_of(counts)) * len(counts)
+
+    @property
+    def most_stages(self) -> int:
+        """That there may be."""
+        return len(self.cluster.machines)
+
+    def estimates_for(self, cluster: Cluster) -> Estimates:
+        """Of all stretches between candidate cuts, on machines like these."""
+        boundaries = self.boundaries
+        most = max(int(math.sqrt(PARAMS.cells / self.table_count)), 2 * self.most_stages + 2)
+        every = [s for machine in cluster.machines for s in machine.devices if s.computes]
+        seconds = operation_seconds(boundaries.graph, every)
+        progress = np.concatenate([[0.0], seconds.cumsum()]) / max(float(seconds.sum()), 1e-30)
+        cuts = boundaries.candidates(min(most, PARAMS.cuts), progress)
+        if self.cluster.flight.train:
+            cuts = np.union1d(cuts[cuts <= self._last_trained], cuts[-1:])
+        return Estimates(boundaries, cuts, cluster.class_machines, cluster.network, cluster.flight)
+
+    def stages(self, estimates: Estimates, cluster: Cluster, microbatches: int) -> list[Stretch] | None:
+        """The stages of least seconds by estimate, in order; None where none fit."""
+        flight = self.cluster.flight
+        counts = [len(members) for members in cluster.classes]
+        fits = estimates.fits if flight.grad else None
+        found = StageDP(estimates.costs(), counts, fits).solve(microbatches)
+        if found is None:
+            return None
+        last = len(found.classes) - 1
+        kept = [flight.kept(last - index) if flight.train else 0 for index in range(last + 1)]
+        return [
+            Stretch(c, start, end, keeps)
+            for c, start, end, keeps in zip(found.classes, found.cuts, found.cuts[1:], kept, strict=False)
+        ]
+
+    def _not_refused(self) -> list[Stretch] | None:
+        """The best stages by estimate, none of them as one that was found not to fit."""
+        while True:
+            stages = self.stages(self.estimates, self.cluster, self.cluster.counted)
+            refused = [
+                stage
+                for stage in dict.fromkeys(stages or ())
+                if stage not in self.placed and self.known.get(self.placement.structure(stage), stage) is None
+            ]
+            if not refused:
+                return stages
+            for stage in refused:
+                self._place(stage)
+
+    def _place(self, stretch: Stretch) -> None:
+        """Place a stretch, unless an equal one was placed before."""
+        key, edge = self.placement.structure(stretch), (stretch.machine, stretch.start, stretch.end)
+        if key not in self.known:
+            try:
+                self.known[key] = self.placement.search(stretch)
+            except InfeasibleError:
+                self.known[key] = None
+            except CaptureError as error:  # something crosses here that cannot be sent: cut elsewhere
+                self.known[key], self.refused = None, error
+                self.estimates.exact[edge] = math.inf
+        placed = self.placed[stretch] = self.known[key]
+        if placed is not None:
+            self.estimates.exact[edge] = placed.plan.makespan
+        else:
+            self.refuse(stretch)
+
+    def refuse(self, stretch: Stretch) -> None:
+        """Let the estimates know that a stretch does not fit."""
+        self.estimates.refused.add((stretch.machine, stretch.start, stretch.end, stretch.kept))
+
+    @property
+    def _last_trained(self) -> int:
+        """Position of the last operation that reads a parameter which is trained: no cut is after it."""
+        graph, wanted = self.boundaries.graph, trainable(self.model_copy.weights)
+        every = enumerate(graph.operations.values())
+        return max(at for at, op in every if any(graph.root(name) in wanted for name in op.inputs))
+
+    def steps_of(self, stages: Sequence[Stretch]) -> list[StepPlan]:
+        """What was placed."""
+        return [placed for stage in stages if (placed := self.placed[stage]) is not None]
+
+    def seconds(self, stages: Sequence[Stretch]) -> float:
+        """Of what the objective counts, all placed."""
+        return self._counted(stages, [placed.plan.makespan for placed in self.steps_of(stages)])
+
+    def estimated(self, stages: Sequence[Stretch]) -> float:
+        """As :meth:`seconds`, estimated where stages are not placed."""
+        tables = self.estimates.seconds()
+        return self._counted(stages, [float(tables[one.machine][one.start, one.end]) for one in stages])
+
+    def _counted(self, stages: Sequence[Stretch], each: Sequence[float]) -> float:
+        sent = self.estimates.transfers
+        loads = [sent[one.start] + s + sent[one.end] for s, one in zip(each, stages, strict=True)]
+        total = sum(s + sent[one.end] for s, one in zip(each, stages, strict=True))
+        return float(total + (self.cluster.counted - 1) * max(loads))
+
+    # -- the answer --------------------------------------------------------------------------------------
+
+    def _plan(self, stages: Sequence[Stretch]) -> ClusterPlan:
+        cluster, flight = self.cluster, self.cluster.flight
+        if flight.grad and flight.schedule == "1f1b" and flight.microbatches < len(stages):
+            raise InputError(
+                f"schedule='1f1b' needs a microbatch for each stage, and there are {flight.microbatches} for "
+                f"{len(stages)} stages: give microbatches={len(stages)} or more, or schedule='gpipe'"
+            )
+        made = [
+            self.placement.stage(stretch, placed, machine)
+            for stretch, placed, machine in zip(
+                stages, self.steps_of(stages), self.machines_of(stages), strict=True
+            )
+        ]
+        bound = self.bound()
+        plan = ClusterPlan(
+            tuple(made),
+            len(cluster.machines),
+            cluster.network,
+            self.batch,
+            flight.microbatches,
+            flight.schedule,
+            cluster.objective,
+            bound.seconds,
+            FORWARD if flight.train else bound.proof,
+        )
+        # without its bound where that is above it, which is a bug that must show
+        found = checked(Bound(plan.lower_bound, plan.proof), plan.seconds)
+        return replace(plan, lower_bound=found.seconds, proof=found.proof)
+
+    @property
+    def least_cuts(self) -> int:
+        """That are needed to use several machines."""
+        return min(1, len(self.cluster.machines) - 1)
+
+    def lacking(self) -> str:
+        """What an error says of the machine that lacks most."""
+        return ""
+
+    def machines_of(self, stages: Sequence[Stretch]) -> list[int]:
+        """The machine of each stage."""
+        free = [iter(members) for members in self.cluster.classes]
+        return [next(free[stage.machine]) for stage in stages]
+
+    def bound(self) -> Bound:
+        """On the seconds that the objective counts."""
+        cluster = self.cluster
+        found = bound_stages(self.boundaries, cluster.machines, cluster.network)
+        return Bound(found.seconds(cluster.counted), PROOF)
+
+    def infeasible(self) -> InfeasibleError:
+        """The error, with budgets that would do as far as estimates tell."""
+        cluster, factor = self.cluster, 1.0
+        weights = readable_bytes(self.boundaries.graph.held_bytes)
+        what = "weights, gradients and optimizer state" if cluster.flight.train else "weights"
+        said = f"no cut into contiguous stages fits the {len(cluster.machines)} machines: {weights} of {what}"
+        places = len(self.boundaries.allowed) - 2
+        if places < self.least_cuts:
+            found = f"are {places} places" if places else "is no place"
+            return InfeasibleError(f"{said}, and there {found} where the model can be cut")
+        said += self.lacking()
+        for _ in range(PARAMS.growths):
+            factor *= PARAMS.growth
+            machines = tuple(one.scaled(factor) for one in cluster.machines)
+            # by all that a forward pass makes: how much less a training step saves is not estimated
+            grown = replace(cluster, machines=machines, flight=replace(cluster.flight, train=False))
+            if self.stages(self.estimates_for(grown), grown, 1) is not None:
+                budgets = [{s.key: s.memory for s in one.devices} for one in grown.machines]
+                return InfeasibleError(f"{said}. By estimate these budgets would do: machines={budgets}")
+        return InfeasibleError(said)

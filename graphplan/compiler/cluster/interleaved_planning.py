@@ -1,0 +1,192 @@
+"""Plan a model over several machines that take stages in turn, for Interleaved 1F1B.
+
+Stages of a machine divide its budgets: each has a share, as large as its part of what they are estimated to
+need, and is placed within it. Where that is too little for one, its estimate grows, and so does its share,
+until its machine is full and cuts have to move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphplan.compiler.cluster.cluster_planning import Cluster, StageSearch
+from graphplan.compiler.cluster.stage_placement import Stretch
+from graphplan.compiler.training import trainable
+from graphplan.devices.topology import CPU, Topology
+from graphplan.errors import readable_bytes
+from graphplan.ir.cluster.interleaved_order import play
+from graphplan.ir.cluster.machine_stage import stage_seconds
+from graphplan.passes.pipeline.cut_params import PARAMS
+from graphplan.passes.pipeline.estimates import Estimates
+from graphplan.passes.pipeline.interleaved_dp import InterleavedDP
+from graphplan.passes.pipeline.stage_bound import bound_interleaved
+from graphplan.passes.pipeline.stage_dp import Floats
+from graphplan.passes.placement.certificate import Bound
+
+
+@dataclass
+class InterleavedSearch(StageSearch):
+    """Finds stages, several on each machine.
+
+    Attributes:
+        growth: class of machines -> (cuts, cuts) factors by which stretches need more than was estimated.
+        fullest: what an error says of the machine that lacks most.
+    """
+
+    growth: dict[int, Floats] = field(default_factory=dict)
+    fullest: str = ""
+
+    @property
+    def table_count(self) -> int:
+        """Tables over stretches that the search goes through."""
+        return self.most_stages
+
+    @property
+    def most_stages(self) -> int:
+        """That there may be, and are."""
+        flight = self.cluster.flight
+        return flight.machines * flight.stages_per_machine
+
+    @property
+    def least_cuts(self) -> int:
+        """That are needed."""
+        return self.most_stages - 1
+
+    def stages(self, estimates: Estimates, cluster: Cluster, microbatches: int) -> list[Stretch] | None:
+        """The stages of least seconds by estimate, in order; None where none fit."""
+        while True:
+            found = self._stages(estimates, cluster, microbatches)
+            if found is None or estimates is not self.estimates:
+                return found
+            failed = [one for one in found if one in self.placed and self.placed[one] is None]
+            if not failed:
+                return found
+            for one in failed:
+                self.refuse(one)
+
+    def refuse(self, stretch: Stretch) -> None:
+        """Let the estimates know that a stretch, and all that contain it, need more."""
+        size = len(self.estimates.cuts)
+        factors = self.growth.setdefault(stretch.machine, np.ones((size, size)))
+        factors[: stretch.start + 1, stretch.end :] *= PARAMS.lack
+
+    def estimated(self, stages: Sequence[Stretch]) -> float:
+        """Of a batch in which no machine waits, estimated where stages are not placed."""
+        flight, costs = self.cluster.flight, self.estimates.costs()
+        busy = [0.0] * flight.machines
+        for machine, one in zip(self.machines_of(stages), stages, strict=True):
+            busy[machine] += flight.microbatches * float(costs.load[one.machine][one.start, one.end])
+        return max(busy)
+
+    def seconds(self, stages: Sequence[Stretch]) -> float:
+        """Of a batch, all placed."""
+        flight = self.cluster.flight
+        sent = self.estimates.transfers / flight.crossings
+        each = [
+            stage_seconds(placed.plan, float(sent[one.end]), trains=flight.train)
+            for placed, one in zip(self.steps_of(stages), stages, strict=True)
+        ]
+        return max(one.end for one in play(flight.machines, flight.microbatches, each))
+
+    def machines_of(self, stages: Sequence[Stretch]) -> list[int]:
+        """The machine of each stage: they take turns."""
+        return [index % self.cluster.flight.machines for index in range(len(stages))]
+
+    def bound(self) -> Bound:
+        """On the seconds that the objective counts."""
+        cluster = self.cluster
+        return bound_interleaved(self.boundaries, cluster.machines, cluster.network, cluster.flight)
+
+    def lacking(self) -> str:
+        """What an error says of the machine that lacks most."""
+        return self.fullest
+
+    # -- cuts and shares -------------------------------------------------------------------------------
+
+    def _stages(self, estimates: Estimates, cluster: Cluster, microbatches: int) -> list[Stretch] | None:
+        flight, count = self.cluster.flight, self.most_stages
+        class_of = {machine: c for c, members in enumerate(cluster.classes) for machine in members}
+        classes = [class_of[index % flight.machines] for index in range(count)]
+        kept = [flight.kept(count - 1 - index) for index in range(count)]
+        # how much less a training step saves is not estimated: all of it decides shares, and weights cuts
+        needs = [self._needs(estimates, *pair) for pair in zip(classes, kept, strict=True)]
+        least = [self._weights(estimates, c) for c in classes] if flight.train else needs
+        costs, rooms = estimates.costs(), [_room(machine) for machine in cluster.machines]
+        loads = [np.where(self._passes_no_gradient(estimates), np.inf, costs.load[c]) for c in classes]
+        found = InterleavedDP(loads, least, rooms, microbatches).solve()
+        if found is None or found.excess > 0:
+            if estimates is self.estimates:
+                self.fullest = _fullest(found.cuts if found else None, least, rooms)
+            return None
+        pairs = list(zip(found.cuts, found.cuts[1:], strict=False))
+        asked = [float(need[pair]) for need, pair in zip(needs, pairs, strict=True)]
+        shares = _shares(asked, flight.machines)
+        keeps = kept if flight.train else [0] * count
+        return [
+            Stretch(c, *pair, keep, share)
+            for c, pair, keep, share in zip(classes, pairs, keeps, shares, strict=True)
+        ]
+
+    def _needs(self, estimates: Estimates, c: int, kept: int) -> Floats:
+        """(cuts, cuts) bytes of all that stays on a machine, and of activations."""
+        buffers = estimates.buffers if CPU in self._devices(estimates, c) else 0.0
+        return np.asarray((estimates.needs(kept) + buffers) * self._growth(estimates, c))
+
+    def _weights(self, estimates: Estimates, c: int) -> Floats:
+        """(cuts, cuts) bytes without which no training step does."""
+        buffers = estimates.buffers if CPU in self._devices(estimates, c) else 0.0
+        return np.asarray((estimates.weights + buffers) * self._growth(estimates, c))
+
+    def _devices(self, estimates: Estimates, c: int) -> set[str]:
+        return {spec.device for spec in estimates.machines[c].devices}
+
+    def _growth(self, estimates: Estimates, c: int) -> Floats | float:
+        return self.growth.get(c, 1.0) if estimates is self.estimates else 1.0
+
+    def _passes_no_gradient(self, estimates: Estimates) -> NDArray[np.bool_]:
+        """(cuts, cuts) whether gradients would have to pass a stretch without a parameter of its own."""
+        size = len(estimates.cuts)
+        if not self.cluster.flight.train:
+            return np.zeros((size, size), dtype=bool)
+        graph, wanted = self.boundaries.graph, trainable(self.model_copy.weights)
+        reads = [any(graph.root(n) in wanted for n in op.inputs) for op in graph.operations.values()]
+        before = np.concatenate([[0], np.cumsum(reads)])[estimates.cuts]
+        return np.asarray((before[:, None] == before[None, :]) & (before[:, None] > 0))
+
+
+def _room(machine: Topology) -> float:
+    return float(sum(spec.room for spec in machine.devices))
+
+
+def _shares(needs: Sequence[float], machines: int) -> list[int]:
+    """For each stage, its part of the budgets of its machine, of ``PARAMS.shares``."""
+    found = [0] * len(needs)
+    for machine in range(machines):
+        own = range(machine, len(needs), machines)
+        whole = sum(needs[stage] for stage in own)
+        for stage in own:
+            found[stage] = max(1, int(PARAMS.shares * needs[stage] / max(whole, 1.0)))
+        largest = max(own, key=lambda stage: needs[stage])
+        found[largest] += PARAMS.shares - sum(found[stage] for stage in own)
+    return found
+
+
+def _fullest(cuts: Sequence[int] | None, needs: Sequence[Floats], rooms: Sequence[float]) -> str:
+    """The machine that lacks most, with its bytes."""
+    machines = len(rooms)
+    if cuts is None:
+        smallest = min(range(machines), key=lambda machine: rooms[machine])
+        return f". Machine {smallest} may hold {readable_bytes(int(rooms[smallest]))}"
+    held = [0.0] * machines
+    for stage, need in enumerate(needs):
+        held[stage % machines] += float(need[cuts[stage], cuts[stage + 1]])
+    worst = max(range(machines), key=lambda machine: held[machine] / max(rooms[machine], 1.0))
+    stages = ", ".join(str(stage) for stage in range(worst, len(needs), machines))
+    return (
+        f". By estimate machine {worst} holds {readable_bytes(int(held[worst]))} in its stages {stages}, and "
+        f"may hold {readable_bytes(int(rooms[worst]))}"
+    )

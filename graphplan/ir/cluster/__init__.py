@@ -1,0 +1,1 @@
+"""Several machines as data: stages, microbatches on their way, and the plan of all."""

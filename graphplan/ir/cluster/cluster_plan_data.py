@@ -1,0 +1,286 @@
+"""The plan of several machines as data: a plan for each, and what crosses the network between them.
+
+One microbatch passes the stages in order. With ``m`` of them a batch takes ``sum of stages + (m - 1) *
+slowest stage``, where the slowest counts what it receives and sends. In a training step a stage counts
+forward and backward, and gradients cross the network too. With several stages for each machine a batch is
+played, action by action: :mod:`graphplan.ir.cluster.interleaved_order`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Generic, Literal, Self
+
+from graphplan.devices.topology import CPU, DeviceKey, DeviceSpec, Link
+from graphplan.errors import GraphplanError, PlanError, VerificationError
+from graphplan.ir.cluster.flight import Flight, PipelineSchedule
+from graphplan.ir.cluster.interleaved_order import TimedAction, play, rounds_divide
+from graphplan.ir.cluster.machine_stage import AnyPlan, MachineStage, stage_seconds
+from graphplan.ir.liveness import saved_bytes
+from graphplan.ir.plan_json import read_plan, write_plan
+from graphplan.versioned_json import Format, decode_fields, encode
+
+Objective = Literal["latency", "throughput"]
+
+_FORMAT = Format("graphplan.cluster_plan", 1, "plan of several machines")
+_FIGURES = (
+    *("machines", "network", "batch", "microbatches", "schedule", "objective"),
+    *("lower_bound", "proof"),
+)
+_OF_STAGES = (
+    *("machine", "start", "end", "receives", "sends", "buffer_bytes"),
+    *("kept_bytes", "beside_bytes"),
+)
+
+
+@dataclass(frozen=True)
+class ClusterPlanData(Generic[AnyPlan]):
+    """A placement over several machines, in bytes and seconds.
+
+    Attributes:
+        stages: of the machines that are used, in the order in which a microbatch passes them; interleaved,
+            each machine has as many, and they take turns.
+        machines: how many there are, used or not.
+        network: the link between any two of them.
+        batch: rows of the example batch; 0 where it was not divided.
+        microbatches: into which a batch is divided.
+        schedule: of the microbatches.
+        objective: what was minimised: the seconds of one microbatch, or of a batch.
+        lower_bound: of ``seconds``, which no other cuts into contiguous stages go below.
+        proof: what proved the bound.
+    """
+
+    stages: tuple[MachineStage[AnyPlan], ...]
+    machines: int
+    network: Link
+    batch: int
+    microbatches: int
+    schedule: PipelineSchedule
+    objective: Objective
+    lower_bound: float
+    proof: str
+
+    @cached_property
+    def trains(self) -> bool:
+        """Whether a batch goes forward and backward."""
+        return any(stage.trains for stage in self.stages)
+
+    @cached_property
+    def transfer_seconds(self) -> tuple[float, ...]:
+        """Seconds of the network after each stage, per microbatch, gradients included; 0 after the last."""
+        times = 2 if self.trains else 1
+        return tuple(
+            times * sum(self.network.seconds(one.nbytes) for one in stage.sends) for stage in self.stages
+        )
+
+    @cached_property
+    def loads(self) -> tuple[float, ...]:
+        """Seconds that each stage is busy with a microbatch, with what it receives and sends."""
+        sent = self.transfer_seconds
+        return tuple(
+            (sent[index - 1] if index else 0.0) + stage.plan.makespan + sent[index]
+            for index, stage in enumerate(self.stages)
+        )
+
+    @property
+    def busy_seconds(self) -> dict[int, float]:
+        """Machine -> seconds that it is busy with a microbatch."""
+        pairs = list(zip(self.stages, self.loads, strict=True))
+        return {
+            machine: sum(load for stage, load in pairs if stage.machine == machine) for machine in self.used
+        }
+
+    @property
+    def latency(self) -> float:
+        """Estimated seconds of one microbatch, from the first stage to the last."""
+        return sum(stage.plan.makespan for stage in self.stages) + sum(self.transfer_seconds)
+
+    @cached_property
+    def flight(self) -> Flight:
+        """The microbatches and their schedule."""
+        each = len(self.stages) // self.machines if self.schedule == "interleaved" else 1
+        machines, trains = self.machines, self.trains
+        return Flight(self.microbatches, self.schedule, trains, trains, machines, max(1, each))
+
+    @cached_property
+    def timed_actions(self) -> tuple[TimedAction, ...]:
+        """When each machine runs which of its stages in a batch, as estimated, interleaved."""
+        times = 2 if self.trains else 1
+        stages = [
+            stage_seconds(stage.plan, sent / times, trains=self.trains)
+            for stage, sent in zip(self.stages, self.transfer_seconds, strict=True)
+        ]
+        return tuple(play(self.machines, self.microbatches, stages))
+
+    @property
+    def makespan(self) -> float:
+        """Estimated seconds of a batch."""
+        if self.schedule == "interleaved":
+            return max(one.end for one in self.timed_actions)
+        return self.latency + (self.microbatches - 1) * max(self.loads)
+
+    @property
+    def seconds(self) -> float:
+        """What the objective minimised: the estimated seconds of one microbatch, or of a batch."""
+        return self.latency if self.objective == "latency" else self.makespan
+
+    @property
+    def used(self) -> list[int]:
+        """The machines that have stages, in the order in which a microbatch passes them first."""
+        return list(dict.fromkeys(stage.machine for stage in self.stages))
+
+    @property
+    def bubble(self) -> float:
+        """The share of the machines' time in a batch in which they wait for microbatches."""
+        whole = len(self.used) * self.makespan
+        return 1.0 - self.microbatches * sum(self.loads) / whole if whole else 0.0
+
+    @property
+    def gap(self) -> float:
+        """How far ``seconds`` may be above the least that is possible, as a fraction of it."""
+        return (self.seconds - self.lower_bound) / self.seconds if self.seconds else 0.0
+
+    @property
+    def network_bytes(self) -> int:
+        """Bytes that cross the network per microbatch."""
+        return sum(one.nbytes for stage in self.stages for one in stage.sends)
+
+    @cached_property
+    def placement(self) -> dict[str, tuple[tuple[int, DeviceKey], ...]]:
+        """Every parameter's and buffer's name -> machine and device; several where stages share it."""
+        found: dict[str, tuple[tuple[int, DeviceKey], ...]] = {}
+        for stage in self.stages:
+            for name, key in stage.plan.placement.items():
+                found[name] = (*found.get(name, ()), (stage.machine, key))
+        return found
+
+    @property
+    def peak_bytes(self) -> dict[int, dict[DeviceKey, int]]:
+        """Machine -> device -> the most bytes that it holds: buffers of the network included, and in a
+        training step what all microbatches in flight have saved. Several stages count as if each were at its
+        peak at once.
+        """
+        return {
+            machine: {
+                spec.key: sum(stage.held_bytes(spec) for stage in self.stages_of(machine))
+                for spec in self.stages_of(machine)[0].plan.topology.devices
+            }
+            for machine in self.used
+        }
+
+    def stages_of(self, machine: int) -> tuple[MachineStage[AnyPlan], ...]:
+        """What a machine runs; nothing if it is not used."""
+        return tuple(stage for stage in self.stages if stage.machine == machine)
+
+    def verify(self) -> None:
+        """Prove the plan from its own data; raise VerificationError if it does not hold."""
+        self._verify_machines()
+        for before, after in zip(self.stages, self.stages[1:], strict=False):
+            if before.sends != after.receives or before.end != after.start:
+                raise VerificationError(
+                    f"machine {after.machine} does not begin with what machine {before.machine} ends with"
+                )
+        if self.stages[0].start or self.stages[0].receives or self.stages[-1].sends:
+            raise VerificationError("the first stage receives something, or the last one sends something")
+        for index, stage in enumerate(self.stages):
+            stage.plan.verify()
+            self._verify_buffers(stage)
+            self._verify_kept(stage, after=len(self.stages) - 1 - index)
+        for machine in self.used:
+            self._verify_shares(self.stages_of(machine))
+        if self.lower_bound > self.seconds * (1 + 1e-9):
+            raise VerificationError(
+                f"the lower bound, {self.lower_bound} s, is above the {self.objective}, {self.seconds} s"
+            )
+
+    def _verify_machines(self) -> None:
+        """Stages are on machines that there are: one on each that is used, or interleaved, all in turn."""
+        used = [stage.machine for stage in self.stages]
+        right = bool(used) and len(set(used)) == len(used) and all(0 <= one < self.machines for one in used)
+        if self.schedule == "interleaved":
+            turns, rest = divmod(len(used), self.machines)
+            right = turns > 1 and not rest and used == list(range(self.machines)) * turns
+            right = right and rounds_divide(self.machines, self.microbatches)
+        if not right:
+            raise VerificationError(f"stages are on the machines {used}, of {self.machines}")
+
+    def _verify_shares(self, stages: tuple[MachineStage[AnyPlan], ...]) -> None:
+        """What the stages of a machine hold together is within its budgets."""
+        for spec in stages[0].plan.topology.devices:
+            room, held = _room(stages[0], spec), sum(stage.held_bytes(spec) for stage in stages)
+            if held > room and len(stages) > 1:
+                raise VerificationError(
+                    f"the stages of machine {stages[0].machine} hold {held} bytes on device {spec.key!r}, "
+                    f"which has {room}"
+                )
+
+    def _verify_buffers(self, stage: MachineStage[AnyPlan]) -> None:
+        least = self.microbatches * sum(one.nbytes for one in (*stage.receives, *stage.sends))
+        if stage.buffer_bytes < least:
+            raise VerificationError(
+                f"machine {stage.machine} has {stage.buffer_bytes} bytes for what it receives and sends, "
+                f"which takes {least}"
+            )
+        for spec in stage.plan.topology.devices:
+            if spec.device == CPU and spec.taken < stage.buffer_bytes:
+                raise VerificationError(f"machine {stage.machine} leaves no room for its network buffers")
+
+    def _verify_kept(self, stage: MachineStage[AnyPlan], after: int) -> None:
+        if not stage.trains:
+            return
+        others = self.flight.most_in_flight(after) - 1
+        plan = stage.plan
+        for key, nbytes in saved_bytes(plan.graph, plan.topology, plan.schedule).items():
+            kept = stage.kept_bytes.get(key, 0)
+            if kept < others * nbytes:
+                raise VerificationError(
+                    f"machine {stage.machine} keeps {kept} bytes on device {key!r} for {others} other "
+                    f"microbatches in flight, which save {others * nbytes}"
+                )
+        for spec in plan.topology.devices:
+            if spec.taken < stage.kept_bytes.get(spec.key, 0):
+                raise VerificationError(
+                    f"machine {stage.machine} leaves no room for other microbatches on device {spec.key!r}"
+                )
+
+    def to_json(self) -> str:
+        """The plan as JSON text; :meth:`from_json` reads it back."""
+        figures = {name: encode(getattr(self, name)) for name in _FIGURES}
+        stages = [
+            {name: encode(getattr(stage, name)) for name in _OF_STAGES}
+            | {"plan": json.loads(write_plan(stage.plan))}
+            for stage in self.stages
+        ]
+        return json.dumps({**_FORMAT.head(), **figures, "stages": stages}, indent=1)
+
+    @classmethod
+    def _read(cls, kind: type[AnyPlan], text: str) -> Self:
+        """The plan that :meth:`to_json` wrote, with plans of a class for the machines.
+
+        Raises:
+            PlanError: the text is no such plan, or one that does not hold.
+        """
+        data = _FORMAT.parse(text)
+        try:
+            stages = tuple(_read_stage(kind, one) for one in data["stages"])
+            made = cls(stages, **decode_fields(cls, _FIGURES, data))
+            made.verify()
+        except (KeyError, TypeError, ValueError, AttributeError, GraphplanError) as error:
+            raise PlanError(f"this plan is damaged: {type(error).__name__}: {error}") from error
+        return made
+
+
+def _room(stage: MachineStage[Any], spec: DeviceSpec) -> int:
+    """Bytes of a device that a machine's plans may use together, whatever each withholds for the others."""
+    own = stage.buffer_bytes if spec.device == CPU else 0
+    own += stage.kept_bytes.get(spec.key, 0) + stage.beside_bytes.get(spec.key, 0)
+    return spec.memory - spec.withheld + own
+
+
+def _read_stage(kind: type[AnyPlan], data: Mapping[str, Any]) -> MachineStage[AnyPlan]:
+    plan = read_plan(kind, json.dumps(data["plan"]))
+    former: dict[str, Any] = {"kept_bytes": [], "beside_bytes": []}
+    return MachineStage(plan=plan, **decode_fields(MachineStage, _OF_STAGES, {**former, **data}))

@@ -1,0 +1,93 @@
+"""What one machine runs of a model over several: a stretch of the order of operations, placed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from graphplan.devices.topology import CPU, DeviceKey, DeviceSpec
+from graphplan.ir.cluster.interleaved_order import StageSeconds
+from graphplan.ir.plan_data import PlanData
+
+AnyPlan = TypeVar("AnyPlan", bound=PlanData)
+Bytes = Mapping[DeviceKey, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A tensor that is sent from one machine to the next, once per microbatch.
+
+    Attributes:
+        name: of the value.
+        nbytes: of its elements.
+        shape: of one microbatch.
+        dtype: ``"float32"``, ``"int64"``, ...
+    """
+
+    name: str
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class MachineStage(Generic[AnyPlan]):
+    """What one machine runs, or a part of it where machines have several stages.
+
+    Attributes:
+        machine: its index in ``machines``, which is its rank under torchrun.
+        start: position of its first operation in the order of the trace.
+        end: position after its last.
+        receives: from the stage before.
+        sends: to the stage after.
+        buffer_bytes: of what is received and returned, of all microbatches: in host memory, where the plan
+            withholds them if the CPU has a budget.
+        plan: of one microbatch on this machine, in the keys of its own ``max_memory``.
+        kept_bytes: of a training step, device -> what the other microbatches in flight have saved there for
+            their backward passes, which the plan withholds; and earlier gradients of weights that other
+            stages read, which are kept while those of a batch are summed.
+        beside_bytes: device -> what the plan withholds for the machine's other stages.
+    """
+
+    machine: int
+    start: int
+    end: int
+    receives: tuple[Crossing, ...]
+    sends: tuple[Crossing, ...]
+    buffer_bytes: int
+    plan: AnyPlan
+    kept_bytes: Bytes = field(default_factory=dict)
+    beside_bytes: Bytes = field(default_factory=dict)
+
+    @property
+    def trains(self) -> bool:
+        """Whether it runs a backward pass."""
+        return _trains(self.plan)
+
+    def held_bytes(self, spec: DeviceSpec) -> int:
+        """The most bytes that the stage holds on a device of its machine."""
+        buffers = self.buffer_bytes if spec.device == CPU else 0
+        return self.plan.peak_bytes[spec.key] + self.kept_bytes.get(spec.key, 0) + buffers
+
+
+def stage_seconds(plan: PlanData, sent: float, *, trains: bool) -> StageSeconds:
+    """Of a microbatch in a stage, as its plan estimates them.
+
+    Args:
+        plan: of the stage.
+        sent: seconds of what goes to the stage after.
+        trains: whether the batch goes backward too, if not all of its stages.
+    """
+    whole, operations = plan.makespan, plan.graph.operations
+    if not trains:
+        return StageSeconds(whole, None, sent)
+    if not _trains(plan):
+        return StageSeconds(whole, 0.0, sent)
+    runs = (event for event in plan.timeline.events if event.kind == "run")
+    forward = next(event.start for event in runs if operations[event.name].backward)
+    return StageSeconds(forward, whole - forward, sent)
+
+
+def _trains(plan: PlanData) -> bool:
+    return any(operation.backward for operation in plan.graph.operations.values())

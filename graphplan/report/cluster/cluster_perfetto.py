@@ -1,0 +1,113 @@
+"""The batch of several machines in Chrome's trace format: a group of lanes for each machine, with the bubble.
+
+A transfer takes the sender's time and the receiver's. A machine takes the next microbatch when it has passed
+on the one before; what is left of the batch it waits. Interleaved, the stages of a machine share its lanes.
+Times are microseconds, as the format wants them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from graphplan.ir.cluster.cluster_plan_data import ClusterPlanData
+from graphplan.report.perfetto import metadata
+
+_LANES = {"stage": 1, "wait": 1, "receive": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What a machine does with a microbatch.
+
+    Attributes:
+        stage: index of its stage.
+        microbatch: which; that which is waited for, of a wait.
+        kind: computing, receiving, or waiting for what is to be received.
+        start: seconds since the batch began.
+        end: likewise.
+        backward: whether it is the backward pass.
+    """
+
+    stage: int
+    microbatch: int
+    kind: Literal["stage", "receive", "wait"]
+    start: float
+    end: float
+    backward: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the microbatch, and what is done with it."""
+        backward = ", backward" if self.backward else ""
+        return f"{'wait for ' if self.kind == 'wait' else ''}microbatch {self.microbatch}{backward}"
+
+
+def batch_slots(plan: ClusterPlanData[Any]) -> Iterator[Slot]:
+    """When each machine receives, computes and waits, as estimated; forward only, unless interleaved."""
+    if plan.schedule == "interleaved":
+        yield from _timed_slots(plan)
+        return
+    count, sent = len(plan.stages), plan.transfer_seconds
+    free = [0.0] * count
+    for microbatch in range(plan.microbatches):
+        for index, stage in enumerate(plan.stages):
+            begin = free[index]
+            if index:
+                arrives = max(begin, free[index - 1])
+                if arrives > begin:
+                    yield Slot(index, microbatch, "wait", begin, arrives)
+                begin = arrives + sent[index - 1]
+                yield Slot(index, microbatch, "receive", arrives, begin)
+                free[index - 1] = begin
+            free[index] = begin + stage.plan.makespan
+            yield Slot(index, microbatch, "stage", begin, free[index])
+
+
+def _timed_slots(plan: ClusterPlanData[Any]) -> Iterator[Slot]:
+    for one in plan.timed_actions:
+        of, backward = (one.action.stage, one.action.microbatch), one.action.backward
+        if one.received > one.free:
+            yield Slot(*of, "wait", one.free, one.received, backward)
+        if one.start > one.received:
+            yield Slot(*of, "receive", one.received, one.start, backward)
+        yield Slot(*of, "stage", one.start, one.end, backward)
+
+
+def lane_name(plan: ClusterPlanData[Any], machine: int, what: str = "") -> str:
+    """A machine and its stages."""
+    own = [str(index) for index, stage in enumerate(plan.stages) if stage.machine == machine]
+    return f"machine {machine} (stage{'s' if len(own) > 1 else ''} {', '.join(own)}{what})"
+
+
+def to_cluster_trace(plan: ClusterPlanData[Any], measured: Sequence[Slot] = ()) -> str:
+    """The trace as JSON text: the estimated batch, and the machines of a measured one after its own."""
+    events = [*_events(plan, list(batch_slots(plan)), 1, "")]
+    events += _events(plan, measured, 1 + len(plan.used), ", measured")
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _events(
+    plan: ClusterPlanData[Any], slots: Sequence[Slot], first: int, what: str
+) -> Iterator[dict[str, Any]]:
+    lane = {machine: first + place for place, machine in enumerate(plan.used)}
+    for machine, number in lane.items() if slots else ():
+        yield metadata("process_name", number, 0, name=lane_name(plan, machine, what))
+        yield metadata("thread_name", number, 1, name="microbatches")
+        yield metadata("thread_name", number, 2, name="receives")
+    several = len(plan.stages) > len(plan.used)
+    for slot in slots:
+        stage = plan.stages[slot.stage]
+        receives = stage.receives if slot.kind == "receive" and not slot.backward else ()
+        yield {
+            "ph": "X",
+            "name": f"{slot.name}, stage {slot.stage}" if several else slot.name,
+            "cat": slot.kind,
+            "ts": slot.start * 1e6,
+            "dur": (slot.end - slot.start) * 1e6,
+            "pid": lane[stage.machine],
+            "tid": _LANES[slot.kind],
+            "args": {one.name: one.nbytes for one in receives},
+        }

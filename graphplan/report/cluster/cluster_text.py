@@ -1,0 +1,67 @@
+"""The plan of several machines as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graphplan.devices.topology import Link
+from graphplan.ir.cluster.cluster_plan_data import ClusterPlanData
+from graphplan.report.text import count_text, size_text, table_lines, time_text
+
+HEADER = ("machine", "operations", "weights", "peaks", "seconds", "busy", "sends")
+"""Of :func:`machine_rows`."""
+
+
+def cluster_summary(plan: ClusterPlanData[Any]) -> str:
+    """The plan as a table that a person can read."""
+    used = len(plan.used)
+    idle = f", {plan.machines - used} of {plan.machines} not used" if used < plan.machines else ""
+    parts = count_text(plan.microbatches, "microbatch", "microbatches")
+    lines = [
+        f"{count_text(used, 'machine')}{idle}, {parts}, {schedule_text(plan)}, for {plan.objective}",
+        "",
+        *table_lines(HEADER, machine_rows(plan)),
+        "",
+        f"network: {size_text(plan.network_bytes)} per microbatch, at {network_text(plan.network)}",
+        f"time: {time_text(plan.makespan)} estimated for a batch, {time_text(plan.latency)} for one "
+        f"microbatch; machines wait {100 * plan.bubble:.0f} % of it",
+        f"lower bound of {bounded_text(plan)}: {time_text(plan.lower_bound)}, gap {100 * plan.gap:.1f} % "
+        f"({plan.proof})",
+    ]
+    return "\n".join(lines)
+
+
+def bounded_text(plan: ClusterPlanData[Any]) -> str:
+    """Of what the lower bound is one."""
+    return "one microbatch" if plan.objective == "latency" else "a batch"
+
+
+def network_text(network: Link) -> str:
+    """What a network can do."""
+    return f"{size_text(int(network.bandwidth))}/s and {time_text(network.latency)}"
+
+
+def schedule_text(plan: ClusterPlanData[Any]) -> str:
+    """The schedule, with the stages of each machine where there are several."""
+    each = f" of {plan.flight.stages_per_machine} stages each" if plan.schedule == "interleaved" else ""
+    return f"schedule {plan.schedule}{each}"
+
+
+def machine_rows(plan: ClusterPlanData[Any]) -> list[tuple[str, ...]]:
+    """A row for each machine that is used."""
+    busy = plan.busy_seconds
+    return [_row(plan, machine, busy[machine] / max(busy.values())) for machine in plan.used]
+
+
+def _row(plan: ClusterPlanData[Any], machine: int, busy: float) -> tuple[str, ...]:
+    stages, peaks = plan.stages_of(machine), plan.peak_bytes[machine]
+    sent = sum(one.nbytes for stage in stages for one in stage.sends)
+    return (
+        str(machine),
+        ", ".join(f"{stage.start}-{stage.end - 1}" for stage in stages),
+        size_text(sum(stage.plan.graph.weight_bytes for stage in stages)),
+        ", ".join(f"{key}: {size_text(nbytes)}" for key, nbytes in peaks.items() if nbytes),
+        time_text(sum(stage.plan.makespan for stage in stages)),
+        f"{100 * busy:.0f} %",
+        size_text(sent) if sent else "",
+    )

@@ -1,0 +1,481 @@
+"""The frontier of live values: what matters of the operations placed so far to those that follow.
+
+Macro-operations are placed in order; a weight that several of them read is a variable of its own, its home,
+placed before its first reader. Between two steps a *state* says which devices hold each value that is
+still to be read and, where links differ, which of them made it, and which devices are in use at all.
+Equal states have equal futures but for bytes, so that dynamic programming over states is exact.
+
+A state is a word of 62 bits. Where that is too few, or there are too many states, the cheapest values are
+relaxed: their copies cost nothing, and what is computed stays a lower bound. Exchangeable devices come into
+use in order.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Set
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from graphplan.passes.placement.arrays import Arrays, Bools, Floats, Ints
+from graphplan.passes.placement.bounds.symmetry import device_classes
+from graphplan.passes.placement.params import Effort
+
+_WORD = 62  # bits that hold a state, the sign apart
+
+
+@dataclass(slots=True)
+class _Value:
+    """What is copied to each device that reads it and did not make it.
+
+    Attributes:
+        maker: the step's variable; -1 for what has a fixed source.
+        readers: variables.
+        seconds: (devices, devices) from row to column; of a fixed source all rows are equal.
+    """
+
+    maker: int
+    readers: tuple[int, ...]
+    seconds: Floats
+    first: int = 0
+    last: int = 0
+
+    @property
+    def highest(self) -> float:
+        finite = self.seconds[np.isfinite(self.seconds)]
+        return float(finite.max(initial=0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Touch:
+    """A value that the variable of a step makes or reads.
+
+    Attributes:
+        slot: where its bits are.
+        makes: whether it is made here, else read.
+        seconds: (devices, devices) of a copy, one row where the source does not matter; None where nothing
+            is copied yet: made and not read before, or read and not made before.
+    """
+
+    slot: int
+    makes: bool
+    seconds: Floats | None
+
+
+@dataclass(slots=True)
+class Step:
+    """Placing one variable: a macro-operation, or the home of a weight that several read.
+
+    Attributes:
+        variable: number of the macro-operation; beyond these, of the shared weight.
+        seconds: (devices,) infinite where it may not be.
+        nbytes: of the weights that reside with it.
+        movable: those of them that may be streamed instead.
+        copied: bytes of a copy of these.
+        needs: (devices,) bytes of activations and workspace while it runs.
+        before: (devices,) seconds until it reads what is streamed.
+        after: (devices,) seconds of what it does after that.
+        touches: values that it makes or reads.
+        closed: slots of values that are read no more.
+        open: slots of live values after it, the cheapest first.
+    """
+
+    variable: int
+    seconds: Floats
+    nbytes: float
+    movable: float
+    copied: float
+    needs: Floats
+    before: Floats
+    after: Floats
+    touches: list[Touch] = field(default_factory=list)
+    closed: tuple[int, ...] = ()
+    open: tuple[int, ...] = ()
+
+    @property
+    def signature(self) -> Hashable:
+        """Equal for steps that lead from equal states to equal states in equal seconds."""
+        touches = tuple(
+            (t.slot, t.makes, None if t.seconds is None else t.seconds.tobytes()) for t in self.touches
+        )
+        return self.seconds.tobytes(), touches, self.closed, self.open
+
+
+class Frontier:
+    """The steps of a problem.
+
+    Args:
+        arrays: of the problem.
+        streaming: whether accelerators may read weights from CPU memory, copied beside what is computed.
+        guide: price copies of shared weights from CPU memory as if nothing hid them, and forbid large ones;
+            False for a lower bound, for which they cost nothing.
+        first: a shared weight (index among ``shared``) whose home is placed before everything else.
+
+    Attributes:
+        devices: how many compute.
+        classes: those that can be exchanged, together.
+        shared: items that are weights with several readers and no fixed home.
+        fixed_queue: (devices, macro-operations) seconds of copying weights that are fixed in CPU memory.
+        steps: in order.
+    """
+
+    def __init__(
+        self, arrays: Arrays, *, streaming: bool = False, guide: bool = False, first: int | None = None
+    ) -> None:
+        self.arrays, self.streaming, self.guide = arrays, streaming, guide
+        self.devices, self.units = arrays.computing, len(arrays.units)
+        self.accelerators = [d for d, spec in enumerate(arrays.specs) if spec.is_accelerator]
+        self.cpu = next((d for d in range(self.devices) if d not in self.accelerators), None)
+        self.readers, self.shared = arrays.readers, arrays.shared
+        free = [v for v in range(arrays.values, len(arrays.names)) if arrays.fixed[v] < 0]
+        alone: dict[int, list[int]] = defaultdict(list)
+        for item in (v for v in free if len(self.readers.get(v, ())) == 1):
+            alone[self.readers[item][0]].append(item)
+        self.own = [alone[unit] for unit in range(self.units)]
+        self._first, self._crossing = first, self._values()
+        self.needs_home = any(self._depends_on_source(value) for value in self._crossing)
+        self.width = self.devices * (2 if self.needs_home else 1)
+        self.mask = (1 << self.devices) - 1
+        self.classes = device_classes(arrays)
+        self.before = [(b, a) for members in self.classes for a, b in pairwise(members)]
+        if self.devices > _WORD:  # then no bits are left for which are in use
+            self.before = []
+
+    # -- reading the problem -------------------------------------------------------------------------
+
+    def is_streamable(self, item: int) -> bool:
+        """Whether accelerators may read a weight through their prefetch buffers."""
+        weight, problem = self.arrays.weights[item - self.arrays.values], self.arrays.problem
+        return (
+            self.streaming
+            and (problem.offload or self.arrays.fixed[item] == self.cpu or self._is_read_on_cpu_only(item))
+            and self.cpu is not None
+            and weight.nbytes > 0
+            and weight.name in self.arrays.graph.streamable
+        )
+
+    def _is_read_on_cpu_only(self, item: int) -> bool:
+        """Whether some reader of a weight may run on no accelerator: the weight may be with it."""
+        readers = [i for unit in self.readers.get(item, ()) for i in self.arrays.units[unit]]
+        return not np.isfinite(self.arrays.compute[self.accelerators][:, readers]).any(axis=0).all()
+
+    def _values(self) -> list[_Value]:
+        """Values that cross between steps, those with one maker and the same readers as one."""
+        arrays, count = self.arrays, self.devices
+        returned = set(arrays.item[arrays.reader == arrays.count].tolist())
+        found: dict[tuple[int, tuple[int, ...]], Floats] = {}
+        self.clock = np.array([arrays.compute[:, members].sum(axis=1) for members in arrays.units]).T
+        self.clock = self.clock.reshape(count, self.units)
+        self.fixed_queue = np.zeros((count, self.units))
+        self.constant = 0.0  # seconds of copies that do not depend on the placement
+        for item in range(len(arrays.names)):
+            seconds = self._copies(item)
+            maker = -1
+            if arrays.fixed[item] < 0 and item < arrays.values:
+                maker = int(arrays.unit_of[arrays.source[item]])
+            if item in returned:
+                if maker >= 0:
+                    self.clock[:, maker] += seconds[:count, arrays.host]
+                elif item in arrays.loose:  # for a bound, from wherever it takes least
+                    self.constant += float(seconds[:count, arrays.host].min())
+                elif item < arrays.values or arrays.fixed[item] >= 0:
+                    self.constant += seconds[arrays.fixed[item], arrays.host]
+                seconds[:, arrays.host] = 0.0
+            if item in self.shared:
+                maker = self.units + self.shared.index(item)
+            elif item >= arrays.values and arrays.fixed[item] < 0:
+                continue
+            readers = tuple(unit for unit in self.readers.get(item, ()) if unit != maker)
+            if not readers:
+                continue
+            if maker < 0:
+                seconds = np.repeat(seconds[arrays.fixed[item]][None, :], len(seconds), axis=0)
+                if len(readers) == 1:
+                    self.clock[:, readers[0]] += seconds[0, :count]
+                    continue
+            key = maker, readers
+            known = found.get(key)
+            found[key] = seconds[:count, :count] + (0.0 if known is None else known)
+        return [_Value(*key, seconds) for key, seconds in found.items() if seconds.any()]
+
+    def _copies(self, item: int) -> Floats:
+        """(devices, devices) seconds of a copy; 0 where it goes through prefetch buffers."""
+        arrays = self.arrays
+        seconds = arrays.copy_seconds(item)
+        if item >= arrays.values and self.is_streamable(item) and arrays.problem.streaming:
+            readers, cpu_fixed = self.readers.get(item, ()), arrays.fixed[item] == self.cpu
+            if cpu_fixed and len(readers) == 1:
+                queue = arrays.nbytes[item] * arrays.per_byte[self.cpu, self.accelerators]
+                self.fixed_queue[self.accelerators, readers[0]] += queue
+            if not self.guide or cpu_fixed:
+                seconds[self.cpu, self.accelerators] = 0.0
+            elif arrays.nbytes[item] >= arrays.params.negligible * arrays.weight_bytes.sum():
+                seconds[self.cpu, self.accelerators] = np.inf
+        return seconds
+
+    def _depends_on_source(self, value: _Value) -> bool:
+        """Whether a copy to some device costs more from one device than from another."""
+        if value.maker < 0:
+            return False
+        makers = self._makers(value)
+        return any(len({value.seconds[h, d] for h in makers if h != d}) > 1 for d in range(self.devices))
+
+    # -- steps ---------------------------------------------------------------------------------------
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        """In order; made when a search needs them."""
+        values, first = self._crossing, self._first
+        earlier: dict[int, list[int]] = defaultdict(list)
+        front = [] if first is None else [self.units + first]
+        for k, item in enumerate(self.shared):
+            if k != first:
+                earlier[min(self.readers[item])].append(self.units + k)
+        order = front + [v for unit in range(self.units) for v in (*earlier[unit], unit)]
+        place = {variable: i for i, variable in enumerate(order)}
+        steps = [self._step(variable) for variable in order]
+        touched: dict[int, list[_Value]] = defaultdict(list)
+        for value in values:
+            places = {place[v] for v in (value.maker, *value.readers) if v >= 0}
+            value.first, value.last = min(places), max(places)
+            for i in places:
+                touched[i].append(value)
+        self._give_slots(steps, touched, place)
+        return steps
+
+    def _step(self, variable: int) -> Step:
+        arrays = self.arrays
+        if variable >= self.units:
+            item = self.shared[variable - self.units]
+            seconds = np.zeros(self.devices)
+            if not self.streaming and not self._is_read_on_cpu_only(item):
+                seconds[[d for d in range(self.devices) if d not in self.accelerators]] = np.inf
+            nbytes = arrays.stored_bytes([item])
+            nothing = np.zeros(self.devices)
+            return Step(variable, seconds, nbytes, 0.0, 0.0, nothing, nothing, nothing)
+        movable = self.movable(variable)
+        return Step(
+            variable,
+            self.clock[:, variable].copy(),
+            arrays.stored_bytes(self.own[variable]),
+            arrays.stored_bytes(movable),
+            float(sum(arrays.nbytes[item] * arrays.copies[item - arrays.values] for item in movable)),
+            arrays.working_sets[:, variable],
+            *self._beside(variable),
+        )
+
+    def movable(self, unit: int) -> list[int]:
+        """The own weights of a macro-operation that are worth a copy at each forward pass."""
+        nbytes = self.arrays.nbytes
+        items = [item for item in self.own[unit] if self.is_streamable(item)]
+        if not self.guide:  # for a bound, all of them
+            return items
+        growing = sorted(items, key=lambda item: nbytes[item])
+        together = np.cumsum(nbytes[growing])
+        least = self.arrays.params.negligible * nbytes[items].sum()
+        small = set(growing[: np.searchsorted(together, least, side="right")])
+        return [item for item in items if item not in small]
+
+    def _beside(self, unit: int) -> tuple[Floats, Floats]:
+        """(devices,) seconds of a macro-operation before it reads what is streamed, and after."""
+        arrays, members = self.arrays, self.arrays.units[unit]
+        read = [members.index(int(arrays.source[item])) for item in self.movable(unit)]
+        if not read:
+            return np.zeros(self.devices), np.zeros(self.devices)
+        seconds = np.where(np.isfinite(arrays.compute[:, members]), arrays.compute[:, members], 0.0)
+        return seconds[:, : min(read)].sum(axis=1), seconds[:, max(read) + 1 :].sum(axis=1)
+
+    def _give_slots(self, steps: list[Step], touched: dict[int, list[_Value]], place: dict[int, int]) -> None:
+        """A slot for each value while it is live; slot 0 says which devices are in use."""
+        # the lowest first, so that equal layers have equal slots
+        free = list(range(1, _WORD // self.width))
+        slots: dict[int, int] = {}
+        cost: dict[int, float] = {}
+        for i, step in enumerate(steps):
+            closed = []
+            for value in sorted(touched[i], key=lambda v: -v.highest):
+                if value.first == i and free:
+                    slot = slots[id(value)] = heapq.heappop(free)
+                    cost[slot] = value.highest
+                if id(value) not in slots:
+                    continue
+                step.touches.append(self._touch(value, i, slots[id(value)], place))
+                if value.last == i:
+                    closed.append(slots[id(value)])
+            for slot in closed:
+                del cost[slot]
+                heapq.heappush(free, slot)
+            step.closed = tuple(sorted(closed))
+            step.open = tuple(sorted(cost, key=lambda slot: (cost[slot], slot)))
+
+    def _touch(self, value: _Value, i: int, slot: int, place: dict[int, int]) -> Touch:
+        maker = -1 if value.maker < 0 else place[value.maker]
+        if maker == i:
+            return Touch(slot, True, value.seconds if value.first < i else None)
+        if maker > i:
+            return Touch(slot, False, None)
+        return Touch(slot, False, value.seconds if self.needs_home else self._same_from_all(value))
+
+    def _same_from_all(self, value: _Value) -> Floats:
+        """(1, devices) seconds of a copy, which do not depend on its source."""
+        if value.maker < 0:
+            return value.seconds[:1]
+        makers = np.array(self._makers(value))
+        seconds = value.seconds[makers].copy()
+        seconds[np.arange(len(makers)), makers] = -np.inf
+        return np.asarray(np.maximum(seconds.max(axis=0, initial=0.0), 0.0)[None, :])
+
+    def _makers(self, value: _Value) -> list[int]:
+        """Devices that a value may be made on."""
+        if value.maker >= self.units:
+            return list(range(self.devices))
+        return np.flatnonzero(np.isfinite(self.clock[:, value.maker])).tolist()
+
+    def with_first(self, device: int) -> Frontier:
+        """The same steps, of which the first, a home, is settled."""
+        found = copy(self)
+        seconds = np.full(self.devices, np.inf)
+        seconds[device] = 0.0
+        found.steps = [replace(self.steps[0], seconds=seconds), *self.steps[1:]]
+        return found
+
+    # -- states --------------------------------------------------------------------------------------
+
+    def start(self) -> Ints:
+        """(1,) the state before the first step."""
+        return np.zeros(1, dtype=np.int64)
+
+    def extend(self, step: Step, states: Ints, relaxed: Set[int] = frozenset()) -> tuple[Ints, Floats]:
+        """The states after a step on each device, and its seconds there.
+
+        Args:
+            step: what is placed.
+            states: (states,).
+            relaxed: slots of values whose copies cost nothing.
+
+        Returns:
+            (devices, states), (devices, states).
+        """
+        after = np.repeat(states[None], self.devices, axis=0)
+        seconds = np.repeat(step.seconds[:, None], len(states), axis=1)
+        bits = np.left_shift(np.int64(1), np.arange(self.devices) % _WORD)[:, None]
+        if self.before:
+            for device, other in self.before:
+                seconds[device, (states >> other & 1) == 0] = np.inf
+            after |= bits
+        for touch in step.touches:
+            if touch.slot in relaxed:
+                continue
+            shift = touch.slot * self.width
+            if touch.seconds is not None:
+                held = self._held(states, touch.slot)
+                if touch.makes:  # those who have read it before
+                    for reader, cost in enumerate(touch.seconds.T):
+                        seconds += np.where(held[reader], cost[:, None], 0.0)
+                else:
+                    seconds += np.where(held, 0.0, self._arrival(touch.seconds, states, shift))
+            after |= bits << shift
+            if touch.makes and self.needs_home:
+                after |= bits << (shift + self.devices)
+        return self.without(after, frozenset(step.closed)), seconds
+
+    def _held(self, states: Ints, slot: int) -> Bools:
+        """(devices, states) whether a device has a value."""
+        places = slot * self.width + np.arange(self.devices)[:, None]
+        found: Bools = (states >> places & 1).astype(bool)
+        return found
+
+    def _arrival(self, seconds: Floats, states: Ints, shift: int) -> Floats:
+        """(devices, states) of a copy from where it was made."""
+        if not self.needs_home:
+            return np.asarray(seconds[0][:, None])
+        home = states >> (shift + self.devices) & self.mask
+        made = np.frexp(np.maximum(home, 1).astype(float))[1] - 1  # the number of the only bit
+        return np.asarray(np.where(home[None, :] > 0, seconds[made].T, seconds[0][:, None]))
+
+    def without(self, states: Ints, slots: Set[int]) -> Ints:
+        """States of which nothing is known in these slots."""
+        bits = sum((1 << self.width) - 1 << slot * self.width for slot in slots)
+        return states & ~np.int64(bits)
+
+
+@dataclass(frozen=True, slots=True)
+class DpStage:
+    """The states after a step, and the transitions to them.
+
+    Attributes:
+        states: (states,) in growing order.
+        next_state: (devices, states before) index of the state after.
+        seconds: (devices, states before) infinite where it may not be.
+        relaxed: slots of values that are not followed after the step.
+    """
+
+    states: Ints
+    next_state: npt.NDArray[np.int32]
+    seconds: Floats
+    relaxed: frozenset[int]
+
+    def find(self, frontier: Frontier, states: Ints) -> Ints:
+        """Indices of the states that these exact ones are relaxed to."""
+        return np.searchsorted(self.states, frontier.without(states, self.relaxed))
+
+
+def make_stages(frontier: Frontier, effort: Effort) -> list[DpStage]:
+    """A stage for each step; in a stack, a layer's are mostly those of the layer before.
+
+    Args:
+        frontier: whose states these are.
+        effort: what is charged; its ``relaxed_states`` says how many are followed.
+    """
+    stages: list[DpStage] = []
+    made: dict[Hashable, DpStage] = {}
+    states, relaxed = frontier.start(), frozenset[int]()
+    for step in frontier.steps:
+        key = step.signature, relaxed, states.tobytes()
+        stage = made.get(key)
+        if stage is None:
+            stage = made[key] = _make_stage(frontier, step, states, relaxed, effort)
+        stages.append(stage)
+        states, relaxed = stage.states, stage.relaxed
+    return stages
+
+
+def settled_frontiers(
+    arrays: Arrays, effort: Effort, *, streaming: bool = False, guide: bool = False
+) -> Iterator[tuple[Frontier, list[DpStage]]]:
+    """A frontier with its stages; where a shared weight is large, one for each home of the largest.
+
+    One home of each class of devices is enough. Arguments are as of :class:`Frontier`.
+    """
+    frontier = Frontier(arrays, streaming=streaming, guide=guide)
+    sizes = [float(arrays.weight_bytes[item - arrays.values]) for item in frontier.shared]
+    if not sizes or max(sizes) < effort.params.negligible * float(arrays.weight_bytes.sum()):
+        yield frontier, make_stages(frontier, effort)
+        return
+    frontier = Frontier(arrays, streaming=streaming, guide=guide, first=int(np.argmax(sizes)))
+    for home, *_ in frontier.classes:
+        if np.isfinite(frontier.steps[0].seconds[home]) and max(sizes) <= arrays.room[home]:
+            settled = frontier.with_first(home)
+            yield settled, make_stages(settled, effort)
+
+
+def _make_stage(
+    frontier: Frontier, step: Step, states: Ints, relaxed: frozenset[int], effort: Effort
+) -> DpStage:
+    after, seconds = frontier.extend(step, states, relaxed)
+    effort.charge(2000.0 + after.size)
+    known, relaxed = np.unique(after[np.isfinite(seconds)]), relaxed - set(step.closed)
+    for slot in step.open:
+        if len(known) * frontier.devices <= effort.params.relaxed_states:
+            break
+        relaxed |= {slot}
+        known = np.unique(frontier.without(known, {slot}))
+    # a state that no step reaches may be any: seconds are infinite there
+    next_state = np.searchsorted(known, frontier.without(after, relaxed)).clip(max=max(0, len(known) - 1))
+    return DpStage(known, next_state.astype(np.int32), seconds, relaxed)

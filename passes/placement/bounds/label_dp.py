@@ -1,0 +1,335 @@
+"""Label-setting search over the frontier: a resource-constrained shortest path.
+
+A label is a placement of the first operations: its state, its clock, and the bytes that weights and the
+neediest operation take on each device. Labels grow by one step at a time, each on every device; of those
+that agree in state and bytes the fastest is kept (Irnich and Desaulniers, "Shortest path problems with
+resource constraints", 2005). A label's f-value, its priced clock plus the relaxation's cost to the end, is a
+lower bound of its completions: what cannot beat the best known placement is dropped. While no step has more
+labels than ``width`` the search is exact for the relaxed problem; where one has, it is a beam, and the least
+f-value dropped is the bound.
+
+Where weights are streamed, a label also has the end of each device's copy queue and the times at which its
+prefetch slots are free; the f-value weighs the queue by its price, and proves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from graphplan.passes.placement.arrays import Floats, Ints
+from graphplan.passes.placement.bounds.relaxation import Buffers, Relaxation
+from graphplan.passes.placement.params import Effort
+
+_MIX = np.int64(-7046029254386353131)  # an odd number that scatters bits
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A placement that a search has found.
+
+    Attributes:
+        seconds: by the clock of the labels.
+        device: (variables,) of each macro-operation, then the home of each shared weight.
+        streamed: (variables,) whether its movable weights are streamed.
+        spare: (devices,) bytes of the room that weights leave.
+    """
+
+    seconds: float
+    device: Ints
+    streamed: Ints
+    spare: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class LabelSearch:
+    """The result: completions, the fastest first, and seconds that none can be below."""
+
+    completions: tuple[Completion, ...]
+    bound: float
+    exact: bool
+
+
+@dataclass(slots=True)
+class _Labels:
+    """Columns are labels.
+
+    Attributes:
+        state: (labels,).
+        clock: (labels,) seconds.
+        nbytes: (devices, labels).
+        needs: (devices, labels) bytes of the neediest operation beside the weights.
+        queue: (devices, labels) when the copies so far are done; no rows where nothing is streamed.
+        free: (devices, slots, labels) when each prefetch slot is free, the latest first.
+        parent: (labels,) index among the labels of the step before.
+        option: (labels,) twice the device, and one more where weights are streamed.
+        value: (labels,) the f-value.
+    """
+
+    state: Ints
+    clock: Floats
+    nbytes: Floats
+    needs: Floats
+    queue: Floats
+    free: Floats
+    parent: Ints
+    option: Ints
+    value: Floats
+
+    @property
+    def count(self) -> int:
+        return len(self.clock)
+
+    @property
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        return [getattr(self, each.name) for each in fields(self)]
+
+    def take(self, which: Ints) -> _Labels:
+        return _Labels(*(array[..., which] for array in self.arrays))
+
+    @classmethod
+    def joined(cls, parts: Sequence[_Labels]) -> _Labels:
+        columns = zip(*(part.arrays for part in parts), strict=True)
+        return cls(*(np.concatenate(each, axis=-1) for each in columns))
+
+
+def search_labels(
+    relaxation: Relaxation,
+    width: int,
+    below: float,
+    effort: Effort,
+    margin: Floats | None = None,
+    *,
+    every: bool = False,
+) -> LabelSearch:
+    """Complete placements by label setting.
+
+    Args:
+        relaxation: with prices.
+        width: labels kept after a step.
+        below: seconds of a known placement; what cannot be faster is dropped.
+        effort: what is charged.
+        margin: (devices,) bytes to leave free, where exact peaks passed a budget; the bound is then none.
+        every: whether dominated labels go on too, and all completions are returned: peaks tell them apart.
+    """
+    return _LabelSearch(relaxation, width, below, effort, margin, every).run()
+
+
+def widest(relaxation: Relaxation, visits: float) -> int:
+    """Labels that a search with so many visits can keep after each step; below 1 where there are too few."""
+    devices, steps = relaxation.frontier.devices, max(1, len(relaxation.frontier.steps))
+    fixed, of_label = (
+        _visits(_options(relaxation), devices, 0),
+        _visits(1, devices, 1) - _visits(1, devices, 0),
+    )
+    return int((visits / steps - fixed) / (of_label * _options(relaxation)))
+
+
+def _visits(options: int, devices: int, labels: int) -> float:
+    """What a step takes."""
+    return options * (1500.0 + 600.0 * devices + 4.0 * devices * labels)
+
+
+def _options(relaxation: Relaxation) -> int:
+    """Of the weights of a step: they stay, or are streamed."""
+    streams = relaxation.buffers is not None and relaxation.streams and not relaxation.on_clock
+    return 2 if streams else 1
+
+
+@dataclass
+class _LabelSearch:
+    relaxation: Relaxation
+    width: int
+    below: float
+    effort: Effort
+    margin: Floats | None
+    every: bool
+
+    def __post_init__(self) -> None:
+        relaxation = self.relaxation
+        self.frontier = relaxation.frontier
+        self.buffers = relaxation.buffers or Buffers.none(self.frontier.devices)
+        self.options = _options(relaxation)
+        self.streams = self.options > 1
+        self.room = relaxation.room + relaxation.least - (0.0 if self.margin is None else self.margin)
+        self.per_byte, self.weight = relaxation.prices.per_byte, relaxation.prices.queue
+        self.dropped = np.inf
+        self.trail: list[tuple[Ints, Ints]] = []
+        self.constant = self.frontier.constant - float(self.per_byte @ relaxation.room)
+
+    def run(self) -> LabelSearch:
+        count = self.frontier.devices
+        rows, slots = (count, max(1, int(self.buffers.slots.max()))) if self.streams else (0, 0)
+        labels = _Labels(
+            self.frontier.start(),
+            np.zeros(1),
+            np.zeros((count, 1)),
+            np.repeat(self.relaxation.least[:, None], 1, axis=1),
+            np.zeros((rows, 1)),
+            np.zeros((rows, slots, 1)),
+            np.zeros(1, dtype=np.int64),
+            np.zeros(1, dtype=np.int64),
+            np.zeros(1),
+        )
+        for i in range(len(self.frontier.steps)):
+            labels = self._grow(i, labels)
+            if not labels.count:
+                return LabelSearch((), min(self.below, self.dropped), not np.isfinite(self.dropped))
+            self.trail.append((labels.parent.astype(np.int32), labels.option.astype(np.int16)))
+            if self.effort.over:
+                return LabelSearch((), 0.0, exact=False)
+        seconds = labels.clock + self.frontier.constant
+        order = np.argsort(seconds, kind="stable")
+        order = order if self.every else order[: self.effort.params.completions]
+        found = tuple(self._trace(int(label), labels, seconds) for label in order)
+        bound = min(self.below, self.dropped, float(seconds.min()))
+        return LabelSearch(found, bound, not np.isfinite(self.dropped))
+
+    def _grow(self, i: int, labels: _Labels) -> _Labels:
+        """The labels after a step."""
+        relaxation, step = self.relaxation, self.frontier.steps[i]
+        stage, rest = relaxation.stages[i], relaxation.rest[i + 1]
+        after, seconds = self.frontier.extend(step, labels.state)
+        self.effort.charge(_visits(self.options, *seconds.shape))
+        grown = []
+        needs = np.maximum(labels.needs, step.needs[:, None])
+        for d in range(self.frontier.devices):
+            most = self.room[d] - needs[d]
+            able = np.flatnonzero(np.isfinite(seconds[d]) & (labels.nbytes[d] + step.nbytes <= most))
+            if len(able) and self._may_stay(i, d):
+                grown.append(self._placed(i, d, labels, able, after[d], seconds[d], needs[d], streamed=False))
+            if np.isfinite(relaxation.copy[d, i]):
+                able = self._able_to_stream(i, d, labels, seconds[d], most)
+                if len(able):
+                    grown.append(
+                        self._placed(i, d, labels, able, after[d], seconds[d], needs[d], streamed=True)
+                    )
+        if not grown:
+            return labels.take(np.zeros(0, dtype=np.int64))
+        found = _Labels.joined(grown)
+        found.value = self._values(found, rest[stage.find(self.frontier, found.state)])
+        return self._best(found)
+
+    def _may_stay(self, i: int, d: int) -> bool:
+        """Weights that are fixed in CPU memory pass a slot, if it is large enough."""
+        return not (self.streams and self.relaxation.fixed_queue[d, i]) or bool(self.buffers.slots[d])
+
+    def _able_to_stream(self, i: int, d: int, labels: _Labels, seconds: Floats, most: Floats) -> Ints:
+        step, cpu = self.frontier.steps[i], self.relaxation.cpu
+        able = np.isfinite(seconds) & (labels.nbytes[d] + step.nbytes - step.movable <= most)
+        if cpu is not None:
+            able &= labels.nbytes[cpu] + step.movable <= self.room[cpu] - labels.needs[cpu]
+        return np.flatnonzero(able)
+
+    def _placed(
+        self,
+        i: int,
+        d: int,
+        labels: _Labels,
+        able: Ints,
+        after: Ints,
+        seconds: Floats,
+        needs: Floats,
+        *,
+        streamed: bool,
+    ) -> _Labels:
+        """Some labels with a step on a device."""
+        relaxation, step = self.relaxation, self.frontier.steps[i]
+        found = labels.take(able)
+        found.state = after[able]
+        found.clock = found.clock + seconds[able]
+        found.needs[d] = needs[able]
+        found.nbytes[d] += step.nbytes - (step.movable if streamed else 0.0)
+        if streamed and relaxation.cpu is not None:
+            found.nbytes[relaxation.cpu] += step.movable
+        found.parent = able
+        found.option = np.full(len(able), 2 * d + streamed)
+        if streamed and relaxation.on_clock:
+            found.clock = found.clock + self._copy_seconds(i, d)
+        copying = relaxation.fixed_queue[d, i] + (self._copy_seconds(i, d) if streamed else 0.0)
+        if self.streams and copying:
+            slot = int(self.buffers.slots[d]) - 1
+            found.queue[d] = np.maximum(found.queue[d], found.free[d, slot]) + copying
+            left = step.seconds[d] - step.before[d]
+            found.clock = np.maximum(found.clock - left, found.queue[d]) + left
+            found.free[d, 1:] = found.free[d, :-1].copy()
+            found.free[d, 0] = found.clock - step.after[d]
+        return found
+
+    def _copy_seconds(self, i: int, d: int) -> float:
+        """Of streaming a step's weights; a single slot is waited for by the clock of the labels."""
+        arrays, cpu = self.frontier.arrays, self.relaxation.cpu
+        assert cpu is not None
+        return float(arrays.latency[cpu, d] + self.frontier.steps[i].copied * arrays.per_byte[cpu, d])
+
+    def _values(self, labels: _Labels, rest: Floats) -> Floats:
+        priced = self.per_byte @ labels.nbytes + self.constant + rest
+        if not self.streams:
+            return np.asarray(labels.clock + priced)
+        # copying that is behind the clock by more than the buffers hold cannot catch up
+        least = labels.clock[None, :] - self.relaxation.ahead[:, None]
+        last = labels.free[np.arange(len(self.buffers.slots)), np.maximum(self.buffers.slots - 1, 0)]
+        queue = np.minimum(np.maximum(np.maximum(labels.queue, least), last), labels.clock[None, :])
+        weighed = (1.0 - self.weight.sum()) * labels.clock + self.weight @ queue
+        return np.asarray(np.maximum(weighed + priced, labels.clock))
+
+    def _best(self, labels: _Labels) -> _Labels:
+        """Without dominated labels, and with no more than ``width``."""
+        order = self._order(labels)
+        order = order[labels.value[order] < self.below]
+        if len(order) > 4 * self.width:
+            self._drop(labels.value[order[4 * self.width :]])
+            order = order[: 4 * self.width]
+        labels = labels.take(order)
+        if not self.every:
+            labels = labels.take(_undominated(labels))
+        if labels.count > self.width:
+            self._drop(labels.value[self.width :])
+            labels = labels.take(np.arange(self.width))
+        return labels
+
+    def _order(self, labels: _Labels) -> Ints:
+        """By f-value; where weights are streamed, of nearly equal ones first what keeps fewer bytes.
+
+        A copy that the clock hides costs nothing now, and leaves room for a weight that could not be hidden.
+        """
+        if not self.streams:
+            return np.argsort(labels.value, kind="stable")
+        step = self.effort.params.sufficient_gap / 1000 * self.relaxation.bound
+        alike = np.round(labels.value / step) if step > 0 else labels.value
+        held = labels.nbytes[self.relaxation.accelerator].sum(axis=0)
+        return np.lexsort((held, alike))
+
+    def _drop(self, values: Floats) -> None:
+        if len(values):
+            self.dropped = min(self.dropped, float(values.min()))
+
+    def _trace(self, label: int, labels: _Labels, seconds: Floats) -> Completion:
+        frontier = self.frontier
+        count = frontier.units + len(frontier.shared)
+        device, streamed = np.full(count, -1), np.zeros(count, dtype=np.int64)
+        total, spare = float(seconds[label]), self.room - labels.nbytes[:, label] - labels.needs[:, label]
+        for step, (parent, option) in zip(reversed(frontier.steps), reversed(self.trail), strict=True):
+            device[step.variable], streamed[step.variable] = divmod(int(option[label]), 2)
+            label = int(parent[label])
+        return Completion(total, device, streamed, spare)
+
+
+def _undominated(labels: _Labels) -> Ints:
+    """Of labels in the order of their f-values, the first of each state, bytes and needs."""
+    mixed = np.zeros(labels.count, dtype=np.int64)
+    for row in (labels.state, *labels.nbytes.astype(np.int64), *labels.needs.astype(np.int64)):
+        mixed = (mixed ^ (mixed >> 29)) * _MIX + row
+    order = np.argsort(mixed, kind="stable")
+    one, other = order[:-1], order[1:]
+    same = mixed[one] == mixed[other]
+    same &= labels.state[one] == labels.state[other]
+    same &= (labels.nbytes[:, one] == labels.nbytes[:, other]).all(axis=0)
+    same &= (labels.needs[:, one] == labels.needs[:, other]).all(axis=0)
+    keep = np.ones(labels.count, dtype=bool)
+    keep[other[same]] = False
+    return np.flatnonzero(keep)

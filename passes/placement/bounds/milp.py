@@ -1,0 +1,328 @@
+"""A lower bound from how many operations of each class each device runs: a small mixed-integer program.
+
+Operations are of one class if everything that the program reads of them is equal: seconds on each device,
+their own weights one by one, working set, shared weights, copies of fixed weights, place in the order. A
+stack of equal layers has few classes. The program settles what each device keeps, what its copy queue brings
+meanwhile and through how large buffers, and what the CPU computes; each row holds for every placement, so
+that its optimum is a bound. The rows, with their proofs, are in docs/planner.md.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from graphplan.passes.placement.arrays import Arrays, Floats, Ints
+from graphplan.passes.placement.bounds.frontier import Frontier
+from graphplan.passes.placement.bounds.linear_program import LinearProgram, branch_and_bound
+from graphplan.passes.placement.params import Effort
+from graphplan.passes.schedule.prefetch_segments import PrefetchParams
+
+
+@dataclass(frozen=True, slots=True)
+class _Class:
+    """Macro-operations that nothing tells apart.
+
+    Attributes:
+        units: their numbers.
+        window: of the order.
+        sizes: bytes of own weights that may be streamed, with how many each has of them.
+        nbytes: of all own weights of each.
+        read: bytes of all weights that each reads.
+        shared: items that are shared weights.
+    """
+
+    units: tuple[int, ...]
+    window: int
+    sizes: tuple[tuple[float, int], ...]
+    nbytes: float
+    read: float
+    shared: tuple[int, ...]
+
+
+def bound_by_classes(arrays: Arrays, enough: float, effort: Effort, *, streaming: bool) -> float:
+    """Seconds that no placement can be below.
+
+    Args:
+        arrays: of the problem.
+        enough: seconds of a known placement.
+        effort: what is charged.
+        streaming: whether weights may be streamed, and shared ones reside in CPU memory.
+    """
+    return _Program(arrays, enough, streaming=streaming).solve(effort)
+
+
+class _Program:
+    def __init__(self, arrays: Arrays, upper: float, *, streaming: bool) -> None:
+        self.arrays, self.frontier = arrays, Frontier(arrays, streaming=streaming)
+        self.scale = max(upper, 1e-12)
+        self.program = LinearProgram()
+        self.cpu = self.frontier.cpu
+        self.needs = arrays.working_sets
+        self.least = arrays.params.negligible * float(arrays.weight_bytes.sum())
+        self.classes = self._classify()
+        self.windows = 1 + max(0, *(c.window for c in self.classes)) if self.classes else 1
+        self.places = self._places()
+        prefetch_bytes = arrays.problem.prefetch_bytes
+        # existing buffers are counted in rows of their own
+        self.room = arrays.room - arrays.fixed_bytes
+        self.room += np.array([float(prefetch_bytes.get(spec.key, 0)) for spec in arrays.specs])
+        rooms = [room for room, spec in zip(self.room, arrays.specs, strict=True) if spec.is_accelerator]
+        self.byte_scale = max(
+            1.0, float(arrays.weight_bytes.max(initial=1.0)), 0.01 * max(rooms, default=0.0)
+        )
+        self._build()
+
+    # -- classes and places --------------------------------------------------------------------------
+
+    def _classify(self) -> list[_Class]:
+        found = self._group(self._windows(1))
+        most_differ = 2 * len(found) > self.frontier.units
+        if self.frontier.streaming and most_differ:
+            found = self._group(self._windows(self.arrays.params.milp_windows))
+        return found
+
+    def _group(self, window: Ints) -> list[_Class]:
+        arrays, frontier = self.arrays, self.frontier
+        shared: dict[int, list[int]] = defaultdict(list)
+        read = np.array([arrays.stored_bytes(own) for own in frontier.own])
+        for item in range(arrays.values, len(arrays.names)):
+            for unit in frontier.readers.get(item, ()):
+                if item in frontier.shared and arrays.nbytes[item] >= self.least:
+                    shared[unit].append(item)
+                if item in frontier.shared or arrays.fixed[item] >= 0:
+                    read[unit] += arrays.stored_bytes([item])
+        groups: dict[tuple[_Class, Hashable, Hashable], list[int]] = defaultdict(list)
+        for unit, own in enumerate(frontier.own):
+            streamed = Counter(arrays.stored_bytes([i]) for i in own if frontier.is_streamable(i))
+            sizes, nbytes = tuple(sorted(streamed.items())), arrays.stored_bytes(own)
+            each = _Class((), int(window[unit]), sizes, nbytes, float(read[unit]), tuple(shared[unit]))
+            columns = (frontier.clock, frontier.fixed_queue, self.needs)
+            seen = tuple(column[:, unit].tobytes() for column in columns)
+            groups[each, seen, tuple(sorted(arrays.stored_bytes([i]) for i in own))].append(unit)
+        return [replace(each, units=tuple(units)) for (each, *_), units in groups.items()]
+
+    def _windows(self, count: int) -> Ints:
+        """(macro-operations,) a window of the order, cut at readers of shared weights too; -1 for several."""
+        members, arrays = self.arrays.units, self.arrays
+        first, last = np.array([unit[0] for unit in members]), np.array([unit[-1] for unit in members])
+        shared = (item for item in arrays.shared if arrays.nbytes[item] >= self.least)
+        large = [unit for item in shared for unit in arrays.readers[item]]
+        streamed = np.flatnonzero([bool(own) for own in self.frontier.own])
+        marks = np.sort(first[streamed]) if len(streamed) else np.sort(first)
+        parts = [part[0] for part in np.array_split(marks, count) if len(part)]
+        starts = np.unique(np.concatenate([parts, first[large], last[large] + 1]))
+        starts = starts[starts > first.min()]
+        begun = np.searchsorted(starts, first, side="right")
+        return np.where(begun == np.searchsorted(starts, last, side="right"), begun, -1)
+
+    def _places(self) -> list[list[int]]:
+        """Devices one by one, or those together that nothing tells apart."""
+        if len(self.classes) * self.frontier.devices <= self.arrays.params.milp_variables:
+            return [[d] for d in range(self.frontier.devices)]
+        return self.frontier.classes
+
+    # -- rows ----------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        program = self.program
+        self.makespan = program.variable(10.0)
+        self.elapsed = [program.variable(10.0) for _ in range(self.windows)]
+        self.clock: dict[int, list[tuple[int, float]]] = defaultdict(list)
+        self.on_cpu: list[tuple[int, float]] = []  # bytes in CPU memory, in scaled units
+        self.sizes = self._buffer_sizes()
+        self.homes = {
+            item: [program.variable(1.0, integer=True) for _ in self.places]
+            for item in sorted({item for c in self.classes for item in c.shared})
+        }
+        for variables in self.homes.values():
+            program.equal([(v, 1.0) for v in variables], 1.0)
+        self.x: list[list[int]] = []
+        memory = [self._add_place(place, number) for number, place in enumerate(self.places)]
+        for place, terms in zip(self.places, memory, strict=True):
+            room = self.room[place[0]] * len(place) / self.byte_scale
+            if self.cpu in place:
+                terms = terms + self.on_cpu
+            program.at_most(terms, room)
+            if len(place) == 1:
+                self._working_sets(place[0], self.places.index(place), terms, room)
+        for index, each in enumerate(self.classes):
+            program.equal([(x[index], 1.0) for x in self.x], float(len(each.units)))
+        self._moves()
+        for window, elapsed in enumerate(self.elapsed):
+            program.at_most([*self.clock[window], (elapsed, -1.0)], 0.0)
+        everything = [term for terms in self.clock.values() for term in terms]
+        constant = self.frontier.constant / self.scale
+        program.at_most([*everything, *((elapsed, -1.0) for elapsed in self.elapsed)], -constant)
+        program.at_most([*((elapsed, 1.0) for elapsed in self.elapsed), (self.makespan, -1.0)], 0.0)
+
+    def _buffer_sizes(self) -> list[float]:
+        """Sizes that buffers may have to have, in growing order."""
+        own = {size for each in self.classes for size, _ in each.sizes}
+        return sorted(own | {self.arrays.stored_bytes([i]) for each in self.classes for i in each.shared})
+
+    def _add_place(self, place: list[int], number: int) -> list[tuple[int, float]]:
+        """Variables of what runs on a place, and is streamed to it; the terms of its bytes."""
+        program, frontier, arrays, d, count = self.program, self.frontier, self.arrays, place[0], len(place)
+        memory: list[tuple[int, float]] = []
+        queue: dict[int, list[tuple[int, float]]] = defaultdict(list)
+        accelerates = self.arrays.specs[d].is_accelerator
+        slots = [program.variable(float(count), integer=True) for _ in self.sizes] if accelerates else []
+        for wider, narrower in zip(slots[1:], slots, strict=False):
+            program.at_most([(wider, 1.0), (narrower, -1.0)], 0.0)
+        x: list[int] = []
+        for each in self.classes:
+            units, unit = len(each.units), each.units[0]
+            able = bool(np.isfinite(frontier.clock[d, unit]))
+            variable = program.variable(float(units) if able else 0.0, integer=True)
+            x.append(variable)
+            if able and frontier.clock[d, unit]:
+                self.clock[each.window].append((variable, frontier.clock[d, unit] / self.scale))
+            if frontier.fixed_queue[d, unit]:
+                queue[each.window].append((variable, frontier.fixed_queue[d, unit] / self.scale))
+            memory.append((variable, each.nbytes / self.byte_scale))
+            if accelerates and able and self.cpu is not None:
+                for size, times in each.sizes:
+                    streamed = program.variable(float(units * times), integer=True)
+                    program.at_most([(streamed, 1.0), (variable, -float(times))], 0.0)
+                    seconds = self._copy_seconds(d, size, each.read)
+                    memory.append((streamed, -size / self.byte_scale))
+                    self.on_cpu.append((streamed, size / self.byte_scale))
+                    if arrays.problem.streaming:
+                        queue[each.window].append((streamed, seconds / self.scale))
+                        self._needs_slot(slots, size, streamed, float(units * times))
+                    else:  # copied one by one, hidden by nothing, into memory that is free again after
+                        self.clock[each.window].append((streamed, seconds / self.scale))
+        self.x.append(x)
+        memory += self._shared(place, number, x, slots, queue)
+        if accelerates:
+            buffers = self._buffers(place, slots)
+            memory.append((buffers, 1.0))
+            if queue:
+                self._in_time(place, queue, buffers)
+        return memory
+
+    def _copy_seconds(self, d: int, nbytes: float, read: float) -> float:
+        """On the queue: small weights share a copy, and so its latency, up to what segments join."""
+        arrays, cpu = self.arrays, self.cpu
+        assert cpu is not None
+        latency, per_byte = float(arrays.latency[cpu, d]), float(arrays.per_byte[cpu, d])
+        joined = max(read, PrefetchParams().small * latency / per_byte)
+        # bytes of weights are rounded up here, those of a copy are not
+        exact = max(0.0, nbytes - 511.0)
+        return exact * per_byte + latency * exact / max(joined, 1.0)
+
+    def _needs_slot(self, slots: list[int], size: float, streamed: int, most: float) -> None:
+        """Where a weight is streamed, a slot is at least as large as the largest size not above its own."""
+        at = int(np.searchsorted(self.sizes, size, side="right")) - 1
+        if at >= 0:
+            self.program.at_most([(streamed, 1.0), (slots[at], -most)], 0.0)
+
+    def _buffers(self, place: list[int], slots: list[int]) -> int:
+        """Bytes of prefetch buffers: one slot at least as large as what is streamed."""
+        problem, keys = self.arrays.problem, self.arrays.keys
+        there = sum(problem.prefetch_bytes.get(keys[d], 0) for d in place)
+        room = float(max(self.room[place[0]], 0.0))
+        most = len(place) * min(room, max(problem.prefetch_limits.get(keys[d], room) for d in place))
+        variable = self.program.variable(max(most, there) / self.byte_scale, low=there / self.byte_scale)
+        steps = np.diff([0.0, *self.sizes]) / self.byte_scale
+        terms = [(slot, -float(step)) for slot, step in zip(slots, steps, strict=True)]
+        self.program.at_least([(variable, 1.0), *terms], 0.0)
+        return variable
+
+    def _in_time(self, place: list[int], queue: dict[int, list[tuple[int, float]]], buffers: int) -> None:
+        """What windows read is copied while they last, but for what the buffers hold before."""
+        program, count = self.program, float(len(place))
+        everything = [term for terms in queue.values() for term in terms]
+        program.at_most([*everything, (self.makespan, -count)], 0.0)
+        assert self.cpu is not None
+        per_byte = float(self.arrays.per_byte[self.cpu, place[0]])
+        credit = buffers, -self.byte_scale * per_byte * (1 + 1 / PrefetchParams().small) / self.scale
+        for start in range(self.windows):
+            terms: list[tuple[int, float]] = [] if start == 0 else [credit]
+            for window in range(start, self.windows):
+                terms += [*queue.get(window, ()), (self.elapsed[window], -count)]
+                if queue.get(window):
+                    program.at_most(list(terms), 0.0)
+
+    def _shared(
+        self,
+        place: list[int],
+        number: int,
+        x: list[int],
+        slots: list[int],
+        queue: dict[int, list[tuple[int, float]]],
+    ) -> list[tuple[int, float]]:
+        """Weights that several classes read: at home on one place, copied where else they are read."""
+        program, arrays, d, memory = self.program, self.arrays, place[0], list[tuple[int, float]]()
+        for item, homes in self.homes.items():
+            size = arrays.stored_bytes([item])
+            memory.append((homes[number], size / self.byte_scale))
+            taken = program.variable(1.0)
+            for index, each in enumerate(self.classes):
+                if (
+                    item in each.shared
+                ):  # a device of the place reads it if an operation of the class is there
+                    program.at_least([(taken, float(len(each.units))), (x[index], -1.0)], 0.0)
+            moved = program.variable(1.0)
+            terms = [(taken, 1.0), (homes[number], -1.0), (moved, -1.0)]
+            copies = arrays.copy_seconds(item)[: self.frontier.devices, d]
+            seconds = min((s for h, s in enumerate(copies) if h != d or len(place) > 1), default=0.0)
+            self.clock[-1].append((moved, float(seconds) / self.scale))
+            if slots and self.frontier.is_streamable(item) and self.cpu is not None:
+                streamed = program.variable(1.0)
+                terms.append((streamed, -1.0))
+                at_cpu = next(n for n, other in enumerate(self.places) if self.cpu in other)
+                program.at_most([(streamed, 1.0), (homes[at_cpu], -1.0)], 0.0)
+                copying = float(arrays.nbytes[item] * arrays.per_byte[self.cpu, d])
+                if arrays.problem.streaming:
+                    queue[-1].append((streamed, copying / self.scale))
+                    self._needs_slot(slots, size, streamed, 1.0)
+                else:
+                    self.clock[-1].append((streamed, copying / self.scale))
+            program.at_most(terms, 0.0)
+        return memory
+
+    def _working_sets(self, d: int, number: int, memory: list[tuple[int, float]], room: float) -> None:
+        """Weights leave room for what the neediest operations take while they run."""
+        needs = np.array([self.needs[d, c.units[0]] for c in self.classes]) / self.byte_scale
+        for index in range(len(self.classes)):
+            if needs[index] > self.arrays.params.negligible * room:
+                there = self.program.variable(1.0, integer=True)
+                count = float(len(self.classes[index].units))
+                self.program.at_least([(there, count), (self.x[number][index], -1.0)], 0.0)
+                self.program.at_most([*memory, (there, float(needs[index]))], room)
+
+    def _moves(self) -> None:
+        """Where more values are read than made, so many have to arrive."""
+        class_of = {unit: index for index, c in enumerate(self.classes) for unit in c.units}
+        values: dict[tuple[int, ...], list[tuple[int, tuple[int, ...], Floats]]] = defaultdict(list)
+        for value in self.frontier._values():
+            if 0 <= value.maker < self.frontier.units:
+                key = class_of[value.maker], *sorted(class_of[unit] for unit in value.readers)
+                values[key].append((value.maker, value.readers, value.seconds))
+        for (maker, *others), found in values.items():
+            makers, readers = [each[0] for each in found], [unit for each in found for unit in each[1]]
+            if len(set(makers)) < len(makers) or len(set(readers)) < len(readers):
+                continue  # an operation reads or makes two of these: counting does not tell
+            for place, x in zip(self.places, self.x, strict=True):
+                d = place[0]
+                costs = [each[2][h, d] for each in found for h in range(self.frontier.devices) if h != d]
+                seconds = min(costs, default=0.0)
+                if not np.isfinite(seconds) or seconds <= 0:
+                    continue
+                arrived = self.program.variable(float(len(found)))
+                self.clock[-1].append((arrived, float(seconds) / self.scale))
+                for reader, each in Counter(others).items():
+                    beside = len(self.classes[reader].units) - each * len(found)  # which read none of these
+                    terms = [(arrived, float(each)), (x[reader], -1.0), (x[maker], float(each))]
+                    self.program.at_least(terms, -float(beside))
+
+    def solve(self, effort: Effort) -> float:
+        """Seconds below which no placement can be."""
+        enough = 1.0 - effort.params.sufficient_gap / 2
+        found = branch_and_bound(self.program, self.makespan, enough, effort)
+        return found * self.scale

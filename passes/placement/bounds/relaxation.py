@@ -1,0 +1,357 @@
+"""The Lagrangian relaxation: bytes have a price instead of a limit, and so have seconds of copying.
+
+With prices ``price[d] >= 0`` per byte and ``share[d] >= 0`` of the clock, ``sum(share) <= 1``, every
+placement within the budgets takes at least::
+
+    min over all placements of  (1 - sum(share)) * clock + sum over d of share[d] * queue[d]
+                                + price[d] * (bytes[d] - room[d])
+
+since it takes at least its clock and at least each device's copying, and passes no room. The minimum is a
+shortest path over the frontier's states; the costs to the end guide the label-setting search. The best
+prices are found by cutting planes (Kelley, "The cutting-plane method for solving convex programs", 1960),
+from those of the linear program that divides operation classes over devices in fractions, copies left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import scipy.sparse as sparse
+from scipy.optimize import linprog
+
+from graphplan.passes.placement.arrays import Arrays, Bools, Floats, Ints
+from graphplan.passes.placement.bounds.frontier import DpStage, Frontier, settled_frontiers
+from graphplan.passes.placement.certificate import Bound
+from graphplan.passes.placement.params import ROUNDING, Effort
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """What is reserved of the accelerators' memory before a search.
+
+    Attributes:
+        slots: (devices,) of the prefetch buffers; 0 where nothing is streamed.
+        nbytes: (devices,) of each slot.
+        beside: (devices,) for activations; at least what the least needy operation takes.
+    """
+
+    slots: Ints
+    nbytes: Floats
+    beside: Floats
+
+    @classmethod
+    def none(cls, devices: int) -> Buffers:
+        """Nothing is streamed."""
+        return cls(np.zeros(devices, dtype=np.int64), np.zeros(devices), np.zeros(devices))
+
+    @property
+    def total(self) -> Floats:
+        """(devices,) bytes of all slots."""
+        return self.slots * self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Seconds per byte of each device, and the share of the clock that its copying is weighed by."""
+
+    per_byte: Floats
+    queue: Floats
+
+
+class Relaxation:
+    """A frontier with a configuration of memory.
+
+    Args:
+        frontier: whose steps are placed.
+        stages: of it.
+        buffers: prefetch buffers that are reserved; None for a bound that holds whatever their sizes.
+
+    Attributes:
+        room: (devices,) bytes for weights at most.
+        stay: (devices, steps) whether a step may have its weights reside there.
+        copy: (devices, steps) seconds of streaming the movable weights; infinite where they may not be.
+        bound: the highest lower bound so far, seconds.
+        proof: the method that found it.
+        prices: of that bound.
+        rest: (states,) before each step and after the last, the priced cost to the end.
+        crowded: whether an accelerator has no room for its prefetch buffers.
+        possible: whether some placement may exist.
+    """
+
+    def __init__(self, frontier: Frontier, stages: list[DpStage], buffers: Buffers | None) -> None:
+        self.frontier, self.stages = frontier, stages
+        arrays, steps = frontier.arrays, frontier.steps
+        count = frontier.devices
+        self.accelerator: Bools = np.array([spec.is_accelerator for spec in arrays.specs], dtype=bool)
+        self.nbytes = np.array([step.nbytes for step in steps])
+        self.movable = np.array([step.movable for step in steps])
+        self.copied = np.array([step.copied for step in steps])
+        self.needs = np.array([step.needs for step in steps]).T
+        self.fixed_queue = np.zeros((count, len(steps)))
+        for i, step in enumerate(steps):
+            if step.variable < frontier.units:
+                self.fixed_queue[:, i] = frontier.fixed_queue[:, step.variable]
+        self.seconds = np.array([step.seconds for step in steps]).T
+        self.cpu = frontier.cpu if frontier.streaming else None
+        self.buffers = buffers
+        self._set_room()
+        self._set_copies()
+        self.bound, self.proof, self.rest = 0.0, "Lagrangian relaxation", list[Floats]()
+        self.prices = Prices(np.zeros(count), np.zeros(count))
+        self.possible = all(len(stage.states) for stage in stages) and not self.crowded
+
+    def _set_room(self) -> None:
+        arrays = self.frontier.arrays
+        # a device where weights reside runs something: at least the least needy operation
+        runs = np.array([step.variable < self.frontier.units for step in self.frontier.steps])
+        needs = np.where(np.isfinite(self.seconds) & runs, self.needs, np.inf)
+        least = needs.min(axis=1, initial=np.inf)
+        self.least = least = np.where(np.isfinite(least), least, 0.0)
+        if self.cpu is not None:  # but for CPU memory, which holds streamed weights while nothing runs there
+            least[self.cpu] = 0.0
+        if self.buffers is not None:
+            self.least = least = np.maximum(least, self.buffers.beside)
+        self.room = arrays.room - arrays.fixed_bytes - least
+        reserved = np.zeros(len(self.room)) if self.buffers is None else self.buffers.total
+        self.crowded = bool((self.room[reserved > 0] < reserved[reserved > 0]).any())
+        # a device without room for anything is not used, and then takes no bytes
+        self.room = np.maximum(self.room - reserved, 0.0)
+
+    def _set_copies(self) -> None:
+        arrays = self.frontier.arrays
+        self.copy = np.full(self.seconds.shape, np.inf)
+        self.ahead = np.full(self.frontier.devices, np.inf)
+        self.on_clock = not arrays.problem.streaming  # weights are copied one by one, and hidden by nothing
+        if self.cpu is None:
+            return
+        per_byte = arrays.per_byte[self.cpu, : self.frontier.devices]
+        latency = arrays.latency[self.cpu, : self.frontier.devices]
+        for d in np.flatnonzero(self.accelerator).tolist():
+            able = (self.movable > 0) & np.isfinite(self.seconds[d])
+            seconds = self.copied * per_byte[d]
+            if self.on_clock:
+                seconds = seconds + latency[d]
+            elif self.buffers is not None:
+                able &= (self.movable <= self.buffers.nbytes[d]) & (self.buffers.slots[d] > 0)
+                seconds = seconds + latency[d]
+                if self.buffers.slots[d] == 1:  # the next copy waits for the reader of this one
+                    seconds = seconds + np.where(np.isfinite(self.seconds[d]), self.seconds[d], 0.0)
+                self.ahead[d] = self.buffers.total[d] * per_byte[d]
+            self.copy[d] = np.where(able, seconds, np.inf)
+
+    @property
+    def streams(self) -> bool:
+        """Whether anything may be streamed."""
+        return bool(np.isfinite(self.copy).any() or self.fixed_queue.any())
+
+    # -- prices --------------------------------------------------------------------------------------
+
+    def improve(self, enough: float, effort: Effort, rounds: int | None = None) -> None:
+        """Look for prices with a higher bound.
+
+        Args:
+            enough: seconds that no bound needs to pass.
+            effort: what is charged.
+            rounds: cutting planes at most.
+        """
+        if not self.possible:
+            self.bound = np.inf
+            return
+        params = effort.params
+        point = self._first_prices() if not self.rest else self._as_point(self.prices)
+        if point is None:
+            self.possible, self.bound = False, np.inf
+            return
+        cuts: list[tuple[float, Floats]] = []
+        for _ in range(params.price_rounds if rounds is None else rounds):
+            prices = self._as_prices(point)
+            point = self._as_point(prices)
+            bound, rest, slope = self._dual(prices)
+            slope = self._even(slope)
+            effort.charge(sum(100.0 + 0.2 * stage.seconds.size for stage in self.stages))
+            if not np.isfinite(bound):
+                self.possible, self.bound = False, np.inf
+                return
+            cuts.append((float(bound - slope @ point), slope))
+            if not self.rest or bound > self.bound:
+                self.bound, self.prices, self.rest = max(bound, 0.0), prices, rest
+            if self.bound >= enough or effort.over:
+                return
+            highest, proposed = self._highest(cuts)
+            if highest - self.bound < params.sufficient_gap / 2 * abs(self.bound):
+                return
+            point = (self._as_point(self.prices) + proposed) / 2
+
+    @property
+    def _scale(self) -> Floats:
+        """(devices,) seconds that all bytes of a device are worth at a price of one."""
+        return np.asarray(np.maximum(self.frontier.arrays.room, 1.0))
+
+    def _as_point(self, prices: Prices) -> Floats:
+        return np.concatenate([prices.per_byte * self._scale, prices.queue])
+
+    def _even(self, point: Floats) -> Floats:
+        """The mean over the devices of each class: what is best for all of them is best for their mean."""
+        count, even = self.frontier.devices, point.copy()
+        for members in self.frontier.classes:
+            for part in (0, count):
+                even[[m + part for m in members]] = point[[m + part for m in members]].mean()
+        return even
+
+    def _as_prices(self, point: Floats) -> Prices:
+        count, even = self.frontier.devices, self._even(point)
+        queue = np.clip(even[count:], 0.0, 1.0) * self._weighable
+        return Prices(np.maximum(even[:count], 0.0) / self._scale, queue / max(1.0, float(queue.sum())))
+
+    @property
+    def _weighable(self) -> Bools:
+        able = np.isfinite(self.copy) & (not self.on_clock)
+        return np.asarray((able | (self.fixed_queue > 0)).any(axis=1))
+
+    def _highest(self, cuts: list[tuple[float, Floats]]) -> tuple[float, Floats]:
+        """The highest bound that the cutting planes leave possible, and its prices."""
+        count = self.frontier.devices
+        unit = max(self.bound, 1e-12)  # for HiGHS, whose tolerances are absolute
+        # no price is higher than the slowest forward pass for all bytes of a device
+        highest = float(np.where(np.isfinite(self.seconds), self.seconds, 0.0).max(axis=0).sum()) / unit
+        slopes = np.array([slope for _, slope in cuts])
+        slopes[:, count:] /= unit
+        rows = np.hstack([np.ones((len(cuts), 1)), -slopes])
+        one_clock = np.concatenate([[0.0], np.zeros(count), np.ones(count)])
+        found = linprog(
+            np.concatenate([[-1.0], np.zeros(2 * count)]),
+            A_ub=np.vstack([rows, one_clock]),
+            b_ub=np.append([height / unit for height, _ in cuts], 1.0),
+            bounds=[
+                (None, 4.0),
+                *[(0.0, max(highest, 1.0))] * count,
+                *[(0.0, float(w)) for w in self._weighable],
+            ],
+            method="highs",
+        )
+        if found.x is None:
+            return self.bound, self._as_point(self.prices)
+        proposed = np.asarray(found.x[1:])
+        proposed[:count] *= unit
+        return -float(found.fun) * unit, proposed
+
+    def _options(self, prices: Prices) -> tuple[Floats, Floats]:
+        """(devices, steps) priced bytes and copying of weights that reside there, and that are streamed."""
+        per_byte, queue = prices.per_byte[:, None], prices.queue[:, None]
+        stay = per_byte * self.nbytes + queue * self.fixed_queue
+        weight = np.ones_like(queue) if self.on_clock else queue
+        away = stay - per_byte * self.movable + weight * np.where(np.isfinite(self.copy), self.copy, 0.0)
+        if self.cpu is not None:
+            away = away + prices.per_byte[self.cpu] * self.movable
+        return stay, np.where(np.isfinite(self.copy), away, np.inf)
+
+    def _clock(self, stage: DpStage, prices: Prices) -> Floats:
+        """(devices, states) seconds of a step, less the copying that they hide."""
+        possible = np.isfinite(stage.seconds)
+        seconds = np.where(possible, stage.seconds, 0.0)
+        hidden = sum(
+            w * np.minimum(seconds, most) for w, most in zip(prices.queue, self.ahead, strict=True) if w
+        )
+        return np.where(possible, seconds - hidden, np.inf)
+
+    def _dual(self, prices: Prices) -> tuple[float, list[Floats], Floats]:
+        """The bound at these prices, the costs to the end, and the slope of the bound in the prices."""
+        stay, away = self._options(prices)
+        extra = np.minimum(stay, away)
+        clocks: dict[int, Floats] = {}
+        rest = [np.zeros(len(self.stages[-1].states))]
+        weighed = bool(prices.queue.any())
+        for i in range(len(self.stages) - 1, -1, -1):
+            stage = self.stages[i]
+            clock = stage.seconds
+            if weighed:
+                if id(stage) not in clocks:
+                    clocks[id(stage)] = self._clock(stage, prices)
+                clock = clocks[id(stage)]
+            each = rest[-1][stage.next_state]
+            each += clock
+            each += extra[:, i : i + 1]
+            rest.append(each.min(axis=0))
+        rest.reverse()
+        nbytes, queue, clock_sum = np.zeros((3, len(self.room)))
+        state = 0
+        for i, stage in enumerate(self.stages):
+            next_state = stage.next_state[:, state]
+            clock = clocks[id(stage)][:, state] if weighed else stage.seconds[:, state]
+            d = int((clock + extra[:, i] + rest[i + 1][next_state]).argmin())
+            seconds = stage.seconds[d, state]
+            if not np.isfinite(seconds):
+                break
+            streamed = away[d, i] < stay[d, i]
+            nbytes[d] += self.nbytes[i] - (self.movable[i] if streamed else 0.0)
+            if streamed and self.cpu is not None:
+                nbytes[self.cpu] += self.movable[i]
+            queue[d] += self.fixed_queue[d, i] + (self.copy[d, i] if streamed and not self.on_clock else 0.0)
+            clock_sum += np.minimum(seconds, self.ahead)
+            state = int(next_state[d])
+        slope = np.concatenate([(nbytes - self.room) / self._scale, queue - clock_sum])
+        constant = (1.0 - float(prices.queue.sum())) * self.frontier.constant
+        return float(rest[0][0] - prices.per_byte @ self.room) + constant, rest, slope
+
+    def _first_prices(self) -> Floats | None:
+        """From the linear program of operation classes over devices; None where it has no solution."""
+        count = self.frontier.devices
+        columns = np.vstack([self.seconds, self.nbytes, self.movable, self.fixed_queue, self.copy])
+        _, first, number = np.unique(columns.T.round(12), axis=0, return_index=True, return_counts=True)
+        seconds = self.seconds[:, first].T
+        copy, queue = self.copy[:, first].T, self.fixed_queue[:, first].T
+        nbytes, movable = self.nbytes[first][:, None], self.movable[first][:, None]
+        able, may_copy = np.isfinite(seconds), np.isfinite(copy)
+        if not able.any(axis=1).all():
+            return None
+        seconds, copy, classes = np.where(able, seconds, 0.0), np.where(may_copy, copy, 0.0), len(first)
+        on_clock, on_queue = (copy, 0.0) if self.on_clock else (0.0, copy)
+
+        def row(stay: Floats, away: Floats, makespan: float) -> Floats:
+            return np.concatenate([stay.ravel(), away.ravel(), [makespan]])
+
+        clock = row(seconds, seconds + on_clock, -1.0)
+        queues = [row(queue * one, (queue + on_queue) * one, -1.0) for one in np.eye(count)]
+        memory = []
+        for d, one in enumerate(np.eye(count)):
+            away = (nbytes - movable) * one + (movable if d == self.cpu else 0.0)
+            memory.append(row(nbytes * one, away, 0.0) / self._scale[d])
+        each = sparse.kron(sparse.identity(classes), np.ones((1, count)))
+        variables = row(np.where(able, np.inf, 0.0), np.where(may_copy, np.inf, 0.0), np.inf)
+        found = linprog(
+            np.arange(len(variables)) == len(variables) - 1,
+            A_ub=sparse.csr_matrix(np.array([clock, *queues, *memory])),
+            b_ub=np.concatenate([np.zeros(1 + count), self.room / self._scale]),
+            A_eq=sparse.hstack([each, each, sparse.csr_matrix((classes, 1))]),
+            b_eq=number,
+            bounds=np.column_stack([np.zeros(len(variables)), variables]),
+            method="highs",
+        )
+        if found.x is None:  # HiGHS' word is not a proof: begin without prices
+            return np.zeros(2 * count)
+        duals = np.maximum(-found.ineqlin.marginals, 0.0)
+        return np.concatenate([duals[1 + count :], duals[1 : 1 + count]])
+
+
+def least_seconds(arrays: Arrays) -> Bound:
+    """The bound at prices of zero with free copies: each operation where it takes least. It takes no time."""
+    seconds = float(arrays.compute.min(axis=0, initial=np.inf).sum())
+    return Bound(seconds * (1 - ROUNDING), "least seconds of each operation")
+
+
+def relax(arrays: Arrays, enough: float, effort: Effort, *, streaming: bool = False) -> list[Relaxation]:
+    """A relaxation with prices for each home of the largest shared weight; the least bound is the problem's.
+
+    Args:
+        arrays: of the problem.
+        enough: seconds that no bound needs to pass.
+        effort: what is charged.
+        streaming: as of :class:`~graphplan.passes.placement.bounds.frontier.Frontier`.
+    """
+    frontiers = settled_frontiers(arrays, effort, streaming=streaming)
+    found = [Relaxation(frontier, stages, None) for frontier, stages in frontiers]
+    for done, relaxation in enumerate(found):
+        with effort.share(1 / (len(found) - done)) as part:
+            relaxation.improve(enough, part)
+    return found

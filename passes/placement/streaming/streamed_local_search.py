@@ -1,0 +1,203 @@
+"""Iterated local search over placements with streaming, judged by the evaluator alone.
+
+Moves are the smallest there are: one slot more or fewer, a weight that comes to reside or to be streamed,
+two that change places, a macro-operation that goes to another device, another home for a shared weight.
+Where none helps, some operations of the best placement go elsewhere, and it is climbed from there, until
+that has not helped for some time (Lourenço, Martin and Stützle, "Iterated local search", 2003).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from graphplan.devices.topology import DeviceKey
+from graphplan.ir.schedule import Assignment
+from graphplan.passes.placement.arrays import Arrays
+from graphplan.passes.placement.bounds.frontier import Frontier
+from graphplan.passes.placement.evaluate import Evaluation, evaluate_filled
+from graphplan.passes.placement.params import ROUNDING, Effort
+
+
+def _is_better(one: Evaluation, other: Evaluation) -> bool:
+    """Whether a placement is less over the budgets than another, or faster, or streams less."""
+    if not other.excess and one.seconds > other.seconds * (1 + ROUNDING):
+        return False  # whatever its bytes
+    over, least = sum(one.excess.values()), sum(other.excess.values())
+    if over != least:
+        return over < least
+    if abs(one.seconds - other.seconds) > ROUNDING * other.seconds:
+        return one.seconds < other.seconds
+    return _streamed_bytes(one) < _streamed_bytes(other)
+
+
+def _streamed_bytes(found: Evaluation) -> tuple[int, int]:
+    """Bytes that are copied, and bytes of the prefetch buffers."""
+    prefetch_buffers = found.schedule.prefetch_buffers
+    return sum(s.nbytes for buffer in prefetch_buffers for s in buffer.segments), sum(
+        buffer.nbytes for buffer in prefetch_buffers
+    )
+
+
+def climb_streamed(arrays: Arrays, start: Evaluation, effort: Effort) -> Evaluation:
+    """A placement that is at least as fast.
+
+    Args:
+        arrays: of the problem.
+        start: a placement, within the budgets or not: fewer bytes over them come first.
+        effort: what is charged.
+    """
+    return _Climb(arrays, start, effort).run()
+
+
+class _Climb:
+    """From a placement ``now``; a move is an assignment of what it changes."""
+
+    def __init__(self, arrays: Arrays, start: Evaluation, effort: Effort) -> None:
+        self.arrays, self.problem, self.now, self.effort = arrays, arrays.problem, start, effort
+        self.frontier = Frontier(arrays, streaming=True)
+        assert self.frontier.cpu is not None
+        self.cpu = arrays.keys[self.frontier.cpu]
+        names, streamable = arrays.names, self.frontier.is_streamable
+        self.own = [[names[i] for i in own] for own in self.frontier.own]
+        self.movable = [[names[i] for i in own if streamable(i)] for own in self.frontier.own]
+        self.streamable: dict[str, Sequence[int]] = {
+            name: (unit,) for unit, own in enumerate(self.movable) for name in own
+        }
+        self.streamable |= {names[i]: self.frontier.readers[i] for i in self.frontier.shared if streamable(i)}
+        self.members = [[arrays.operations[i].name for i in unit] for unit in arrays.units]
+
+    def run(self) -> Evaluation:
+        draw, params = random.Random(0), self.effort.params
+        idle, most = 0, params.restarts * self.effort.total / params.visits(self.arrays.count)
+        self._climb()
+        best = self.now
+        while idle < most and not self.effort.over:
+            self.now = best
+            self.now = self._evaluate(self._elsewhere(draw))
+            self._climb(draw)
+            idle += 1
+            if _is_better(self.now, best):
+                best, idle = self.now, 0
+        return best
+
+    def _climb(self, draw: random.Random | None = None) -> None:
+        """Take moves that help, in a random order where there is one, so that climbs end on other hills."""
+        improved = True
+        while improved:
+            improved = False
+            for moves in (self._slots, self._residences, self._devices, self._homes, self._exchanges):
+                for move in moves() if draw is None else _shuffled(moves(), draw):
+                    if self.effort.over:
+                        return
+                    found = self._evaluate(move)
+                    if _is_better(found, self.now):
+                        self.now, improved = found, True
+
+    def _evaluate(self, change: Assignment) -> Evaluation:
+        self.effort.charge(3000.0 + 200.0 * self.arrays.count)
+        return evaluate_filled(self.problem, _changed(self.now.assignment, change), self.arrays.unread)
+
+    def _elsewhere(self, draw: random.Random) -> Assignment:
+        """Once or twice, some operations go to a device, and some of what it reads is streamed."""
+        found = self.now.assignment
+        for _ in range(draw.randint(1, 2)):
+            d = draw.randrange(self.arrays.computing)
+            key = self.arrays.keys[d]
+            units = [unit for unit in self._some_units(draw) if self.frontier.clock[d, unit] < float("inf")]
+            found = _changed(found, self._moved(units, key))
+            if self.arrays.specs[d].is_accelerator:
+                share, operations = draw.random(), found.operations
+                read = [
+                    name
+                    for name, units in self.streamable.items()
+                    if any(operations[self.members[unit][0]] == key for unit in units)
+                ]
+                streamed = {name: self.cpu for name in read if draw.random() < share}
+                found = _changed(found, Assignment({}, streamed, {key: draw.choice((1, 2))}))
+        return found
+
+    def _some_units(self, draw: random.Random) -> Sequence[int]:
+        """A run of macro-operations, or the readers of a shared weight."""
+        count, shared = len(self.members), self.frontier.shared
+        start = draw.randrange(count + len(shared))
+        if start >= count:
+            return self.frontier.readers[shared[start - count]]
+        end = start + 1
+        while end < count and draw.random() < 0.5:
+            end += 1
+        return range(start, end)
+
+    def _moved(self, units: Iterable[int], key: DeviceKey) -> Assignment:
+        operations = {name: key for unit in units for name in self.members[unit]}
+        return Assignment(operations, {name: key for unit in units for name in self.own[unit]})
+
+    def _slots(self) -> Iterator[Assignment]:
+        for buffer in self.now.schedule.prefetch_buffers:
+            count = len(buffer.slots)
+            for other in (count + 1, count - 1):
+                if 0 < other <= len(buffer.segments):
+                    yield Assignment({}, {}, {buffer.device: other})
+
+    def _residences(self) -> Iterator[Assignment]:
+        """Streamed weights come to reside where they are read, the largest first."""
+        streamed = [(unit, name) for unit, names in enumerate(self.movable) for name in names]
+        streamed = [(u, n) for u, n in streamed if self._home(n) == self.cpu and self._device(u) != self.cpu]
+        for unit, name in sorted(streamed, key=lambda pair: -self._nbytes(pair[1])):
+            yield Assignment({}, {name: self._device(unit)})
+
+    def _exchanges(self) -> Iterator[Assignment]:
+        """A resident weight is streamed, alone or in exchange for another of its device."""
+        movable = [(self._device(u), name) for u, names in enumerate(self.movable) for name in names]
+        for device, name in movable:
+            if self._home(name) != device or device == self.cpu:
+                continue
+            yield Assignment({}, {name: self.cpu})
+            for other_device, other in movable:
+                if other_device == device and self._home(other) == self.cpu:
+                    yield Assignment({}, {name: self.cpu, other: device})
+
+    def _devices(self) -> Iterator[Assignment]:
+        """A macro-operation goes to another device, with its weights resident there or streamed."""
+        for unit in range(len(self.members)):
+            for d, key in enumerate(self.arrays.keys[: self.arrays.computing]):
+                if key == self._device(unit) or self.frontier.clock[d, unit] == float("inf"):
+                    continue
+                move = self._moved([unit], key)
+                yield move
+                if self.arrays.specs[d].is_accelerator and self.movable[unit]:
+                    streamed = dict.fromkeys(self.movable[unit], self.cpu)
+                    yield replace(move, weights={**move.weights, **streamed})
+
+    def _homes(self) -> Iterator[Assignment]:
+        """A shared weight resides with another of its readers, or in CPU memory."""
+        for item in self.frontier.shared:
+            name = self.arrays.names[item]
+            keys = dict.fromkeys(self._device(unit) for unit in self.frontier.readers[item])
+            for key in [*keys, *([self.cpu] if self.frontier.is_streamable(item) else [])]:
+                if key != self._home(name):
+                    yield Assignment({}, {name: key})
+
+    def _device(self, unit: int) -> DeviceKey:
+        return self.now.assignment.operations[self.members[unit][0]]
+
+    def _home(self, name: str) -> DeviceKey:
+        return self.now.assignment.weights[name]
+
+    def _nbytes(self, name: str) -> int:
+        return self.arrays.graph.weights[name].nbytes
+
+
+def _changed(now: Assignment, change: Assignment) -> Assignment:
+    return Assignment(
+        {**now.operations, **change.operations},
+        {**now.weights, **change.weights},
+        {**now.slots, **change.slots},
+    )
+
+
+def _shuffled(moves: Iterable[Assignment], draw: random.Random) -> list[Assignment]:
+    found = list(moves)
+    draw.shuffle(found)
+    return found

@@ -1,0 +1,108 @@
+"""What lies in an attribute that a trace may have read: the items of a list, the attributes of an object.
+
+An attribute is looked into if it is *data* through and through: numbers, text, tensors, functions, and
+containers and objects of these. Any other object, such as a tokenizer or a trainer that holds the model, is
+one thing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from inspect import ismethod, isroutine
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphplan.capture.model.modes import is_plain
+
+_ONE_THING = (type, ModuleType, logging.Logger, torch.Generator)
+_NAMESPACES = (SimpleNamespace, argparse.Namespace, nn.Module)
+_LIBRARIES = {"numpy", "torch", *sys.stdlib_module_names} - {"__main__"}
+
+
+@dataclass(slots=True)
+class Data:
+    """What was found, each with its name for people.
+
+    Attributes:
+        entries: dictionaries and sequences, and a key there.
+        containers: plain ones, which are compared whole.
+        tensors: of which writes are counted.
+        seen: ids of all objects.
+    """
+
+    entries: list[tuple[str, Any, Any]] = field(default_factory=list)
+    containers: list[tuple[str, Any]] = field(default_factory=list)
+    tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    seen: set[int] = field(default_factory=set)
+
+
+def data_in(name: str, value: Any, known: set[int], model: set[int]) -> Data:
+    """What is in an attribute; nothing where it is not data.
+
+    Args:
+        name: of the attribute, for people.
+        value: the attribute.
+        known: ids of what was found before.
+        model: ids of the modules of the model, which are read otherwise.
+    """
+    found = Data()
+    return found if _add(name, value, found, known, model, owned=False) else Data()
+
+
+def is_container(value: Any) -> bool:
+    """Whether it can be compared whole, and something in it may be changed in place."""
+    return isinstance(value, list | tuple | dict | set) and is_plain(value)
+
+
+def _add(name: str, value: Any, found: Data, known: set[int], model: set[int], *, owned: bool) -> bool:
+    """Add what is in a value; whether it is data. ``owned``: by an object, as a trainer owns its model."""
+    if id(value) in model:
+        return not owned
+    if id(value) in known or id(value) in found.seen or isinstance(value, _ONE_THING):
+        return True
+    found.seen.add(id(value))
+    if is_container(value):
+        found.containers.append((name, value))
+    elif isinstance(value, torch.Tensor):
+        if not value.is_inference():  # which do not count
+            found.tensors.append((name, value))
+    elif not is_plain(value) and not hasattr(value, "to_dict"):  # a configuration of modes, or of other code
+        if ismethod(value):
+            return _add(name, value.__self__, found, known, model, owned=False)
+        if isroutine(value) or type(value).__module__.partition(".")[0] == "numpy":
+            return True
+        if not isinstance(value, list | tuple | dict | functools.partial) and not _is_object(value):
+            return False
+        is_object = owned or not isinstance(value, list | tuple | dict)
+        for inner, table, key in _inside(name, value):
+            found.entries.append((inner, table, key))
+            if not _add(inner, table[key], found, known, model, owned=is_object):
+                return False
+    return True
+
+
+def _is_object(value: Any) -> bool:
+    """Whether it is of a class of the user's, or only has attributes."""
+    library = type(value).__module__.partition(".")[0]
+    return hasattr(value, "__dict__") and (isinstance(value, _NAMESPACES) or library not in _LIBRARIES)
+
+
+def _inside(name: str, value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Each item or attribute: its name, what holds it, and the key there."""
+    if isinstance(value, functools.partial):
+        yield from ((f"{name}({key}=)", value.keywords, key) for key in value.keywords)
+        value = value.args
+    if isinstance(value, list | tuple):
+        yield from ((f"{name}[{index}]", value, index) for index in range(len(value)))
+    elif isinstance(value, dict):
+        yield from ((f"{name}[{key!r}]", value, key) for key in value)
+    else:
+        yield from ((f"{name}.{key}", vars(value), key) for key in vars(value))

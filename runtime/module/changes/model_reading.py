@@ -1,0 +1,178 @@
+"""What a trace of a model may have read beside weights, inputs and modes: by name, and where to look again.
+
+::
+
+    blocks.1         the class of a submodule         norm.eps       a plain attribute
+    head.weight      the form of a weight             settings.k     what lies in an object or a container
+    Block.forward    an attribute of a class          scale          how often a tensor was written to
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partialmethod
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphplan.capture.model.model_weights import identity, is_dense
+from graphplan.capture.model.modes import is_plain
+from graphplan.capture.thread_patches import unpatched
+from graphplan.runtime.fallback.short_names import original_class
+from graphplan.runtime.module.changes.attribute_data import data_in, is_container
+
+# `training` and the adapters of PEFT are modes, of which every graph has its own; the rest is torch's or ours
+_ADAPTERS = {
+    "_disable_adapters",
+    "_adapters_disabled",
+    "_active_adapter",
+    "active_adapter",
+    "merged_adapters",
+}
+_NOT_READ = {*vars(nn.Module()), "_graphplan", "_compiled_call_impl", *_ADAPTERS}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_LIBRARIES = {"abc", "builtins", "torch", "typing"}
+_OF_CLASSES = (FunctionType, classmethod, staticmethod, property, partialmethod)
+ANY = object()
+"""Equals every value: where a tensor is that stands for a parameter for a time, as in
+``torch.func.functional_call``, is nothing that a trace has read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One thing that a trace may have read.
+
+    Attributes:
+        value: the object.
+        matters: whether it counts where it was not there before.
+        attribute: the name of the fact in which it lies; what is new there counts unless that is new too.
+    """
+
+    value: Any
+    matters: bool = True
+    attribute: str | None = None
+
+
+class ModelReading:
+    """What is read of one module. It does not hold on to the module itself, which would be a cycle.
+
+    Attributes:
+        facts: by name, for people.
+        root: the plain attributes of the module.
+        tables: what holds all other attributes and items: dictionaries, sequences, namespaces of classes.
+        keys: of these, there.
+        parts: the submodules.
+        children: the tables of submodules.
+        weights: the tables of parameters and buffers.
+        hooks: the tables of hooks of the submodules.
+        namespaces: of the classes with code of the model.
+        containers: plain ones by the names of their facts, which are compared whole.
+        tensors: those that are no weights.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        named = dict(module.named_modules())
+        self.facts: dict[str, Fact] = {}
+        self.root = {name: value for name, value in vars(module).items() if name not in _NOT_READ}
+        self.tables: list[Any] = []
+        self.keys: list[Any] = []
+        self.parts = list(named.values())[1:]
+        self.children = [part._modules for part in named.values()]
+        self.weights: list[dict[str, Any]] = [
+            table for part in named.values() for table in (part._parameters, part._buffers)
+        ]
+        self.hooks = [vars(part)[name] for part in self.parts for name in _HOOKS if name in vars(part)]
+        self.containers: dict[str, Any] = {}
+        self.tensors: list[torch.Tensor] = []
+        self._model, self._known = set(map(id, named.values())), set[int]()
+        for path, part in named.items():
+            self._read_part(path, part)
+        self._read_weights(named)
+        for path, part in named.items():
+            if len(part._modules) > 1:
+                order = f"the order in {path!r}" if path else "the order of the submodules"
+                self.facts[order] = Fact(tuple(part._modules), matters=False)
+        classes = _classes(map(original_class, named.values()))
+        self.namespaces = {cls: vars(cls) for cls in classes}
+        for cls in self.namespaces:
+            self._read_class(cls)
+
+    def _read_part(self, path: str, part: nn.Module) -> None:
+        prefix = f"{path}." if path else ""
+        if path:
+            self.facts[repr(path)] = Fact(original_class(part))
+        for name, value in vars(part).items():
+            if name not in _NOT_READ:
+                table = vars(part) if path else None
+                self._read(prefix + name, value, table, name, matters=hasattr(type(part), name))
+        for table_name in _HOOKS if path else ():
+            hooks = vars(part).get(table_name, {})
+            for number, hook in hooks.items():
+                self._read(f"{prefix}{table_name}[{number}]", hook, hooks, number, matters=False)
+
+    def _read_weights(self, named: Mapping[str, nn.Module]) -> None:
+        first: dict[Any, str] = {}
+        for path, part in named.items():
+            for table in (part._parameters, part._buffers):
+                for own, tensor in table.items():
+                    name = f"{path}.{own}" if path else own
+                    self.facts[repr(name)] = Fact(_form(tensor))
+                    stays = table is part._buffers or isinstance(tensor, nn.Parameter)
+                    self.facts[f"the device of {name!r}"] = Fact(_place(tensor) if stays else ANY)
+                    other = name if tensor is None else first.setdefault(identity(tensor), name)
+                    if other != name:
+                        self.facts[f"the memory of {name!r} and {other!r}"] = Fact(True, matters=False)
+
+    def _read_class(self, cls: type) -> None:
+        namespace = self.namespaces[cls]
+        for name, value in namespace.items():
+            if isinstance(value, _OF_CLASSES) or (is_plain(value) and not name.startswith("__")):
+                inherited = any(hasattr(base, name) for base in cls.__bases__)
+                self._read(f"{cls.__name__}.{name}", value, namespace, name, matters=inherited)
+
+    def _read(self, name: str, value: Any, table: Any, key: Any, *, matters: bool) -> None:
+        """An attribute, of a dictionary that may be held, and what is in it."""
+        fact = repr(name)
+        self.facts[fact] = Fact(copy.deepcopy(value) if is_container(value) else unpatched(value), matters)
+        if table is not None:
+            self._watch(table, key)
+        found = data_in(name, value, self._known, self._model)
+        self._known |= found.seen
+        for inner, held, own in found.entries:
+            self._watch(held, own)
+            self.facts[repr(inner)] = Fact(unpatched(held[own]), attribute=fact)
+        for inner, container in found.containers:
+            self.containers[repr(inner)] = container
+            self.facts[repr(inner)] = replace(self.facts[repr(inner)], value=copy.deepcopy(container))
+        for inner, tensor in found.tensors:
+            self.tensors.append(tensor)
+            self.facts[f"the number of writes to {inner!r}"] = Fact(tensor._version, attribute=fact)
+
+    def _watch(self, table: Any, key: Any) -> None:
+        self.tables.append(table)
+        self.keys.append(key)
+
+
+def _classes(of: Iterable[type]) -> Iterator[type]:
+    """All classes that have code of the model, each once."""
+    found = dict.fromkeys(base for cls in of for base in cls.__mro__)
+    return (cls for cls in found if cls.__module__.partition(".")[0] not in _LIBRARIES)
+
+
+def _form(tensor: torch.Tensor | None) -> str | None:
+    """What a graph takes for granted of a weight."""
+    if tensor is None:
+        return None
+    kind = "tensor" if is_dense(tensor) else type(tensor).__name__
+    return f"{tensor.dtype} {kind} of shape {list(tensor.shape)}"
+
+
+def _place(tensor: torch.Tensor | None) -> str | None:
+    """A new weight that was made on the CPU is moved to its place."""
+    if tensor is None:
+        return None
+    return "the CPU" if tensor.device.type == "cpu" else "an accelerator"

@@ -1,0 +1,131 @@
+"""Notices where a placed module is no longer what its graphs were traced from.
+
+A trace reads the tree of modules, their classes and their plain attributes, and follows shared weights. What
+is changed there later makes the graphs stale::
+
+    placed.act = nn.Sigmoid()                  another module
+    placed.norm.eps = 1e-3                     a plain attribute
+    placed.head.weight = nn.Parameter(...)     a weight that was shared with another module
+
+Each call compares identities, which takes tens of nanoseconds an attribute; only where one differs are values
+compared. Hooks that are added to submodules are in no graph: while there are any, calls run module by module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, repeat
+from operator import attrgetter, getitem, is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphplan._compat.torch import global_hooks
+from graphplan.capture.model.model_weights import identity
+from graphplan.capture.model.modes import is_plain
+from graphplan.runtime.module.changes.model_reading import ANY, Fact, ModelReading
+
+_LONGEST = 60  # characters of a value in a message
+_shape, _version = attrgetter("shape"), attrgetter("_version")
+
+
+class ModuleGuard:
+    """Notices changes of one module, which is given as its graphs were traced."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._seen = _Snapshot(module)
+        self._traced, self._traced_hooks = self._seen.reading.facts, self._seen.hook_count()
+
+    def hooked(self) -> bool:
+        """Whether submodules have hooks that they did not have when they were traced, or all modules have."""
+        return self._seen.hook_count() > self._traced_hooks or any(global_hooks())
+
+    def difference(self, module: nn.Module) -> str | None:
+        """What is not as it was when the graphs were traced, for people; None where nothing is."""
+        if self._seen.same(module):
+            return None
+        now = _Snapshot(module)
+        found = _difference(self._traced, now.reading.facts)
+        if found is None:
+            self._seen = now
+        return found
+
+
+class _Snapshot:
+    """What was read of a module, and the objects that were there, whose identities are compared."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.reading = reading = ModelReading(module)
+        self._values = list(map(getitem, reading.tables, reading.keys))
+        self._types = list(map(type, reading.parts))
+        hooks = set(map(id, reading.hooks))  # more of them are no change
+        sized: tuple[Any, ...] = (*map(vars, reading.parts), *reading.children, *reading.weights)
+        sized += (*reading.tables, *reading.namespaces.values())
+        self._sized = [table for key, table in {id(one): one for one in sized}.items() if key not in hooks]
+        self._sizes, self._root_size = list(map(len, self._sized)), len(vars(module))
+        self._names = list(chain.from_iterable(reading.children))
+        self._children = list(chain.from_iterable(map(dict.values, reading.children)))
+        self._weights = list(chain.from_iterable(map(dict.values, reading.weights)))
+        self._tensors = [tensor for tensor in self._weights if tensor is not None]
+        self._shapes = list(map(_shape, self._tensors))
+        self._versions = list(map(_version, reading.tensors))
+        self._contents = [reading.facts[name].value for name in reading.containers]
+        self._shared = list(_shared(self._tensors))
+
+    def hook_count(self) -> int:
+        """Hooks of submodules, now."""
+        return sum(map(len, self.reading.hooks))
+
+    def same(self, module: nn.Module) -> bool:
+        """Whether each entry is the very object that it was; False also where that is not certain."""
+        reading = self.reading
+        try:
+            return (
+                all(map(is_, map(getitem, repeat(vars(module)), reading.root), reading.root.values()))
+                and all(map(is_, map(getitem, reading.tables, reading.keys), self._values))
+                and len(vars(module)) == self._root_size
+                and list(map(len, self._sized)) == self._sizes
+                and list(map(type, reading.parts)) == self._types
+                and list(chain.from_iterable(reading.children)) == self._names
+                and all(map(is_, chain.from_iterable(map(dict.values, reading.children)), self._children))
+                and all(map(is_, chain.from_iterable(map(dict.values, reading.weights)), self._weights))
+                and list(map(_shape, self._tensors)) == self._shapes
+                and list(map(_version, reading.tensors)) == self._versions
+                and list(reading.containers.values()) == self._contents
+                and all(identity(one) == identity(other) for one, other in self._shared)
+            )
+        except (KeyError, IndexError):
+            return False
+
+
+def _difference(before: Mapping[str, Fact], now: Mapping[str, Fact]) -> str | None:
+    for name, fact in now.items():
+        known = before.get(name)
+        if known is None and (fact.matters if fact.attribute is None else fact.attribute in before):
+            return f"{name} is new"
+        if known is not None and not _equal(known.value, fact.value):
+            was, is_now = _shown(known.value), _shown(fact.value)
+            return f"{name} was {was} and is {'another' if was == is_now else is_now}"
+    gone = next((name for name in before if name not in now), None)
+    return None if gone is None else f"{gone} is gone"
+
+
+def _shared(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each that is one weight with an earlier one, of another object, and that one."""
+    first: dict[Any, torch.Tensor] = {}
+    for tensor in tensors:
+        known = first.setdefault(identity(tensor), tensor)
+        if known is not tensor:
+            yield known, tensor
+
+
+def _equal(before: Any, now: Any) -> bool:
+    if before is now or before is ANY or now is ANY:
+        return True
+    return is_plain(before) and is_plain(now) and type(before) is type(now) and bool(before == now)
+
+
+def _shown(value: Any) -> str:
+    text = f"a {value.__name__}" if isinstance(value, type) else repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
