@@ -22,7 +22,7 @@ from graphplan.api.arguments import (
     read_source,
 )
 from graphplan.api.machines import partition_machines
-from graphplan.api.placer import Placer, Recipe
+from graphplan.api.placer import Placer
 from graphplan.api.plan_options import PlanKeywords, read_options, refuse_with_machines, shows_options
 from graphplan.capture.model.shared_attributes import copy_to_run, of_class
 from graphplan.capture.thread_patches import outside_inference_mode
@@ -145,8 +145,8 @@ def partition(
     if checkpoint is None:
         require_data(model, model_copy.weights)
     source = read_source(request, checkpoint, strict=strict is not False)
-    recipe = Recipe(topology, replace(request.options, constraints=rules), strict is True)
-    placer = Placer(recipe, source, check, warm, given)
+    with_rules = replace(request.options, constraints=rules)
+    placer = Placer(topology, with_rules, strict is True, source, check, warm, given)
     if asked.calls is not None or asked.weights is not None:
         return placer.place_together(model, model_copy, read_examples(model_copy, args, kwargs, asked))
     call = read_example(request, args, kwargs)

@@ -2,9 +2,9 @@
 
 ::
 
-    partition ── Placer ──> placed module, which keeps a Recipe and Placer.find_room
+    partition ── Placer ──> placed module, which keeps another Placer, and Placer.find_room
        │                        │ pickled, or changed after it was traced
-       │                        ├── Recipe at the next forward pass: Placer, with the weights where they are
+       │                        ├── that Placer at the next forward pass, with the weights where they are
        └── at the first         │ a call has no room beside the weights
            forward pass         └── find_room plans it, wherever weights are; its WeightMove does that
 """
@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -57,36 +57,13 @@ _UNTRACED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """What a placed module keeps to be placed again: after unpickling, or where it was changed.
+class Placer:
+    """Places models; :class:`NoGraphError` is left to hooks unless it is strict.
 
     Attributes:
         topology: the devices.
         options: of the compiler.
         strict: whether what cannot be captured is an error.
-        homes: where weights are already; None before the first plan.
-        known_plan: the plan that put them there.
-    """
-
-    topology: Topology
-    options: Options
-    strict: bool = False
-    homes: Mapping[str, DeviceKey] | None = None
-    known_plan: PlanData | None = None
-
-    def __call__(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str
-    ) -> nn.Module:
-        """Place a module as it is now, at a call of it."""
-        return Placer(self)(module, args, kwargs, entry)
-
-
-@dataclass(frozen=True, slots=True)
-class Placer:
-    """Places models; :class:`NoGraphError` is left to hooks unless the recipe is strict.
-
-    Attributes:
-        recipe: the devices and options.
         source: where weights are read from instead of the model.
         check: whether results are compared with eager's.
         plan: to carry out, in place of a search.
@@ -94,9 +71,13 @@ class Placer:
         in_place: whether the modules of the model become those of the placed one.
         compiler: of the model, where one was made already, as for a stage of a model.
         moved_for: bytes of the inputs for which the weights were moved last.
+        homes: where weights are already; None before the first plan.
+        known_plan: the plan that put them there.
     """
 
-    recipe: Recipe
+    topology: Topology
+    options: Options
+    strict: bool = False
     source: Checkpoint | None = None
     check: bool = False
     warm: bool = False
@@ -104,16 +85,8 @@ class Placer:
     in_place: bool = False
     compiler: Compiler | None = None
     moved_for: int = 0
-
-    @property
-    def known_plan(self) -> PlanData | None:
-        """The plan that put the weights where they are, if any has."""
-        return self.recipe.known_plan
-
-    @property
-    def strict(self) -> bool:
-        """Whether what cannot be captured is an error."""
-        return self.recipe.strict
+    homes: Mapping[str, DeviceKey] | None = None
+    known_plan: PlanData | None = None
 
     def __call__(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str
@@ -140,9 +113,9 @@ class Placer:
             if self.strict or call is None or own_code:
                 raise
             failed = error.with_traceback(None)  # its frames hold the caller's tensors
-        if self.recipe.options.training is not None:
+        if self.options.training is not None:
             return self._untraced(model, model_copy, call, failed, entry)
-        if self.recipe.homes is not None:  # its modules run this call where their weights are
+        if self.homes is not None:  # its modules run this call where their weights are
             return self.attached(model, compiler, [])
         return self._hooked(model, model_copy, calls, failed)
 
@@ -153,8 +126,7 @@ class Placer:
         found = saved_bytes(model_copy, call.on_cpu())
         much = "of a size that is not known" if found is None else f"about {readable_bytes(found)}"
         warn(_UNTRACED.format(much, first_line(failed)))
-        options = replace(self.recipe.options, training=None, grad=True)
-        plain = replace(self, recipe=replace(self.recipe, options=options))
+        plain = replace(self, options=replace(self.options, training=None, grad=True))
         return plain.place(model, ModelCopy(model), call, entry)
 
     def place_together(
@@ -182,40 +154,36 @@ class Placer:
     ) -> nn.Module:
         """Run by hooks, which keep room for the call with the largest inputs."""
         largest = max(calls, key=lambda one: sum(map(tensor_bytes, one.call.tensors)))
-        topology, options = self.recipe.topology, self.recipe.options
-        placed = fall_back(model, model_copy, largest, topology, options, self.source, failed)
+        placed = fall_back(model, model_copy, largest, self.topology, self.options, self.source, failed)
         return self._checked(model, placed, calls)
 
     def _compiler(self, model_copy: ModelCopy) -> Compiler:
         if self.compiler is not None:
             return self.compiler
-        recipe = self.recipe
-        trains = recipe.options.training is not None  # what is trained is written to
+        trains = self.options.training is not None  # what is trained is written to
         mappable = frozenset[str]() if self.source is None or trains else self.source.mappable()
-        known = None if recipe.known_plan is None else recipe.known_plan.schedule.assignment
-        homes = None if recipe.homes is None else dict(recipe.homes)
-        return Compiler(model_copy, recipe.topology, recipe.options, homes, mappable, known, self.plan)
+        known = None if self.known_plan is None else self.known_plan.schedule.assignment
+        homes = None if self.homes is None else dict(self.homes)
+        return Compiler(model_copy, self.topology, self.options, homes, mappable, known, self.plan)
 
     def _training_reader(self) -> TrainingReader | None:
-        training = self.recipe.options.training
+        training = self.options.training
         if training is None:
             return None
-        return TrainingReader(training.outputs, self.recipe.topology.computing_types)
+        return TrainingReader(training.outputs, self.topology.computing_types)
 
     @property
     def _may_move(self) -> bool:
         """Whether weights may move later: nobody has said where, or holds on to them or to their file."""
-        recipe = self.recipe
-        settled = self.plan is not None or self.compiler is not None or DISK in recipe.topology
-        return not (settled or recipe.options.grad or recipe.options.training is not None)
+        settled = self.plan is not None or self.compiler is not None or DISK in self.topology
+        return not (settled or self.options.grad or self.options.training is not None)
 
     def attached(self, model: nn.Module, compiler: Compiler, planned: Sequence[Planned]) -> nn.Module:
         """A placed copy of ``model``, or itself, with the programs of what was planned and committed."""
-        recipe, model_copy = self.recipe, compiler.model_copy
-        if self.source is None and DISK in (recipe.homes or {}).values():
+        model_copy, owned = compiler.model_copy, self.homes is not None
+        if self.source is None and DISK in (self.homes or {}).values():
             warn(_IN_MEMORY)
         programs = [compiler.lower(one) for one in planned]
-        owned = recipe.homes is not None
         enter_stage("place weights")
         layout = compiler.layout()
         if self.in_place and owned:
@@ -231,16 +199,16 @@ class Placer:
             owned=owned,
             in_place=self.in_place,
         )
-        first = planned[0].plan if planned else recipe.known_plan
+        first = planned[0].plan if planned else self.known_plan
         state = ModuleState(
             programs,
             compiler.further,
             model_copy.signature,
-            replace(recipe, homes=compiler.homes, known_plan=first),
-            keep_grad=recipe.options.grad,
-            return_outputs=recipe.options.return_outputs,
+            Placer(self.topology, self.options, self.strict, homes=compiler.homes, known_plan=first),
+            keep_grad=self.options.grad,
+            return_outputs=self.options.return_outputs,
             device_types=model_copy.device_types,
-            refused=None if recipe.strict else later_refused,
+            refused=None if self.strict else later_refused,
             training=self._training_reader(),
             move=partial(self.find_room, compiler) if self._may_move else None,
         )
@@ -268,26 +236,45 @@ class Placer:
         mover = known.anew()
         planned = mover.plan(call, entry, mover.aheads(call, entry))
         mover.commit(planned)
-        recipe = replace(self.recipe, homes=mover.homes, known_plan=planned.plan)
-        return WeightMove(recipe, warm=self.warm, moved_for=nbytes, mover=mover, planned=planned)
+        placer = Placer(
+            self.topology,
+            self.options,
+            self.strict,
+            warm=self.warm,
+            in_place=True,
+            moved_for=nbytes,
+            homes=mover.homes,
+            known_plan=planned.plan,
+        )
+        return WeightMove(placer, mover, planned)
 
 
 @dataclass(frozen=True, slots=True)
-class WeightMove(Placer):
+class WeightMove:
     """Moves weights to where a plan has them.
 
     Attributes:
+        placer: knows where they will be.
         mover: the compiler that has made the plan.
-        planned: the plan.
+        planned: the plan; with its inputs, which must not stay with the module.
     """
 
-    mover: Compiler = field(kw_only=True)
-    planned: Planned = field(kw_only=True)
+    placer: Placer
+    mover: Compiler
+    planned: Planned
+
+    @property
+    def known_plan(self) -> PlanData | None:
+        """The plan."""
+        return self.placer.known_plan
+
+    @property
+    def strict(self) -> bool:
+        """Whether what cannot be captured is an error."""
+        return self.placer.strict
 
     def __call__(self, module: nn.Module, *_call: Any, **_named: Any) -> nn.Module:
         """The module with its weights moved, by way of host memory, whatever call comes next."""
-        # a move holds the inputs that it was planned for: it must not stay with the module
-        placer = Placer(self.recipe, warm=self.warm, in_place=True, moved_for=self.moved_for)
-        placed = placer.attached(unplaced(module), self.mover, [self.planned])
+        placed = self.placer.attached(unplaced(module), self.mover, [self.planned])
         self.mover.model_copy.weights.tensors.update(ModelWeights(placed).tensors)
         return placed

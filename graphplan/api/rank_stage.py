@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from graphplan.analysis.plan import Plan
-from graphplan.api.placer import Placer, Recipe
+from graphplan.api.placer import Placer
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.compiler.cluster.cluster_call import Wires
 from graphplan.compiler.cluster.stage_compiler import StageSource, buffer_bytes, with_buffers, withholding
@@ -75,7 +75,7 @@ class RankStage:
         if options.training is not None:
             cut = with_step(cut, topology.computing_types)
         compiler = cut.compiler(topology, options, stage.plan)
-        placer = Placer(Recipe(topology, options, strict=True), source, compiler=compiler)
+        placer = Placer(topology, options, strict=True, source=source, compiler=compiler)
         placed = placer.place(cut.module, model_copy, cut.example("cpu"))
         return cls(index, after, own, compiler, placed)
 
