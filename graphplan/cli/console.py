@@ -50,8 +50,10 @@ _AS_TYPED: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
     (re.compile(r"\b(max_memory|pin)=\{([^}]*)\}"), _typed_pairs),
     (re.compile(r"\bmax_memory\[(['\"]?)([^\]]*?)\1\]"), r"--max-memory \2"),
     (re.compile(r"\bmax_memory\b"), "--max-memory"),
+    (re.compile(r"\bdevices\[(['\"]?)([^\]]*?)\1\]"), r"--device \2"),
     (re.compile(r"\breserve(?= = )"), "--reserve"),
     (re.compile(r"\bdevices(?= names\b)"), "--device"),
+    (re.compile(r"\blinks(?= names\b)"), "--link"),
     (re.compile(r"\boffload=False\b"), "--no-offload"),
     (re.compile(r"\bgraphplan\.simulate\b"), "`graphplan run --simulate`"),
 )

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from accelerate.utils import convert_file_size_to_int
 
-from graphplan.devices.max_memory import read_max_memory, read_size
-from graphplan.devices.speeds import Measurements, Speed, with_speeds
-from graphplan.devices.topology import CPU, DeviceKey, Link, Topology
+from graphplan.devices.max_memory import read_max_memory
+from graphplan.devices.speeds import Measurements, with_speeds
+from graphplan.devices.topology import DeviceKey, Link, Topology
 from graphplan.errors import BudgetError, DeviceError, GraphplanError, PlanError
 
-Held = TypeVar("Held")
 _LEAST = 1024  # bytes: a smaller number without a unit is meant otherwise
 
 
@@ -37,19 +36,18 @@ def _pairs(
         yield left, right
 
 
-def read_budgets(words: Sequence[str]) -> dict[DeviceKey, int | float | str] | None:
+def read_budgets(words: Sequence[str]) -> dict[DeviceKey, str] | None:
     """``KEY=BYTES`` each, several in one with commas; None where there are none.
 
     Raises:
         BudgetError: a word that is no such pair, or a key that is given twice.
     """
-    found: dict[DeviceKey, int | float | str] = {}
+    found: dict[DeviceKey, str] = {}
     parts = (part for whole in words for part in whole.split(","))
     for key, size in _pairs(parts, "--max-memory", "KEY=BYTES, as 0=24GiB or cpu=64GiB", BudgetError):
         if read_key(key) in found:
             raise BudgetError(f"--max-memory names {key!r} twice")
-        nbytes = read_size(size, f"--max-memory {key}")
-        if size.isdigit() and 0 < nbytes < _LEAST:
+        if size.isdigit() and 0 < int(size) < _LEAST:
             raise BudgetError(
                 f"--max-memory {key}={size} is {size} bytes: write {key}={size}GiB for as many GiB"
             )
@@ -57,35 +55,14 @@ def read_budgets(words: Sequence[str]) -> dict[DeviceKey, int | float | str] | N
     return found or None
 
 
-def read_speeds(words: Sequence[str]) -> dict[DeviceKey, Speed]:
-    """``KEY=CARD`` each, as ``0=H100``.
-
-    Raises:
-        DeviceError: a word that is no such pair, or a card that is not known.
-    """
-    found: dict[DeviceKey, Speed] = {}
-    for key, name in _pairs(words, "--device", "KEY=CARD, as 0=H100", DeviceError):
-        try:
-            found[read_key(key)] = Speed.of_card(name)
-        except DeviceError as error:
-            raise DeviceError(f"--device '{key}={name}': {error}") from error
-    return found
-
-
-def read_links(
-    words: Sequence[str], budgets: Iterable[DeviceKey] | None
-) -> dict[tuple[DeviceKey, DeviceKey], Link]:
+def read_links(words: Sequence[str]) -> dict[tuple[DeviceKey, DeviceKey], Link]:
     """``KEY-KEY=BYTES`` each: bytes per second in both directions, as ``0-1=450GB``.
 
-    Args:
-        words: of the command line.
-        budgets: the devices that may be linked, the CPU beside them; None for any.
-
     Raises:
-        DeviceError: a word that is none, or a device that has no budget.
+        DeviceError: a word that is none.
     """
     found: dict[tuple[DeviceKey, DeviceKey], Link] = {}
-    known, form = None if budgets is None else [*budgets, CPU], "KEY-KEY=BYTES a second, as 0-1=450GB"
+    form = "KEY-KEY=BYTES a second, as 0-1=450GB"
     for pair, speed in _pairs(words, "--link", form, DeviceError):
         source, _, destination = pair.partition("-")
         try:
@@ -94,11 +71,7 @@ def read_links(
             bandwidth = 0.0
         if not (source and destination and bandwidth > 0):
             raise DeviceError(f"--link '{pair}={speed}': write {form}")
-        ends = read_key(source), read_key(destination)
-        for key in ends:
-            if known is not None and key not in known:
-                raise DeviceError(f"--link '{pair}={speed}': --max-memory names no {key!r}")
-        found[ends] = Link(bandwidth)
+        found[read_key(source), read_key(destination)] = Link(bandwidth)
     return found
 
 
@@ -120,11 +93,11 @@ def read_topology(
     reserve: str,
 ) -> Topology:
     """The devices that the words of a command describe."""
-    budgets = read_budgets(max_memory or ())
-    links = read_links(link or (), budgets)
+    budgets, links = read_budgets(max_memory or ()), read_links(link or ())
     if measured is not None and device:
         raise DeviceError("give --measured or --device, not both")
-    speeds: Any = read_speeds(device or ()) or None
+    cards = _pairs(device or (), "--device", "KEY=CARD, as 0=H100", DeviceError)
+    speeds: Any = {read_key(key): name for key, name in cards} or None
     if measured is not None:
         speeds = Measurements.load_json(measured)
     return with_speeds(read_max_memory(budgets, links, reserve), speeds)

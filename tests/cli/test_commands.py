@@ -357,7 +357,7 @@ BAD: list[tuple[list[str], int, str]] = [
     (["plan", "MODEL", "--max-memory", "0=lots"], 2, "'lots' is no size"),
     (["plan", "MODEL", "--max-memory", "0=1GiB,0=2GiB"], 2, "names '0' twice"),
     (["plan", "MODEL", "--max-memory", "gpu9=1GiB"], 2, "'gpu9' is no device"),
-    (["plan", "MODEL", "--max-memory", "0=1GiB", "--device", "0=Abacus"], 2, "no card 'Abacus'"),
+    (["plan", "MODEL", "--max-memory", "0=1GiB", "--device", "0=Abacus"], 2, "--device 0: no card"),
     (
         ["plan", "MODEL", "--max-memory", "0=1GiB", "--device", "1=H100"],
         2,
@@ -373,7 +373,7 @@ BAD: list[tuple[list[str], int, str]] = [
         2,
         "'bytes.bin' cannot be read",
     ),
-    (["plan", "MODEL", "--max-memory", "0=1GiB", "--link", "0-9=1GB"], 2, "names no 9"),
+    (["plan", "MODEL", "--max-memory", "0=1GiB", "--link", "0-9=1GB"], 2, "--link names 9, which"),
     (["plan", "MODEL", "--max-memory", "cpu=1GiB", "--pin", "lm_head"], 2, "write NAME=KEY"),
     (["plan", "MODEL", "--dtype", "int7"], 2, "--dtype 'int7'"),
     (["plan", "factories:absent"], 2, "no attribute 'absent'"),
