@@ -5,6 +5,7 @@ Sizes that vary count at their bound: the plan is for the largest.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,50 +31,12 @@ class TensorMeta:
 
     @property
     def copy_bytes(self) -> int:
-        elements = 1
-        for size in self.shape:
-            elements *= size
-        return elements * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def copied(self) -> TensorMeta:
-        """What ``.to()`` another device makes of it: dense, its dimensions in the same order.
-
-        As torch's ``infer_dense_strides`` (``ExpandUtils.cpp``).
-        """
-        order = list(range(len(self.shape)))[::-1]
-        for i in range(1, len(order)):
-            at = i
-            for j in range(i - 1, -1, -1):
-                inner, outer = order[j], order[at]
-                swap = self._belongs_outside(inner, outer)
-                if swap > 0:
-                    order[j], order[at] = outer, inner
-                    at = j
-                elif swap < 0:
-                    break
-        strides, step = [0] * len(order), 1
-        for dimension in order:
-            strides[dimension] = step
-            step *= max(self.shape[dimension], 1)
-        kept = self.stride if self._is_dense() else tuple(strides)
-        return TensorMeta(self.shape, kept, self.dtype)
-
-    def _belongs_outside(self, a: int, b: int) -> int:
-        """1 if dimension ``a`` has the larger step of the two, -1 if ``b`` has, 0 if that is open."""
-        if self.stride[a] == 0 or self.stride[b] == 0:
-            return 0
-        if self.stride[a] != self.stride[b]:
-            return 1 if self.stride[a] > self.stride[b] else -1
-        return 1 if self.shape[a] > self.shape[b] else 0
-
-    def _is_dense(self) -> bool:
-        """Whether its elements fill its storage without gap or overlap."""
-        step = 1
-        for stride, size in sorted((st, n) for st, n in zip(self.stride, self.shape, strict=True) if n != 1):
-            if stride != step:
-                return False
-            step *= size
-        return True
+        """What ``.to()`` another device makes of it: dense, its dimensions in the same order."""
+        source = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+        return TensorMeta(self.shape, source.to("meta", copy=True).stride(), self.dtype)
 
 
 def is_tensor_meta(value: Any) -> bool:
@@ -117,11 +80,7 @@ def describe(val: Any, sizes: Mapping[Any, int] | None = None) -> Any:
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Elements between neighbours along each dimension, of a tensor in row-major order."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+    return torch.empty(shape, device="meta").stride()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
