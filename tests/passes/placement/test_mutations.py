@@ -14,8 +14,9 @@ from placements import HOST, equal_cards, stack
 from random_problems import TINY, random_instance
 
 from graphplan.devices.topology import CPU, DeviceKey, Link, Topology
-from graphplan.passes.placement import driver, resident, symmetry
+from graphplan.passes.placement import driver, resident
 from graphplan.passes.placement.arrays import Arrays, Ints
+from graphplan.passes.placement.bounds import symmetry
 from graphplan.passes.placement.bounds.label_dp import LabelSearch, search_labels
 from graphplan.passes.placement.bounds.milp import _Class, _Program, bound_by_classes
 from graphplan.passes.placement.bounds.relaxation import Relaxation
