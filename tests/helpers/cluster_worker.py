@@ -385,40 +385,40 @@ def small_llama() -> Any:
     return transformers.LlamaForCausalLM(config).eval()
 
 
+TURNS: dict[str, Any] = {"schedule": "interleaved"}
+
+
 def interleaved() -> None:
-    """Two stages on each rank: a Llama, a module with skips, a weight that stages of a rank share."""
+    """Two stages on each rank: a module with skips, and a weight that stages of a rank share."""
+    check_turns("UNet")
+    batch = {"ids": torch.randint(0, 50, (8, 6))}
+    say(f"turns: {trained_beside_eager(SharedLayers().eval(), batch, 4, **TURNS, train=True)}")
+
+
+def interleaved_more() -> None:
+    """Likewise: a Llama, concatenated skips, a weight of the first stage and the last."""
     llama = small_llama()
     ids = torch.randint(0, 64, (16, 5))
     batch = {"input_ids": ids, "use_cache": False}
-    turns: dict[str, Any] = {"schedule": "interleaved"}
-    placed = divided(llama, batch, 4, **turns)
+    placed = divided(llama, batch, 4, **TURNS)
     with torch.no_grad():
         say(f"forward: {len(placed.plan.stages)} stages, {difference(placed(**batch), llama(**batch)):.1e}")
         single = {**batch, "input_ids": ids[:4]}  # another trace, whose stages take tensors of such sizes too
         say(f"single: {difference(placed(**single), llama(**single)):.1e}")
-    say(f"train: {trained_beside_eager(llama, batch, 4, **turns, train=True, optimizer=torch.optim.AdamW)}")
-    model, inputs = PLAIN["UNet"]()
-    placed = divided(model.eval(), inputs, 2, **turns)
-    say(f"UNet: {len(placed.plan.stages)} stages, {difference(placed(**inputs), model(**inputs)):.1e}")
-    batch = {"ids": torch.randint(0, 50, (8, 6))}
-    say(f"turns: {trained_beside_eager(SharedLayers().eval(), batch, 4, **turns, train=True)}")
-
-
-def interleaved_more() -> None:
-    """Likewise: tokens, autograd, concatenated skips, a weight of the first stage and the last."""
-    llama = small_llama()
-    ids = torch.randint(0, 64, (16, 5))
-    batch = {"input_ids": ids, "use_cache": False}
-    turns: dict[str, Any] = {"schedule": "interleaved"}
-    placed = divided(llama, batch, 4, **turns)
     prompt = {"input_ids": ids[:2], "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     say(f"generate: {torch.equal(placed.generate(**prompt), llama.generate(**prompt))}")
-    say(f"grad: {trained_beside_eager(llama, batch, 4, **turns, grad=True)}")
-    model, inputs = PLAIN["DenseNet"]()
-    placed = divided(model.eval(), inputs, 2, **turns)
-    say(f"DenseNet: {len(placed.plan.stages)} stages, {difference(placed(**inputs), model(**inputs)):.1e}")
+    say(f"train: {trained_beside_eager(llama, batch, 4, **TURNS, train=True, optimizer=torch.optim.AdamW)}")
+    say(f"grad: {trained_beside_eager(llama, batch, 4, **TURNS, grad=True)}")
+    check_turns("DenseNet")
     batch = {"ids": torch.randint(0, 50, (8, 6))}
-    say(f"ends: {trained_beside_eager(SharedWeight().eval(), batch, 4, **turns, train=True)}")
+    say(f"ends: {trained_beside_eager(SharedWeight().eval(), batch, 4, **TURNS, train=True)}")
+
+
+def check_turns(name: str) -> None:
+    """The results of a plain module in two microbatches, and eager's."""
+    model, inputs = PLAIN[name]()
+    placed = divided(model.eval(), inputs, 2, **TURNS)
+    say(f"{name}: {len(placed.plan.stages)} stages, {difference(placed(**inputs), model(**inputs)):.1e}")
 
 
 class SharedLayers(torch.nn.Module):

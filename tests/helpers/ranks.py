@@ -15,7 +15,14 @@ from pathlib import Path
 
 WORKER = Path(__file__).with_name("cluster_worker.py")
 # what each rank needs and takes seconds to import: a process that has it is forked for each rank
-PRELOADED = ("graphplan", "transformers", "torch._dynamo", "torch.export", "torch.distributed.checkpoint")
+PRELOADED = (
+    "graphplan.api.machines",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.pipelining",
+    "torch.export",
+    "transformers.modeling_utils",
+)
 
 
 class Ranks:
