@@ -1,4 +1,4 @@
-"""The largest batch for which a plan fits the budgets: by doubling, then bisection, on the meta device."""
+"""The largest batch for which a plan fits the budgets: doubling what is given, then bisection."""
 
 from __future__ import annotations
 
@@ -60,14 +60,15 @@ def largest_batch(
             return False
         return True
 
-    require(1)
-    low, high = 1, 2
+    low, high = 0, min(given, most)
     while high <= most and fits(high):
         low, high = high, 2 * high
     high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
+    if not low:
+        require(1)  # says what is lacking
     return low
 
 

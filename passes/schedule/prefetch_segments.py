@@ -73,16 +73,32 @@ class Streamed:
 
 @dataclass(slots=True)
 class _Span:
-    """Weights that are needed on a device from one step to another, both included.
-
-    ``alone``: it shares its copy with none, having no neighbours in host memory but those of its first
-    copy, or of the weight that it is a part of.
-    """
+    """Weights that are needed on a device from one step to another, both included."""
 
     weights: list[str]
     start: int
     end: int
-    alone: bool = False
+
+
+class _HostOrder:
+    """Which weights lie next to each other in host memory: those whose first copies follow each other.
+
+    A part of a weight lies in that weight, next to none.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.place: dict[str, int] = {}
+
+    def add(self, spans: Iterable[_Span]) -> None:
+        """What these are the first to copy comes next."""
+        for name in (name for span in spans for name in span.weights):
+            self.place.setdefault(self.graph.weights[name].part_of or name, len(self.place))
+
+    def adjoin(self, span: _Span, following: _Span) -> bool:
+        """Whether the second is copied together with the first."""
+        last, first = self.place.get(span.weights[-1]), self.place.get(following.weights[0])
+        return last is not None and first == last + 1
 
 
 def add_streams(
@@ -104,10 +120,12 @@ def add_streams(
     backward = backward_start(graph, steps)
     uses = _find_uses(graph, Streamed(graph, topology, assignment), steps)
     extra: dict[int, list[Step]] = defaultdict(list)
-    prefetch_buffers = []
+    prefetch_buffers, order = [], _HostOrder(graph)
     for spec in topology.devices:
-        grouped = _group(_cluster(uses.get(spec.key, []), backward), assignment)
-        spans = _merge_small(graph, topology, assignment, spec, grouped, backward)
+        clusters = _cluster(uses.get(spec.key, []), backward)
+        order.add(clusters)
+        grouped = _group(clusters, assignment, order)
+        spans = _merge_small(graph, topology, assignment, spec, grouped, (order, backward))
         if not spans and not least.get(spec.key):
             continue
         source = _source(topology, assignment, spans)
@@ -143,7 +161,7 @@ def _find_uses(graph: Graph, streamed: Streamed, steps: Sequence[Run | Move]) ->
             if views and (span := views.get((name, device))) is not None:
                 span.end = index
             elif name in streamed.weights and not operation.host_only and streamed(name, device):
-                fresh[name] = _Span([name], index, index, bool(graph.weights[name].part_of))
+                fresh[name] = _Span([name], index, index)
                 uses[device].append(fresh[name])
         for name in operation.outputs:
             home[name] = step.device
@@ -173,7 +191,6 @@ def _cluster(uses: Iterable[_Span], backward: int) -> list[_Span]:
         ):
             known.end = max(known.end, use.end)
             continue
-        use.alone |= known is not None
         latest[use.weights[0]] = use
         starts.append(use.start)
         spans.append(use)
@@ -184,16 +201,15 @@ def _home(assignment: Assignment, span: _Span) -> DeviceKey:
     return assignment.weights[span.weights[0]]
 
 
-def _group(spans: Iterable[_Span], assignment: Assignment) -> list[_Span]:
-    """The weights that one operation is the first to read, together.
+def _group(spans: Iterable[_Span], assignment: Assignment, order: _HostOrder) -> list[_Span]:
+    """The weights that one operation is the first to read, together where they lie together.
 
-    What is on disk and what is in memory are copied apart. One that is copied again has a copy of its
-    own: it has one place in host memory, so its neighbours there are those of its first copy.
+    What is on disk and what is in memory are copied apart.
     """
     grouped: list[_Span] = []
     for span in spans:
         last = grouped[-1] if grouped else None
-        joined = last is not None and last.start == span.start and not (last.alone or span.alone)
+        joined = last is not None and last.start == span.start and order.adjoin(last, span)
         if last is not None and joined and _home(assignment, last) == _home(assignment, span):
             last.weights += span.weights
             last.end = max(last.end, span.end)
@@ -208,11 +224,15 @@ def _merge_small(
     assignment: Assignment,
     spec: DeviceSpec,
     spans: Sequence[_Span],
-    backward: int,
+    known: tuple[_HostOrder, int],
 ) -> list[_Span]:
-    """Neighbours in one copy while it takes little longer than its latency, and no larger slot."""
+    """Neighbours in one copy while it takes little longer than its latency, and no larger slot.
+
+    ``known`` are the order of weights in host memory, and the step at which the backward pass begins.
+    """
     if not spans:
         return []
+    order, backward = known
     link = topology.link(_source(topology, assignment, spans), spec.key)
     largest = max(_bytes(graph, span.weights) for span in spans)
     limit = min(PrefetchParams().small * link.latency * link.bandwidth, largest)
@@ -220,7 +240,7 @@ def _merge_small(
     for span in spans[1:]:
         last = merged[-1]
         joined = [*last.weights, *span.weights]
-        apart = last.alone or span.alone or _home(assignment, last) != _home(assignment, span)
+        apart = not order.adjoin(last, span) or _home(assignment, last) != _home(assignment, span)
         apart |= last.start < backward <= span.start
         if apart or _bytes(graph, joined) > limit:
             merged.append(span)

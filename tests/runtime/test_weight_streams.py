@@ -93,6 +93,30 @@ def test_weights_of_a_segment_are_moved_in_one_copy() -> None:
             assert first.untyped_storage().nbytes() == first.numel() * 4  # and yet a storage of its own
 
 
+class Twice(nn.Module):
+    """One block is run by two devices, each beside other weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.own = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.shared(x))
+        return self.own(self.shared(torch.tanh(x)))
+
+
+def test_weights_that_two_devices_stream_are_copied_as_planned() -> None:
+    model = Twice().eval()
+    pin = dict.fromkeys(dict(model.named_parameters()), "cpu")
+    with graphplan.simulate({0: 1 << 16, 1: 1 << 16, "cpu": 1 << 30}) as machine:
+        found = graphplan.plan(model, machine.max_memory, (X,), pin=pin, cpu_compute=False)
+        names = list(found.placement)
+        for half in range(1, len(names)):
+            fixed = {**pin, **{name: int(at >= half) for at, name in enumerate(names)}}
+            placed = graphplan.partition(model, machine.max_memory, (X,), pin=fixed, cpu_compute=False)
+            assert largest_difference(run_placed(machine, placed, (X,)), model(X)) < 1e-6
+
+
 def test_the_code_shows_the_streams() -> None:
     with streamed() as (placed, _, _):
         code = placed.code

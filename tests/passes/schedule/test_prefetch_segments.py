@@ -120,6 +120,23 @@ def test_readers_far_apart_have_a_copy_each() -> None:
     assert [s.weights for s in far.segments] == [("w0",), ("w1",), ("w2",), ("w0",)]
 
 
+def test_weights_are_copied_together_where_they_lie_together() -> None:
+    """A weight has one place in host memory: beside those of its first copy."""
+    reads = [
+        ("x", "w0", "w1"),
+        ("v0", "w2", "w3"),
+        ("v1", "w1", "w2"),
+        ("v2", "w4", "w5"),
+        ("v3", "w0", "w1"),
+    ]
+    first, second = streamed(with_reads(reads), v2=1, v3=1).prefetch_buffers
+    assert [s.weights for s in first.segments] == [("w0", "w1"), ("w2", "w3"), ("w0", "w1")]
+    assert [s.weights for s in second.segments] == [("w1", "w2"), ("w4", "w5")]
+    reads[2] = ("v1", "w0", "w2")
+    _, second = streamed(with_reads(reads), v2=1, v3=1).prefetch_buffers
+    assert [s.weights for s in second.segments] == [("w0",), ("w2",), ("w4", "w5")]
+
+
 def test_a_view_holds_the_slot() -> None:
     graph = with_reads([("w0",), ("x", "w1"), ("v1", "w2"), ("v2", "v0")], views=(0,))
     schedule = streamed(graph, 1)

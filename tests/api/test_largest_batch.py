@@ -1,0 +1,47 @@
+"""The largest batch that fits: from the one that is given upwards, or downwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import graphplan
+
+
+def widening() -> nn.Module:
+    """A row takes 16 bytes of input, and 4 KiB and 16 bytes of results: two are there at once."""
+    return nn.Sequential(nn.Linear(4, 1024), nn.Linear(1024, 4)).eval()
+
+
+def largest(given: int, budget: int, most: int = 1024) -> int:
+    with torch.no_grad():
+        return graphplan.largest_batch(
+            widening(), {"cpu": budget}, (torch.ones(given, 4),), most=most, time_limit=0.1
+        )
+
+
+@pytest.mark.parametrize("given", [6, 40])
+def test_it_does_not_depend_on_the_batch_that_is_given(given: int) -> None:
+    weights = sum(p.numel() * p.element_size() for p in widening().parameters())
+    found = largest(given, weights + 24 * 4200)
+    assert 20 <= found < 26
+    graphplan.plan(widening(), {"cpu": weights + 24 * 4200}, (torch.ones(found, 4),))
+    with pytest.raises(graphplan.InfeasibleError):
+        graphplan.plan(widening(), {"cpu": weights + 24 * 4200}, (torch.ones(found + 1, 4),))
+
+
+@pytest.mark.parametrize("given", [1, 40])
+def test_it_is_at_most_what_is_asked_for(given: int) -> None:
+    assert largest(given, 1 << 30, most=7) == 7
+
+
+@pytest.mark.parametrize("given", [1, 6])
+def test_where_not_even_one_fits_the_error_says_what_is_lacking(given: int) -> None:
+    with pytest.raises(graphplan.InfeasibleError, match="cpu"):
+        largest(given, 20_000)
+
+
+def test_inputs_without_a_batch_are_refused() -> None:
+    with pytest.raises(graphplan.InputError, match="first tensor"):
+        graphplan.largest_batch(widening(), {"cpu": 1 << 30})
