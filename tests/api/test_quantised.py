@@ -147,7 +147,8 @@ def adapted() -> tuple[Any, dict[str, torch.Tensor]]:
     return peft.get_peft_model(model, config).eval(), inputs
 
 
-@pytest.mark.parametrize("accelerators", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("accelerators", [1, 2])
 def test_a_model_with_lora(accelerators: int) -> None:
     model, inputs = adapted()
     with torch.no_grad():

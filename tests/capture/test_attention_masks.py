@@ -31,12 +31,13 @@ def calls(name: str) -> tuple[Any, list[dict[str, Any]]]:
     return made.model, [base | mask for mask in paddings(base["input_ids"])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
         ("aimv2", {}),
-        pytest.param("paligemma", {}, marks=pytest.mark.slow),
-        pytest.param("paligemma", {"use_cache": False}, marks=pytest.mark.slow),
+        ("paligemma", {}),
+        ("paligemma", {"use_cache": False}),
     ],
 )
 def test_tokens_see_each_other_where_eager_lets_them(name: str, flags: dict[str, Any]) -> None:

@@ -83,9 +83,8 @@ def _deeper(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(architectures.SMALL, name, _BLOCKS)
 
 
-@pytest.mark.parametrize(
-    "stem", ["Gemma3", pytest.param("Mamba", marks=pytest.mark.slow)]
-)  # others under -m slow
+@pytest.mark.slow
+@pytest.mark.parametrize("stem", ["Gemma3", "Mamba"])
 def test_architectures(
     stem: str, copies: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

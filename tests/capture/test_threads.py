@@ -279,6 +279,7 @@ class Pairs(nn.Module):
         return Pair(self.linear(pair.left), {"again": Pair(pair.right, None)})
 
 
+@pytest.mark.slow
 def test_classes_of_others_are_registered_with_torch_during_a_capture_alone() -> None:
     from transformers.exporters.exporter_dynamo import register_cache_pytrees_for_model
 

@@ -409,6 +409,7 @@ def test_the_first_call_may_be_generates() -> None:
         same_tokens(model, placed, inputs_of("llama"), max_new_tokens=4)
 
 
+@pytest.mark.slow
 def test_prefill_and_decode_planned_together_serve_generate() -> None:
     model = build("llama")
     ids = inputs_of("llama")["input_ids"]
@@ -433,6 +434,7 @@ def test_prefill_and_decode_planned_together_serve_generate() -> None:
 # -- what changes after the model was placed ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_configuration_that_changes_makes_another_graph(caplog: pytest.LogCaptureFixture) -> None:
     model, inputs = build("llama"), inputs_of("llama")
     with graphplan.simulate({0: "4MiB"}) as machine, torch.no_grad():

@@ -218,6 +218,7 @@ def test_code_in_the_folder_is_run_only_where_it_is_trusted(tmp_path: Path, monk
     assert os.environ["GRAPHPLAN_TEST_RAN"] == "yes"
 
 
+@pytest.mark.slow
 def test_settings_of_generation_may_be_in_the_configuration(tmp_path: Path) -> None:
     """As in folders of BART and T5 from before there was a file of their own."""
     model, inputs = build("bart"), inputs_of("bart")
@@ -333,6 +334,7 @@ def test_what_is_no_movement_of_whole_rows_is_computed(make: Any, tmp_path: Path
 # -- memory -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_loading_takes_what_is_placed_on_the_host_and_little_more(tmp_path: Path) -> None:
     total = benchmark.write_checkpoint(tmp_path, benchmark.LARGE, layers=2, shard=100_000_000)
     row = benchmark.alone(benchmark.load, str(tmp_path), int(0.8 * total))
