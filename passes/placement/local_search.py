@@ -17,8 +17,6 @@ import numpy as np
 from graphplan.passes.placement.arrays import Arrays, Bools, Floats, Ints
 from graphplan.passes.placement.params import ROUNDING, Effort
 
-_MANY = 64  # operations, from which on arrays are faster than a loop over changes
-
 
 @dataclass(frozen=True, slots=True)
 class _Move:
@@ -241,11 +239,6 @@ class LocalSearch:
 
     def _delta(self, run: list[int], device: int) -> float:
         """Seconds that moving these operations adds."""
-        if len(run) > _MANY:  # the whole placement is priced sooner than so many changes
-            trial = self.devices.copy()
-            trial[run] = device
-            self.effort.charge(4.0 * self.arrays.count)
-            return self.arrays.seconds(trial, self.chosen) - self.seconds
         compute, where = self.arrays.compute, self.where
         changed: dict[int, list[int]] = {}
         homes: dict[int, int] = {}

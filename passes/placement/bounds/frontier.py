@@ -79,8 +79,6 @@ class Step:
         movable: those of them that may be streamed instead.
         copied: bytes of a copy of these.
         needs: (devices,) bytes of activations and workspace while it runs.
-        before: (devices,) seconds until it reads what is streamed.
-        after: (devices,) seconds of what it does after that.
         touches: values that it makes or reads.
         closed: slots of values that are read no more.
         open: slots of live values after it, the cheapest first.
@@ -92,8 +90,6 @@ class Step:
     movable: float
     copied: float
     needs: Floats
-    before: Floats
-    after: Floats
     touches: list[Touch] = field(default_factory=list)
     closed: tuple[int, ...] = ()
     open: tuple[int, ...] = ()
@@ -258,7 +254,7 @@ class Frontier:
                 seconds[[d for d in range(self.devices) if d not in self.accelerators]] = np.inf
             nbytes = arrays.stored_bytes([item])
             nothing = np.zeros(self.devices)
-            return Step(variable, seconds, nbytes, 0.0, 0.0, nothing, nothing, nothing)
+            return Step(variable, seconds, nbytes, 0.0, 0.0, nothing)
         movable = self.movable(variable)
         return Step(
             variable,
@@ -267,7 +263,6 @@ class Frontier:
             arrays.stored_bytes(movable),
             float(sum(arrays.nbytes[item] * arrays.copies[item - arrays.values] for item in movable)),
             arrays.working_sets[:, variable],
-            *self._beside(variable),
         )
 
     def movable(self, unit: int) -> list[int]:
@@ -281,15 +276,6 @@ class Frontier:
         least = self.arrays.params.negligible * nbytes[items].sum()
         small = set(growing[: np.searchsorted(together, least, side="right")])
         return [item for item in items if item not in small]
-
-    def _beside(self, unit: int) -> tuple[Floats, Floats]:
-        """(devices,) seconds of a macro-operation before it reads what is streamed, and after."""
-        arrays, members = self.arrays, self.arrays.units[unit]
-        read = [members.index(int(arrays.source[item])) for item in self.movable(unit)]
-        if not read:
-            return np.zeros(self.devices), np.zeros(self.devices)
-        seconds = np.where(np.isfinite(arrays.compute[:, members]), arrays.compute[:, members], 0.0)
-        return seconds[:, : min(read)].sum(axis=1), seconds[:, max(read) + 1 :].sum(axis=1)
 
     def _give_slots(self, steps: list[Step], touched: dict[int, list[_Value]], place: dict[int, int]) -> None:
         """A slot for each value while it is live; slot 0 says which devices are in use."""

@@ -254,10 +254,9 @@ class _LabelSearch:
         if self.streams and copying:
             slot = int(self.buffers.slots[d]) - 1
             found.queue[d] = np.maximum(found.queue[d], found.free[d, slot]) + copying
-            left = step.seconds[d] - step.before[d]
-            found.clock = np.maximum(found.clock - left, found.queue[d]) + left
+            found.clock = np.maximum(found.clock - step.seconds[d], found.queue[d]) + step.seconds[d]
             found.free[d, 1:] = found.free[d, :-1].copy()
-            found.free[d, 0] = found.clock - step.after[d]
+            found.free[d, 0] = found.clock
         return found
 
     def _copy_seconds(self, i: int, d: int) -> float:
@@ -279,11 +278,8 @@ class _LabelSearch:
 
     def _best(self, labels: _Labels) -> _Labels:
         """Without dominated labels, and with no more than ``width``."""
-        order = self._order(labels)
+        order = np.argsort(labels.value, kind="stable")
         order = order[labels.value[order] < self.below]
-        if len(order) > 4 * self.width:
-            self._drop(labels.value[order[4 * self.width :]])
-            order = order[: 4 * self.width]
         labels = labels.take(order)
         if not self.every:
             labels = labels.take(_undominated(labels))
@@ -291,18 +287,6 @@ class _LabelSearch:
             self._drop(labels.value[self.width :])
             labels = labels.take(np.arange(self.width))
         return labels
-
-    def _order(self, labels: _Labels) -> Ints:
-        """By f-value; where weights are streamed, of nearly equal ones first what keeps fewer bytes.
-
-        A copy that the clock hides costs nothing now, and leaves room for a weight that could not be hidden.
-        """
-        if not self.streams:
-            return np.argsort(labels.value, kind="stable")
-        step = self.effort.params.sufficient_gap / 1000 * self.relaxation.bound
-        alike = np.round(labels.value / step) if step > 0 else labels.value
-        held = labels.nbytes[self.relaxation.accelerator].sum(axis=0)
-        return np.lexsort((held, alike))
 
     def _drop(self, values: Floats) -> None:
         if len(values):
