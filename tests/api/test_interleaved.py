@@ -60,6 +60,7 @@ def check(plan: ClusterPlan, machines: Sequence[Any], each: int = 2) -> None:
         assert all(peaks[key] <= budgets[key] for key in budgets)
 
 
+@pytest.mark.slow
 def test_the_bubble_is_smaller_than_that_of_one_stage_each() -> None:
     machines = [{"cpu": "1GiB"}] * 4
     plan = planned(machines)

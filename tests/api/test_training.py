@@ -561,6 +561,7 @@ def test_explain_says_what_is_saved_and_what_computing_it_again_takes() -> None:
     assert "saves" in str(found)
 
 
+@pytest.mark.slow
 def test_largest_batch_is_the_last_that_fits(size: int) -> None:
     with graphplan.simulate({0: size}) as machine, short_search():
         found = graphplan.largest_batch(

@@ -121,6 +121,7 @@ def runs_as_eager(model: nn.Module, folder: Path) -> None:
             torch.testing.assert_close(found["y"], wanted["y"])
 
 
+@pytest.mark.slow
 def test_a_second_process_does_not_trace(sources: Sources) -> None:
     script = """
 import sys, torch

@@ -110,6 +110,7 @@ def test_with_a_disk_nothing_is_planned_together(
     ]
 
 
+@pytest.mark.slow
 def test_a_plan_is_that_of_the_placed_model() -> None:
     model, budgets, limits = build("llama"), {0: "100KiB", 1: "100KiB"}, SHORT
     with graphplan.simulate(budgets) as machine, one_trace():
@@ -200,6 +201,7 @@ def test_nothing_is_rehearsed_that_does_not_generate() -> None:
         assert len(placed.plans) == 1
 
 
+@pytest.mark.slow
 def test_a_call_that_cannot_be_planned_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     pose = Compiler.pose
 

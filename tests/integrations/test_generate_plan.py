@@ -458,6 +458,7 @@ def test_a_configuration_that_changes_makes_another_graph(caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize("budget", [249488])
+@pytest.mark.slow
 def test_batches_larger_than_the_examples_over_the_cpu(budget: int) -> None:
     """Views of the rotary table, one for each layer, were moved to the CPU as one."""
     model, ids = build("llama"), inputs_of("llama")["input_ids"]
