@@ -7,6 +7,7 @@ its classes' stem, the head that is built, the kind of its inputs, and what shri
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,7 +99,11 @@ class Architecture:
         torch.manual_seed(seed)
         config_class = getattr(transformers, (self.config or self.stem) + "Config")
         config = config_class(**{**_shrunken(config_class), **self.extra})
-        model = getattr(transformers, self.name)(config).eval()
+        with (
+            warnings.catch_warnings()
+        ):  # MobileBERT, as wide as its bottleneck, has a weight without elements
+            warnings.filterwarnings("ignore", "Initializing zero-element tensors")
+            model = getattr(transformers, self.name)(config).eval()
         return model, INPUTS[self.kind](config)
 
 
