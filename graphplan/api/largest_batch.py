@@ -26,7 +26,8 @@ def largest_batch(
 ) -> int:
     """The most sequences, or images, of a forward pass or training step within the budgets.
 
-    Each size that is tried is planned. The search is no proof: a larger batch may fit too.
+    Each size that is tried is planned, that of the example first. The search is no proof: a larger batch may
+    fit too.
 
     Args:
         model: as in :func:`graphplan.plan`; it is not changed.
@@ -49,16 +50,15 @@ def largest_batch(
         raise InputError(f"most={most!r}: write a positive number of sequences")
     given = tensors[0].shape[0]
 
-    def require(size: int) -> None:
-        sized = pytree.tree_map(lambda leaf: _of_size(leaf, given, size), (tuple(args), dict(kwargs or {})))
-        plan(model, max_memory, *sized, **options)
+    lacking = dict[int, InfeasibleError]()
 
     def fits(size: int) -> bool:
+        sized = pytree.tree_map(lambda leaf: _of_size(leaf, given, size), (tuple(args), dict(kwargs or {})))
         try:
-            require(size)
-        except InfeasibleError:
-            return False
-        return True
+            plan(model, max_memory, *sized, **options)
+        except InfeasibleError as error:
+            lacking[size] = error
+        return size not in lacking
 
     low, high = 0, min(given, most)
     while high <= most and fits(high):
@@ -68,7 +68,7 @@ def largest_batch(
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     if not low:
-        require(1)  # says what is lacking
+        raise lacking[1]
     return low
 
 

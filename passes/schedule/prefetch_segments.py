@@ -2,8 +2,9 @@
 
 From where a weight is read, and where views of it are, follows how long its copy is needed. Readers far
 apart have a copy each rather than hold a slot between them; the weights of one operation, and of
-neighbours while they are small, are one segment. A segment gets the slot that is free for the longest
-time when it is first read, so it can be loaded early. Before and after, for two weights on the CPU::
+neighbours while they are small, are one segment where they lie side by side in host memory, which is in
+the order of their first copies. A segment gets the slot that is free for the longest time when it is first
+read, so it can be loaded early. Before and after, for two weights on the CPU::
 
     run a on 0       load 0: wa -> slot 0 of 0
     run b on 0       load 1: wb -> slot 1 of 0
@@ -81,13 +82,13 @@ class _Span:
 
 
 class _HostOrder:
-    """Which weights lie next to each other in host memory: those whose first copies follow each other.
+    """Which weights lie side by side, and are copied together: those whose first copies follow each other.
 
-    A part of a weight lies in that weight, next to none.
+    What is on disk is apart from what is in memory. A part of a weight lies in that weight, beside none.
     """
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, assignment: Assignment) -> None:
+        self.graph, self.assignment = graph, assignment
         self.place: dict[str, int] = {}
 
     def add(self, spans: Iterable[_Span]) -> None:
@@ -96,9 +97,20 @@ class _HostOrder:
             self.place.setdefault(self.graph.weights[name].part_of or name, len(self.place))
 
     def adjoin(self, span: _Span, following: _Span) -> bool:
-        """Whether the second is copied together with the first."""
+        """Whether the second lies right behind the first."""
         last, first = self.place.get(span.weights[-1]), self.place.get(following.weights[0])
-        return last is not None and first == last + 1
+        return last is not None and first == last + 1 and self.home(span) == self.home(following)
+
+    def home(self, span: _Span) -> DeviceKey:
+        """Where its weights are."""
+        return self.assignment.weights[span.weights[0]]
+
+    def source(self, topology: Topology, spans: Sequence[_Span]) -> DeviceKey:
+        """Where a device's copies come from: memory, if any does."""
+        homes = [home for span in spans if (home := self.home(span)) != DISK]
+        if homes or spans:
+            return homes[0] if homes else DISK
+        return next((spec.key for spec in topology.devices if spec.type == CPU), CPU)
 
 
 def add_streams(
@@ -120,27 +132,19 @@ def add_streams(
     backward = backward_start(graph, steps)
     uses = _find_uses(graph, Streamed(graph, topology, assignment), steps)
     extra: dict[int, list[Step]] = defaultdict(list)
-    prefetch_buffers, order = [], _HostOrder(graph)
+    prefetch_buffers, order = [], _HostOrder(graph, assignment)
     for spec in topology.devices:
         clusters = _cluster(uses.get(spec.key, []), backward)
         order.add(clusters)
-        grouped = _group(clusters, assignment, order)
-        spans = _merge_small(graph, topology, assignment, spec, grouped, (order, backward))
+        spans = _merge_small(order, topology, spec, _group(clusters, order), backward)
         if not spans and not least.get(spec.key):
             continue
-        source = _source(topology, assignment, spans)
+        source = order.source(topology, spans)
         slot_of = _choose_slots(spans, assignment.slots.get(spec.key, PrefetchParams().slots))
         buffer = _prefetch_buffer(graph, spec, source, spans, slot_of, least.get(spec.key, 0))
-        _place_steps(buffer, spans, assignment, (_leading_moves(steps), backward), extra)
+        _place_steps(buffer, spans, order, (_leading_moves(steps), backward), extra)
         prefetch_buffers.append(buffer)
     return _interleave(steps, extra), tuple(prefetch_buffers)
-
-
-def _source(topology: Topology, assignment: Assignment, spans: Sequence[_Span]) -> DeviceKey:
-    homes = [home for span in spans if (home := _home(assignment, span)) != DISK]
-    if homes or spans:
-        return homes[0] if homes else DISK
-    return next((spec.key for spec in topology.devices if spec.type == CPU), CPU)
 
 
 def _find_uses(graph: Graph, streamed: Streamed, steps: Sequence[Run | Move]) -> dict[DeviceKey, list[_Span]]:
@@ -197,20 +201,12 @@ def _cluster(uses: Iterable[_Span], backward: int) -> list[_Span]:
     return spans
 
 
-def _home(assignment: Assignment, span: _Span) -> DeviceKey:
-    return assignment.weights[span.weights[0]]
-
-
-def _group(spans: Iterable[_Span], assignment: Assignment, order: _HostOrder) -> list[_Span]:
-    """The weights that one operation is the first to read, together where they lie together.
-
-    What is on disk and what is in memory are copied apart.
-    """
+def _group(spans: Iterable[_Span], order: _HostOrder) -> list[_Span]:
+    """The weights that one operation is the first to read, together where they lie together."""
     grouped: list[_Span] = []
     for span in spans:
         last = grouped[-1] if grouped else None
-        joined = last is not None and last.start == span.start and order.adjoin(last, span)
-        if last is not None and joined and _home(assignment, last) == _home(assignment, span):
+        if last is not None and last.start == span.start and order.adjoin(last, span):
             last.weights += span.weights
             last.end = max(last.end, span.end)
         else:
@@ -219,29 +215,23 @@ def _group(spans: Iterable[_Span], assignment: Assignment, order: _HostOrder) ->
 
 
 def _merge_small(
-    graph: Graph,
-    topology: Topology,
-    assignment: Assignment,
-    spec: DeviceSpec,
-    spans: Sequence[_Span],
-    known: tuple[_HostOrder, int],
+    order: _HostOrder, topology: Topology, spec: DeviceSpec, spans: Sequence[_Span], backward: int
 ) -> list[_Span]:
     """Neighbours in one copy while it takes little longer than its latency, and no larger slot.
 
-    ``known`` are the order of weights in host memory, and the step at which the backward pass begins.
+    ``backward`` is the step at which the backward pass begins.
     """
     if not spans:
         return []
-    order, backward = known
-    link = topology.link(_source(topology, assignment, spans), spec.key)
+    graph = order.graph
+    link = topology.link(order.source(topology, spans), spec.key)
     largest = max(_bytes(graph, span.weights) for span in spans)
     limit = min(PrefetchParams().small * link.latency * link.bandwidth, largest)
     merged = [spans[0]]
     for span in spans[1:]:
         last = merged[-1]
         joined = [*last.weights, *span.weights]
-        apart = not order.adjoin(last, span) or _home(assignment, last) != _home(assignment, span)
-        apart |= last.start < backward <= span.start
+        apart = not order.adjoin(last, span) or last.start < backward <= span.start
         if apart or _bytes(graph, joined) > limit:
             merged.append(span)
         else:
@@ -304,7 +294,7 @@ def _leading_moves(steps: Sequence[Run | Move]) -> int:
 def _place_steps(
     buffer: PrefetchBuffer,
     spans: Sequence[_Span],
-    assignment: Assignment,
+    order: _HostOrder,
     starts: tuple[int, int],
     extra: dict[int, list[Step]],
 ) -> None:
@@ -321,7 +311,7 @@ def _place_steps(
             load_at = max(load_at, spans[segment.previous].end + 1)
         if span.start >= backward:
             load_at = max(load_at, backward)
-        load = Load(index, buffer.device, _home(assignment, span), segment.weights, segment.nbytes)
+        load = Load(index, buffer.device, order.home(span), segment.weights, segment.nbytes)
         extra[load_at].append(load)
         extra[span.start].append(Wait(index, buffer.device))
 
