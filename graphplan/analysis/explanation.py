@@ -5,9 +5,9 @@
     module blocks.1: 2 operations on 0, weights on 0, stage 1
     weights 4.1 KiB, activations 3.0 KiB, 24,576 FLOP, 8.0 µs compute, 0.0 µs transfers
 
-    moved to      time    change  its compute  all copies  what stops it
-    --------  --------  --------  -----------  ----------  ----------------------------------------
-    2         303.1 µs  +60.3 µs       8.0 µs    166.2 µs  2 lacks 3.00 KiB (3072 bytes) at 'linear'
+    moved to      time    change  its compute  all copies  obstacle
+    --------  --------  --------  -----------  ----------  ----------------------------------------------
+    2         303.1 µs  +60.3 µs       8.0 µs    166.2 µs  2 is short of 3.00 KiB (3072 bytes) at 'linear'
     0         242.8 µs   +0.0 µs       8.0 µs    105.9 µs  it is there
     cpu       305.1 µs  +62.3 µs      40.2 µs    136.0 µs  slower by 62.3 µs
 """

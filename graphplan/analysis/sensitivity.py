@@ -70,7 +70,7 @@ class Bottleneck:
         makespan: estimated seconds of the plan; with ``calls=`` the weighted sum, as all below.
         compute_seconds: of all operations.
         transfer_seconds: of activations and gradients between devices.
-        streaming_seconds: in which a forward pass does nothing but copy weights, or wait for streamed ones.
+        streaming_seconds: in which a call does nothing but copy weights, or wait for streamed ones.
         io_seconds: of inputs and outputs. These four are the makespan.
         hidden_seconds: of weight streaming that overlaps with other work; they cost nothing.
     """
@@ -103,7 +103,7 @@ class Bottleneck:
 
     def __str__(self) -> str:
         parts = (
-            f"a forward pass takes {time_text(self.makespan)}: {time_text(self.compute_seconds)} compute, "
+            f"the plan takes {time_text(self.makespan)}: {time_text(self.compute_seconds)} compute, "
             f"{time_text(self.transfer_seconds)} transfers, "
             f"{time_text(self.streaming_seconds)} weight streaming, "
             f"{time_text(self.io_seconds)} inputs and outputs"

@@ -131,7 +131,7 @@ def read_size(value: object, name: str) -> int:
     Raises:
         BudgetError: they are no such size.
     """
-    if isinstance(value, str) and value.strip().isdigit():
+    if isinstance(value, str) and value.strip().isdecimal():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real | str):
         raise BudgetError(f"{name} must be bytes or text such as '10GiB', not {value!r}")

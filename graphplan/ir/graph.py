@@ -140,6 +140,11 @@ class Graph:
         return any(operation.backward for operation in self.operations.values())
 
     @property
+    def call(self) -> str:
+        """What one call of it is, in words."""
+        return "training step" if self.trains else "forward pass"
+
+    @property
     def flops(self) -> int:
         """FLOP of one forward pass, or training step, at the example inputs."""
         return sum(operation.flops for operation in self.operations.values())

@@ -96,7 +96,7 @@ class _PageWriter:
         plan = self.plan
         return {
             "method": plan.method,
-            "call": "training step" if self.graph.trains else "forward pass",
+            "call": self.graph.call,
             "makespan": plan.makespan,
             "lowerBound": plan.lower_bound,
             "gap": plan.gap,

@@ -43,7 +43,7 @@ class _TraceWriter:
         return 3 * self.device[event.device] + _TRACKS[event.kind]
 
     def process(self, pid: int, name: str, timeline: Timeline) -> Iterator[dict[str, Any]]:
-        yield metadata("process_name", pid, 0, name=f"{name} forward pass")
+        yield metadata("process_name", pid, 0, name=f"{name} {self.plan.graph.call}")
         tracks = {self._track(event): f"{event.device} {_TITLES[event.kind]}" for event in timeline.events}
         for tid in sorted(tracks):
             yield metadata("thread_name", pid, tid, name=tracks[tid])

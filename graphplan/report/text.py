@@ -85,7 +85,7 @@ def summary_text(plan: PlanData) -> str:
     hooked = plan.method == "hooks"
     time = f"{time_text(plan.makespan)} estimated" + (", copies only" if hooked else "")
     bound = "" if hooked else f"lower bound {time_text(plan.lower_bound)}, "
-    call = "training step" if graph.trains else "forward pass"
+    call = graph.call
     lines = [
         f"{count_text(len(graph.operations), 'operation')}, {count_text(len(graph.weights), 'weight')} "
         f"of {weights}, {'run' if hooked else 'captured'} by {plan.method}",

@@ -18,6 +18,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from graphplan.devices.topology import Link
 from graphplan.ir.graph import Graph
 
 
@@ -100,6 +101,10 @@ class Boundaries:
     def crossing_count(self) -> NDArray[np.float64]:
         """(operations + 1,) tensors that cross each position."""
         return self._per_position(dict.fromkeys(self._spans, 1.0))
+
+    def seconds(self, link: Link) -> NDArray[np.float64]:
+        """(operations + 1,) seconds in which a link carries what crosses each position."""
+        return self.crossing_count * link.latency + self.crossing_bytes / link.bandwidth
 
     def _per_position(self, amounts: dict[str, float]) -> NDArray[np.float64]:
         change = np.zeros(len(self.graph.operations) + 2)

@@ -84,8 +84,7 @@ class Estimates:
     @cached_property
     def transfers(self) -> Floats:
         """(cuts,) seconds in which what crosses a cut passes the network; 0 at both ends."""
-        nbytes, count = self.boundaries.crossing_bytes[self.cuts], self.boundaries.crossing_count[self.cuts]
-        found = np.asarray(count * self.network.latency + nbytes / self.network.bandwidth)
+        found = self.boundaries.seconds(self.network)[self.cuts]
         found[[0, -1]] = 0.0
         return self.flight.crossings * found
 
@@ -202,7 +201,7 @@ class Estimates:
         if any(spec.device == CPU for spec in hosts):
             host_room = host_room - self.buffers
         need = self.weights + self._live
-        fastest = self._operation_seconds(accelerators or [s for s in hosts if s.computes])
+        fastest = operation_seconds(self.graph, accelerators or [s for s in hosts if s.computes])
         before = np.concatenate([[0.0], fastest.cumsum()])[self.cuts]
         seconds = before[None, :] - before[:, None]
         if not accelerators:
@@ -221,20 +220,15 @@ class Estimates:
         streamed = beyond / machine.link(host, accelerators[0].key).bandwidth
         return np.where(excess <= host_room, np.maximum(seconds, streamed), np.inf)
 
-    def _operation_seconds(self, devices: Sequence[DeviceSpec]) -> Floats:
-        """(operations,) seconds on the fastest of these devices; those that are made again cost nothing."""
-        return operation_seconds(self.graph, devices)
-
     @property
     def _narrowest(self) -> float:
-        """Bytes that cross where least do, inside."""
-        return float(self.boundaries.crossing_bytes[self.cuts][1:-1].min(initial=math.inf))
+        """Bytes that cross where least do, inside; none where nothing can be cut."""
+        return float(min(self.boundaries.crossing_bytes[self.cuts][1:-1], default=0))
 
     def _moves(self, machine: Topology, device: DeviceSpec) -> Floats:
         """(cuts, cuts) seconds between the host, where the network ends, and an accelerator."""
         link = machine.link(CPU, device.key)
-        nbytes, count = self.boundaries.crossing_bytes[self.cuts], self.boundaries.crossing_count[self.cuts]
-        each = np.asarray(count * link.latency + nbytes / link.bandwidth)
+        each = self.boundaries.seconds(link)[self.cuts]
         return each[:, None] + each[None, :]
 
 

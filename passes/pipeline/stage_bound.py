@@ -67,7 +67,7 @@ def bound_stages(boundaries: Boundaries, machines: Sequence[Topology], network: 
     """The bound for stages of a graph on at most these machines."""
     return bound_prefix(
         _fastest(boundaries, machines),
-        _transfers(boundaries, network),
+        boundaries.seconds(network),
         _first_reads(boundaries.graph),
         [float(sum(spec.room for spec in machine.devices)) for machine in machines],
         boundaries.allowed,
@@ -80,7 +80,7 @@ def bound_interleaved(
     """The bound for stages that these machines take in turn, on the seconds of a batch."""
     found = bound_turns(
         _fastest(boundaries, machines),
-        _transfers(boundaries, network)[boundaries.allowed[1:-1]],
+        boundaries.seconds(network)[boundaries.allowed[1:-1]],
         len(machines),
         flight.stages_per_machine,
         flight.microbatches,
@@ -114,12 +114,6 @@ def _fastest(boundaries: Boundaries, machines: Sequence[Topology]) -> Floats:
         for name, op in graph.operations.items()
     ]
     return np.where(free, 0.0, operation_seconds(graph, devices))
-
-
-def _transfers(boundaries: Boundaries, network: Link) -> Floats:
-    """(operations + 1,) seconds of what crosses each position."""
-    nbytes = boundaries.crossing_bytes
-    return np.asarray(boundaries.crossing_count * network.latency + nbytes / network.bandwidth)
 
 
 def bound_prefix(

@@ -63,10 +63,15 @@ class _DiskPlacement:
         settled = [n for n, key in problem.fixed_weights.items() if key == DISK and n in weights]
         free = [name for name in weights if self._may_leave(name)]
         extra = min(disk.room, sum(disk.rounded(weights[name].nbytes) for name in [*settled, *free]))
+        if not extra:
+            try:
+                return self._in_memory()
+            except InfeasibleError as error:
+                raise self._infeasible(error, extra) from None
         wider = self._widened(extra, settled)
         if not settled:
             found = self._without_disk()
-            if found is not None and (ON_ACCELERATORS in found.proof or not wider):
+            if found is not None and ON_ACCELERATORS in found.proof:
                 return found
             if found is not None:  # with weights on disk the CPU has more room: the bound is of that problem
                 return certify(found.evaluation, self._bound(wider[0], found.evaluation))
@@ -100,21 +105,23 @@ class _DiskPlacement:
 
     def _without_disk(self) -> Solution | None:
         """With nothing on disk; None where memory does not hold the weights, or no placement is found."""
-        topology = _without_disk(self.problem.topology)
-        if self.problem.graph.weight_bytes > sum(spec.room for spec in topology.devices if spec.computes):
+        room = sum(spec.room for spec in self.problem.topology.devices if spec.computes)
+        if self.problem.graph.weight_bytes > room:
             return None
         try:
-            found = place(replace(self.problem, topology=topology), self.limits)
+            return self._in_memory()
         except InfeasibleError:
             return None
+
+    def _in_memory(self) -> Solution:
+        topology = _without_disk(self.problem.topology)
+        found = place(replace(self.problem, topology=topology), self.limits)
         return replace(found, evaluation=evaluate(self.problem, found.evaluation.assignment))
 
     def _widened(self, extra: int, settled: Iterable[str]) -> list[Problem]:
         """Problems in which the disk is a part of the CPU: as asked, and with nothing computed there."""
         problem, topology = self.problem, self.problem.topology
         cpu = cpu_key(topology)
-        if not extra:
-            return []
         if cpu is None:
             disk = topology[DISK]
             beside = 2 * STAGED_BYTES * len(topology.devices)  # the evaluator counts buffers there too

@@ -38,13 +38,19 @@ class SharedGradients:
         before = {name: parameter.grad for name, parameter in own.items()}
         for parameter in own.values():
             parameter.grad = None
-        yield
+        added: dict[str, torch.Tensor] = {}
+        try:
+            yield
+            for name, parameter in own.items():
+                here = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                added[name] = here.detach().cpu()
+                with waiting_for(f"the gradient of {name!r} of others that read it"):
+                    dist.all_reduce(added[name], group=self.groups[name])
+        finally:
+            for name, parameter in own.items():
+                parameter.grad = before[name]
         for name, parameter in own.items():
-            added = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            total, old = added.detach().cpu(), before[name]
-            with waiting_for(f"the gradient of {name!r} of others that read it"):
-                dist.all_reduce(total, group=self.groups[name])
-            total = total.to(parameter.device)
+            total, old = added[name].to(parameter.device), parameter.grad
             parameter.grad = total if old is None else old.add_(total)
 
     def norm(self, stage: nn.Module | None) -> torch.Tensor:

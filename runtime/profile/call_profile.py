@@ -96,8 +96,8 @@ class Profile:
             sizes = [size_text(self.plan.peak_bytes[key]), "-" if peak is None else size_text(peak)]
             rows.append([str(key), *times, *sizes])
         header = ["key", "compute", "measured", "peak", "measured"]
-        what = "training step" if self.plan.graph.trains else "forward pass"
-        whole = f"one {what}: {time_text(self.plan.makespan)} estimated, {time_text(self.seconds)} measured"
+        call = self.plan.graph.call
+        whole = f"one {call}: {time_text(self.plan.makespan)} estimated, {time_text(self.seconds)} measured"
         return "\n".join([whole, "", *table_lines(header, rows)])
 
     def __str__(self) -> str:

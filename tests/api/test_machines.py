@@ -58,6 +58,11 @@ def test_latency_takes_as_few_machines_as_hold_the_model() -> None:
     assert set(plan.placement) == {name for name, _ in Stack().named_parameters()}
 
 
+def test_what_cannot_be_cut_is_on_one_machine_of_several_accelerators() -> None:
+    plan = planned([{0: "1GiB", 1: "1GiB"}] * 2, model=nn.Linear(WIDTH, WIDTH))
+    assert len(plan.stages) == 1
+
+
 def test_the_gap_is_of_what_is_minimised() -> None:
     machines = [{0: int(WEIGHTS * 0.7)}] * 4
     plan = planned(machines, microbatches=8, x=MANY)

@@ -31,6 +31,7 @@ def test_integer_keys_name_accelerators_even_without_one() -> None:
         ({0: "ten"}, "'ten'"),
         ({0: -1}, "-1"),
         ({0: "-5GB"}, "-5GB"),
+        ({0: "²"}, "²"),
         ({0: True}, "True"),
         ({0: None}, "None"),
         ({0: float("nan")}, "nan"),

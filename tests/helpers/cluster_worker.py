@@ -5,6 +5,7 @@ python tests/helpers/cluster_worker.py CASE [ARGUMENT ...] [-- CASE [ARGUMENT ..
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import datetime
@@ -543,6 +544,11 @@ def tied() -> None:
     say(f"{len(placed.plan.stages)} stages, copies equal {torch.equal(*copies)}")
     say(f"gradients differ by {max(gradients):.1e}")
     say(f"weights differ by {difference(list(own.values()), [eager.get_parameter(n) for n in own]):.1e}")
+    shared = own["transformer.wte.weight"]
+    shared.grad = torch.ones_like(shared)
+    with contextlib.suppress(ZeroDivisionError), placed._shared.summed(placed.stage):
+        raise ZeroDivisionError
+    say(f"kept: {shared.grad is not None}")
 
 
 def steps(folder: str, count: str, *faults: str) -> None:

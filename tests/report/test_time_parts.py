@@ -16,6 +16,7 @@ from graphplan import Graph, Operation, Plan, Value
 from graphplan.analysis.advice import advice
 from graphplan.analysis.stage_reasons import stage_reasons
 from graphplan.report.page_data import page_data
+from graphplan.report.perfetto import to_trace
 from graphplan.report.time_parts import time_parts, what_takes_the_time
 
 
@@ -95,3 +96,4 @@ def test_the_page_marks_the_phases_of_a_training_step() -> None:
         {"name": "optimizer", "at": count},
     ]
     assert page_data(llama_plan())["phases"] == []
+    assert "estimated training step" in to_trace(plan)

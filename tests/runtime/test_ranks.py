@@ -243,7 +243,8 @@ def test_planned_training_with_two_stages_each_keeps_the_budgets() -> None:
 @trains
 def test_a_weight_of_two_stages_has_the_gradients_of_both(two: list[dict[str, str]]) -> None:
     for cases in two:
-        stages, gradients, weights = said(cases["tied"])
+        stages, gradients, weights, kept = said(cases["tied"])
+        assert kept == "kept: True"  # what was there before a step that failed
         assert stages == "2 stages, copies equal True"
         assert float(gradients.rpartition(" ")[2]) < 1e-5, gradients
         assert float(weights.rpartition(" ")[2]) < 1e-3, weights  # after AdamW, which divides small by small

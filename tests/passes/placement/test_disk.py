@@ -227,6 +227,14 @@ def test_without_a_checkpoint_the_error_says_what_to_do() -> None:
     assert "disk" in plan.placement.values()
 
 
+def test_where_nothing_can_stay_on_disk_the_error_has_budgets_that_do() -> None:
+    budgets = {0: 2 * BLOCK, "cpu": 2 * BLOCK, "disk": 1 << 20}
+    with graphplan.simulate({0: 1 << 20}):
+        with pytest.raises(graphplan.InfeasibleError, match="Budgets that would do") as caught:
+            graphplan.partition(Blocks(), budgets, (X,))
+        graphplan.partition(Blocks(), caught.value.needed, (X,))
+
+
 def test_weights_of_another_dtype_cannot_stay_on_disk(tmp_path: Path) -> None:
     state = {name: tensor.double() for name, tensor in Blocks().state_dict().items()}
     save_file(state, tmp_path / "model.safetensors")
