@@ -23,7 +23,7 @@ from graphplan.api.eager_check import require_equal
 from graphplan.capture.eager_run import saved_bytes
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import ModelWeights, tensor_bytes
-from graphplan.capture.model.modes import Modes
+from graphplan.capture.model.modes import Differentiation, Modes
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.code_generation import Planned
@@ -40,7 +40,6 @@ from graphplan.runtime.fallback.short_names import unplaced
 from graphplan.runtime.memory.allocation import warm_activations
 from graphplan.runtime.module.module_state import ModuleState
 from graphplan.runtime.module.placed_module import attach, placed_class
-from graphplan.runtime.module.training_reader import TrainingReader
 from graphplan.runtime.weights.storage import bring_back, place_model
 from graphplan.warnings import warn
 
@@ -94,9 +93,8 @@ class Placer:
         """Place a module as it is now, at a call of it."""
         model = unplaced(module)
         model_copy = ModelCopy(model)
-        reader = self._training_reader()
-        if reader is not None and torch.is_grad_enabled():
-            model_copy.step = reader.read(module, (args, kwargs))
+        if self._step is not None and torch.is_grad_enabled():
+            model_copy.step = self._step.of(module, (args, kwargs))
         call = model_copy.part(entry).bind(args, kwargs)
         return replace(self, in_place=True).place(model, model_copy, call, entry)
 
@@ -166,11 +164,10 @@ class Placer:
         homes = None if self.homes is None else dict(self.homes)
         return Compiler(model_copy, self.topology, self.options, homes, mappable, known, self.plan)
 
-    def _training_reader(self) -> TrainingReader | None:
+    @property
+    def _step(self) -> Differentiation | None:
         training = self.options.training
-        if training is None:
-            return None
-        return TrainingReader(training.outputs, self.topology.computing_types)
+        return None if training is None else training.differentiation(self.topology.computing_types)
 
     @property
     def _may_move(self) -> bool:
@@ -209,7 +206,7 @@ class Placer:
             return_outputs=self.options.return_outputs,
             device_types=model_copy.device_types,
             refused=None if self.strict else later_refused,
-            training=self._training_reader(),
+            step=self._step,
             move=partial(self.find_room, compiler) if self._may_move else None,
         )
         attach(made.module, state, (*made.pages, *made.files))

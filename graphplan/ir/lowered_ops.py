@@ -1,19 +1,19 @@
-"""Operations that lowered graphs call and torch does not have.
+"""What lowered graphs call and torch does not have: operations, and methods of streams and parts.
 
 The streaming of weights, for a weight ``w`` on the CPU that a multiplication on an accelerator reads::
 
     stream_0 = self._stream_0
     w = self.w
-    loaded_0 = load_segment(stream_0, 0, w)     # enqueues the copy
-    on_0 = wait_segment(loaded_0)               # what follows is enqueued behind it
-    w_on_0 = on_0[0]
+    loaded_0 = stream_0.load(0, w)       # enqueues the copy
+    segment_0 = loaded_0.wait()          # what follows is enqueued behind it
+    w_on_0 = segment_0[0]
     mm = x_on_0 @ w_on_0
-    released_0 = release_segment(loaded_0)      # the slot may be loaded anew behind this
+    released_0 = loaded_0.release()      # the slot may be loaded anew behind this
 
 A part of a sliced weight is a view of it on the CPU, or a copy that is kept on an accelerator::
 
     w_part = torch.narrow(w, 0, 0, 4096)
-    w_part_1 = resident_part(self._part_1, w)   # copied anew if w has changed
+    w_part_1 = self._part_1.current(w)   # copied anew if w has changed
 
 The backward pass of a training step takes what the forward pass has saved, one by one, and adds gradients to
 those that the parameters have, where these reside::
@@ -24,36 +24,12 @@ those that the parameters have, where these reside::
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from graphplan._compat.torch import gradient_hooks
-
-
-class Loaded(Protocol):
-    """A segment whose copy has been enqueued."""
-
-    def wait(self) -> tuple[torch.Tensor, ...]:
-        """Its weights on the device, for what is enqueued from now on."""
-
-    def release(self) -> None:
-        """Nothing that is enqueued from now on reads it."""
-
-
-class Stream(Protocol):
-    """What copies the segments of one accelerator."""
-
-    def load(self, index: int, weights: tuple[torch.Tensor, ...]) -> Loaded:
-        """Enqueue the copy of a segment."""
-
-
-class Resident(Protocol):
-    """A part of a weight that is kept on an accelerator."""
-
-    def current(self, weight: torch.Tensor) -> torch.Tensor:
-        """The part, with the values that the weight has now."""
 
 
 def constant_attribute(name: str) -> str:
@@ -74,26 +50,6 @@ def part_attribute(index: int) -> str:
 def is_bound(attribute: str) -> bool:
     """Whether an attribute of a graph module is a stream or a part, which a module's codes share."""
     return attribute.startswith(("_stream_", "_part_"))
-
-
-def resident_part(part: Resident, weight: torch.Tensor) -> torch.Tensor:
-    """Rows of ``weight`` on an accelerator, copied there anew if it has changed."""
-    return part.current(weight)
-
-
-def load_segment(stream: Stream, index: int, *weights: torch.Tensor) -> Loaded:
-    """Enqueue the copy of a segment's weights to the accelerator of ``stream``."""
-    return stream.load(index, weights)
-
-
-def wait_segment(loaded: Loaded) -> tuple[torch.Tensor, ...]:
-    """A segment's weights on the accelerator; what reads them is enqueued behind their copy."""
-    return loaded.wait()
-
-
-def release_segment(loaded: Loaded) -> None:
-    """Let the next segment be copied into the slot, behind what has been enqueued so far."""
-    loaded.release()
 
 
 def take_saved(saved: list[Any], index: int) -> Any:

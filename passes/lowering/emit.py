@@ -29,13 +29,9 @@ from graphplan.ir.graph import Graph
 from graphplan.ir.lowered_ops import (
     add_gradient,
     constant_attribute,
-    load_segment,
     part_attribute,
-    release_segment,
-    resident_part,
     stream_attribute,
     to_device,
-    wait_segment,
 )
 from graphplan.ir.schedule import Load, Move, Release, Run, Schedule, Wait, backward_start
 from graphplan.passes.frontend.simplify import drop_checks
@@ -140,7 +136,7 @@ class _Lowering:
         if self.home[part.part_of] == key:
             return self._call(torch.narrow, (whole, 0, part.start, part.shape[0]), name)
         kept = self.out.get_attr(part_attribute(self.graph.parts.index(part)))
-        return self._call(resident_part, (kept, whole), name)
+        return self._call("current", (kept, whole), name)
 
     def _move(self, step: Move) -> None:
         node = self._instance(step.value, step.source)
@@ -151,11 +147,10 @@ class _Lowering:
         target: Any = str(self.devices[step.destination])
         if step.kind == "output" and self.return_device is not None:
             target = self.return_device
-        # without example inputs nobody knows what is a tensor
-        kind, call = ("call_method", "to") if self.graph.shapes_known else ("call_function", to_device)
         suffix = "returned" if step.kind == "output" else f"on_{step.destination}"
-        name = re.sub(r"\W", "_", f"{step.value}_{suffix}")
-        moved = self.out.create_node(kind, call, (node, target), name=name)
+        # without example inputs nobody knows what is a tensor
+        call = "to" if self.graph.shapes_known else to_device
+        moved = self._call(call, (node, target), f"{step.value}_{suffix}")
         moved.meta["move"] = step
         self.env[step.value, step.destination] = moved
         if step.kind == "gradient":
@@ -169,13 +164,13 @@ class _Lowering:
     def _stream(self, step: Load | Wait | Release) -> None:
         place = step.device, step.segment
         if isinstance(step, Release):
-            node = self._call(release_segment, (self.loaded[place],), f"released_{step.segment}")
+            node = self._call("release", (self.loaded[place],), f"released_{step.segment}")
         elif isinstance(step, Load):
             weights = [self._instance(name, step.source) for name in step.weights]
             arguments = (self._prefetch_buffer(step.device), step.segment, *weights)
-            node = self.loaded[place] = self._call(load_segment, arguments, f"loaded_{step.segment}")
+            node = self.loaded[place] = self._call("load", arguments, f"loaded_{step.segment}")
         else:
-            node = self._call(wait_segment, (self.loaded[place],), f"segment_{step.segment}")
+            node = self._call("wait", (self.loaded[place],), f"segment_{step.segment}")
             buffer = next(buffer for buffer in self.schedule.prefetch_buffers if buffer.device == step.device)
             for position, name in enumerate(buffer.segments[step.segment].weights):
                 part = self._call(operator.getitem, (node, position), f"{name}_on_{step.device}")
@@ -183,7 +178,9 @@ class _Lowering:
         node.meta["stream"] = step
 
     def _call(self, target: Any, arguments: tuple[Any, ...], name: str) -> fx.Node:
-        return self.out.create_node("call_function", target, arguments, name=re.sub(r"\W", "_", name))
+        """A call of a function, or of the first argument's method of this name."""
+        kind = "call_method" if isinstance(target, str) else "call_function"
+        return self.out.create_node(kind, target, arguments, name=re.sub(r"\W", "_", name))
 
     def _prefetch_buffer(self, key: DeviceKey) -> fx.Node:
         if key not in self.streams:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 
-from graphplan.capture.model.modes import ModeReader, Modes
+from graphplan.capture.model.modes import Differentiation, ModeReader, Modes
 from graphplan.capture.signature import BoundCall
 from graphplan.errors import NoGraphError
 from graphplan.ir.plan_data import PlanData
@@ -22,7 +21,6 @@ from graphplan.runtime.module.dispatch_cache import Route
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.result_structure import Rebuild
 from graphplan.runtime.module.running_calls import RunningCalls
-from graphplan.runtime.module.training_reader import TrainingReader
 from graphplan.runtime.module.weight_binding import BoundCode
 from graphplan.runtime.profile.call_profile import Recorder
 from graphplan.runtime.weights.resident_parts import ResidentPart
@@ -99,8 +97,8 @@ class ModuleState:
     programs. ``restart`` is what pickling keeps for that. ``as_written`` are methods that run as they are.
     ``turns`` is held by a run that streams weights, or goes module by module: they use the same memory.
     ``parts`` of sliced weights are kept on accelerators, by name and device, for the calls of all
-    structures. ``untraced`` says how calls run where the model has no graph at all. ``training`` reads what
-    a training step differentiates, where steps are planned. ``move`` is None where weights are to stay.
+    structures. ``untraced`` says how calls run where the model has no graph at all. ``step`` is what a
+    training step differentiates, where steps are planned. ``move`` is None where weights are to stay.
     ``running`` has the calls that read the weights now. What is added to ``programs`` is added under the
     capture lock; nothing is ever taken away.
     """
@@ -126,7 +124,7 @@ class ModuleState:
     modulewise: Modulewise = field(default_factory=Modulewise)
     untraced: Untraced | None = None
     turns: threading.RLock = field(default_factory=threading.RLock)
-    training: TrainingReader | None = None
+    step: Differentiation | None = None
     move: MoveWeights | None = None
     running: RunningCalls = field(default_factory=RunningCalls)
     told_of_gradients: bool = False
@@ -161,7 +159,6 @@ class ModuleState:
         ]
         copied = replace(self, programs=programs, codes={}, routes=[], by_sizes={}, reader=None, guard=None)
         copied.modulewise = Modulewise(list(self.modulewise.forms))
-        copied.training = copy.deepcopy(self.training)
         copied.streams, copied.parts, copied.turns = ModuleStreams(), {}, threading.RLock()
         copied.running = RunningCalls()
         return copied

@@ -92,7 +92,7 @@ class PlacedModule(ShortNames, KeptInPlace):
         signature = signature or state.signature
         assert signature is not None
         state.streams.check_files()
-        plain = not state.keep_grad and state.training is None
+        plain = not state.keep_grad and state.step is None
         if plain:
             refuse_transforms()
         untold = plain and torch.is_grad_enabled() and not state.told_of_gradients
@@ -170,9 +170,9 @@ def _run(
 
 def differentiated(module: PlacedModule, state: ModuleState, inputs: Any) -> Differentiation | None:
     """What a call differentiates; None for a forward pass alone."""
-    if state.training is None or not torch.is_grad_enabled():
+    if state.step is None or not torch.is_grad_enabled():
         return None
-    return state.training.read(module, inputs)
+    return state.step.of(module, inputs)
 
 
 @outside_inference_mode

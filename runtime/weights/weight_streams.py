@@ -197,7 +197,7 @@ class WeightStream:
     def __deepcopy__(self, memo: dict[int, object]) -> WeightStream:
         return self  # a copy of generated code uses the same buffer; a copy of the module makes its own
 
-    def load(self, index: int, weights: tuple[torch.Tensor, ...]) -> _LoadedSegment:
+    def load(self, index: int, *weights: torch.Tensor) -> _LoadedSegment:
         """Enqueue the copy of a segment; that of the first begins a call."""
         if index == 0:
             self.call.begin(len(self.segments))

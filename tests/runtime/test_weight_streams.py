@@ -126,9 +126,9 @@ def test_a_weight_that_two_devices_stream_is_copied_as_planned() -> None:
 def test_the_code_shows_the_streams() -> None:
     with streamed() as (placed, _, _):
         code = placed.code
-        assert code.count("load_segment(") == DEPTH
-        assert code.count("wait_segment(") == DEPTH
-        assert code.count("release_segment(") == DEPTH
+        assert code.count(".load(") == DEPTH
+        assert code.count(".wait(") == DEPTH
+        assert code.count(".release(") == DEPTH
         assert "self._stream_0" in code
         assert ".to('sim:0')" in code  # the input
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import nn
 
+from graphplan.capture.structure import leaves_of
 from graphplan.devices.topology import CPU, SIMULATED
 from graphplan.errors import InputError, PlanError
 
@@ -39,6 +40,13 @@ class Differentiation:
     trained: tuple[str, ...]
     outputs: tuple[str, ...] | None = None
     portable: bool = False
+
+    def of(self, module: nn.Module, inputs: Any) -> Differentiation | None:
+        """Of a call of these inputs; None where neither they nor a parameter require a gradient now."""
+        trained = tuple(name for name, parameter in module.named_parameters() if parameter.requires_grad)
+        given = (leaf for leaf in leaves_of(inputs) if isinstance(leaf, torch.Tensor))
+        needed = trained or any(tensor.requires_grad for tensor in given)
+        return replace(self, trained=trained) if needed else None
 
 
 @dataclass(frozen=True, slots=True)

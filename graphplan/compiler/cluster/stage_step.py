@@ -15,6 +15,7 @@ from typing import Any
 
 from graphplan.analysis.plan import Plan
 from graphplan.capture.differentiate import differentiate
+from graphplan.capture.model.modes import Differentiation, needs_portable
 from graphplan.compiler.cluster.stage_compiler import StageSource
 from graphplan.devices.topology import DeviceKey
 from graphplan.errors import CaptureError, InfeasibleError, readable_bytes
@@ -22,7 +23,6 @@ from graphplan.ir.liveness import saved_bytes
 from graphplan.passes.frontend.simplify import simplify
 from graphplan.passes.placement.problem import cpu_key
 from graphplan.passes.training.weight_views import read_weights_anew
-from graphplan.runtime.module.training_reader import TrainingReader
 
 _TRIES = 6  # plans of one stage
 _NEAR = 1.05  # times the seconds of a step alone, that are near enough
@@ -42,7 +42,7 @@ def with_step(source: StageSource, device_types: Sequence[str], values: Sequence
     """
     if source.trained.isdisjoint(source.cut.outputs):
         return source
-    how = TrainingReader(None, device_types).read(source.module, ())
+    how = Differentiation((), None, needs_portable(device_types)).of(source.module, ())
     if how is None:
         raise CaptureError(
             "gradients pass a stage without a parameter that requires one: only stages before the first such "
