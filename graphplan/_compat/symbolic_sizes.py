@@ -14,6 +14,7 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]  # has no types
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphplan._compat import private
@@ -129,7 +130,8 @@ class SizeMaker:
         self, shape: Any, stride: Any, dtype: torch.dtype, device: str, *, requires_grad: bool
     ) -> torch.Tensor:
         """A tensor without data."""
-        with self.mode:
+        oblivious = symbolic_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]  # a config
+        with oblivious, self.mode:  # as it was traced: to be made, no size must be known to be above 1
             return torch.empty_strided(
                 tuple(shape), tuple(stride), dtype=dtype, device=device, requires_grad=requires_grad
             )

@@ -253,6 +253,67 @@ def test_a_change_of_what_is_traced_is_traced_anew(name: str, sources: Sources, 
     assert exports.during(lambda: runs_as_eager(model, sources.folder))[0] == 0
 
 
+PACKAGE = {
+    "__init__": "",
+    "model": "from torch import nn\nfrom package_of_saved.helper import f\n"
+    "class Block(nn.Module):\n    def forward(self, x):\n        return {'y': f(x), 'rows': x.shape[0]}\n",
+    "helper": "from package_of_saved import deep\ndef f(x):\n    return deep.g(x)\n",
+    "deep": "def g(x):\n    return x * 2\n",
+}
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
+    """Loads the class of a model of an installed package, as a new process would."""
+    folder = tmp_path / "site-packages" / "package_of_saved"
+    folder.mkdir(parents=True)
+    for name, text in PACKAGE.items():
+        (folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(folder.parent)
+
+    def forget() -> None:
+        for name in [name for name in sys.modules if name.startswith(folder.name)]:
+            del sys.modules[name]
+
+    def load() -> Any:
+        forget()
+        return importlib.import_module(f"{folder.name}.model").Block
+
+    yield load
+    forget()
+
+
+@pytest.mark.parametrize("how", ["file", "function"])
+def test_a_change_deep_in_a_package_is_traced_anew(
+    how: str, package: Callable[[], Any], tmp_path: Path, exports: Counter
+) -> None:
+    runs_as_eager(package()().eval(), tmp_path)
+    assert exports.during(lambda: runs_as_eager(package()().eval(), tmp_path))[0] == 0
+    if how == "file":
+        deep = tmp_path / "site-packages" / "package_of_saved" / "deep.py"
+        deep.write_text(PACKAGE["deep"].replace("2", "3.0"))
+    block = package()
+    if how == "function":
+        sys.modules["package_of_saved.deep"].g = lambda x: x * 5  # type: ignore[attr-defined]  # a user's
+    assert exports.during(lambda: runs_as_eager(block().eval(), tmp_path))[0] == 1
+    assert exports.during(lambda: runs_as_eager(block().eval(), tmp_path))[0] == 0
+
+
+def test_a_llama_of_plain_attention_is_saved(tmp_path: Path, exports: Counter) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
+    )
+    config._attn_implementation = "eager"
+    model, ids = transformers.LlamaForCausalLM(config).eval(), torch.arange(16).view(2, 8)
+    for count in (1, 0):
+        assert exports.during(lambda: plan_of(model, tmp_path, ids))[0] == count
+
+
+def plan_of(model: nn.Module, folder: Path, ids: torch.Tensor) -> None:
+    graphplan.plan(model, {"cpu": "1GiB"}, kwargs={"input_ids": ids}, capture_cache=folder)
+
+
 def test_what_is_replaced_in_torch_is_traced(
     sources: Sources, exports: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

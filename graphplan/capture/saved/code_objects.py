@@ -52,6 +52,19 @@ def is_installed(file: str) -> bool:
     return any(folder in file for folder in _INSTALLED)
 
 
+def package_of(file: str) -> Path:
+    """The folder, or the file, of the installed package that a file is of."""
+    around, folder, within = next(file.rpartition(one) for one in _INSTALLED if one in file)
+    return Path(around + folder + within.partition("/")[0])
+
+
+def package_files(package: Path) -> list[tuple[str, int, int]]:
+    """The path, the size and the time of each file of Python code in a package."""
+    files = sorted(package.rglob("*.py")) if package.is_dir() else [package]
+    states = [(str(file.relative_to(package)), file.stat()) for file in files]
+    return [(name, state.st_size, state.st_mtime_ns) for name, state in states]
+
+
 def code_parts(code: types.CodeType) -> Iterator[object]:
     """What a code object computes, the same in every process that has compiled the same text."""
     yield from (code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_flags)

@@ -2,9 +2,10 @@
 
 Two processes in which it is the same trace the same graph. Attributes are described by value, all the way
 down. Code of the user is described by its bytecode, its file, and what it refers to, wherever that is
-defined. Code of installed packages is described by bytecode and file alone, but for the classes of the model
-itself: what their methods refer to is looked at too, so that a function that somebody has replaced is
-noticed. Torch and Python are described by their versions, and by what is replaced in torch.
+defined. Code of installed packages is described by bytecode, by the sizes and times of all files of the
+package, and by what the user has put into its modules; of the classes of the model itself, what their methods
+refer to is looked at too, so that a function that another package has replaced is noticed. Torch and Python
+are described by their versions, and by what is replaced in torch.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import functools
 import hashlib
 import logging
 import re
+import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -34,6 +36,8 @@ from graphplan.capture.saved.code_objects import (
     globals_of,
     is_installed,
     is_of_versions,
+    package_files,
+    package_of,
 )
 from graphplan.capture.saved.plain_values import NotSavedError
 
@@ -198,11 +202,11 @@ class Description:
                     self.note(name)
                     self.add(value, f"{_name(one)}.{name}")
 
-    def _replaced(self, owner: Any) -> None:
-        """Hash what others have put into a class or module of torch or Python."""
+    def _replaced(self, owner: Any, is_own: Callable[[str], bool] = is_of_versions) -> None:
+        """Hash what others have put into a class or module, whose ``is_own`` tells by its file."""
         for name, value in list(vars(owner).items()):
             function = function_of(value)
-            if function is not None and not is_of_versions(function.__code__.co_filename):
+            if function is not None and not is_own(function.__code__.co_filename):
                 self.note("replaced", name)
                 self._function(function, f"{getattr(owner, '__name__', owner)}.{name}")
 
@@ -297,6 +301,19 @@ class Description:
             self._seen["file", file] = 0
             path = Path(file)
             self.note("file", path.read_bytes() if path.is_file() else "")
+            if is_installed(file):
+                self._package(package_of(file))
+
+    def _package(self, package: Path) -> None:
+        """Hash which files an installed package has, and what the user has put into its modules."""
+        if ("package", package) in self._seen:
+            return
+        self._seen["package", package] = 0
+        self.note("package", *package_files(package))
+        within = package.stem, f"{package.stem}."
+        for name, module in sorted(sys.modules.items()):
+            if name == within[0] or name.startswith(within[1]):
+                self._replaced(module, lambda file: is_of_versions(file) or is_installed(file))
 
 
 def _is_of_python(cls: type) -> bool:
