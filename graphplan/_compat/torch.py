@@ -44,6 +44,14 @@ def require_backward_stages() -> None:
         )
 
 
+def uncompiled(module: Any) -> Any:
+    """The module of which ``torch.compile`` has made this one; itself, if it has not."""
+    compiled = isinstance(
+        module, private(importlib.import_module("torch._dynamo"), "OptimizedModule", "torch", _TESTED)
+    )
+    return private(module, "_orig_mod", "torch", _TESTED) if compiled else module
+
+
 def compiled_as_constant(function: Callable[[], int]) -> Callable[[], int]:
     """As ``torch.compiler.assume_constant_result``, which imports all of dynamo to set one attribute."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]

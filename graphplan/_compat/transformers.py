@@ -84,3 +84,29 @@ def with_last_processor(cls: type, make: Callable[[Any], Callable[..., Any]]) ->
         return processors
 
     return type(cls.__name__, (cls,), {"_get_logits_processor": get, "__module__": cls.__module__})
+
+
+def kept_dtypes(model: Any, dtype: Any) -> dict[str, Any]:
+    """Patterns of the names of weights that a model keeps in a dtype of their own, if it is loaded in ``dtype``."""
+    found: dict[str, Any] = private(model, "_get_dtype_plan", "transformers", _TESTED)(dtype)
+    return found
+
+
+def mark_initialized(tensor: Any) -> None:
+    """Have a model's initialisation leave a weight as it is."""
+    tensor._is_hf_initialized = True
+
+
+def adjust_keys(model: Any, info: Any) -> None:
+    """Take from the missing and unexpected keys of a loading report what the model expects to be so."""
+    private(model, "_adjust_missing_and_unexpected_keys", "transformers", _TESTED)(info)
+
+
+def remember_conversions(model: Any, conversions: Any) -> None:
+    """Have ``save_pretrained`` write weights in the form in which they were read."""
+    model._weight_conversions = conversions
+
+
+def forget_attention(config: Any) -> None:
+    """Let a configuration ask for no implementation of attention."""
+    config._attn_implementation = None

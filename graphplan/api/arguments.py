@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from graphplan._compat.torch import uncompiled
 from graphplan.analysis.cluster_plan import ClusterPlan
 from graphplan.analysis.plan import Plan
 from graphplan.api.plan_options import ExampleCall, PlanOptions
@@ -91,8 +92,7 @@ def read_model(model: Any) -> nn.Module:
     Raises:
         InputError: it is none, or one that something else runs in its place.
     """
-    if isinstance(model, torch._dynamo.OptimizedModule):
-        model = model._orig_mod
+    model = uncompiled(model)
     if not isinstance(model, nn.Module):
         what = "the class itself: make an instance" if isinstance(model, type) else type(model).__name__
         raise InputError(f"graphplan places a torch.nn.Module, not {what}")

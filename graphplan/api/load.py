@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphplan._compat.transformers import kept_dtypes
 from graphplan.api.partition import partition
 from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.capture.thread_patches import outside_inference_mode
@@ -186,7 +187,7 @@ def _keep_wide(model: Any, dtype: torch.dtype) -> None:
     """Weights that the model keeps in float32 whatever the dtype."""
     from transformers.core_model_loading import build_glob_alternation
 
-    plan = model._get_dtype_plan(dtype)
+    plan = kept_dtypes(model, dtype)
     if not plan:
         return
     pattern, dtypes, _ = build_glob_alternation(list(plan))

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import graphplan
+from graphplan._compat.transformers import forget_attention
 from graphplan.cli.console import working
 from graphplan.cli.example_inputs import example_inputs
 from graphplan.errors import GraphplanError, InputError
@@ -133,7 +134,7 @@ def _of_config(path: Path, ask: Ask) -> NamedModel:
             trust_remote_code=ask.trust_remote_code,
             local_files_only=True,
         )
-        config._attn_implementation = None  # what the file asks for may be a kernel to download
+        forget_attention(config)  # what the file asks for may be a kernel to download
         model = _build(config, ask)
     except GraphplanError:
         raise

@@ -28,7 +28,8 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from graphplan import _compat, capture
+import graphplan._compat
+import graphplan.capture
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import identity, is_dense
@@ -46,7 +47,7 @@ logger = logging.getLogger("graphplan")
 
 _FORMAT = Format("graphplan-capture", 1, "captured graph")
 _JSON, _TENSORS = "capture.json", "constants.safetensors"
-_TRACERS = (capture, _compat, frontend, training)
+_TRACERS = (graphplan.capture, graphplan._compat, frontend, training)
 _DAMAGED = (OSError, zipfile.BadZipFile, zlib.error, KeyError, EOFError, PlanError, SafetensorError)
 
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from graphplan._compat.torch import uncompiled
 from graphplan.devices.machine import current_machine
 from graphplan.devices.speeds import Measurements, Speed
 from graphplan.devices.topology import SIMULATED, DeviceKey
@@ -222,7 +223,7 @@ class Recorder(fx.Interpreter):
         if node.op != "call_module":
             return None
         stage = self.fetch_attr(str(node.target))
-        stage = getattr(stage, "_orig_mod", stage)
+        stage = uncompiled(stage)
         names = (inner.meta.get("operation") for inner in stage.graph.nodes)
         return next((name for name in names if name is not None), None)
 

@@ -143,9 +143,10 @@ class ModuleSizes:
 
 
 def _itemsize(dtype: str | torch.dtype | None) -> float:
-    from accelerate.utils.modeling import _get_proper_dtype, dtype_byte_size
+    from accelerate.utils.modeling import dtype_byte_size
 
-    return float(dtype_byte_size(_get_proper_dtype(dtype)))
+    named = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    return float(dtype_byte_size(named))
 
 
 def _own_tensors(module: nn.Module, prefix: str, *, recurse: bool) -> Iterator[tuple[str, torch.Tensor]]:

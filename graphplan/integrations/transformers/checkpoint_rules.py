@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphplan._compat.transformers import adjust_keys, mark_initialized, remember_conversions
 from graphplan.errors import CheckpointError
 from graphplan.runtime.checkpoint.converted_checkpoint import Conversion, equal_in_files
 from graphplan.runtime.checkpoint.safetensors_header import FileTensor
@@ -142,7 +143,7 @@ def finish_weights(model: Any, matched: Matched) -> None:
 
     _settle_double_ties(model, matched)
     for name in (*matched.found, *matched.made):
-        model.get_parameter_or_buffer(name)._is_hf_initialized = True
+        mark_initialized(model.get_parameter_or_buffer(name))
     info = LoadStateDictInfo(set(matched.missing), set(matched.unexpected), set(), [], {}, set())
     model.mark_tied_weights_as_initialized(info)
     for name in info.missing_keys - model.all_tied_weights_keys.keys():
@@ -151,8 +152,8 @@ def finish_weights(model: Any, matched: Matched) -> None:
         _replace(model, name, buffer)
     model.initialize_weights()
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
-    model._adjust_missing_and_unexpected_keys(info)
-    model._weight_conversions = matched.used
+    adjust_keys(model, info)
+    remember_conversions(model, matched.used)
     matched.missing, matched.unexpected = info.missing_keys, info.unexpected_keys
 
 
