@@ -46,10 +46,8 @@ def require_backward_stages() -> None:
 
 def uncompiled(module: Any) -> Any:
     """The module of which ``torch.compile`` has made this one; itself, if it has not."""
-    compiled = isinstance(
-        module, private(importlib.import_module("torch._dynamo"), "OptimizedModule", "torch", _TESTED)
-    )
-    return private(module, "_orig_mod", "torch", _TESTED) if compiled else module
+    compiled = private(importlib.import_module("torch._dynamo"), "OptimizedModule", "torch", _TESTED)
+    return private(module, "_orig_mod", "torch", _TESTED) if isinstance(module, compiled) else module
 
 
 def compiled_as_constant(function: Callable[[], int]) -> Callable[[], int]:

@@ -87,7 +87,7 @@ def with_last_processor(cls: type, make: Callable[[Any], Callable[..., Any]]) ->
 
 
 def kept_dtypes(model: Any, dtype: Any) -> dict[str, Any]:
-    """Patterns of the names of weights that a model keeps in a dtype of their own, if it is loaded in ``dtype``."""
+    """Patterns of names of weights -> the dtype that a model keeps them in, if it is loaded in ``dtype``."""
     found: dict[str, Any] = private(model, "_get_dtype_plan", "transformers", _TESTED)(dtype)
     return found
 

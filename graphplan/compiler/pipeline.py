@@ -40,7 +40,6 @@ from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule import Assignment
 from graphplan.ir.schedule_checks import check_schedule
 from graphplan.passes.frontend.annotate import Annotator
-from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.limits import Limits
 from graphplan.passes.placement.problem import Problem
 from graphplan.runtime.module.program import Program
@@ -187,14 +186,6 @@ class Compiler:
             CaptureError: it cannot be traced, or measured.
         """
         return self._formulation.plain(self.captures.annotated(asked.call, asked.entry), asked.call)
-
-    @one_at_a_time
-    def has_room(self, planned: Planned, call: BoundCall) -> bool:
-        """Whether a plan of a call, as it is, keeps the budgets for the next larger sizes too."""
-        problem = self._formulation.plain(self.captures.annotated(call, ahead=AHEAD[0]), call)
-        known = planned.plan.schedule.assignment
-        parted = known.weights.keys() != problem.graph.weights.keys()
-        return not parted and evaluate(problem, known).feasible
 
     def commit(self, planned: Planned) -> None:
         """Let later plans go by this one: where weights are, unless that is settled; what it holds beside."""

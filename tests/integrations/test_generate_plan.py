@@ -314,14 +314,13 @@ def test_a_plan_reserves_what_its_limits_ask_for() -> None:
 
 @pytest.mark.slow
 def test_a_bound_beside_settled_weights_says_so() -> None:
-    """Room for a longer text settles the weights; the example has the bound that holds for any of them."""
     model, inputs = build("llama"), example_of("llama")
     size = bytes_of(model)
     with graphplan.simulate({i: int(0.62 * size) + (1 << 15) for i in (0, 1)}) as machine:
         placed = graphplan.partition(model, machine.max_memory, kwargs=inputs)
         placed.generate(**inputs_of("llama"), max_new_tokens=2)
     first, *others = placed.plans
-    assert first.fixed_weights
+    assert not first.fixed_weights
     assert "with the weights where they are" not in first.proof
     assert 0 < first.lower_bound <= first.makespan
     assert all(plan.proof.endswith("with the weights where they are") for plan in others)

@@ -2,7 +2,7 @@
 
 The example's call is planned first, and the others with the weights where it puts them. Where one of these
 lacks room there, it is the one that decides where the weights are; and where that is not enough, all are
-placed together. Without limits, nothing else is traced: the example as a longer text stands for what follows.
+placed together. Without limits nothing else is planned: what has no room later moves the weights.
 """
 
 from __future__ import annotations
@@ -15,16 +15,13 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graphplan.analysis.plan import Plan
 from graphplan.capture.signature import BoundCall
 from graphplan.compiler.code_generation import Planned
-from graphplan.compiler.pipeline import AHEAD, Compiler, EntryCall
+from graphplan.compiler.pipeline import Compiler, EntryCall
 from graphplan.devices.topology import DISK
 from graphplan.errors import CaptureError, InfeasibleError, LimitError
 from graphplan.integrations.rehearsal import Rehearsed
-from graphplan.integrations.transformers.generate_calls import calls_of_generate, generates
-from graphplan.passes.placement.certificate import Bound, checked
-from graphplan.passes.placement.driver import ON_ACCELERATORS
+from graphplan.integrations.transformers.generate_calls import calls_of_generate
 from graphplan.warnings import warn
 
 logger = logging.getLogger("graphplan")
@@ -46,7 +43,7 @@ def plan_first(compiler: Compiler, call: BoundCall | None, entry: str = "") -> l
     if call is None or entry or alone or options.grad or options.training is not None:
         return [first]
     if not options.size_limits.given:
-        return [_with_room(compiler, call, first)] if generates(compiler) else [first]
+        return [first]
     others = list(_plannable(compiler, calls_of_generate(compiler, call)))
     found, lacking = _plan_in_turn(compiler, others, first)
     if lacking is None:
@@ -62,41 +59,6 @@ def plan_first(compiler: Compiler, call: BoundCall | None, entry: str = "") -> l
     compiler.restart()
     compiler.commit(first)
     return [first]
-
-
-def _with_room(compiler: Compiler, call: BoundCall, first: Planned) -> Planned:
-    """A plan of a text, with the weights where a longer one has room too; else ``first``.
-
-    It is committed, as ``first`` was. Weights that are streamed would take another long search, and stay.
-    """
-    if first.plan.schedule.prefetch_buffers:
-        return first
-    try:
-        if compiler.has_room(first, call):
-            return first
-        compiler.restart()
-        compiler.commit(compiler.plan(call, aheads=AHEAD))
-        first = _with_bound(compiler.plan(call, aheads=(0.0,)), first.plan)
-    except (CaptureError, InfeasibleError) as error:
-        logger.info("no memory is reserved for a text longer than the example: %s", error)
-        compiler.restart()
-    compiler.commit(first)
-    return first
-
-
-def _with_bound(made: Planned, free: Plan) -> Planned:
-    """A plan beside settled weights, with the bound of one without, which holds wherever the weights are."""
-    if ON_ACCELERATORS in free.proof and not _on_cpu(made.plan) <= _on_cpu(free):
-        return made
-    bound = checked(Bound(free.lower_bound, free.proof), made.plan.makespan)
-    return replace(made, plan=replace(made.plan, lower_bound=bound.seconds, proof=bound.proof))
-
-
-def _on_cpu(plan: Plan) -> set[str]:
-    """The operations and weights that are on no accelerator."""
-    assignment = plan.schedule.assignment
-    where = {**assignment.operations, **assignment.weights}
-    return {name for name, key in where.items() if not plan.topology[key].is_accelerator}
 
 
 @dataclass(frozen=True, slots=True)
