@@ -358,7 +358,7 @@ def test_an_input_that_has_as_many_rows_by_chance_is_not_divided(microbatches: i
         ({"args": ()}, "example inputs"),
         ({"train": True, "max_batch": 8}, "does not take max_batch"),
         ({"train": True, "train_outputs": "loss"}, "does not go with train_outputs="),
-        ({"optimizer": torch.optim.SGD}, "give train=True"),
+        ({"optimizer": torch.optim.SGD}, "goes with train=True"),
     ],
 )
 def test_bad_arguments_are_named(options: dict[str, Any], match: str) -> None:
