@@ -207,7 +207,7 @@ def _configs(parts: Iterable[nn.Module]) -> list[Any]:
 
 
 def is_plain(value: Any, around: tuple[int, ...] = ()) -> bool:
-    """Whether a value is of numbers, text and containers of these; ``around`` has the ids of those it is in."""
+    """Whether it is of numbers, text and containers of these; ``around`` has the ids of those it is in."""
     if not isinstance(value, dict | list | tuple | set | frozenset | deque):
         return isinstance(value, _PLAIN)
     items = value.values() if isinstance(value, dict) else value

@@ -30,6 +30,7 @@ _LIBRARIES = {"numpy", "torch", *sys.stdlib_module_names} - {"__main__", "collec
 _SEQUENCES = (list, tuple, deque)
 _CONTAINERS = (*_SEQUENCES, dict, set, frozenset)
 _OF_BYTES = (bytearray, array)
+_BY_IDENTITY: tuple[Any, ...] = (None, object.__hash__)  # or not at all: what has such a hash may change
 
 
 @dataclass(slots=True)
@@ -107,7 +108,7 @@ def _is_object(value: Any) -> bool:
 
 def _is_immutable(value: Any) -> bool:
     """Whether a library says that its value stays: a path, a range, a date."""
-    return isinstance(value, slice) or type(value).__hash__ not in (None, object.__hash__)
+    return isinstance(value, slice) or type(value).__hash__ not in _BY_IDENTITY
 
 
 def _inside(name: str, value: Any) -> Iterator[tuple[str, Any, Any]]:
