@@ -13,6 +13,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils.dlpack import from_dlpack
 
 from graphplan.devices.topology import SIMULATED, DeviceKey, round_up
+from graphplan.errors import DeviceError
 from graphplan.runtime.simulate.fused_cells import WITHOUT_CPU_KERNEL
 from graphplan.runtime.simulate.simulated_machine import SimulatedTransfer, active_machine
 
@@ -50,6 +51,10 @@ class SimulatedTensor(torch.Tensor):
     ) -> SimulatedTensor:
         if device is None:  # as a parameter's class is called, by those who copy parameters
             return nn.Parameter(elem, requires_grad)  # type: ignore[return-value]  # not initialised again
+        if elem.layout is not torch.strided:
+            raise DeviceError(
+                "simulated devices hold no sparse tensors: give dense ones, or compute on the CPU"
+            )
         if elem.is_conj() or elem.is_neg():  # lazy bits of the data, which the wrapper would not show
             elem = elem.resolve_conj().resolve_neg()
         with torch.inference_mode(False):  # views of it are made as of any other tensor

@@ -303,6 +303,35 @@ def test_a_trace_with_vmap_in_it_falls_back() -> None:
         assert largest_difference(placed(X), model(X)) < 1e-6
 
 
+def test_forward_derivatives_are_not_planned() -> None:
+    class Derivative(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(16, 8)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return torch.func.jvp(self.head, (x,), (x,))
+
+    model = Derivative().eval()
+    with pytest.raises(graphplan.NoGraphError, match="jvp"):
+        graphplan.partition(model, {"cpu": "1GiB"}, (X,), strict=True)
+
+
+@pytest.mark.parametrize("name", ["lambda", "self"])
+def test_a_name_that_python_reserves_is_read_by_the_modules_own_code(name: str) -> None:
+    class Reserved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_parameter(name, nn.Parameter(torch.ones(16)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self._parameters[name]
+
+    with pytest.warns(graphplan.GraphplanWarning, match=f"rename '{name}'"):
+        placed = graphplan.partition(Reserved(), {"cpu": "1GiB"}, (X,))
+    assert torch.equal(placed(X), X)
+
+
 class Whole(Undecided):
     """Undecided, with a shared weight and what a copy must have beside weights."""
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
+from array import array
+from collections import UserList, deque
 from collections.abc import Callable
-from types import SimpleNamespace
+from pathlib import Path
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +28,25 @@ class Settings:
     def __init__(self) -> None:
         self.table = {"a": [1.0, {"b": 2.0}]}
         self.inner = SimpleNamespace(k=1.0)
+        self.folder, self.sizes = Path("a"), range(3)  # stay as they are
+        self.recent = deque([1.0, torch.ones(1)])
+        self.more, self.few = UserList([1.0]), {Factor(1.0)}
+        self.times, self.codes = functools.partial(Factor(1.0).times), array("d", [1.0])
+        self.itself: dict[str, Any] = {}
+        self.itself["around"] = self.itself
+
+    def factors(self) -> Any:
+        (few,) = self.few
+        numbers = self.recent[0] * self.more[0] * few.k * self.codes[0]  # type: ignore[operator]
+        return self.times(numbers) * self.recent[1]
+
+
+class Factor:
+    def __init__(self, k: float) -> None:
+        self.k = k
+
+    def times(self, x: Any) -> Any:
+        return x * self.k
 
 
 class Hook:
@@ -53,7 +75,7 @@ class Net(nn.Module):
         self.width = nn.Parameter(torch.randn(8, 4))
 
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.factor * self.scale
+        return x * self.factor * self.scale * self.settings.factors() * getattr(self, "gain", 1.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for head in self.heads.values():
@@ -83,6 +105,13 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a module of the same class": _new_head,
     "an object": lambda net: setattr(net.settings.inner, "k", 3.0),
     "a dict in an object": lambda net: net.settings.table["a"][1].update(b=5.0),
+    "a deque": lambda net: net.settings.recent.__setitem__(0, 3.0),
+    "a tensor in a deque": lambda net: net.settings.recent[1].mul_(2),
+    "a list of a class": lambda net: net.settings.more.__setitem__(0, 0.5),
+    "an object in a set": lambda net: setattr(next(iter(net.settings.few)), "k", 3.0),
+    "the object of a partial": lambda net: setattr(net.settings.times.func.__self__, "k", 0.5),
+    "an array": lambda net: net.settings.codes.__setitem__(0, 2.0),
+    "an attribute that is asked for": lambda net: setattr(net, "gain", 0.25),
     "a set": lambda net: net.names.add("y"),
     "a list beside a set": lambda net: net.nested["l"].__setitem__(1, 4.0),
     "a set in a dict": lambda net: net.nested["s"].add(7),
@@ -160,6 +189,24 @@ def test_objects_around_the_model_are_one_thing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.allclose(placed(X), net(X), rtol=1e-4)
+
+
+def test_a_method_that_is_set_on_a_placed_model() -> None:
+    net = Net()
+    placed = graphplan.partition(net, ROOMY, (X,))
+    for one in (net, placed):
+        one.scaled = MethodType(lambda self, x: x * self.factor * 3, one)
+    with pytest.warns(GraphplanWarning, match="captured again"):
+        assert torch.allclose(placed(X), net(X), rtol=1e-4)
+
+
+def test_a_submodule_that_is_converted_is_noticed() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    placed = graphplan.partition(net, ROOMY, (X,))
+    placed(X)
+    placed[0].double()
+    with pytest.warns(GraphplanWarning, match="captured again"):
+        assert placed(X.double()).dtype == torch.float64
 
 
 def test_a_hook_and_a_note() -> None:

@@ -24,6 +24,7 @@ from torch import nn
 from graphplan._compat.torch import global_hooks
 from graphplan.capture.model.model_weights import identity
 from graphplan.capture.model.modes import is_plain
+from graphplan.runtime.module.changes.attribute_data import is_container
 from graphplan.runtime.module.changes.model_reading import ANY, Fact, ModelReading
 
 _LONGEST = 60  # characters of a value in a message
@@ -123,7 +124,8 @@ def _shared(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, tor
 def _equal(before: Any, now: Any) -> bool:
     if before is now or before is ANY or now is ANY:
         return True
-    return is_plain(before) and is_plain(now) and type(before) is type(now) and bool(before == now)
+    told = type(before) is type(now) and all(is_plain(one) or is_container(one) for one in (before, now))
+    return told and bool(before == now)
 
 
 def _shown(value: Any) -> str:
