@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from graphplan.errors import PlanError
-
-Held = TypeVar("Held")
 
 _READERS = {
     "graphplan.plan": "Plan",
@@ -87,24 +85,39 @@ def decode_fields(kind: type, names: Iterable[str], data: Mapping[str, Any]) -> 
     return {name: decode(hints[name], data[name]) for name in names}
 
 
-def read_file(path: str | Path, read: Callable[[str], Held]) -> Held:
-    """What a file holds.
+class JsonFile:
+    """What has a form as JSON text, as a file."""
 
-    Args:
-        path: of the file.
-        read: its text -> what it holds, or PlanError.
+    __slots__ = ()
 
-    Raises:
-        PlanError: it cannot be read, or ``read`` refuses its text; the error names the file.
-    """
-    try:
-        return read(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PlanError(f"{str(path)!r} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise PlanError(f"{str(path)!r} cannot be read: it is no text") from error
-    except PlanError as error:
-        raise PlanError(f"{str(path)!r}: {error}") from error
+    def to_json(self) -> str:
+        """All of it as JSON text."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read it back; PlanError where the text holds something else."""
+        raise NotImplementedError
+
+    def save_json(self, path: str | Path) -> None:
+        """Write :meth:`to_json` to a file; :meth:`load_json` reads it back."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load_json(cls, path: str | Path) -> Self:
+        """Read what :meth:`save_json` wrote.
+
+        Raises:
+            PlanError: it cannot be read, or :meth:`from_json` refuses its text; the error names it.
+        """
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise PlanError(f"{str(path)!r} cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise PlanError(f"{str(path)!r} cannot be read: it is no text") from error
+        except PlanError as error:
+            raise PlanError(f"{str(path)!r}: {error}") from error
 
 
 def decode(kind: Any, data: Any) -> Any:

@@ -11,10 +11,10 @@ from graphplan.report.cluster.cluster_page import to_cluster_html
 from graphplan.report.cluster.cluster_perfetto import to_cluster_trace
 from graphplan.report.cluster.cluster_svg import to_cluster_svg
 from graphplan.report.cluster.cluster_text import cluster_summary
-from graphplan.versioned_json import read_file
+from graphplan.versioned_json import JsonFile
 
 
-class ClusterPlan(ClusterPlanData[Plan]):
+class ClusterPlan(ClusterPlanData[Plan], JsonFile):
     """A model placed over several machines. Sizes are bytes, times seconds.
 
     Attributes are those of :class:`~graphplan.ir.cluster.cluster_plan_data.ClusterPlanData`. The plan of one
@@ -42,19 +42,6 @@ class ClusterPlan(ClusterPlanData[Plan]):
             PlanError: the text is no such plan, one of an unknown version, or one that does not hold.
         """
         return cls._read(Plan, text)
-
-    def save_json(self, path: str | Path) -> None:
-        """Write :meth:`to_json` to a file; :meth:`load_json` reads it back."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
-
-    @classmethod
-    def load_json(cls, path: str | Path) -> Self:
-        """Read a plan from a file that :meth:`save_json` wrote.
-
-        Raises:
-            PlanError: the file cannot be read, or :meth:`from_json` refuses what it holds.
-        """
-        return read_file(path, cls.from_json)
 
     def save_html(self, path: str | Path, *, title: str = "") -> None:
         """Write a page: figures, the picture of :meth:`save_svg`, a table of the machines."""

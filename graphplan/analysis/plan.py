@@ -22,10 +22,10 @@ from graphplan.report.model_explorer import save_model_explorer
 from graphplan.report.perfetto import to_trace
 from graphplan.report.svg import to_svg
 from graphplan.report.text import count_text, summary_text
-from graphplan.versioned_json import read_file
+from graphplan.versioned_json import JsonFile
 
 
-class Plan(PlanData):
+class Plan(PlanData, JsonFile):
     """A placed model. Sizes are bytes, times seconds, devices the caller's keys of ``max_memory``.
 
     Attributes are those of :class:`~graphplan.ir.plan_data.PlanData`; the methods here explain and export.
@@ -89,19 +89,6 @@ class Plan(PlanData):
             PlanError: the text is no plan, one of an unknown version, or one that does not hold.
         """
         return read_plan(cls, text)
-
-    def save_json(self, path: str | Path) -> None:
-        """Write :meth:`to_json` to a file; :meth:`load_json` reads it back."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
-
-    @classmethod
-    def load_json(cls, path: str | Path) -> Self:
-        """Read a plan from a file that :meth:`save_json` wrote.
-
-        Raises:
-            PlanError: the file cannot be read, or :meth:`from_json` refuses what it holds.
-        """
-        return read_file(path, cls.from_json)
 
     def save_dot(self, path: str | Path) -> None:
         """Write the plan for Graphviz: a cluster per device and stage, an edge per value.

@@ -11,14 +11,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from graphplan.devices.datasheets import card_names, find_card
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.devices.topology import DeviceKey, DeviceSpec, Efficiency, Link, Origin, Topology, is_figure
 from graphplan.errors import DeviceError, GraphplanError, PlanError
-from graphplan.versioned_json import Format, decode, read_file
+from graphplan.versioned_json import Format, JsonFile, decode
 
 _FORMAT = Format("graphplan.measurements", 1, "measurements")
 
@@ -73,7 +72,7 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True)
-class Measurements:
+class Measurements(JsonFile):
     """Measured speeds of a machine, for ``devices=`` of :func:`graphplan.plan`.
 
     Attributes:
@@ -100,7 +99,7 @@ class Measurements:
         return json.dumps(data, indent=1)
 
     @classmethod
-    def from_json(cls, text: str) -> Measurements:
+    def from_json(cls, text: str) -> Self:
         """Read what :meth:`to_json` has written.
 
         Raises:
@@ -116,19 +115,6 @@ class Measurements:
             )
         except (KeyError, TypeError, ValueError, GraphplanError) as error:
             raise PlanError(f"these measurements are damaged: {type(error).__name__}: {error}") from error
-
-    def save_json(self, path: str | Path) -> None:
-        """Write :meth:`to_json` to a file; :meth:`load_json` reads it back."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
-
-    @classmethod
-    def load_json(cls, path: str | Path) -> Measurements:
-        """Read measurements from a file that :meth:`save_json` wrote.
-
-        Raises:
-            PlanError: the file cannot be read, or holds no measurements, or those of an unknown version.
-        """
-        return read_file(path, cls.from_json)
 
     def __str__(self) -> str:
         lines = []
