@@ -135,7 +135,8 @@ class _Bench:
     def _overhead(self, spec: DeviceSpec) -> float:
         """Seconds between the starts of operations that have next to nothing to do.
 
-        As in the code of a placed model, each reads its weights from the module that has them.
+        Each reads its weights from the module that has them: what that takes stands for what the code of a
+        placed model does between operations (benchmarks/estimates.py compares).
         """
         model = _Small().to(spec.torch_device)
         row = torch.ones(1, 8, device=spec.torch_device)
