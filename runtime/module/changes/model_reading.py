@@ -88,7 +88,9 @@ class ModelReading:
         self.hooks = [vars(part)[name] for part in self.parts for name in _HOOKS if name in vars(part)]
         self.containers: dict[str, Any] = {}
         self.tensors: list[torch.Tensor] = []
-        self._model, self._known = set(map(id, named.values())), set[int]()
+        tensors = [one for table in self.weights for one in table.values() if one is not None]
+        # weights that lie in an attribute too, as nn.LSTM's do, are trained in place: writes to them are no change
+        self._model, self._known = set(map(id, named.values())), set(map(id, tensors))
         for path, part in named.items():
             self._read_part(path, part)
         self._read_weights(named)
